@@ -48,14 +48,7 @@ MODULES = {  # in the order in which their cases run
     "operators": ("operators.cpu", "operators.linear", "operators.weight_types"),
     "baseline": ("baseline.steps", "baseline.start", "baseline.traces", "baseline.chat_objects"),
     "routing": ("routing.decisions", "routing.fleet"),
-    "simulation": (
-        "simulation.host",
-        "simulation.soak",
-        "simulation.scale",
-        "simulation.truth",
-        "simulation.policies",
-        "simulation.border",
-    ),
+    "simulation": ("simulation.host", "simulation.soak", "simulation.scale", "simulation.truth"),
     "gpu": ("gpu.models", "gpu.operators", "gpu.peer"),
 }
 GPU_MINUTES = 9.0

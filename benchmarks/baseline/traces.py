@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from benchmarks.cases import Run, case
-from benchmarks.simulation.policies import FOLDER, QUICK
+from benchmarks.simulation.truth import TRACES
 from megatron_ext.simulation.cached_models import MODELS
 from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.sweep import Batch, Settings, run_point
+from megatron_ext.simulation.replay import simulate
+from megatron_ext.simulation.settings import Batch, Settings
 from megatron_ext.simulation.trace import longest_request
 
+FOLDER = "MEGATRON_EXT_TRACES"
 SHARES = {"shared": None, "half fixed": 0.5}  # of snapshots; None: blocks and snapshots share the memory
 
 
@@ -22,20 +25,20 @@ def traces(run: Run, memories: tuple = (16.0, 32.0)) -> None:
 
     The traces are those of the folder MEGATRON_EXT_TRACES; without it, the excerpts in the repository.
     """
-    folder = QUICK if run.is_quick or FOLDER not in os.environ else Path(os.environ[FOLDER])
-    for path in sorted(one for one in folder.iterdir() if {".json", ".jsonl"} & set(one.suffixes)):
+    folder = TRACES if run.is_quick or FOLDER not in os.environ else Path(os.environ[FOLDER])
+    for path in sorted(one for one in folder.iterdir() if ".jsonl" in one.suffixes):
         turns = read_trace(path)
         model = MODELS["nemotron-h-8b"].reaching(longest_request(turns))
         for memory in memories:
             for name, share in SHARES.items():
-                settings = Settings(memory, share, 64, "lru", placement="even")
-                point = run_point(turns, model, settings, Batch(), Machine())
+                begun = time.perf_counter()
+                outcome = simulate(turns, model, Settings(memory, share), Batch(), Machine())
                 run.row(
                     f"{path.name.partition('.')[0]}, {memory:g} GiB, {name}",
                     {
-                        "prompt tokens": point.prompt_tokens,
-                        "skipped tokens": point.skipped_tokens,
-                        "refused": point.refused,
-                        "wall, s": point.wall_seconds,
+                        "prompt tokens": sum(outcome.prompt),
+                        "skipped tokens": sum(outcome.skipped),
+                        "refused": outcome.refused,
+                        "wall, s": time.perf_counter() - begun,
                     },
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import tempfile
 import time
@@ -18,11 +19,9 @@ from megatron_ext.models.durable_cache import keep_cache
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.prefix_cache.disk.tier import DiskTier
-from megatron_ext.simulation.generators import GENERATORS, Size
 
 BATCH = 4  # requests at a time
 SETTLE_SECONDS = 20.0  # to wait at most until what was evicted is written
-AUDITED = "chat"  # workload of `tools/simulate_cache.py`
 ANSWER = RequestParams(4, ignore_eos=True)
 
 
@@ -174,16 +173,27 @@ def decode_beside_load(run: Run, rounds: int = 6, length: int = 1024, sizes: tup
         run.row(size, figures)
 
 
+def conversations(count: int, limit: int) -> list[list[int]]:
+    """Return prompts of conversations, each turn at once after the one before; the first texts are one of eight."""
+    source, prompts = random.Random(1), list[list[int]]()
+    while len(prompts) < count:
+        said = token_ids(16 * 2 ** source.randrange(5), f"system {source.randrange(8)}", limit)
+        for _ in range(1 + min(15, int(source.expovariate(1 / 4)))):
+            said = said + token_ids(source.randint(4, 64), f"turn {len(prompts)}", limit)
+            prompts.append(said)
+    return prompts[:count]
+
+
 @case("latency", quick={"requests": 24, "intervals": (4,)})
 def audits(run: Run, requests: int = 1600, intervals: tuple = (1000, 100)) -> None:
-    """Requests of a workload with audits of every so many hits, and without, by the embedded model."""
+    """Turns of conversations with audits of every so many hits, and without, by the embedded model."""
     loaded = MODELS["5m"]()
     limit = (loaded.config.vocab_size or 0) - 1
-    turns = GENERATORS[AUDITED](Size(requests=requests, scale=0.125, seed=1))[:requests]
+    prompts = conversations(requests, limit)
     engines = {n: built(loaded, CacheConfig(audit_interval=n), buffer_size_gb=0.1) for n in (0, *intervals)}
     costs = {n: Costs() for n in engines}
-    for start in range(0, len(turns), BATCH):
-        batch = [[one % limit + 1 for piece in turn.prompt for one in piece] for turn in turns[start : start + BATCH]]
+    for start in range(0, len(prompts), BATCH):
+        batch = prompts[start : start + BATCH]
         for n, engine in engines.items():
             costs[n].measure(lambda engine=engine, batch=batch: Engine(engine.core).generate(batch, ANSWER))
     totals = {n: [sum(column) for column in zip(*one.turns, strict=True)] for n, one in costs.items()}
@@ -191,7 +201,7 @@ def audits(run: Run, requests: int = 1600, intervals: tuple = (1000, 100)) -> No
         (replica,), counters = engine.core.replicas, engine.core.counters
         counts, (cpu, _, wall) = replica.audit.counts, totals[n]
         run.row(
-            f"{AUDITED}, {len(turns):,} requests, {f'every {n:,}th hit' if n else 'no audits'}",
+            f"{requests:,} requests, {f'every {n:,}th hit' if n else 'no audits'}",
             {
                 "hits": counters.hits,
                 "audits due": counts.due,

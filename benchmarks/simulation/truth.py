@@ -22,14 +22,13 @@ from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.replay import Outcome, Replay
 from megatron_ext.simulation.trace import Turn
 from megatron_ext.simulation.trace_formats.fields import FIRST_SYNTHETIC_ID, JsonObject, list_of, objects_of
-from megatron_ext.simulation.trace_formats.json_objects import objects_of_lines, open_trace
-from megatron_ext.simulation.trace_formats.sessions import SessionFormat, SessionOptions
+from megatron_ext.simulation.trace_formats.json_lines import objects_of_lines, open_trace
+from megatron_ext.simulation.trace_formats.sessions import SessionFormat, SessionStarts
 
 TRACES = Path(__file__).parent / "traces"
 SESSIONS = TRACES / "coding_agents_20.jsonl.xz"
 BLOCK_SIZE, LONGEST_PROMPT, LONGEST_SEQUENCE = 16, 4096, 8192  # tokens
 MACHINE = Machine(overhead=0.1)  # slow enough for sessions to overlap
-POLICIES = ("lru", "flops")
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def small_turns(path: Path, ids: Sequence[str] | None = None) -> tuple[list[Turn
         path: File of sessions.
         ids: Ids of the sessions to take; None for all.
     """
-    reader, turns, names = SessionFormat(SessionOptions(rate=0.2)), [], []
+    reader, turns, names = SessionFormat(SessionStarts(rate=0.2)), [], []
     with open_trace(path) as file:
         for _, session in objects_of_lines(file, str(path)):
             if ids is None or session["id"] in ids:
@@ -150,9 +149,6 @@ class EngineReplay(Replay):
             self.end(record.request_id, record.skipped_prefill_token_count)
             self._ended()
 
-    def rest(self) -> None:
-        """Let no request rest: the engine computes all of them."""
-
 
 def build_core(loaded: LoadedModel, policy: str, memory: Memory) -> EngineCore:
     """Build an engine of the embedded model."""
@@ -189,7 +185,7 @@ def compare(
 @case("simulation", quick={"policies": ("lru",), "gib": (0.02,), "sessions": ("trace_0584",)})
 def truth(
     run: Run,
-    policies: tuple = ("lru", "flops"),
+    policies: tuple = ("lru", "ref_zero"),
     gib: tuple = (0.033, 0.5),
     splits: bool = False,
     blocks: tuple = (1_500, 12_000),

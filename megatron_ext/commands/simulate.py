@@ -1,18 +1,46 @@
-"""Command `simulate`: the scheduler and its prefix cache on recorded or generated requests, without a model."""
+"""Command `simulate`: recorded requests through the scheduler and its prefix cache in simulated time, without a model.
+
+It prints a row for each memory and eviction policy: tokens skipped, and times to the first token. The requests are
+those of a file (`--trace`), or the recent ones of a running server (`--server`), with its model and settings.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
+from rich.table import Table
 
+from arguments.removed import refuse_removed_words
+from megatron_ext.config import EvictionPolicyName
 from megatron_ext.errors import ConfigError
-from megatron_ext.simulation.command import simulate
+from megatron_ext.files import read_text
+from megatron_ext.simulation.cached_models import MODELS
+from megatron_ext.simulation.formats import read_trace
+from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation.replay import simulate
+from megatron_ext.simulation.settings import Batch, Settings, limits_of
+from megatron_ext.simulation.trace import describe, longest_request
+from megatron_ext.simulation.trace_formats.sessions import SessionStarts
+from megatron_ext.simulation.workload import Workload, ask_server
 
 PROGRAM = "megatron-ext simulate"
 DONE, BAD_USAGE = 0, 2
+POLICIES = [policy.value for policy in EvictionPolicyName]
+MEMORIES = (0.5, 1.0, 2.0)  # times the server's, or `MEMORY_GIB`
+MEMORY_GIB = 8.0
+PERCENTILES = (50, 90, 99)
 _WIDTH = 140  # columns of a table in a file
+_LONGEST_KEY = 4096  # bytes
+Value = TypeVar("Value")
+Figures = dict[str, float | str | None]
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
@@ -21,9 +49,212 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     Returns:
         Exit code: 0 done, 2 bad usage.
     """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     try:
-        simulate(argv, program, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH))
+        refuse_removed_words(sys.argv[1:] if argv is None else argv)
+        arguments = _parser(program).parse_args(argv)
+        work = _recorded(arguments) if arguments.server is None else _served(arguments)
+        sizes, figures = describe(work.turns), _simulate(work, arguments, console)
+        console.print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sizes.items()), markup=False)
+        console.print(table_of(figures))
+        if arguments.output is not None:
+            machine = dataclasses.asdict(_machine(arguments))
+            _write(arguments.output, {"trace": sizes, "machine": machine, "points": figures})
     except ConfigError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return BAD_USAGE
     return DONE
+
+
+def _recorded(arguments: argparse.Namespace) -> Workload:
+    """Return the requests of a file, and the settings of the arguments."""
+    turns = read_trace(arguments.trace, arguments.requests, SessionStarts(arguments.rate, arguments.seed))
+    model = MODELS[arguments.model].reaching(arguments.max_sequence_length or longest_request(turns))
+    batch = Batch(arguments.max_requests, arguments.max_tokens, arguments.max_prefills)
+    return Workload(turns, model, Settings(MEMORY_GIB), batch)
+
+
+def _served(arguments: argparse.Namespace) -> Workload:
+    """Return the recent requests of a server, and its settings."""
+    key = None if arguments.api_key_file is None else read_text(arguments.api_key_file, _LONGEST_KEY).strip()
+    return ask_server(arguments.server, key, arguments.requests)
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    return Machine(arguments.flops, arguments.bandwidth, arguments.parameter_bytes, arguments.step_overhead)
+
+
+def _simulate(work: Workload, arguments: argparse.Namespace, console: Console) -> list[Figures]:
+    """Simulate each memory with each policy; a terminal shows the progress."""
+    own, machine = work.settings, _machine(arguments)
+    if arguments.state_share is not None:
+        own = dataclasses.replace(own, state_share=None if arguments.state_share == "any" else arguments.state_share)
+    own = dataclasses.replace(own, block_size=arguments.block_size or own.block_size)
+    memories = arguments.memory_gib or [factor * own.memory_gib for factor in MEMORIES]
+    found = []
+    for memory in memories:
+        for policy in arguments.policy:
+            settings = dataclasses.replace(own, memory_gib=memory, policy=policy)
+            found.append(_figures(work, settings, machine))
+            if console.is_terminal:
+                console.print(f"{len(found)} of {len(memories) * len(arguments.policy)}", style="dim")
+    return found
+
+
+def _figures(work: Workload, settings: Settings, machine: Machine) -> Figures:
+    """Return the settings and the result of one simulation."""
+    limits, slots = limits_of(work.model, settings, work.batch)
+    outcome = simulate(work.turns, work.model, settings, work.batch, machine)
+    return {
+        **dataclasses.asdict(settings),
+        "blocks": limits.total_blocks,  # the most, and of slots, if both share the memory
+        "slots": slots,
+        "requests": len(work.turns),
+        "refused": outcome.refused,
+        "prompt_tokens": sum(outcome.prompt),
+        "skipped_tokens": sum(outcome.skipped),
+        "skipped_share": outcome.skipped_share,
+        "lost_share": outcome.lost_tokens / max(1, sum(outcome.prompt)),
+        **{f"ttft_p{percent}": outcome.ttft_percentile(percent) for percent in PERCENTILES},
+        "seconds": outcome.seconds,
+        "steps": outcome.steps,
+    }
+
+
+def table_of(figures: Sequence[Figures]) -> Table:
+    """Return a table with a row for each simulation; skipped and lost tokens are shares of all prompt tokens."""
+    shares, times = ("skipped_share", "lost_share"), [f"ttft_p{percent}" for percent in PERCENTILES]
+    names = "GiB states block policy blocks slots refused skipped lost ttft-p50 p90 p99".split()
+    table = Table(*names, box=None, pad_edge=False)
+    for one in figures:
+        slots, share = one["slots"], one["state_share"]
+        table.add_row(
+            f"{one['memory_gib']:g}",
+            "-" if slots is None else "any share" if share is None else f"{share:g}",
+            str(one["block_size"]),
+            str(one["policy"]),
+            str(one["blocks"]),
+            "-" if slots is None else str(slots),
+            str(one["refused"]),
+            *(f"{one[name]:.3f}" for name in (*shares, *times)),
+        )
+    return table
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _list_of(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
+    def values(text: str) -> list[Value]:
+        return [read(one) for one in text.split(",")]
+
+    return values
+
+
+def _policy(text: str) -> str:
+    if text not in POLICIES:
+        raise argparse.ArgumentTypeError(f"{text!r} is unknown; one of {', '.join(POLICIES)}")
+    return text
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text} must be more than zero")
+    return number
+
+
+def _share(text: str) -> float | str:
+    if text == "any":
+        return text
+    number = float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be zero or more, and less than 1, or any")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return number
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Play recorded requests through the scheduler and the prefix cache in simulated time: a row for "
+        "each memory and policy. Lists are separated by commas; docs/policies.md has examples.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="recorded trace: this package's format, Mooncake's, or sessions of agents, as JSON lines, also .gz or .xz",
+    )
+    source.add_argument(
+        "--server", metavar="URL", help="running server to take requests, model, memory and settings from"
+    )
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the server's admin key")
+    parser.add_argument("--requests", type=_count, help="maximum number of requests; default: all")
+    parser.add_argument(
+        "--memory-gib",
+        type=_list_of(_positive),
+        help="GiB for blocks and snapshots together; default: 4,8,16, with --server half, once and twice its memory",
+    )
+    parser.add_argument("--policy", type=_list_of(_policy), default=POLICIES, help="default: " + ",".join(POLICIES))
+    parser.add_argument(
+        "--state-share",
+        type=_share,
+        help="share of the memory for snapshots, or any: blocks and snapshots share it all; default: any, with "
+        "--server its own",
+    )
+    parser.add_argument("--block-size", type=_count, help="tokens; default: 64, with --server its own")
+    _add_trace(parser)
+    _add_machine(parser)
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all results as JSON")
+    return parser
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    """Add what a file does not say, and a server does."""
+    batch, group = Batch(), parser.add_argument_group("with --trace")
+    group.add_argument("--model", choices=tuple(MODELS), default="nemotron-h-8b")
+    group.add_argument(
+        "--rate",
+        type=_positive,
+        default=1.0,
+        help="sessions of agents that start per second (a Poisson process); default: 1",
+    )
+    group.add_argument("--seed", type=int, default=0, help="seed of the sessions' starts; default: 0")
+    group.add_argument(
+        "--max-sequence-length",
+        type=_count,
+        metavar="TOKENS",
+        help="longest prompt and answer, others are refused; default: as the trace needs",
+    )
+    group.add_argument(
+        "--max-requests", type=_count, default=batch.max_requests, help="maximum number of running requests"
+    )
+    group.add_argument("--max-tokens", type=_count, default=batch.max_tokens, help="maximum number of tokens of a step")
+    group.add_argument(
+        "--max-prefills", type=int, default=batch.max_prefills, help="maximum number of prefills of a step; 0: no limit"
+    )
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    machine, group = Machine(), parser.add_argument_group("machine")
+    group.add_argument("--flops", type=_positive, default=machine.flops, help="operations per second, for a prefill")
+    group.add_argument("--bandwidth", type=_positive, default=machine.bytes, help="bytes per second, for a decode")
+    group.add_argument(
+        "--parameter-bytes",
+        type=_positive,
+        default=machine.parameter_bytes,
+        help="bytes of parameters, read in each step",
+    )
+    group.add_argument("--step-overhead", type=_positive, default=machine.overhead, help="seconds")

@@ -20,7 +20,7 @@ def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache,
     _check_reservations(queues, cache)
     slots = [request.sequence.running_slot for request in queues]
     running_slots.check([slot for slot in slots if slot is not None])
-    for queue in (queues.waiting, queues.running, queues.paused, queues.resting):
+    for queue in (queues.waiting, queues.running, queues.paused):
         arrivals = [request.arrival for request in queue]
         assert arrivals == sorted(arrivals), f"out of order: {arrivals}"
     for request in queues:
@@ -29,7 +29,7 @@ def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache,
         assert not request.block_table, f"waiting {request.request_id} owns blocks"
         assert request.sequence.running_slot is None, f"waiting {request.request_id} owns a live slot"
         assert request.computed_end == 0, f"waiting {request.request_id} has computed tokens"
-    for request in [*queues.running, *queues.paused, *queues.resting]:
+    for request in queues.holding():
         _check_owner(request, limits)
     for request in queues.paused:
         assert request.is_decoding, f"paused {request.request_id} is mid-prefill"

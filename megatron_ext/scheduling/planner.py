@@ -76,7 +76,7 @@ def plan_step(
     continued = plan_continuations(begun, limits, limits.max_tokens - len(decodes))
     entry = _Entry([], [], [])
     if not growth.paused and not growth.preempted:  # they arrived first
-        kept = cache.kept_for_snapshots if len(queues.running) or len(queues.resting) else 0
+        kept = cache.kept_for_snapshots if len(queues.running) else 0
         budget = StepBudget(
             blocks=max(0, growth.free_blocks - kept),
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling) - growth.held,

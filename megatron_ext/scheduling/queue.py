@@ -1,4 +1,4 @@
-"""Request queues: waiting, running, paused and resting, always in order of arrival."""
+"""Request queues: waiting, running and paused, always in order of arrival."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class Queues:
     """Queues of the living requests; each request is in exactly one of them.
 
     Waiting requests own nothing. Running ones own blocks and a running state slot, and are considered in each step.
-    Paused ones keep what they own but cannot grow: no block is free for their next token. Resting ones decode, and keep
-    what they own, without being considered; only the simulator lets requests rest.
+    Paused ones keep what they own but cannot grow: no block is free for their next token.
 
     Args:
         pins: Receives the blocks that waiting requests are to find cached.
@@ -64,21 +63,19 @@ class Queues:
         self.waiting = WaitingQueue(pins)
         self.running = RequestQueue()
         self.paused = RequestQueue()
-        self.resting = RequestQueue()
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over all living requests."""
         yield from self.running
         yield from self.paused
-        yield from self.resting
         yield from self.waiting
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.running) + len(self.paused) + len(self.resting)
+        return len(self.waiting) + len(self.running) + len(self.paused)
 
     def holding(self) -> list[Request]:
         """Return the requests that own blocks."""
-        return [*self.running, *self.paused, *self.resting]
+        return [*self.running, *self.paused]
 
     def follow_moves(self, moves: Mapping[BlockId, BlockId]) -> None:
         """Replace the blocks in block tables whose contents were moved, old to new."""
@@ -96,7 +93,7 @@ class Queues:
 
     def discard(self, request: Request) -> None:
         """Remove `request` from its queue."""
-        queues: Iterable[_Queue] = (self.waiting, self.running, self.paused, self.resting)
+        queues: Iterable[_Queue] = (self.waiting, self.running, self.paused)
         for queue in queues:
             if request in queue:
                 queue.remove(request)

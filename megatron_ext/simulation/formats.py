@@ -1,12 +1,10 @@
 """Recorded traces: the file's first object determines the format, which has a module in `trace_formats/`.
 
-Files are JSON lines or JSON documents, compressed or not (`trace_formats/json_objects.py`).
 A hash may cover a block alone or a block *and* everything before it; both work in every format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -14,17 +12,12 @@ from typing import BinaryIO, Protocol
 from megatron_ext.errors import ConfigError
 from megatron_ext.simulation.trace import Turn
 from megatron_ext.simulation.trace_formats.fields import JsonObject
-from megatron_ext.simulation.trace_formats.json_objects import (
-    is_document,
-    objects_of_document,
-    objects_of_lines,
-    open_trace,
-)
+from megatron_ext.simulation.trace_formats.json_lines import objects_of_lines, open_trace
 from megatron_ext.simulation.trace_formats.mooncake import MooncakeFormat
 from megatron_ext.simulation.trace_formats.own import OwnFormat
-from megatron_ext.simulation.trace_formats.sessions import SessionFormat, SessionOptions
+from megatron_ext.simulation.trace_formats.sessions import SessionFormat, SessionStarts
 
-DEFAULT_SESSIONS = SessionOptions()
+DEFAULT_STARTS = SessionStarts()
 _INVALID = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 
 
@@ -35,35 +28,30 @@ class TraceFormat(Protocol):
         """Return the requests of an object; `KeyError`, `TypeError` and `ValueError` name what is invalid."""
 
 
-def read_trace(path: Path, max_requests: int | None = None, sessions: SessionOptions = DEFAULT_SESSIONS) -> list[Turn]:
-    """Return the first `max_requests` requests of a file.
+def read_trace(path: Path, max_requests: int | None = None, starts: SessionStarts = DEFAULT_STARTS) -> list[Turn]:
+    """Return the first `max_requests` requests of a file of JSON lines, which may be compressed.
 
     Args:
-        path: File of any format, its kind and compression by its name.
+        path: File of any format.
         max_requests: Maximum number of requests; None for all.
-        sessions: Options of files that hold sessions.
+        starts: Starts of sessions, in a file that holds sessions.
 
     Raises:
         ConfigError: The file cannot be read, or an object is invalid; one line, with the number of the object's line.
     """
     with open_trace(path) as file:
-        found = objects_of_document(file, str(path)) if is_document(path) else objects_of_lines(file, str(path))
-        return _read(found, str(path), max_requests, sessions)
+        return read_requests(file, str(path), max_requests, starts)
 
 
-def read_requests(file: BinaryIO, name: str, max_requests: int | None = None) -> list[Turn]:
-    """Return the first `max_requests` requests of open JSON lines, as `read_trace`; `name` is used in errors."""
-    return _read(objects_of_lines(file, name), name, max_requests, DEFAULT_SESSIONS)
-
-
-def _read(
-    found: Iterable[tuple[int, JsonObject]], name: str, max_requests: int | None, sessions: SessionOptions
+def read_requests(
+    file: BinaryIO, name: str, max_requests: int | None = None, starts: SessionStarts = DEFAULT_STARTS
 ) -> list[Turn]:
+    """Return the first `max_requests` requests of open JSON lines, as `read_trace`; `name` is used in errors."""
     reader: TraceFormat | None = None
     turns: list[Turn] = []
-    for number, line in found:
+    for number, line in objects_of_lines(file, name):
         if reader is None:
-            reader = _format_of(line, sessions)
+            reader = _format_of(line, starts)
         try:
             turns += reader.read(line)
         except _INVALID as error:
@@ -76,7 +64,7 @@ def _read(
     return list(islice(turns, max_requests))
 
 
-def _format_of(line: JsonObject, sessions: SessionOptions) -> TraceFormat:
+def _format_of(line: JsonObject, starts: SessionStarts) -> TraceFormat:
     if "requests" in line:
-        return SessionFormat(sessions)
+        return SessionFormat(starts)
     return MooncakeFormat() if "hash_ids" in line else OwnFormat()

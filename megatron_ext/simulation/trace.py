@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -44,38 +43,6 @@ class Turn:
     def tokens(self) -> tuple[int, ...]:
         """Return the prompt's tokens."""
         return tuple(chain.from_iterable(self.prompt))
-
-
-def packed(pieces: Iterable[Sequence[int]], before: array[int], common: int) -> array[int]:
-    """Return tokens as an array for hashing.
-
-    Args:
-        pieces: The tokens, in pieces.
-        before: Array that has the same first `common` tokens, which are copied as a whole.
-        common: Number of these tokens.
-    """
-    tokens = before[:common]
-    for piece in pieces:
-        if common < len(piece):
-            tokens.extend(piece[common:] if common else piece)
-        common = max(0, common - len(piece))
-    return tokens
-
-
-def common_tokens(one: Iterable[Sequence[int]], other: Iterable[Sequence[int]]) -> int:
-    """Return a number of tokens at the start that two prompts have in common; pieces that are no ranges count whole.
-
-    Takes time for the common pieces, not for their tokens.
-    """
-    common = 0
-    for mine, its in zip(one, other, strict=False):
-        if mine is its or mine == its:
-            common += len(mine)
-            continue
-        if isinstance(mine, range) and isinstance(its, range) and mine[:1] == its[:1]:
-            common += min(len(mine), len(its))
-        break
-    return common
 
 
 class Ids:
@@ -122,15 +89,6 @@ def by_session(turns: Iterable[Turn]) -> dict[int, list[Turn]]:
     for turn in turns:
         sessions.setdefault(turn.session, []).append(turn)
     return sessions
-
-
-def root_sessions(turns: Sequence[Turn]) -> list[int]:
-    """Return the session of each turn; for the turns of a sub-agent that of the parent which started it."""
-    roots: dict[int, int] = {}
-    for turn in turns:
-        if turn.session not in roots:
-            roots[turn.session] = turn.session if turn.beside is None else roots[turn.beside.session]
-    return [roots[turn.session] for turn in turns]
 
 
 def longest_request(turns: Sequence[Turn]) -> int:

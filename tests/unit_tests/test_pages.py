@@ -167,7 +167,7 @@ class TestStaging:
             ("docs/scale.md", "server.md", "server.md"),
             ("README.md", "LICENSE", None),
             ("README.md", "examples", None),
-            ("docs/policies.md", "images/policies_recorded.svg", "images/policies_recorded.svg"),
+            ("docs/policies.md", "images/concepts/disk.svg", "images/concepts/disk.svg"),
             ("README.md", "#use", "#use"),
             ("README.md", "https://example.org/a.md", "https://example.org/a.md"),
         ],

@@ -1,8 +1,8 @@
 """Sessions of agents, in the form of kv-cache-tester's traces: a session an object, with all its requests.
 
-    {"block_size": 64, "hash_id_scope": "local", "tool_tokens": 9292, "system_tokens": 2696, "requests": [
+    {"block_size": 64, "hash_id_scope": "local", "requests": [
         {"t": 0.0, "in": 12040, "out": 178, "hash_ids": [1, 2], "think_time": 0.0},
-        {"t": 9.5, "tool_tokens": 8620, "system_tokens": 730, "requests": [{"t": 0.0, "in": 10792, ...}]}]}
+        {"t": 9.5, "requests": [{"t": 0.0, "in": 10792, ...}]}]}
 
 An entry with `requests` of its own is a sub-agent. Times are in seconds: `t` from the start of the session or of the
 sub-agent, `think_time` from the end of the request before. `hash_ids` are of complete blocks, the sub-agents' in the
@@ -19,7 +19,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.simulation.trace import Ids, Pieces, Turn
+from megatron_ext.simulation.trace import Ids, Turn
 from megatron_ext.simulation.trace_formats.block_tokens import BlockTokens
 from megatron_ext.simulation.trace_formats.fields import (
     FIRST_SYNTHETIC_ID,
@@ -32,19 +32,16 @@ from megatron_ext.simulation.trace_formats.fields import (
 
 
 @dataclass(frozen=True)
-class SessionOptions:
-    """Options of sessions that the file does not determine.
+class SessionStarts:
+    """Poisson process by which sessions start; their file does not say when.
 
     Attributes:
         rate: Sessions that start per second, on average.
         seed: Seed of the starts.
-        shares_prefixes: True to give sessions with equal numbers of tool tokens and of system tokens common blocks for
-            these tokens.
     """
 
     rate: float = 1.0
     seed: int = 0
-    shares_prefixes: bool = False
 
 
 @dataclass
@@ -59,41 +56,23 @@ class SessionFormat:
     """Reader of sessions.
 
     Args:
-        options: Starts of sessions, and common prefixes.
+        starts: Starts of sessions.
     """
 
-    def __init__(self, options: SessionOptions) -> None:
-        self._options, self._random = options, random.Random(options.seed)
+    def __init__(self, starts: SessionStarts) -> None:
+        self._rate, self._random = starts.rate, random.Random(starts.seed)
         self._ids = Ids(FIRST_SYNTHETIC_ID)
         self._now = 0.0
         self._threads = 0
-        self._prefixes: dict[tuple[int, int, int], range] = {}  # by block size, tool tokens and system tokens
 
     def read(self, line: JsonObject) -> list[Turn]:
         """Return the requests of a session and its sub-agents, each after the one that its time counts from."""
         scope = line.get("hash_id_scope", "local")
         if scope != "local":
             raise ValueError(f"hash_id_scope {str(scope)[:40]!r} is unknown; only 'local' is read")
-        self._now += self._random.expovariate(self._options.rate)
+        self._now += self._random.expovariate(self._rate)
         session = _Session(count_of(line["block_size"], "block_size"), BlockTokens(self._ids))
-        entries = objects_of(line["requests"])
-        if self._options.shares_prefixes:
-            self._share_prefix(session, line, entries)
-        return self._thread(session, entries, self._now, None)
-
-    def _share_prefix(self, session: _Session, line: JsonObject, entries: Sequence[JsonObject]) -> None:
-        """Give the blocks of the first request's tools and system prompt the tokens of such a prefix."""
-        pair = tuple(count_of(line.get(name, 0), name, minimum=0) for name in ("tool_tokens", "system_tokens"))
-        first = next((entry for entry in entries if "requests" not in entry), None)
-        blocks, size = sum(pair) // session.block_size, session.block_size
-        if first is None or not blocks:
-            return
-        key = size, pair[0], pair[1]
-        prefix = self._prefixes.get(key)
-        if prefix is None:
-            prefix = self._prefixes[key] = self._ids.take(blocks * size)
-        for i, block_hash in enumerate(list_of(first["hash_ids"])[:blocks]):
-            session.tokens.give(size, block_hash, prefix[i * size : (i + 1) * size])
+        return self._thread(session, objects_of(line["requests"]), self._now, None)
 
     def _thread(
         self, session: _Session, entries: Sequence[JsonObject], start: float, beside: Turn | None
@@ -109,7 +88,7 @@ class SessionFormat:
         number, self._threads = self._threads, self._threads + 1
         turns: list[Turn] = []
         before: Turn | None = None
-        before_t, hashes, pieces = 0.0, list[int](), Pieces()
+        before_t = 0.0
         for entry in entries:
             t = time_of(entry["t"], "t")
             if t < before_t:
@@ -118,8 +97,8 @@ class SessionFormat:
                 distance, parent = (start + t, beside) if before is None else (t - before_t, before)
                 turns += self._thread(session, objects_of(entry["requests"]), distance, parent)
                 continue
-            length, found = count_of(entry["in"], "in"), list_of(entry["hash_ids"])
-            pieces = session.tokens.prompt_after(pieces, hashes, found, length, session.block_size)
+            length, hashes = count_of(entry["in"], "in"), list_of(entry["hash_ids"])
+            pieces = session.tokens.prompt(hashes, length, session.block_size)
             answer = self._ids.take(max(1, count_of(entry["out"], "out", minimum=0)))
             if before is None:
                 turn = Turn(number, start + t, pieces, answer, beside=beside)
@@ -127,5 +106,5 @@ class SessionFormat:
                 pause = entry.get("think_time")
                 turn = Turn(number, 0.0 if pause is None else time_of(pause, "think_time"), pieces, answer, True)
             turns.append(turn)
-            before, before_t, hashes = turn, t, found[: length // session.block_size]
+            before, before_t = turn, t
         return turns

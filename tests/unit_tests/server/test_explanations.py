@@ -6,15 +6,16 @@ import io
 import json
 
 import pytest
-from rich.console import Console
 
+from megatron_ext.commands import simulate as command
 from megatron_ext.config import CacheConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.server.monitoring.request_trace import RequestTrace
-from megatron_ext.simulation import command
 from megatron_ext.simulation.formats import read_requests
 from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.running import ask_server, described
-from megatron_ext.simulation.sweep import run_point
+from megatron_ext.simulation.replay import simulate
+from megatron_ext.simulation.settings import limits_of
+from megatron_ext.simulation.workload import ask_server, described
 from tests.unit_tests.offline.conftest import make_record
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
@@ -212,9 +213,10 @@ class TestTheRecentPast:
         assert skipped > 100
         running = ask_server(str(server.http.base_url).rstrip("/"), "key")
         assert len(running.turns) == 8  # without the one that opted out
-        point = run_point(running.turns, running.model, running.settings, running.batch, FAST)
-        assert (point.blocks, point.slots) == (200, 16)
-        assert point.skipped_tokens == skipped
+        limits, slots = limits_of(running.model, running.settings, running.batch)
+        assert (limits.total_blocks, slots) == (200, 16)
+        outcome = simulate(running.turns, running.model, running.settings, running.batch, FAST)
+        assert sum(outcome.skipped) == skipped
 
     @pytest.mark.parametrize(("max_requests", "max_tokens", "kept"), [(3, 1000, 3), (100, 45, 4), (100, 9, 0)])
     def test_bounded_by_requests_and_by_tokens(self, max_requests, max_tokens, kept):
@@ -238,32 +240,24 @@ class TestTheRecentPast:
         assert len(hashes[0]) == len(hashes[1])
         check_error(closed.http.get("/prefix_cache/trace"), 401)
 
-    def test_advice_from_a_server(self, closed, tmp_path, capsys):
-        """SI-4: three lines say what the server's requests would have skipped with other settings, and with its own."""
+    def test_other_memories_of_a_server(self, closed, tmp_path, capsys):
+        """SI-4: the command plays the server's requests with half of its memory, all of it, and twice as much."""
         self.serve_some(closed)
         (tmp_path / "key").write_text("key\n")
         (tmp_path / "wrong").write_text("wrong\n")
-        url = ["--server", str(closed.http.base_url).rstrip("/"), "--advise"]
-        output = tmp_path / "advice.json"
-        command.simulate(
-            [*url, "--api-key-file", str(tmp_path / "key"), "--output", str(output)], "simulate", Console(width=140)
-        )
-        said, found = capsys.readouterr().out.splitlines(), json.loads(output.read_text())
-        assert [line.split(":")[0] for line in said] == ["memory", "split", "policy"]
-        own = found["points"][0]
+        argv, output = ["--server", str(closed.http.base_url).rstrip("/"), "--policy", "lru"], tmp_path / "all.json"
+        argv += ["--output", str(output), "--api-key-file"]
+        assert command.main([*argv, str(tmp_path / "key")]) == 0
+        half, own, twice = json.loads(output.read_text())["points"]
         assert (own["blocks"], own["slots"]) == (200, 16)
-        assert all(f"skips {own['skipped_tokens']:,} tokens" in line.split(";")[0] for line in said)
-        for point in found["points"][1:]:
-            changed = [name for name in own["settings"] if point["settings"][name] != own["settings"][name]]
-            subject = {"memory_gib": "memory", "state_share": "split", "policy": "policy"}[changed[0]]
-            assert len(changed) == 1
-            assert f"{point['skipped_tokens']:,} tokens ({point['skipped_share']:.1%})" in found["advice"][subject]
-        assert list(found["advice"].values()) == said
-        with pytest.raises(command.ConfigError, match="answers 401"):
-            command.simulate([*url, "--api-key-file", str(tmp_path / "wrong")], "simulate", Console())
+        assert (half["memory_gib"], twice["memory_gib"]) == (own["memory_gib"] / 2, own["memory_gib"] * 2)
+        assert half["skipped_tokens"] <= own["skipped_tokens"] <= twice["skipped_tokens"]
+        assert own["skipped_tokens"] > 100
+        assert command.main([*argv, str(tmp_path / "wrong")]) == 2
+        assert "answers 401" in capsys.readouterr().err
 
     def test_without_a_request_there_is_nothing_to_simulate(self):
-        with pytest.raises(command.ConfigError, match="has no request"):
+        with pytest.raises(ConfigError, match="has no request"):
             read_requests(io.BytesIO(b""), "here")
 
     def test_costs_of_another_block_size(self):
@@ -284,4 +278,4 @@ class TestTheRecentPast:
         server = serve(tiny_engine(cache=cache), api_key="key")
         ask(server, FIRST)
         running = ask_server(str(server.http.base_url).rstrip("/"), "key")
-        assert running.settings.placement == "off"
+        assert running.settings.provisional_slots == 0

@@ -1,4 +1,4 @@
-"""State of a running server for a simulation: recent requests as a trace, model costs, and settings (SI-4)."""
+"""Workload of a simulation: requests, model and settings; of a running server, as it describes them (SI-4)."""
 
 from __future__ import annotations
 
@@ -14,46 +14,33 @@ from typing import cast
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
-from megatron_ext.simulation.cached_models import KnownModel
+from megatron_ext.simulation.cached_models import CachedModel
 from megatron_ext.simulation.formats import read_requests
-from megatron_ext.simulation.sweep import GIB, PLACEMENTS, Batch, Settings
+from megatron_ext.simulation.settings import GIB, Batch, Settings
 from megatron_ext.simulation.trace import Turn
 
 TIMEOUT = 60.0  # seconds
 LONGEST_ANSWER = 2**28  # bytes
-SHARES = (0.2, 0.5, 0.8)  # of the memory for snapshots, in addition to the server's own
-MEMORIES = (0.5, 1.0, 2.0)  # times the server's
 
 
 @dataclass(frozen=True)
-class RunningServer:
-    """Server as seen by a simulation.
+class Workload:
+    """Requests, and what serves them.
 
     Attributes:
-        turns: Recent requests.
+        turns: The requests.
         model: Costs of the model.
-        settings: Current settings.
-        batch: Limits of its steps.
+        settings: Settings of the cache.
+        batch: Limits of a step.
     """
 
     turns: list[Turn]
-    model: KnownModel
+    model: CachedModel
     settings: Settings
     batch: Batch
 
-    def shares(self) -> list[float | None]:
-        """Shares of the memory for snapshots to simulate."""
-        own = self.settings.state_share
-        if not self.model.known.state_bytes:
-            return [0.0]
-        return [None, *sorted({*SHARES, *(() if own is None else (own,))})]
 
-    def memories(self) -> list[float]:
-        """Memory sizes to simulate, in GiB."""
-        return [factor * self.settings.memory_gib for factor in MEMORIES]
-
-
-def ask_server(url: str, key: str | None, max_requests: int | None = None) -> RunningServer:
+def ask_server(url: str, key: str | None, max_requests: int | None = None) -> Workload:
     """Fetch trace, costs and settings from a server.
 
     Args:
@@ -71,8 +58,8 @@ def ask_server(url: str, key: str | None, max_requests: int | None = None) -> Ru
     return described(state, turns)
 
 
-def described(state: Mapping[str, object], turns: list[Turn]) -> RunningServer:
-    """Build the server's description from `/prefix_cache` and the trace."""
+def described(state: Mapping[str, object], turns: list[Turn]) -> Workload:
+    """Return the workload of a server, from its `/prefix_cache` and its trace."""
     costs = EntryCosts(**cast("dict[str, float]", state["costs"]))  # type: ignore[arg-type]  # ints among them
     geometry, set_ = cast("dict[str, int]", state["geometry"]), cast("dict[str, int]", state["settings"])
     of_states = (geometry["snapshot_slots"] or 0) * costs.state_bytes
@@ -84,11 +71,11 @@ def described(state: Mapping[str, object], turns: list[Turn]) -> RunningServer:
         costs.block_size,
         EvictionPolicyName(set_["policy"]).value,
         str(set_["mode"]),
-        "off" if set_.get("provisional_slots") == 0 else PLACEMENTS[0],
+        set_.get("provisional_slots"),
     )
     names = [field.name for field in dataclasses.fields(Batch)]
     batch = Batch(**{name: set_[name] for name in names})
-    return RunningServer(turns, KnownModel(costs, set_["max_sequence_length"]), settings, batch)
+    return Workload(turns, CachedModel(costs, set_["max_sequence_length"]), settings, batch)
 
 
 def _get(url: str, path: str, key: str | None) -> bytes:
