@@ -28,12 +28,12 @@ class Made(RequestParams):
     is_kind: bool = option(False, "Kind answers")
 
 
-def test_an_option_is_named_in_three_files_outside_the_step():
+def test_an_option_is_named_in_two_files_outside_the_step():
     """Every place that sets `min_p` follows its declaration; a body has it as a field with a description."""
     paths = [*python_files(ROOT / "arguments"), *python_files(PACKAGE)]
     others = [path for path in paths if path.relative_to(ROOT).parts[1] not in STEP]
     naming = {str(path.relative_to(PACKAGE)) for path in others if re.search(r"\bmin_p\b", path.read_text("utf-8"))}
-    assert naming == {"config/request.py", "server/http/field_descriptions.py", "server/openai/request_fields.py"}
+    assert naming == {"config/request.py", "server/openai/request_fields.py"}
 
 
 def test_flags():

@@ -7,8 +7,6 @@ from docstrings and comments of the dataclasses, or from `json_meanings`. A name
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,6 @@ from tools.pages.json_meanings import ANSWERS, RECORD, REQUEST, RUN, TOLD
 from tools.pages.markdown import table
 
 ROOT = Path(__file__).resolve().parents[2]
-BODIES = ROOT / "megatron_ext/server/http/field_descriptions.py"
-
-NEUTRAL = "Accepted with neutral values"
 
 
 def json_fields() -> str:
@@ -181,40 +176,29 @@ def records() -> str:
     return text + rows_of(rows, {name: said for name, said in REQUEST.items() if name in known} | RECORD)
 
 
+def described() -> dict[str, Any]:
+    """Return the OpenAPI description of a server with all routes."""
+    from fastapi import FastAPI
+
+    from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
+    from megatron_ext.server.http.description import install_description
+    from megatron_ext.server.http.middleware import include_routers
+
+    app = FastAPI()
+    include_routers(app, (*ROUTERS, *ADMIN_ROUTERS))
+    install_description(app, open_paths=frozenset(), has_keys=False)
+    return app.openapi()
+
+
 def bodies() -> str:
-    """Return the section on the fields of bodies, in the groups of the table that `/docs` of a server shows."""
-    from megatron_ext.server.http.field_descriptions import FIELDS
-
-    text = "\n## Fields of bodies\n\n[Routes](routes.md) say which body has which field.\n"
-    for title, names in groups(BODIES.read_text("utf-8"), FIELDS):
-        if title == NEUTRAL:
-            rows = [[f"`{name}`", f"`{json.dumps(FIELDS[name].example)}`"] for name in names]
-            text += f"\n### {title}\n\nOnly null and a value that changes nothing are accepted.\n\n"
-            text += table(["field", "value"], rows)
-            continue
-        rows = [[f"`{name}`", shown(FIELDS[name].default), FIELDS[name].description] for name in names]
-        text += f"\n### {title}\n\n" + table(["field", "default", "meaning"], rows)
+    """Return the section on the fields of bodies: an object each, as the server's OpenAPI description has it."""
+    text = "\n## Fields of bodies\n\n[Routes](routes.md) say which route has which body.\n"
+    for name, one in sorted(described()["components"]["schemas"].items()):
+        fields = one.get("properties", {}).items()
+        rows = [[f"`{field}`", part["description"]] for field, part in fields if "description" in part]
+        if rows:
+            text += f"\n### {name}\n\n{one.get('description', '')}\n\n" + table(["field", "meaning"], rows)
     return text
-
-
-def groups(source: str, names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the titles of groups, which comments of the table of fields begin, with their names in order."""
-    parts = re.split(r"^    # (.+)$", source.partition("\nFIELDS")[2], flags=re.MULTILINE)
-    pairs = zip(parts[1::2], parts[2::2], strict=True)
-    firsts = {next(iter(re.findall(r'"(\w+)"', body))): title for title, body in pairs}
-    title, listed = "", list[str]()
-    for name in names:
-        if name in firsts:
-            if listed:
-                yield title, listed
-            title, listed = firsts[name], []
-        listed.append(name)
-    yield title, listed
-
-
-def shown(value: object) -> str:
-    """Return a default as JSON, or nothing for null."""
-    return "" if value is None else f"`{json.dumps(value)}`"
 
 
 def answers() -> str:

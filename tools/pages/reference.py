@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from tools.pages.json_fields import described
 from tools.pages.markdown import plain, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,23 +73,17 @@ def flag_row(action: argparse.Action, known: set[str]) -> Iterator[list[str]]:
 
 def routes() -> str:
     """Return the page of the server's routes."""
-    from fastapi import FastAPI
-
-    from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
     from megatron_ext.server.http.auth import OPEN_PATHS
-    from megatron_ext.server.http.middleware import include_routers
 
-    app = FastAPI()
-    include_routers(app, (*ROUTERS, *ADMIN_ROUTERS))
-    schema = app.openapi()
+    schema = described()
     rows = []
     for path, methods in sorted(schema["paths"].items()):
         for method, operation in methods.items():
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
             fields = body_fields(body, schema.get("components", {}).get("schemas", {}))
             key = "no" if path in OPEN_PATHS else "yes"
-            described = operation.get("description") or operation.get("summary", "")
-            rows.append([f"`{method.upper()} {path}`", key, described.split("\n\n")[0], fields])
+            text = operation.get("description") or operation.get("summary", "")
+            rows.append([f"`{method.upper()} {path}`", key, text.split("\n\n")[0], fields])
     return (
         "# Routes\n\nLook up a route of the server and the fields of its body. This page is made from the routes; "
         "`/docs` of a running server has types, defaults and examples, [the server](../server.md) what they mean. "

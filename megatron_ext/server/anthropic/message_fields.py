@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = frozenset(("metadata", "service_tier"))  # about the client an
 class _Object(BaseModel):
     """Base of objects in a body: strict types; unknown fields are ignored, as those that clients copy from answers."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
 
 Mark = dict[str, object] | None  # as in {"type": "ephemeral", "ttl": "5m"}
@@ -40,7 +40,9 @@ class TextBlock(_Object):
 
     type: Literal["text"]
     text: Text
+    """Text of the part."""
     cache_control: Mark = None
+    """Other prompts may have everything up to here in common."""
 
 
 class ThinkingBlock(_Object):
@@ -48,6 +50,7 @@ class ThinkingBlock(_Object):
 
     type: Literal["thinking"]
     thinking: Text
+    """Thinking of an earlier answer."""
 
 
 class RedactedThinkingBlock(_Object):
@@ -61,9 +64,13 @@ class ToolUseBlock(_Object):
 
     type: Literal["tool_use"]
     id: Text
+    """Id of a stored item, or of a call."""
     name: Text
+    """Name of the function, or of the author."""
     input: dict[str, object]
+    """Arguments of the call."""
     cache_control: Mark = None
+    """Other prompts may have everything up to here in common."""
 
 
 def _blocks_of(*known: str) -> BeforeValidator:
@@ -90,9 +97,13 @@ class ToolResultBlock(_Object):
 
     type: Literal["tool_result"]
     tool_use_id: Text
+    """Call that the block answers."""
     content: _Texts | None = None
+    """Text of the message, or its parts."""
     is_error: bool | None = None
+    """Failure of the tool; false by default."""
     cache_control: Mark = None
+    """Other prompts may have everything up to here in common."""
 
 
 Block = Annotated[
@@ -114,7 +125,9 @@ class MessageParam(_Object):
     """Message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
+    """Author of the message: `system`, `user`, `assistant`, `tool` and others."""
     content: _Blocks
+    """Text of the message, or its parts."""
 
     @model_validator(mode="after")
     def _has_blocks_of_its_role(self) -> MessageParam:
@@ -128,10 +141,15 @@ class ToolParam(_Object):
     """Function that the client runs."""
 
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
+    """Name of the function, or of the author."""
     input_schema: dict[str, object]
+    """JSON schema of the arguments."""
     description: Text | None = None
+    """Purpose of the function, for the model."""
     strict: bool | None = None
+    """Make arguments follow the schema where the model may also answer with text; false by default."""
     cache_control: Mark = None
+    """Other prompts may have everything up to here in common."""
 
 
 def _client_tools(value: object) -> object:
@@ -149,7 +167,9 @@ class ToolChoiceParam(_Object):
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
+    """Name of the function, or of the author."""
     disable_parallel_tool_use: bool | None = None
+    """Allow one call at most; false by default."""
 
     @model_validator(mode="after")
     def _names_a_tool(self) -> ToolChoiceParam:
@@ -163,6 +183,7 @@ class ThinkingParam(_Object):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens of thinking."""
 
     @model_validator(mode="after")
     def _has_a_budget(self) -> ThinkingParam:
@@ -176,13 +197,16 @@ class OutputFormatParam(_Object):
 
     type: Literal["json_schema"]
     json_schema: dict[str, object] = Field(alias="schema")
+    """JSON schema that the answer follows."""
 
 
 class OutputConfigParam(_Object):
     """Effort and format of the answer."""
 
     effort: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
+    """Effort of thinking, for templates that know it."""
     format: OutputFormatParam | None = None
+    """Format of the answer."""
 
 
 class CountTokensRequest(Body):
@@ -191,19 +215,29 @@ class CountTokensRequest(Body):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+    """Name of the served model, or its root."""
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    """The conversation, oldest message first."""
     system: _Texts | None = None
+    """The system's message, as a text or in blocks."""
     tools: (
         Annotated[list[ToolParam], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(_client_tools)] | None
     ) = None
+    """Functions that the model may call."""
     tool_choice: ToolChoiceParam | None = None
+    """`none`, `auto`, `required`, or the function that must be called; "auto" by default."""
     thinking: ThinkingParam | None = None
+    """Thinking on or off, and its maximum number of tokens."""
     output_config: OutputConfigParam | None = None
+    """Effort and format of the answer."""
     cache_control: Mark = None  # of the last message
+    """Other prompts may have everything up to here in common."""
     thread: object = None  # refused by `refuse_threads`
+    """Refused: conversations are not kept between requests."""
 
     # Extensions of this engine
     chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+    """Variables of the chat template."""
 
     @model_validator(mode="after")
     def _log_what_is_ignored(self) -> CountTokensRequest:
@@ -215,16 +249,25 @@ class MessagesRequest(CountTokensRequest):
     """Body of `/v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
+    """Most tokens to generate; by default 16 for completions, as many as fit for chats."""
     stop_sequences: list[Text] | None = None
+    """Words that end an answer; the one found is named."""
     stream: bool | None = None
+    """Send the answer in parts, as server-sent events; false by default."""
     temperature: Annotated[float, option_bounds("temperature")] | None = None
+    """0 takes the most likely token; higher values are more random; 1 by default."""
     top_p: Annotated[float, option_bounds("top_p")] | None = None
+    """Draw from the most likely tokens that have this probability together; 1 by default."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
+    """Draw from so many of the most likely tokens; 0 and -1 are off; 0 by default."""
 
     # Extensions of this engine
     cache_salt: str | None = None
+    """Requests share cached prefixes with those of the same salt only."""
     enable_prefix_caching: bool | None = None
+    """Use the prefix cache; true by default."""
     seed: int | None = None
+    """Seed of sampling; equal seeds give equal answers."""
 
     @field_validator("stop_sequences", mode="before")
     @classmethod

@@ -6,6 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_ext.server.api_errors import UNAUTHORIZED, ApiError
 from megatron_ext.server.api_keys import Caller, Keys
+from megatron_ext.server.http.docs_page import SCRIPT, SHEET
 from megatron_ext.server.scope import route_path
 
 CALLER = "megatron_ext.caller"  # key of the caller in the ASGI scope
@@ -13,6 +14,7 @@ CALLER = "megatron_ext.caller"  # key of the caller in the ASGI scope
 # Health, capabilities, and counts over all tenants: for load balancers, Prometheus and people. Neither
 # texts nor hashes.
 OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json"))
+OPEN_PATHS |= {f"/docs/{name}" for name in (SCRIPT, SHEET)}
 _COUNTS = frozenset(("/metrics", "/metrics/history"))
 # Paths that affect all tenants.
 ADMIN_PATHS = frozenset(

@@ -24,16 +24,21 @@ def _script_digest(page: str) -> str:
     return base64.b64encode(sha256(script.encode()).digest()).decode()
 
 
-def page_headers(page: str) -> dict[str, str]:
+def page_headers(page: str, *, own_files: bool = False) -> dict[str, str]:
     """Return the security headers of a page.
 
     Only the page's own script runs, whatever is injected into the page. The page connects to this server only, and
     cannot be framed, since a surrounding page could make its visitor click on hidden controls.
+
+    Args:
+        page: The page, with one script.
+        own_files: Whether scripts and styles may also be files of this server.
     """
+    files_too = " 'self'" if own_files else ""
     rules = (
         "default-src 'none'",
-        f"script-src 'sha256-{_script_digest(page)}'",
-        "style-src 'unsafe-inline'",
+        f"script-src 'sha256-{_script_digest(page)}'{files_too}",
+        f"style-src 'unsafe-inline'{files_too}",
         "connect-src 'self'",
         "img-src data:",
         "base-uri 'none'",

@@ -14,6 +14,7 @@ from megatron_ext.server.openai.request_fields import (
     MAX_TOP_LOGPROBS,
     Body,
     GenerationRequest,
+    Neutral,
     Prompts,
     Text,
 )
@@ -31,18 +32,22 @@ TOOL_MODES = ("auto", "none", "required")
 class GatewayFields(Body):
     """Fields that SGLang's gateway adds to every body; only neutral values are accepted."""
 
-    no_stop_trim: object = None
-    return_hidden_states: object = None
+    no_stop_trim: Neutral = None
+    return_hidden_states: Neutral = None
 
 
 class CompletionRequest(GatewayFields, GenerationRequest):
     """Body of `/v1/completions`."""
 
     prompt: Prompts
+    """A text, token ids, or a list of either."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Return log-probs, and so many of the best tokens."""
     echo: bool | None = None
+    """Begin the text with the prompt; false by default."""
     best_of: int | None = None
-    suffix: object = None
+    """Accepted if it equals `n`."""
+    suffix: Neutral = None
 
     @field_validator("best_of")
     @classmethod
@@ -66,6 +71,7 @@ class CacheControl(Body):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None  # of the Messages API, without effect
+    """Accepted without effect."""
 
 
 class TextPart(Body):
@@ -73,22 +79,32 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: Text
+    """Text of the part."""
     cache_control: Annotated[CacheControl | None, Field(exclude=True)] = None  # templates do not see it
+    """Other prompts may have everything up to here in common."""
 
 
 class Message(BaseModel):
     """Message of a conversation. Unknown fields that clients copy from an answer are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     role: Text
+    """Author of the message: `system`, `user`, `assistant`, `tool` and others."""
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    """Text of the message, or its parts."""
     name: str | None = None
+    """Name of the function, or of the author."""
     tool_calls: Annotated[list[dict[str, object]], Field(fail_fast=True)] | None = None
+    """Calls of an assistant's message."""
     tool_call_id: str | None = None
+    """Call that a tool's message answers."""
     reasoning_content: Text | None = None
+    """Thinking of an assistant's message, for templates that keep it."""
     reasoning: Text | None = None
+    """Synonym of `reasoning_content`."""
     cache_control: Annotated[CacheControl | None, Field(exclude=True)] = None  # of the whole message
+    """Other prompts may have everything up to here in common."""
 
     @field_validator("content", mode="before")
     @classmethod
@@ -143,9 +159,13 @@ class Function(Body):
     """Function that a model may call."""
 
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
+    """Name of the function, or of the author."""
     description: Text | None = None
+    """Purpose of the function, for the model."""
     parameters: dict[str, object] | None = None  # a JSON schema
+    """JSON schema of the arguments."""
     strict: bool | None = None  # whether arguments follow the schema where the model may also answer with text
+    """Make arguments follow the schema where the model may also answer with text; false by default."""
 
 
 class Tool(Body):
@@ -153,7 +173,9 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    """Name, description and parameters of the function."""
     cache_control: Annotated[CacheControl | None, Field(exclude=True)] = None  # tools end with the system prompt
+    """Other prompts may have everything up to here in common."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +248,17 @@ class TemplateFields(Body):
     """Template options of a chat request, beside its messages."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions that the model may call."""
     add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of an answer; true by default."""
     continue_final_message: bool | None = None
+    """Continue the last message instead of answering it; false by default."""
     chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+    """Variables of the chat template."""
     reasoning_effort: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
+    """Effort of thinking, for templates that know it; `none` turns thinking off."""
     verbosity: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
+    """Length of answers, for templates that know it."""
 
     @model_validator(mode="after")
     def _ends_agree(self) -> TemplateFields:
@@ -262,23 +290,34 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    """The conversation, oldest message first."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens to generate; by default 16 for completions, as many as fit for chats."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Newer name of `max_tokens`."""
     logprobs: bool | None = None
+    """Return log-probs of the answer's tokens; false by default."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Number of best tokens at each position; needs `logprobs`; 0 by default."""
     tool_choice: Choice = ToolChoice()
+    """`none`, `auto`, `required`, or the function that must be called; "auto" by default."""
     parallel_tool_calls: bool | None = None
+    """Permission for several calls in an answer; true by default."""
     echo: Literal[False] | None = None
-    documents: object = None
-    functions: object = None
-    function_call: object = None
-    modalities: object = None
-    audio: object = None
+    """Unsupported field, accepted with a value that changes nothing."""
+    documents: Neutral = None
+    functions: Neutral = None
+    function_call: Neutral = None
+    modalities: Neutral = None
+    audio: Neutral = None
     prediction: object = None  # without effect: drafts are the engine's
+    """Accepted without effect."""
     separate_reasoning: bool | None = None  # False leaves thinking in the content
+    """Return thinking apart from the content; true by default."""
     thinking_budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    stream_reasoning: object = None
-    web_search_options: object = None
+    """Most tokens of thinking; by default as many as the answer may have."""
+    stream_reasoning: Neutral = None
+    web_search_options: Neutral = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:

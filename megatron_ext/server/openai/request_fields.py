@@ -115,7 +115,7 @@ Prompts = Annotated[
 class Body(BaseModel):
     """Base of bodies: strict types and known fields only."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -191,6 +191,7 @@ def option_bounds(name: str) -> FieldInfo:
     return found
 
 
+Neutral = Annotated[object, Field(description="Unsupported field, accepted with a value that changes nothing.")]
 Form = Annotated[Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any])]
 Words = Annotated[list[Text], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int])]
@@ -202,17 +203,24 @@ class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    """End the stream with the usage; false by default."""
     continuous_usage_stats: bool | None = None
+    """Give each part the usage so far; false by default."""
     include_obfuscation: bool | None = None  # not supported
+    """Unsupported field, accepted with a value that changes nothing."""
 
 
 class StructuredOutputs(Body):
     """Structured output in vLLM's form; exactly one field is set."""
 
     json_schema: dict[str, object] | None = Field(None, alias="json")
+    """JSON schema that the answer follows."""
     regex: Annotated[Text, Field(min_length=1)] | None = None
+    """Regular expression that the answer matches."""
     json_object: bool | None = None
+    """The answer is a JSON object; false by default."""
     choice: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)] | None = None
+    """The answer is one of these texts."""
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
@@ -252,37 +260,65 @@ class SamplingFields(Body):
 
     # OpenAI's fields
     temperature: Annotated[float, option_bounds("temperature")] | None = None  # 0 is greedy
+    """0 takes the most likely token; higher values are more random; 1 by default."""
     top_p: Annotated[float, option_bounds("top_p")] | None = None
+    """Draw from the most likely tokens that have this probability together; 1 by default."""
     frequency_penalty: Annotated[float, option_bounds("frequency_penalty")] | None = None
+    """Subtracted from a token's logit for each time that it was generated; 0 by default."""
     presence_penalty: Annotated[float, option_bounds("presence_penalty")] | None = None
+    """Subtracted from the logits of tokens that were generated; 0 by default."""
     logit_bias: Biases | None = None
+    """Numbers to add to logits, by token id."""
     seed: int | None = None
+    """Seed of sampling; equal seeds give equal answers."""
 
     # Extensions of this engine
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Tokens to generate before an end is possible; 0 by default."""
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 are off
+    """Draw from so many of the most likely tokens; 0 and -1 are off; 0 by default."""
     min_p: Annotated[float, option_bounds("min_p")] | None = None
+    """Least probability of a token, relative to the most likely one; 0 by default."""
     repetition_penalty: Annotated[float, option_bounds("repetition_penalty")] | None = None
+    """Divides positive logits of tokens seen, and multiplies negative ones; 1 by default."""
     stop_token_ids: TokenIds | None = None
+    """Token ids that end an answer, also with `ignore_eos`."""
     bad_words: Words | None = None
+    """Words that are not generated."""
     ignore_eos: bool | None = None
+    """Continue after the end-of-document token; false by default."""
     skip_special_tokens: bool | None = None
+    """Leave special tokens out of texts; true by default."""
     return_token_ids: bool | None = None
+    """Return token ids of prompt and answer, too; false by default."""
     return_weights_version: bool | None = None
+    """Return the versions of the weights that made the tokens; false by default."""
     cache_salt: str | None = None
+    """Requests share cached prefixes with those of the same salt only."""
     enable_prefix_caching: bool | None = None
+    """Use the prefix cache; true by default."""
     explain_prefix_cache: bool | None = None
+    """Explain why no more was skipped; with `--explain-prefix-cache`; false by default."""
     num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 is off
+    """Most drafts of a step; 0 is off, the default is the server's."""
     cache_checkpoint: Checkpoints | None = None
+    """Token positions after which other requests may go on differently."""
 
     # Metadata of the client, without effect on the output
     user: str | None = None
+    """Accepted without effect."""
     metadata: dict[str, object] | None = None
+    """Accepted without effect."""
     store: bool | None = None
+    """Accepted without effect."""
     service_tier: str | None = None
+    """Accepted without effect."""
     safety_identifier: str | None = None
+    """Accepted without effect."""
     prompt_cache_key: Annotated[str, Field(max_length=LONGEST_CACHE_KEY)] | None = None
+    """Accepted without effect."""
     cache_hints: Annotated[dict[str, object], Field(max_length=MAX_FIELDS)] | None = None  # of version 0.2
+    """Accepted without effect."""
 
     @field_validator("bad_words", mode="before")
     @classmethod
@@ -295,27 +331,35 @@ class GenerationRequest(SamplingFields):
 
     # OpenAI's fields
     model: str | None = None
+    """Name of the served model, or its root."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Choices of each prompt; choice i has the seed `seed` + i; 1 by default."""
     stop: Text | list[Text] | None = None
+    """Words that end an answer; they are removed from it."""
     stream: bool | None = None
+    """Send the answer in parts, as server-sent events; false by default."""
     stream_options: StreamOptions | None = None
+    """Options of a stream."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Most tokens to generate; by default 16 for completions, as many as fit for chats."""
     response_format: Form | None = None
+    """Format of the answer: any text, JSON, or a JSON schema."""
 
     # Extension of this engine
     structured_outputs: StructuredOutputs | None = None
+    """Format of the answer in vLLM's form; one of its fields."""
 
     # Fields of unsupported features, accepted with neutral values; see `_NEUTRAL`. Checked here for both routes.
-    add_special_tokens: object = None
-    early_stopping: object = None
-    include_stop_str_in_output: object = None
-    length_penalty: object = None
-    logits_processors: object = None
-    priority: object = None
-    prompt_logprobs: object = None
-    spaces_between_special_tokens: object = None
-    truncate_prompt_tokens: object = None
-    use_beam_search: object = None
+    add_special_tokens: Neutral = None
+    early_stopping: Neutral = None
+    include_stop_str_in_output: Neutral = None
+    length_penalty: Neutral = None
+    logits_processors: Neutral = None
+    priority: Neutral = None
+    prompt_logprobs: Neutral = None
+    spaces_between_special_tokens: Neutral = None
+    truncate_prompt_tokens: Neutral = None
+    use_beam_search: Neutral = None
 
     @field_validator("stop", mode="before")
     @classmethod

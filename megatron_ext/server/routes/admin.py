@@ -40,7 +40,9 @@ class AbortRequest(Body):
     """Answers to abort."""
 
     request_id: Text | None = None  # the `id` of an answer
+    """The `id` of the answer to abort; or `abort_all`."""
     abort_all: bool | None = None
+    """Abort all requests; false by default."""
 
     @model_validator(mode="after")
     def _names_something(self) -> AbortRequest:
@@ -53,8 +55,11 @@ class UpdateRequest(Body):
     """Location of new weights."""
 
     model_path: Annotated[Text, Field(min_length=1, max_length=LONGEST_PATH)]
+    """Directory of the new weights, below `--weights-root`."""
     in_flight: Literal["recompute", "finish", "abort", "continue"] = "recompute"
+    """Treatment of requests in flight; "recompute" by default."""
     weights_version: Annotated[int, Field(ge=0, le=MAX_VERSION)] | None = None
+    """Number of the new weights; by default one more than the last."""
 
 
 @router.post("/sleep", dependencies=[Depends(only_queries("level"))])
@@ -94,7 +99,9 @@ async def pause(
     serving: ServerDependency,
     body: Nothing | None = None,
     mode: Annotated[PauseMode, Query(description="keep: requests wait; abort: they end with their tokens")] = "keep",
-    max_seconds: Annotated[float, Query(gt=0, le=LONGEST_PAUSE, allow_inf_nan=False)] = USUAL_PAUSE,
+    max_seconds: Annotated[
+        float, Query(gt=0, le=LONGEST_PAUSE, allow_inf_nan=False, description="Seconds until generation resumes")
+    ] = USUAL_PAUSE,
 ) -> dict[str, object]:
     """Stop generation after the step in flight; it resumes by itself after `max_seconds`. New requests wait."""
     ended = await asyncio.to_thread(serving.requests.client.pause, max_seconds, mode)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi import APIRouter, Query
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import megatron_ext
-from megatron_ext.server.http.docs_page import DOCS_HEADERS, docs_page
+from megatron_ext.server.http.docs_page import ASSETS, DOCS_HEADERS, DOCS_PAGE, SCRIPT, SHEET
 from megatron_ext.server.http.status_page import PAGE, PAGE_HEADERS
 from megatron_ext.server.serving import ServerDependency
 
 router = APIRouter()
+_SINCE = "Only samples after this moment: seconds since 1970 by the server's clock"
+_FAILING: dict[int | str, dict[str, Any]] = {
+    503: {"description": "The engine fails", "content": {"application/json": {"schema": {"type": "object"}}}}
+}
 
 
-@router.get("/health")
+@router.get("/health", responses=_FAILING)
 async def health(serving: ServerDependency) -> JSONResponse:
     """Return 200 while the engine steps without failing, 503 otherwise."""
     requests = serving.requests
@@ -25,7 +30,7 @@ async def health(serving: ServerDependency) -> JSONResponse:
 
 
 for method in ("GET", "POST"):  # some platforms send POST
-    router.add_api_route("/ping", health, methods=[method], summary="Ping")
+    router.add_api_route("/ping", health, methods=[method], summary="Ping", responses=_FAILING)
 router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
 
 
@@ -51,7 +56,9 @@ async def metrics(serving: ServerDependency) -> Response:
 
 
 @router.get("/metrics/history")
-async def metrics_history(serving: ServerDependency, since: float = 0.0) -> dict[str, object]:
+async def metrics_history(
+    serving: ServerDependency, since: Annotated[float, Query(description=_SINCE)] = 0.0
+) -> dict[str, object]:
     """Return the metrics of the last ten minutes, or since a moment, followed by the current values."""
     return serving.describe_server() | serving.history.since(since)
 
@@ -83,9 +90,21 @@ async def reset_prefix_cache(serving: ServerDependency) -> dict[str, object]:
 
 
 @router.get("/docs", response_class=HTMLResponse)
-async def documentation(request: Request) -> HTMLResponse:
-    """Return the OpenAPI description of this server as a page."""
-    return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
+async def documentation() -> HTMLResponse:
+    """Return a page of the OpenAPI description of this server."""
+    return HTMLResponse(DOCS_PAGE, headers=DOCS_HEADERS)
+
+
+@router.get(f"/docs/{SCRIPT}", include_in_schema=False)
+async def documentation_script() -> FileResponse:
+    """Return the script of the page."""
+    return FileResponse(ASSETS / SCRIPT)
+
+
+@router.get(f"/docs/{SHEET}", include_in_schema=False)
+async def documentation_sheet() -> FileResponse:
+    """Return the style sheet of the page."""
+    return FileResponse(ASSETS / SHEET)
 
 
 @router.get("/", response_class=HTMLResponse)

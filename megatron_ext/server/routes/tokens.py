@@ -38,10 +38,15 @@ class TokenizeRequest(TemplateFields):
     """A text, or a conversation with its template options."""
 
     model: str | None = None
+    """Name of the served model, or its root."""
     prompt: Text | None = None
+    """Text to tokenize; or `messages`."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    """The conversation, oldest message first."""
     add_special_tokens: bool | None = None  # of a prompt: tokens that the tokenizer adds; true by default
+    """Add the tokens that begin a prompt; `false` only to count tokens; true by default."""
     return_token_strs: bool | None = None
+    """Return the text of each token, too; false by default."""
 
     @model_validator(mode="after")
     def _has_one_text(self) -> TokenizeRequest:
@@ -58,7 +63,9 @@ class DetokenizeRequest(Body):
     """Token ids."""
 
     model: str | None = None
+    """Name of the served model, or its root."""
     tokens: Ids
+    """Token ids."""
 
 
 @router.post("/tokenize")

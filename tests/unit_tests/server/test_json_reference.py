@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from megatron_ext.commands.main import main
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.http.field_descriptions import FIELDS
 from tests.unit_tests.support.server import embedded_engine
 from tools.pages import json_fields
 from tools.pages.attributes import Field, fields_of
@@ -81,11 +80,14 @@ def test_records():
 
 
 def test_bodies():
-    """Every field that a server describes, each in one group."""
-    named = re.findall(r"^\| `(\w+)` ", page().split("## Fields of bodies")[1].split("\n## ")[0], re.MULTILINE)
-    assert Counter(named) == Counter(FIELDS.keys())
-    assert "min_tokens" in section("Extensions")
-    assert {"modalities", "priority"} <= section("Accepted with neutral values")
+    """Every field of every object that a server describes; `type` has its values, and a choice of tools its class."""
+    text = page().split("## Fields of bodies")[1].split("\n## ")[0]
+    named = Counter(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE))
+    objects = json_fields.described()["components"]["schemas"]
+    fields = [field for name, one in objects.items() if name != "ToolChoice" for field in one.get("properties", {})]
+    assert named == Counter(field for field in fields if field != "type")
+    assert named.total() > 150
+    assert "min_tokens" in section("ChatRequest")
 
 
 def test_answers(serve):

@@ -56,7 +56,7 @@ Content = Annotated[Text, BeforeValidator(text_of, json_schema_input_type=str | 
 class InputItem(BaseModel):
     """Base of items. Unknown fields that clients copy from an answer are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
 
 class MessageItem(InputItem):
@@ -64,7 +64,9 @@ class MessageItem(InputItem):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
+    """Author of the message: `system`, `user`, `assistant`, `tool` and others."""
     content: Content
+    """Text of the message, or its parts."""
 
 
 class FunctionCallItem(InputItem):
@@ -72,8 +74,11 @@ class FunctionCallItem(InputItem):
 
     type: Literal["function_call"]
     call_id: Text
+    """Id of a call, which its result repeats."""
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
+    """Name of the function, or of the author."""
     arguments: Annotated[Text, AfterValidator(_json_text)]
+    """Arguments of a call, as JSON."""
 
 
 class FunctionOutputItem(InputItem):
@@ -81,7 +86,9 @@ class FunctionOutputItem(InputItem):
 
     type: Literal["function_call_output"]
     call_id: Text
+    """Id of a call, which its result repeats."""
     output: Content
+    """Result of a call."""
 
 
 class ReasoningItem(InputItem):
@@ -89,7 +96,9 @@ class ReasoningItem(InputItem):
 
     type: Literal["reasoning"]
     content: Content | None = None
+    """Text of the message, or its parts."""
     summary: Content | None = None
+    """Accepted without effect."""
 
 
 class ItemReference(InputItem):
@@ -97,6 +106,7 @@ class ItemReference(InputItem):
 
     type: Literal["item_reference"] | None = None
     id: Text
+    """Id of a stored item, or of a call."""
 
 
 _KINDS: dict[str, type[InputItem]] = {

@@ -25,6 +25,7 @@ from megatron_ext.server.openai.protocol import (
 from megatron_ext.server.openai.request_fields import (
     MAX_TOP_LOGPROBS,
     Body,
+    Neutral,
     SamplingFields,
     Text,
     only_neutral,
@@ -102,9 +103,13 @@ class FunctionTool(Body):
 
     type: Literal["function"]
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
+    """Name of the function, or of the author."""
     description: Text | None = None
+    """Purpose of the function, for the model."""
     parameters: dict[str, object] | None = None  # a JSON schema
+    """JSON schema of the arguments."""
     strict: bool | None = None  # whether arguments follow the schema where the model may also answer with text
+    """Make arguments follow the schema where the model may also answer with text; false by default."""
 
     @property
     def tool(self) -> Tool:
@@ -117,21 +122,27 @@ class Reasoning(Body):
     """Options of thinking. There are no summaries, so nothing else than the effort has an effect."""
 
     effort: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
+    """Effort of thinking, for templates that know it."""
     summary: Literal["auto", "concise", "detailed"] | None = None
+    """Accepted without effect."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """Accepted without effect."""
 
 
 class TextOptions(Body):
     """Options of the text."""
 
     format: Annotated[dict[str, object], AfterValidator(_text_format)] | None = None
+    """Format of the answer."""
     verbosity: Literal["low", "medium", "high"] | None = None
+    """Length of answers, for templates that know it."""
 
 
 class ResponseStreamOptions(Body):
     """Options of a stream, without effect: nothing is padded."""
 
     include_obfuscation: bool | None = None
+    """Unsupported field, accepted with a value that changes nothing."""
 
 
 Tools = Annotated[
@@ -147,14 +158,23 @@ class ResponsePrompt(Body):
     """Fields of a request that make its prompt: the body of `/v1/responses/input_tokens`."""
 
     model: str | None = None
+    """Name of the served model, or its root."""
     input: Items = Field(default_factory=list)
+    """A text, or items: messages, calls, their results, thinking."""
     instructions: Text | None = None
+    """The system's message."""
     previous_response_id: Text | None = None
+    """Stored response to continue; with `--responses-store-mb`."""
     tools: Tools | None = None
+    """Functions that the model may call."""
     reasoning: Reasoning | None = None
+    """Synonym of `reasoning_content`."""
     text: TextOptions | None = None
+    """Text of the part."""
     chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+    """Variables of the chat template."""
     return_token_ids: bool | None = None
+    """Return token ids of prompt and answer, too; false by default."""
 
     @property
     def template_fields(self) -> FieldValues:
@@ -175,21 +195,32 @@ class ResponsesRequest(SamplingFields, ResponsePrompt):
     """Body of `/v1/responses`."""
 
     stream: bool | None = None
+    """Send the answer in parts, as server-sent events; false by default."""
     stream_options: ResponseStreamOptions | None = None
+    """Options of a stream."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens to generate; by default as many as fit."""
     tool_choice: Choice = ToolChoice()
+    """`none`, `auto`, `required`, or the function that must be called; "auto" by default."""
     parallel_tool_calls: bool | None = None
+    """Permission for several calls in an answer; true by default."""
     include: Annotated[list[_Included], Field(fail_fast=True)] | None = None
+    """Parts to add; log-probs are."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Number of best tokens at each position; needs `logprobs`; 0 by default."""
     thinking_budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens of thinking; by default as many as the answer may have."""
     truncation: Literal["auto", "disabled"] | None = None  # nothing is ever left out of a prompt
+    """Truncation of prompts, which happens with neither value; "disabled" by default."""
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of built-in tools only, so without effect
+    """Accepted without effect: it limits tools that run on a server."""
     prompt_cache_retention: str | None = None
-    background: object = None
-    conversation: object = None
-    prompt: object = None
-    context_management: object = None
-    moderation: object = None
+    """Accepted without effect."""
+    background: Neutral = None
+    conversation: Neutral = None
+    prompt: Neutral = None
+    context_management: Neutral = None
+    moderation: Neutral = None
 
     @field_validator("tool_choice")
     @classmethod
