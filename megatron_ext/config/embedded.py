@@ -15,18 +15,6 @@ EMBEDDED_MODEL_DIR = Path(__file__).parents[1] / "models" / "embedded_model"
 _LONGEST_SHOWN = 60  # characters
 # Fields that may have any value with the shipped weights.
 _HARMLESS = frozenset(("max_position_embeddings", "mamba_chunk_size", "spec"))
-# Fields that may be None, and the properties with their effective values.
-_RESOLVED = {
-    "num_layers": "layer_count",
-    "ffn_hidden_size": "ffn_size",
-    "num_query_groups": "query_groups",
-    "kv_channels": "head_channels",
-    "mamba_num_heads": "mamba_heads",
-    "mamba_inner_size": "mamba_channels",
-    "mamba_dt_rank": "dt_rank",
-    "mamba_inner_norm_epsilon": "inner_norm_epsilon",
-    "moe_ffn_hidden_size": "expert_ffn_size",
-}
 
 
 @cache
@@ -41,10 +29,11 @@ def differences(model: ModelConfig, overrides: FieldValues) -> dict[str, object]
 
     A value that equals the field of `model`, or its effective value, is not a difference.
     """
+    resolved = model.resolved()
     return {
-        name: _resolved(model, name)
+        name: resolved[name]
         for name, value in overrides.items()
-        if name not in _HARMLESS and value not in (getattr(model, name), _resolved(model, name))
+        if name not in _HARMLESS and value not in (getattr(model, name), resolved[name])
     }
 
 
@@ -76,11 +65,3 @@ def check_flags(overrides: FieldValues) -> None:
         ModelConfig(**overrides)
     else:
         with_harmless(embedded, overrides)
-
-
-def _resolved(model: ModelConfig, name: str) -> object:
-    if name == "group_query_attention":
-        return model.query_groups < model.num_attention_heads
-    if name == "moe_router_topk_scaling_factor":
-        return model.moe_router_topk_scaling_factor or 1.0
-    return getattr(model, _RESOLVED.get(name, name))

@@ -28,6 +28,20 @@ MULTIPLIERS = (
     "softmax_scale",
 )
 LONGEST_WINDOW = 1024  # tokens of a convolution; far more than any model has
+# Fields that stand for another value while they have their default, and the properties with that value.
+_RESOLVED = {
+    "num_layers": "layer_count",
+    "ffn_hidden_size": "ffn_size",
+    "num_query_groups": "query_groups",
+    "kv_channels": "head_channels",
+    "mamba_num_heads": "mamba_heads",
+    "mamba_inner_size": "mamba_channels",
+    "mamba_dt_rank": "dt_rank",
+    "mamba_inner_norm_epsilon": "inner_norm_epsilon",
+    "moe_ffn_hidden_size": "expert_ffn_size",
+    "mtp_num_layers": "mtp_layer_count",
+    "mtp_hybrid_override_pattern": "mtp_pattern",
+}
 
 
 @dataclass(frozen=True)
@@ -247,3 +261,13 @@ class ModelFields:
     def to_dict(self) -> dict[str, object]:
         """Return the fields as a plain dictionary, as saved with a checkpoint."""
         return dataclasses.asdict(self)
+
+    def resolved(self) -> dict[str, object]:
+        """Return the fields with the values that defaults stand for: equal models have equal ones."""
+        return {
+            **self.to_dict(),
+            **{name: getattr(self, known) for name, known in _RESOLVED.items()},
+            "group_query_attention": self.query_groups < self.num_attention_heads,
+            "moe_router_topk_scaling_factor": self.moe_router_topk_scaling_factor or 1.0,
+            "mtp_use_repeated_layer": self.mtp_layer_count == 1,  # one layer serves every depth
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,13 +144,16 @@ def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, di
         load_weights(model, directory)
 
 
-def save_model(directory: str | Path, loaded: LoadedModel) -> None:
-    """Save as `--save` does: a distributed checkpoint of weights in their dtypes, configuration, tokenizer.
+def save_model(directory: str | Path, loaded: LoadedModel, save: Callable[..., None] = save_dist_checkpoint) -> None:
+    """Save a checkpoint of weights in their dtypes, configuration, tokenizer; every rank calls this.
 
-    Every rank calls this, see `save_dist_checkpoint`.
+    Args:
+        directory: See `save`.
+        loaded: The model.
+        save: `save_dist_checkpoint`, as for `--save`, or `save_hf_checkpoint`.
 
     Raises:
-        ConfigError: The directory holds something other than a checkpoint of ours, or cannot be written.
+        ConfigError: See `save`.
     """
     tokenizer = loaded.tokenizer
     source: TokenizerSource | None = None
@@ -161,7 +165,7 @@ def save_model(directory: str | Path, loaded: LoadedModel) -> None:
         logger.warning(
             "%s is saved without its tokenizer (%s), which has no files", directory, type(tokenizer).__name__
         )
-    save_dist_checkpoint(directory, loaded.model, loaded.config, source, loaded.dtype)
+    save(directory, loaded.model, loaded.config, source, loaded.dtype)
 
 
 def _build(config: ModelConfig, parallel: ParallelConfig | None, **options: Any) -> HybridModel:

@@ -1,15 +1,18 @@
-"""Export of a model to a Hugging Face checkpoint, with one of the same architecture as an example.
+"""Export of a model to a Hugging Face checkpoint.
 
-A `ModelConfig` has fewer fields than a family's `config.json`, so that file is copied from the example. So are its
-tensor names, with prefix and with experts joined or separate, and the dtypes of its tensors.
+- With an example of the same architecture: a `ModelConfig` has fewer fields than a family's `config.json`, so that file
+  is copied from the example. So are its tensor names, with prefix and with experts joined or separate, and the dtypes
+  of its tensors.
+- Without one: as NemotronH, whose `config.json` is written from the `ModelConfig`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -23,20 +26,24 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json
 from megatron_ext.mcore.checkpoint.weight_shards import is_spread, model_tensors
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.models.huggingface.family_registry import family_of
+from megatron_ext.models.huggingface.family_registry import WRITTEN, family_of
 from megatron_ext.models.huggingface.hf_checkpoint import CONFIG_FILE, with_prediction
 from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
+from megatron_ext.models.native.directory import (
+    TokenizerSource,
+    common_fields,
+    stored_tensor,
+    write_config_and_tokenizer,
+)
 from megatron_ext.models.native.scratch import scratch_directory
-from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles
+from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles, is_prediction
 from megatron_ext.text.tokenizer_files import copy_tokenizer_files
 
 logger = logging.getLogger(__name__)
 
-_GENERATION_CONFIG = "generation_config.json"
-
 
 def export_hf_checkpoint(directory: str | Path, model: HybridModel, config: ModelConfig, like: str | Path) -> None:
-    """Write a checkpoint that transformers reads; the directory appears complete or not at all.
+    """Write a checkpoint that transformers reads, like another one; the directory appears complete or not at all.
 
     Args:
         directory: Created, or filled if it is empty.
@@ -47,31 +54,80 @@ def export_hf_checkpoint(directory: str | Path, model: HybridModel, config: Mode
     Raises:
         ConfigError: The directory is not empty, or cannot be written; `like` is of another architecture.
     """
-    if is_spread(model.config):
-        raise ConfigError(f"{directory} is not written: the model is sharded over ranks; load it on one rank")
-    target, example = Path(directory).resolve(), Path(like)
+    example = Path(like)
     raw = read_json(example / CONFIG_FILE)
     family = family_of(raw)
     stored = family.translate(raw)
     _require_same(config, with_prediction(stored, example) if config.mtp_num_layers else stored, example)
+    files = WeightFiles(example)
+    with _new_checkpoint(directory, model) as staging:
+        _save(_named_like(files, hf_tensors(model, config, family.tensors), family.tensors), staging)
+        shutil.copyfile(example / CONFIG_FILE, staging / CONFIG_FILE)
+        copy_tokenizer_files(example, staging)
+
+
+def save_hf_checkpoint(
+    directory: str | Path,
+    model: HybridModel,
+    config: ModelConfig,
+    tokenizer_source: TokenizerSource | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a checkpoint of NemotronH, without an example; the directory appears complete or not at all.
+
+    Args:
+        directory: Created, or filled if it is empty.
+        model: Whole, built from `config`; not changed.
+        config: Configuration of the model.
+        tokenizer_source: See `save_dist_checkpoint`.
+        dtype: Type of the stored weights; decay parameters stay in fp32.
+
+    Raises:
+        ConfigError: The directory is not empty, or cannot be written; the model is not a NemotronH.
+    """
+    try:
+        fields = WRITTEN.describe(config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{directory} is not written: {error}; give a Hugging Face checkpoint of the same architecture as an "
+            "example, or save in Megatron's form (torch_dist, --save), which has every model"
+        ) from error
+    with _new_checkpoint(directory, model) as staging:
+        tensors = {
+            _published_name(name): stored_tensor(name, tensor, dtype).clone(memory_format=torch.contiguous_format)
+            for name, tensor in hf_tensors(model, config, WRITTEN.tensors).items()
+        }
+        _save(tensors, staging)
+        write_config_and_tokenizer(staging, {**fields, **common_fields(dtype, tokenizer_source)}, tokenizer_source)
+
+
+def _published_name(name: str) -> str:
+    has_prefix = name != LM_HEAD and not is_prediction(name)
+    return WRITTEN.tensors.prefixes[0] + name if has_prefix else name
+
+
+@contextlib.contextmanager
+def _new_checkpoint(directory: str | Path, model: HybridModel) -> Iterator[Path]:
+    """Yield an empty directory that becomes `directory` when the block ends."""
+    if is_spread(model.config):
+        raise ConfigError(f"{directory} is not written: the model is sharded over ranks; load it on one rank")
+    target = Path(directory).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{directory} is not overwritten; give a new or empty directory")
-    files = WeightFiles(example)
     try:
         with scratch_directory(target) as scratch, torch.no_grad():
             staging = scratch.path / "new"
             staging.mkdir()
-            tensors = _named_like(files, hf_tensors(model, config, family.tensors), family.tensors)
-            save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
-            (staging / WEIGHTS_FILE).chmod(0o644)  # safetensors makes the file private
-            for name in (CONFIG_FILE, _GENERATION_CONFIG):
-                if (example / name).is_file():
-                    shutil.copyfile(example / name, staging / name)
-            copy_tokenizer_files(example, staging)
+            yield staging
             scratch.hold_signals()
             staging.rename(target)  # also replaces an empty directory
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{directory} cannot be written: {error}") from error
+
+
+def _save(tensors: Mapping[str, Tensor], directory: Path) -> None:
+    save_file(dict(tensors), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    (directory / WEIGHTS_FILE).chmod(0o644)  # safetensors makes the file private
 
 
 def hf_tensors(model: nn.Module, config: ModelConfig, table: TensorTable) -> dict[str, Tensor]:
@@ -86,7 +142,7 @@ def hf_tensors(model: nn.Module, config: ModelConfig, table: TensorTable) -> dic
     found: dict[str, Tensor] = {}
     for name, source in table.sources(config).items():
         found |= dict(zip(source.names, _parts(targets[name].detach(), source, config), strict=True))
-    if not config.untie_embeddings_and_output_weights:
+    if not config.untie_embeddings_and_output_weights:  # transformers does not tie them in each family
         found[LM_HEAD] = found[table.embedding]
     return found
 
@@ -103,9 +159,9 @@ def _parts(ours: Tensor, source: Source, config: ModelConfig) -> list[Tensor]:
 
 def _require_same(config: ModelConfig, exported: ModelConfig, example: Path) -> None:
     """Raise unless every field that affects the meaning of tensors is the same."""
-    ours, theirs = config.to_dict(), exported.to_dict()
+    ours, theirs = config.resolved(), exported.resolved()
     for name in ours:
-        if name not in ("spec", "max_position_embeddings", "num_layers") and ours[name] != theirs[name]:
+        if name not in ("spec", "max_position_embeddings") and ours[name] != theirs[name]:
             raise ConfigError(
                 f"{example} is of another architecture: {name} is {theirs[name]!r} there, and {ours[name]!r} in the "
                 "model; give a checkpoint of the same"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.field_table import FieldTable
 from megatron_ext.models.huggingface.fields import Fields, check_architecture, check_fixed
 from megatron_ext.models.huggingface.tensors import TensorTable
@@ -41,6 +42,8 @@ class Family:
         text: Extracts the fields of the text model from a file that also has those of other models.
         prediction: Returns the letters of the layer of multi-token prediction, from checked fields; None for families
             without.
+        described: Returns fields of `config.json` from a `ModelConfig`, right or wrong; None for families whose models
+            are written with an example only.
     """
 
     model_type: str
@@ -53,6 +56,7 @@ class Family:
     experts: Callable[[Fields], Fields] = _nothing
     text: Callable[[Fields], Fields] = _all
     prediction: Callable[[Fields], str] | None = None
+    described: Callable[[ModelConfig], Fields] | None = None
 
     def translate(self, raw: Fields) -> ModelConfig:
         """Translate a decoded `config.json` of this family to a `ModelConfig`.
@@ -85,3 +89,20 @@ class Family:
         check_fixed(fields, dict.fromkeys(PREDICTION_COUNTS, (1,)) | {"mtp_use_dedicated_embeddings": (False,)})
         pattern = self.prediction(fields)
         return replace(config, mtp_num_layers=1, mtp_use_repeated_layer=True, mtp_hybrid_override_pattern=pattern)
+
+    def describe(self, config: ModelConfig) -> Fields:
+        """Return a `config.json` that is translated to an equal model.
+
+        Raises:
+            ConfigError: The family has no such model; the message names the first field that would be another.
+        """
+        assert self.described is not None, "the caller has looked"
+        raw = {"architectures": [self.architecture], "model_type": self.model_type, **self.described(config)}
+        translated = self.translate(raw)
+        if config.mtp_num_layers:
+            translated = self.with_prediction(translated, raw)
+        ours, theirs = config.resolved(), translated.resolved()
+        for name in ours:
+            if name != "spec" and ours[name] != theirs[name]:
+                raise ConfigError(f"{name} is {ours[name]!r}, and a {self.model_type} would have {theirs[name]!r}")
+        return raw

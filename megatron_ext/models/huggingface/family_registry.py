@@ -55,6 +55,7 @@ FAMILIES = {
         GPT_OSS,
     )
 }
+WRITTEN = NEMOTRON_H  # models that are written without an example are of this family
 
 
 def family_of(raw: Fields) -> Family:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatron_ext.config import ModelConfig
 from megatron_ext.models.huggingface.fields import (
     WITHOUT_EFFECT,
     Fields,
@@ -87,4 +88,13 @@ class FieldTable:
                 for theirs, (ours, default) in self.numbers.items()
             },
             "untie_embeddings_and_output_weights": not is_tied,
+        }
+
+    def described(self, config: ModelConfig) -> dict[str, object]:
+        """Return sizes, numbers and tied embeddings of a model, under the names of this table."""
+        values = config.resolved()
+        return {
+            **{theirs: values[ours] for theirs, ours in self.sizes.items()},
+            **{theirs: values[ours] for theirs, (ours, _) in self.numbers.items()},
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
         }

@@ -10,6 +10,7 @@ NemotronH and megatron-core differ:
 
 from __future__ import annotations
 
+from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.fields import Fields, check_divides, flag, names, positive_number, size
 
@@ -60,6 +61,22 @@ def sigmoid_experts(fields: Fields) -> dict[str, object]:
         "moe_router_group_topk": open_groups,
         "moe_router_topk_scaling_factor": positive_number(fields, "routed_scaling_factor", default=1.0),
         "moe_router_enable_expert_bias": True,
+    }
+
+
+def described_experts(config: ModelConfig) -> dict[str, object]:
+    """Return the fields of `config.json` for a model with sigmoid routers; the inverse of `sigmoid_experts`."""
+    return {
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": config.moe_router_topk,
+        "norm_topk_prob": config.moe_router_topk > 1,
+        "moe_intermediate_size": config.expert_ffn_size,
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        "moe_latent_size": config.moe_latent_size,
+        "routed_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+        "n_group": config.moe_router_num_groups or 1,
+        "topk_group": config.moe_router_group_topk or 1,
     }
 
 

@@ -57,7 +57,7 @@ _HEADER_FIELDS = frozenset(
 _MODEL_TYPE = "nemotron_h"  # Megatron's hybrids in transformers: AutoConfig reads no directory without a type it knows
 # Decays are exponentials of these: rounding to 16 bits would be visible after a few hundred tokens; the router's bias
 # moves by less than 16 bits resolve. They are tiny.
-_ALWAYS_FP32 = ("A_log", "dt_bias", "D", "expert_bias")
+_ALWAYS_FP32 = ("A_log", "dt_bias", "D", "expert_bias", "e_score_correction_bias")
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ def new_checkpoint(
             staging = scratch.path / "new"
             staging.mkdir()
             yield staging
-            (staging / CONFIG_FILE).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
-            _copy_tokenizer(tokenizer_source, staging)
+            write_config_and_tokenizer(staging, header, tokenizer_source)
             scratch.hold_signals()
             _replace(target, staging, aside=scratch.path / "old")
     except (OSError, SafetensorError) as error:
@@ -198,7 +197,9 @@ def _require_writable(target: Path) -> None:
         raise ConfigError(f"--save {target} cannot be written: {error}") from None
 
 
-def _copy_tokenizer(source: TokenizerSource | None, directory: Path) -> None:
+def write_config_and_tokenizer(directory: Path, fields: Mapping[str, object], source: TokenizerSource | None) -> None:
+    """Write `config.json` and the tokenizer's files."""
+    (directory / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     if isinstance(source, str | Path):
         copy_tokenizer_files(Path(source), directory)
         describe_tokenizer(directory, TextTokenizer(source))
@@ -207,18 +208,25 @@ def _copy_tokenizer(source: TokenizerSource | None, directory: Path) -> None:
 
 
 def _header(config: ModelConfig, dtype: torch.dtype, tokenizer_source: TokenizerSource | None) -> dict[str, Any]:
-    if dtype not in TORCH_TYPES.values():
-        raise ConfigError(f"a checkpoint cannot be saved as {dtype}; one of {', '.join(TORCH_TYPES)}")
-    tokenizer = TextTokenizer(tokenizer_source) if isinstance(tokenizer_source, str | Path) else tokenizer_source
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "model_type": _MODEL_TYPE,
         "package_version": __version__,
+        **common_fields(dtype, tokenizer_source),
+        "model": config.to_dict(),
+    }
+
+
+def common_fields(dtype: torch.dtype, tokenizer_source: TokenizerSource | None) -> dict[str, object]:
+    """Return the fields that `config.json` has in our form and in Hugging Face's."""
+    if dtype not in TORCH_TYPES.values():
+        raise ConfigError(f"a checkpoint cannot be saved as {dtype}; one of {', '.join(TORCH_TYPES)}")
+    tokenizer = TextTokenizer(tokenizer_source) if isinstance(tokenizer_source, str | Path) else tokenizer_source
+    return {
         "dtype": str(dtype).removeprefix("torch."),
         "eos_token_id": tokenizer.eod if tokenizer else None,
         "bos_token_id": tokenizer.bos if tokenizer else None,
-        "model": config.to_dict(),
     }
 
 

@@ -181,10 +181,10 @@ def read_new_weights(
 
 def _require_same(config: ModelConfig, new: ModelConfig, directory: Path) -> None:
     """Require equal configurations: weights of equal shapes may have other heads, norms, or rotary bases."""
-    for field in dataclasses.fields(config):
-        here, there = getattr(config, field.name), getattr(new, field.name)
-        if here != there:
+    ours, theirs = config.resolved(), new.resolved()
+    for name in ours:
+        if ours[name] != theirs[name]:
             raise CheckpointError(
-                f"{directory.name} holds another model: its {field.name} is {there!r}, and the served model has "
-                f"{here!r}"
+                f"{directory.name} holds another model: its {name} is {theirs[name]!r}, and the served model has "
+                f"{ours[name]!r}"
             )

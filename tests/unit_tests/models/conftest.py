@@ -31,6 +31,7 @@ TINY = ModelConfig(
     mamba_head_dim=8,
     mamba_num_groups=2,
     mamba_chunk_size=16,
+    squared_relu=True,
     max_position_embeddings=64,
     vocab_size=50,
 )

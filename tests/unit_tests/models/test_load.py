@@ -79,7 +79,7 @@ EQUAL = {  # what the model of this module is, by the names of its flags
     "num_query_groups": 2,
     "group_query_attention": True,
     "mamba_num_heads": 8,
-    "squared_relu": False,
+    "squared_relu": True,
     "disable_bias_linear": True,
     "normalization": "RMSNorm",
     "vocab_size": 50,
@@ -101,7 +101,8 @@ def test_equal_values_keep_the_embedded_weights(
 @pytest.mark.parametrize(
     ("overrides", "flags"),
     [
-        ({"squared_relu": True}, "--squared-relu describes"),
+        ({"squared_relu": False}, "--no-squared-relu describes"),
+        ({"qk_layernorm": True}, "--qk-layernorm describes"),
         ({"disable_bias_linear": False}, "--no-disable-bias-linear describes"),
         ({"num_query_groups": 4, "max_position_embeddings": 32}, "--num-query-groups 4 (not 2) describes"),
         (
@@ -165,8 +166,8 @@ def test_null_tokenizer_on_request(embedded: Path) -> None:
 
 def test_overrides_win_where_the_weights_allow(saved: Path, tiny_model: nn.Module) -> None:
     """Squared ReLU and GELU use equal tensors, so the flag decides."""
-    loaded = load_model(SourceConfig(load=str(saved)), {"squared_relu": True, "norm_epsilon": 1e-3}, device=CPU)
-    assert (loaded.config.squared_relu, loaded.config.norm_epsilon) == (True, 1e-3)
+    loaded = load_model(SourceConfig(load=str(saved)), {"squared_relu": False, "norm_epsilon": 1e-3}, device=CPU)
+    assert (loaded.config.squared_relu, loaded.config.norm_epsilon) == (False, 1e-3)
     assert not torch.allclose(logits(loaded.model), logits(tiny_model))
 
 
@@ -202,7 +203,10 @@ def test_overrides_that_contradict_the_weights(overrides: dict, message: str, sa
         ({"untie_embeddings_and_output_weights": True}, "lacks output_layer.weight"),
         ({"normalization": "LayerNorm"}, "lacks decoder.final_norm.bias"),
         ({"disable_bias_linear": False}, "lacks decoder.layers.1.self_attention.linear_proj.bias"),
-        ({"swiglu": True}, r"linear_fc1.weight has shape \(128, 32\), and the configuration requires \(256, 32\)"),
+        (
+            {"swiglu": True, "squared_relu": False},
+            r"linear_fc1.weight has shape \(128, 32\), and the configuration requires \(256, 32\)",
+        ),
         ({"position_embedding_type": "learned_absolute"}, "lacks embedding.position_embeddings.weight"),
     ],
     ids=lambda value: str(value)[:40],

@@ -20,7 +20,9 @@ from tests.unit_tests.models.conftest import TINY
 SIGMOID = {"num_experts": 4, "moe_router_score_function": "sigmoid"}
 SHAPES = {
     "hybrid": TINY,
-    "attention": dataclasses.replace(TINY, hybrid_override_pattern="*-*-", swiglu=True, kv_channels=24),
+    "attention": dataclasses.replace(
+        TINY, hybrid_override_pattern="*-*-", swiglu=True, squared_relu=False, kv_channels=24
+    ),
     "untied": dataclasses.replace(TINY, untie_embeddings_and_output_weights=True, mamba_num_heads=6),
     "positions": dataclasses.replace(TINY, position_embedding_type="learned_absolute", ffn_hidden_size=40),
     "gated delta net": dataclasses.replace(

@@ -124,12 +124,12 @@ def test_a_file_that_is_gone(files, tmp_path):
         choose_tokenizer(SourceConfig(), tmp_path, ANY)
 
 
-def test_that_it_is_not_saved_is_said(files, tmp_path, caplog, monkeypatch):
+def test_that_it_is_not_saved_is_said(files, tmp_path, caplog):
     """A warning names the part that a saved model lacks: a tokenizer of the caller's own."""
     saved = []
-    monkeypatch.setattr(load, "save_dist_checkpoint", lambda *args: saved.append(args[3]))
     for tokenizer in (object(), NullTokenizer(7)):
-        load.save_model(tmp_path / "to", load.LoadedModel(None, None, tokenizer, None, "x"))
+        loaded = load.LoadedModel(None, None, tokenizer, None, "x")
+        load.save_model(tmp_path / "to", loaded, lambda *args: saved.append(args[3]))
     assert saved == [None, None]
     assert [message.split(" ", 1)[1] for message in caplog.messages] == [
         "is saved without its tokenizer (object), which has no files"

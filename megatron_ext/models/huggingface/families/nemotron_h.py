@@ -7,7 +7,7 @@ Notes on two fields:
 - `time_step_min`, `time_step_max` and `time_step_floor` are settings of the initialization of dt's bias and are
   ignored. transformers (5.23) is inconsistent here: its chunk path clamps dt at `time_step_min` regardless of
   `time_step_limit`, its one-token path does not clamp. The models were trained without a clamp, so none is applied
-  here.
+  here, and checkpoints that are written have a `time_step_min` without effect.
 
 The layer of multi-token prediction, which transformers skips, is a short stack of such layers: `enorm`, `hnorm` and
 `eh_proj` are beside the tensors of its first one, `final_layernorm` beside those of its last.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 
+from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.attention import attention_heads
 from megatron_ext.models.huggingface.blocks import (
@@ -38,7 +39,7 @@ from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, check_divides, names, require_field
 from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
-from megatron_ext.models.huggingface.moe import SIGMOID_FIELDS, sigmoid_experts
+from megatron_ext.models.huggingface.moe import SIGMOID_FIELDS, described_experts, sigmoid_experts
 from megatron_ext.models.huggingface.tensors import EXPERT, PredictionTable, Source, TensorTable
 
 _LETTERS = {
@@ -108,6 +109,7 @@ _FIELDS = FieldTable(
     ),
 )
 
+_NO_CLAMP = 1e-30  # a `time_step_min`
 _LATENT = ("fc1_latent_proj.weight", "fc2_latent_proj.weight")
 _TENSORS = TensorTable(
     layers={
@@ -177,6 +179,22 @@ def _derived(fields: Fields) -> Fields:
     return attention_heads(fields)
 
 
+def _described(config: ModelConfig) -> Fields:
+    fields = {
+        **_FIELDS.described(config),
+        "num_hidden_layers": config.layer_count,
+        "hybrid_override_pattern": config.hybrid_override_pattern,
+        "num_key_value_heads": config.query_groups,
+        "time_step_min": _NO_CLAMP,
+    }
+    if config.is_moe:
+        fields |= described_experts(config)
+    if config.mtp_num_layers:
+        fields["num_nextn_predict_layers"] = config.mtp_layer_count
+        fields["mtp_hybrid_override_pattern"] = config.mtp_pattern
+    return fields
+
+
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -187,4 +205,5 @@ NEMOTRON_H = Family(
     derived=_derived,
     experts=sigmoid_experts,
     prediction=_prediction,
+    described=_described,
 )

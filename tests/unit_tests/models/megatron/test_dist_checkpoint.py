@@ -80,7 +80,7 @@ EXPERTS = {
     [
         {"untie_embeddings_and_output_weights": True},
         {"position_embedding_type": "learned_absolute"},
-        {"normalization": "LayerNorm", "disable_bias_linear": False, "swiglu": True},
+        {"normalization": "LayerNorm", "disable_bias_linear": False, "swiglu": True, "squared_relu": False},
         {"hybrid_override_pattern": "*-*", "position_embedding_type": "rope"},
         {"hybrid_override_pattern": "ME*-", **EXPERTS},
         {"spec": ("megatron_ext.mcore.layer_specs", "hybrid_stack_spec"), "norm_epsilon": 1e-6},
@@ -141,7 +141,11 @@ def rank_state(model: nn.Module) -> dict:
     return {name: value for name, value in sharded.items() if not isinstance(value, ShardedObject)}
 
 
-@pytest.mark.parametrize("changes", [{}, {"swiglu": True, "untie_embeddings_and_output_weights": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"swiglu": True, "squared_relu": False, "untie_embeddings_and_output_weights": True}],
+    ids=str,
+)
 def test_tensor_parallel_layouts(changes: dict, tiny_config: ModelConfig, tmp_path: Path) -> None:
     """A checkpoint of one rank is read by two, written by them, and read by one again: as it was."""
     config = ModelConfig(**(tiny_config.to_dict() | changes))

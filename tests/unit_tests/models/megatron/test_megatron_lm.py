@@ -58,7 +58,7 @@ def written(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> 
     "changes",
     [
         {},
-        {"untie_embeddings_and_output_weights": True, "swiglu": True},
+        {"untie_embeddings_and_output_weights": True, "swiglu": True, "squared_relu": False},
         {"normalization": "LayerNorm", "disable_bias_linear": False, "position_embedding_type": "learned_absolute"},
         {"hybrid_override_pattern": "M-*MM*-", "position_embedding_type": "rope", "squared_relu": True},
     ],

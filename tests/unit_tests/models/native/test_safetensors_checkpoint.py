@@ -56,7 +56,7 @@ def test_contents_of_the_files(saved: Path, tiny_config: ModelConfig) -> None:
     [
         {"untie_embeddings_and_output_weights": True},
         {"position_embedding_type": "learned_absolute"},
-        {"normalization": "LayerNorm", "disable_bias_linear": False, "swiglu": True},
+        {"normalization": "LayerNorm", "disable_bias_linear": False, "swiglu": True, "squared_relu": False},
         {"hybrid_override_pattern": "*-*", "position_embedding_type": "rope"},
         {"spec": ("megatron_ext.mcore.layer_specs", "hybrid_stack_spec"), "norm_epsilon": 1e-6},
     ],
