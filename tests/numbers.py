@@ -34,7 +34,6 @@ PATHS = (
     "tests/unit_tests/mcore/layers",
     "tests/unit_tests/mixers",
     "tests/unit_tests/models/megatron/test_dist_checkpoint.py",
-    "tests/unit_tests/models/native/test_safetensors_checkpoint.py",
     "tests/unit_tests/models/test_embedded_model.py",
     "tests/unit_tests/models/test_load.py",
     "tests/unit_tests/ops",

@@ -22,7 +22,7 @@ from megatron_ext.config import CacheConfig, RequestParams, SourceConfig
 from megatron_ext.mcore import platform
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.models.load import LoadedModel, load_model
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update.disk import read_new_weights
 from megatron_ext.scheduling.record import RequestRecord
 
@@ -91,7 +91,7 @@ def weight_updates(run: Run, rounds: int = 3, size: str = "250m", packs: bool = 
     run.remark(f"{sum(one.numel() for one in weights.values()) / 1e6:.0f} M parameters, {total / MIB:.0f} MiB in fp32")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
-        save_checkpoint(directory, new.model, config)
+        save_dist_checkpoint(directory, new.model, config)
         settings = {"load": str(directory), "tokenizer_type": "NullTokenizer", "vocab_size": config.vocab_size}
         with load_engine(**settings, **POOLS, pack_weights=packs) as loaded:
             for name, update in _routes(loaded, weights, directory).items():

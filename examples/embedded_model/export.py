@@ -25,12 +25,12 @@ from examples.embedded_model.evaluation import (
 from examples.embedded_model.recipe import Recipe
 from examples.embedded_model.tool_evaluation import tool_scores
 from megatron_ext import load_engine
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
+from megatron_ext.models.huggingface.export import save_hf_checkpoint
+from megatron_ext.models.load import load_model
 from megatron_ext.text.chat_template import read_chat_template
-from megatron_ext.text.tokenizer import TextTokenizer
 
 CARD = "README.md"
 TOKENIZER_FILES = ("chat_template.jinja", "tokenizer_config.json")  # of the shipped model; written by hand
@@ -62,18 +62,20 @@ def export(training: Trained, directory: Path, name: str, trained_tokens: int, i
 
     Args:
         training: Model and recipe.
-        directory: Replaced if it holds a checkpoint.
+        directory: Made if it is missing; files of the same names are replaced.
         name: What is trained in this stage.
         trained_tokens: Length of the text.
         initial: Exported model with which the training began; its card lists the stages before.
     """
     before = stages(initial / CARD) if initial is not None and (initial / CARD).is_file() else ""
-    (directory / CARD).unlink(missing_ok=True)  # a checkpoint replaces only a folder that holds nothing else
     with tempfile.TemporaryDirectory() as folder:
-        training.tokenizer.save(str(Path(folder) / "tokenizer.json"))
+        tokenizer, exported = Path(folder) / "tokenizer", Path(folder) / "exported"
+        tokenizer.mkdir()
+        training.tokenizer.save(str(tokenizer / "tokenizer.json"))
         for file in TOKENIZER_FILES:
-            shutil.copy(EMBEDDED_MODEL_DIR / file, folder)
-        save_checkpoint(directory, training.model, training.config, folder, torch.bfloat16)
+            shutil.copy(EMBEDDED_MODEL_DIR / file, tokenizer)
+        save_hf_checkpoint(exported, training.model, training.config, tokenizer, torch.bfloat16)
+        shutil.copytree(exported, directory, dirs_exist_ok=True)
     rows = [*losses(directory), *tools(directory)]
     for row in rows:
         print(f"{row.name}: {row.value}")
@@ -84,8 +86,9 @@ def export(training: Trained, directory: Path, name: str, trained_tokens: int, i
 
 def losses(directory: Path) -> list[Row]:
     """Return losses of an exported model on the held-out text, and of how many tokens its head predicts the trunk's."""
-    model, config = load_checkpoint(directory)
-    tokens = held_out_tokens(TextTokenizer(directory))
+    source = SourceConfig(load_hf=str(directory))
+    loaded = load_model(source, {}, device=torch.device("cpu"), reads_prediction=True)
+    model, tokens = loaded.model, held_out_tokens(loaded.tokenizer)
     measured = windows(tokens, EVALUATION_LENGTH)
     cut = language_model_loss(model, *measured, zero_states_every=ZERO_STATES_EVERY)
     rows = [
@@ -93,7 +96,7 @@ def losses(directory: Path) -> list[Row]:
         Row(f"the same, Mamba states zeroed every {ZERO_STATES_EVERY} tokens", f"{cut:.3f}"),
         Row("entropy of the held-out unigrams, nats per token", f"{unigram_entropy(tokens):.3f}"),
     ]
-    if config.mtp_num_layers:
+    if loaded.config.mtp_num_layers:
         rows.append(
             Row("held-out text: head and trunk agree on the likeliest token", f"{agreement(model, measured[0]):.1%}")
         )
@@ -113,7 +116,7 @@ def tools(directory: Path) -> list[Row]:
     assert template is not None
     exchanges = list(held_out_exchanges(held_out_documents(), TOOL_PROMPTS))
     rows: list[Row] = []
-    with load_engine(load=str(directory)) as engine:
+    with load_engine(load_hf=str(directory)) as engine:
         for name, thinks in (("", False), (", after thinking", True)):
             scores = tool_scores(engine, template, exchanges, thinks=thinks)
             rows += [
@@ -158,7 +161,8 @@ def model_card(training: Trained, rows: list[Row]) -> str:
 
 A hybrid language model of {parameters:,} parameters, so that the package has something real to run. Layers `{pattern}`
 (M Mamba-2, * attention, - MLP), tied embeddings, no position embedding. {head:,} parameters are a layer of multi-token
-prediction (`{training.config.mtp_pattern}`), which is read for `--speculative-method mtp` only.
+prediction (`{training.config.mtp_pattern}`), which is read for `--speculative-method mtp` only. The files are those of
+a NemotronH in Hugging Face's layout.
 
 It writes sentences that look like Python's documentation, calls functions, often with a wrong argument, and repeats
 what they return. It knows nothing and must not be asked for facts.

@@ -23,11 +23,10 @@ from examples.embedded_model.evaluation import both_logits, positions
 from examples.embedded_model.export import export
 from examples.embedded_model.recipe import Recipe
 from examples.embedded_model.train import Batches, Training, add_arguments, recipe_of, run, training_tokens
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native.directory import read_header
-from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint
+from megatron_ext.models.load import load_model
 
 PATTERN = "*"  # layers of the head
 FITTED_WINDOWS = 12
@@ -44,9 +43,9 @@ class HeadTraining(Training):
 
     def __init__(self, trunk: Path, recipe: Recipe) -> None:
         tokenizer = Tokenizer.from_file(str(trunk / "tokenizer.json"))
-        model = with_head(*load_checkpoint(trunk), seed=recipe.seed)
-        config = with_prediction(read_header(trunk).model)
-        super().__init__(config, recipe, tokenizer, model)
+        loaded = load_model(SourceConfig(load_hf=str(trunk)), {}, device=torch.device("cpu"))
+        model = with_head(loaded.model, loaded.config, seed=recipe.seed)
+        super().__init__(with_prediction(loaded.config), recipe, tokenizer, model)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy between the trunk's distributions and the head's, nats per token."""

@@ -38,7 +38,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native.safetensors_checkpoint import load_weights
+from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights
 from megatron_ext.text.chat_template import read_chat_template
 
 VOCABULARY = 4096
@@ -215,7 +215,7 @@ def first_model(recipe: Recipe, initial: Path | None) -> HybridModel:
     """Return the model that training begins with: an exported one, or one of random weights."""
     model = build_model(MODEL, seed=recipe.seed)
     if initial is not None:
-        load_weights(model, initial)
+        load_hf_weights(model, MODEL, initial)
     return model
 
 

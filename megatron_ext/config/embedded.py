@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from functools import cache
 from pathlib import Path
 
 from megatron_ext.config.annotations import FieldValues
@@ -17,11 +15,25 @@ _LONGEST_SHOWN = 60  # characters
 _HARMLESS = frozenset(("max_position_embeddings", "mamba_chunk_size", "spec"))
 
 
-@cache
-def embedded_config() -> ModelConfig:
-    """Return the architecture of the embedded model."""
-    header = json.loads((EMBEDDED_MODEL_DIR / "config.json").read_text(encoding="utf-8"))
-    return ModelConfig(**header["model"])
+EMBEDDED_CONFIG = ModelConfig(  # what its files say; known here, so that flags are checked before anything is loaded
+    hidden_size=192,
+    mamba_state_dim=64,
+    mamba_chunk_size=64,
+    mamba_head_dim=32,
+    mamba_num_heads=12,
+    mamba_num_groups=2,
+    ffn_hidden_size=768,
+    squared_relu=True,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=48,
+    hybrid_override_pattern="M-M*M-M-",
+    vocab_size=4096,
+    mtp_num_layers=1,
+    mtp_use_repeated_layer=True,
+    mtp_hybrid_override_pattern="*",
+)
 
 
 def differences(model: ModelConfig, overrides: FieldValues) -> dict[str, object]:
@@ -60,8 +72,7 @@ def check_flags(overrides: FieldValues) -> None:
     Raises:
         ConfigError: The flags describe neither the embedded model nor another one that can be built.
     """
-    embedded = embedded_config()
-    if differences(embedded, overrides):
+    if differences(EMBEDDED_CONFIG, overrides):
         ModelConfig(**overrides)
     else:
-        with_harmless(embedded, overrides)
+        with_harmless(EMBEDDED_CONFIG, overrides)

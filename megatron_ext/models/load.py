@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
+from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
 from megatron_ext.config.tokenizer import HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
@@ -20,8 +20,8 @@ from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.config_fields import checked_fields, with_overrides
 from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights, read_hf_config, with_prediction
+from megatron_ext.models.megatron.directory import TokenizerSource, require_replaceable
 from megatron_ext.models.megatron.dist_checkpoint import (
-    is_dist_checkpoint,
     load_dist_weights,
     read_dist_config,
     require_intact,
@@ -30,9 +30,7 @@ from megatron_ext.models.megatron.dist_checkpoint import (
     training_facts_of,
 )
 from megatron_ext.models.megatron.facts import TrainingFacts
-from megatron_ext.models.native.directory import TokenizerSource, read_header, require_replaceable
-from megatron_ext.models.native.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
-from megatron_ext.models.native.safetensors_checkpoint import load_weights
+from megatron_ext.models.megatron.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
 from megatron_ext.models.overrides import fitting_overrides
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.parallel.collectives import decided_by_first
@@ -136,12 +134,10 @@ def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, di
     Raises:
         CheckpointError: A tensor is missing, unknown, of another shape, or damaged. The model may be half filled.
     """
-    if source.load_hf:
-        load_hf_weights(model, config, directory)
-    elif is_dist_checkpoint(directory):
+    if source.load:
         load_dist_weights(model, directory)
     else:
-        load_weights(model, directory)
+        load_hf_weights(model, config, directory)
 
 
 def save_model(directory: str | Path, loaded: LoadedModel, save: Callable[..., None] = save_dist_checkpoint) -> None:
@@ -198,11 +194,9 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
             problem = "is not a directory" if Path(given).exists() else "does not exist"
             raise ConfigError(f"{flag} {given} {problem}; give the directory of a checkpoint")
         return resolve_iteration(Path(given)) if flag == "--load" else Path(given)
-    saved = read_header(EMBEDDED_MODEL_DIR).model
-    others = differences(saved, overrides)
-    flags = [as_flag(name, overrides[name], saved) for name, saved in others.items()]
-    if source.padded_vocab_size not in (None, saved.vocab_size):
-        flags.append(as_flag("padded_vocab_size", source.padded_vocab_size, saved.vocab_size))
+    flags = [as_flag(name, overrides[name], saved) for name, saved in differences(EMBEDDED_CONFIG, overrides).items()]
+    if source.padded_vocab_size not in (None, EMBEDDED_CONFIG.vocab_size):
+        flags.append(as_flag("padded_vocab_size", source.padded_vocab_size, EMBEDDED_CONFIG.vocab_size))
     if not flags:
         return EMBEDDED_MODEL_DIR
     verb = "describes" if len(flags) == 1 else "describe"
@@ -230,15 +224,13 @@ def checkpoint_config(
     Raises:
         ConfigError: The overrides contradict the stored weights; the configuration is missing or invalid.
     """
-    if source.load_hf:
-        saved = read_hf_config(directory)
-    elif is_dist_checkpoint(directory):
+    if source.load:
         saved = read_dist_config(directory, overrides.get("vocab_size"), spec_is_given="spec" in overrides)
     else:
-        saved = read_header(directory, spec_is_given="spec" in overrides).model
+        saved = read_hf_config(directory)
     if not reads_prediction:
         saved = with_overrides(saved, _WITHOUT_PREDICTION)
-    elif source.load_hf:
+    elif source.load is None:
         saved = with_prediction(saved, directory)
     if source.load is None and source.load_hf is None:
         return with_harmless(saved, overrides)

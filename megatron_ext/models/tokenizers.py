@@ -17,7 +17,7 @@ from megatron_ext.config.tokenizer import (
 )
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.megatron.facts import TrainingFacts
-from megatron_ext.models.native.kept_tokenizers import has_kept_tokenizer, read_kept_tokenizer
+from megatron_ext.models.megatron.kept_tokenizers import has_kept_tokenizer, read_kept_tokenizer
 from megatron_ext.parallel.world import is_first_rank
 from megatron_ext.text.library_tokenizers import (
     DEFAULT_PATTERN,

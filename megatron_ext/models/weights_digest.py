@@ -23,7 +23,7 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import open_regular, read_json
 from megatron_ext.models.identity import WEIGHT_SUFFIXES
 from megatron_ext.models.load import LoadedModel
-from megatron_ext.models.native.directory import DIGEST_FILE
+from megatron_ext.models.megatron.directory import DIGEST_FILE
 from megatron_ext.ops.cpp.build_cache import cache_path
 from megatron_ext.trusted_path import UntrustedPathError, open_directory
 

@@ -70,13 +70,6 @@ class ShardSpec:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
-    @property
-    def is_whole(self) -> bool:
-        """True if this rank has the whole tensor."""
-        return len(self.pieces) == 1 and all(
-            (box.start, box.stop) == (0, size) for box, size in zip(self.pieces[0].whole, self.shape, strict=True)
-        )
-
     def take(self, whole: Tensor) -> Tensor:
         """Return this rank's tensor of the whole one; a view if the shard is one piece."""
         parts = [whole[piece.whole] for piece in self.pieces]

@@ -29,13 +29,13 @@ from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.family_registry import WRITTEN, family_of
 from megatron_ext.models.huggingface.hf_checkpoint import CONFIG_FILE, with_prediction
 from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
-from megatron_ext.models.native.directory import (
+from megatron_ext.models.megatron.directory import (
     TokenizerSource,
     common_fields,
     stored_tensor,
     write_config_and_tokenizer,
 )
-from megatron_ext.models.native.scratch import scratch_directory
+from megatron_ext.models.new_directory import new_directory
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles, is_prediction
 from megatron_ext.text.tokenizer_files import copy_tokenizer_files
 
@@ -115,12 +115,8 @@ def _new_checkpoint(directory: str | Path, model: HybridModel) -> Iterator[Path]
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{directory} is not overwritten; give a new or empty directory")
     try:
-        with scratch_directory(target) as scratch, torch.no_grad():
-            staging = scratch.path / "new"
-            staging.mkdir()
+        with new_directory(target) as staging, torch.no_grad():
             yield staging
-            scratch.hold_signals()
-            staging.rename(target)  # also replaces an empty directory
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{directory} cannot be written: {error}") from error
 

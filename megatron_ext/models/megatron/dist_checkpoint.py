@@ -1,6 +1,6 @@
 """Checkpoints in the format of megatron's `dist_checkpointing`: ours, and those that Megatron-LM trained.
 
-Ours is a directory as native/directory.py describes, with megatron's files in it: `metadata.json`, `common.pt`,
+Ours is a directory as directory.py describes, with megatron's files in it: `metadata.json`, `common.pt`,
 `.metadata` and `*.distcp`. Megatron-LM's is `iter_0000100/` with such files (0.19 writes no `common.pt`), whose common
 state holds the run's arguments, beside `latest_checkpointed_iteration.txt`. Either can be read on any number of ranks.
 
@@ -39,11 +39,7 @@ from megatron_ext.mcore.checkpoint.integrity import verify_files
 from megatron_ext.mcore.checkpoint.weight_shards import gathered_names, model_tensors, requested_state
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors
-from megatron_ext.models.build import build_model
-from megatron_ext.models.megatron.facts import TrainingFacts, training_facts
-from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
-from megatron_ext.models.megatron.training_args import config_from_args, padded_vocabulary
-from megatron_ext.models.native.directory import (
+from megatron_ext.models.megatron.directory import (
     BACKEND_FILE,
     CONFIG_FILE,
     TokenizerSource,
@@ -52,8 +48,12 @@ from megatron_ext.models.native.directory import (
     read_header,
     stored_tensor,
 )
+from megatron_ext.models.megatron.facts import TrainingFacts, training_facts
+from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
+from megatron_ext.models.megatron.training_args import config_from_args, padded_vocabulary
 from megatron_ext.models.weight_files import (
     FLOATING_TYPES,
+    WEIGHTS_FILE,
     is_prediction,
     require_same_names,
     require_shape,
@@ -168,33 +168,6 @@ def _write_part(directory: str | Path, staging: Path, model: HybridModel, dtype:
         raise ConfigError(f"--save {directory} cannot be written: {_reason(error)}") from error
 
 
-def load_dist_checkpoint(
-    directory: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-    vocab_size: int | None = None,
-) -> tuple[HybridModel, ModelConfig]:
-    """Return the model of a checkpoint, in eval mode, and its configuration.
-
-    Args:
-        directory: A checkpoint of ours, an iteration of Megatron-LM's, or the directory above, whose latest iteration
-            is taken.
-        dtype: Dtype of the parameters, regardless of the stored one.
-        device: Default: the current CUDA device, else the CPU.
-        vocab_size: See `read_dist_config`.
-
-    Raises:
-        CheckpointError: A part is missing, unknown, of the wrong shape, or not supported; the message names it.
-    """
-    found = resolve_iteration(Path(directory))
-    require_intact(found)
-    config = read_dist_config(found, vocab_size)
-    model = build_model(config, dtype=dtype, device=device, perform_initialization=False)
-    load_dist_weights(model, found)
-    return model, config
-
-
 def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_given: bool = False) -> ModelConfig:
     """Return the configuration of a checkpoint: from our `config.json`, or from Megatron-LM's arguments.
 
@@ -204,10 +177,18 @@ def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_
         spec_is_given: See `read_header`.
 
     Raises:
-        CheckpointError: The configuration is missing or not supported; the message names the field or the argument.
+        CheckpointError: The configuration is missing or not supported; the message names the field or the argument. Or
+            the directory has another form.
     """
-    if has_header(directory):
-        return read_header(directory, spec_is_given=spec_is_given).model
+    is_dist = is_dist_checkpoint(directory)
+    if has_header(directory) or not is_dist:
+        config = read_header(directory, spec_is_given=spec_is_given)
+        if not is_dist and (directory / WEIGHTS_FILE).exists():
+            raise CheckpointError(
+                f"{directory} has its weights in {WEIGHTS_FILE}, a form of ours up to version 0.2, which converts it: "
+                f"megatron-ext run --load {directory} --save NEW"
+            )
+        return config
     stored = _read_stored(directory)
     args = _arguments(directory, read_common(directory, stored))
     in_gpt = is_gpt(stored.tensors)

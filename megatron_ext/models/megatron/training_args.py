@@ -17,7 +17,7 @@ from megatron_ext.config.layers.pattern import YARN, pattern_from_ratios, predic
 from megatron_ext.config.model_checks import PREDICTION_LETTERS
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.config_fields import MEGATRONS_MODULES, is_megatrons_spec
-from megatron_ext.models.native.directory import model_config
+from megatron_ext.models.megatron.directory import model_config
 
 _REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _TAKEN = (

@@ -23,13 +23,13 @@ from megatron_ext.mcore.packed_weights import has_quantized_weights
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
+from megatron_ext.models.megatron.directory import has_header
 from megatron_ext.models.megatron.dist_checkpoint import (
     is_dist_checkpoint,
     require_intact,
     resolve_iteration,
     training_facts_of,
 )
-from megatron_ext.models.native.directory import has_header
 from megatron_ext.models.update.weight_update import exchange, write_back
 
 _MAX_FILES = 100_000  # maximum files of a checkpoint

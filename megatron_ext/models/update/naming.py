@@ -19,7 +19,7 @@ from megatron_ext.models.huggingface.family_registry import family_of
 from megatron_ext.models.huggingface.hf_checkpoint import CONFIG_FILE
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, TensorTable
 from megatron_ext.models.huggingface.weight_loader import part_shapes
-from megatron_ext.models.megatron.dist_checkpoint import is_dist_checkpoint, resolve_iteration
+from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration
 from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
 from megatron_ext.models.update.named_tensors import require_weight
 from megatron_ext.models.weight_files import is_prediction
@@ -65,19 +65,17 @@ class Naming(Protocol):
 
 
 def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
-    """Return the naming of the format that a model was loaded from; our own if it was not loaded."""
+    """Return the naming of the format that a model was loaded from; the model's own if no flag says what to load."""
     if source.load_hf is not None:
         raw = read_json(Path(source.load_hf) / CONFIG_FILE)
         return HuggingFaceNames(family_of(raw).tensors, config)
     if source.load is not None:
-        directory = resolve_iteration(Path(source.load))
-        if is_dist_checkpoint(directory):
-            return MegatronNames.of_checkpoint(directory, config)
+        return MegatronNames.of_checkpoint(resolve_iteration(Path(source.load)), config)
     return OwnNames(has_prediction=bool(config.mtp_num_layers))
 
 
 class OwnNames:
-    """Names of the model itself, as in `model.safetensors` of our checkpoints.
+    """Names of the model itself.
 
     Args:
         has_prediction: Whether the model has layers of multi-token prediction; else their weights are ignored.

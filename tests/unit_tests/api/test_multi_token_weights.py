@@ -13,7 +13,7 @@ from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.load import load_model
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.parallel.driver import driver_of
 from tests.unit_tests.support.multi_token import Logits, build_predicting, difference, watched
 from tests.unit_tests.support.ranks import run_ranks
@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     model, found = build_predicting("hybrid", CONFIG), []
     for name in ("old", "new"):
         found.append(str(tmp_path_factory.mktemp(name) / "model"))
-        save_checkpoint(found[-1], model, CONFIG)
+        save_dist_checkpoint(found[-1], model, CONFIG)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             words = model.embedding.word_embeddings.weight

@@ -13,7 +13,7 @@ from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.mcore.hidden_states import KEPT_TOKENS
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.prediction_checks import check_prediction
 
 PROMPT = "The import statement combines two operations; it searches for the named module, " * 3
@@ -64,7 +64,7 @@ def predicting(tmp_path_factory):
             mtp_hybrid_override_pattern="*-",
         )
         found.append(str(tmp_path_factory.mktemp("mtp") / "model"))
-        save_checkpoint(found[-1], build_model(config, device=torch.device("cpu")), config)
+        save_dist_checkpoint(found[-1], build_model(config, device=torch.device("cpu")), config)
     return found
 
 
@@ -109,7 +109,7 @@ def test_a_model_without_such_a_layer_is_refused(load, predicting, tmp_path):
     """SP-10: with what would do."""
     settings = {"speculative_method": "mtp", "num_speculative_tokens": 2}
     config = ModelConfig(hybrid_override_pattern="M*-", hidden_size=64, vocab_size=64, mamba_head_dim=16)
-    save_checkpoint(tmp_path / "plain", build_model(config, seed=1), config)
+    save_dist_checkpoint(tmp_path / "plain", build_model(config, seed=1), config)
     with pytest.raises(ConfigError, match=r"needs layers of multi-token prediction, and .*plain has none"):
         load(load=str(tmp_path / "plain"), tokenizer_type="NullTokenizer", **settings)
     settings["num_speculative_tokens"] = 3

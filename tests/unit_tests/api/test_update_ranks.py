@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from megatron_ext import ConfigError, RequestParams, WeightUpdateError, follow_engine, load_engine, load_follower
 from megatron_ext.config import ParallelConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore import platform
 from megatron_ext.models.update import ranks, weight_update
-from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.parallel.driver import driver_of
+from tests.unit_tests.support.new_weights import new_weights, write_checkpoint
 from tests.unit_tests.support.ranks import run_ranks
 
 SETTINGS = {
@@ -43,14 +41,6 @@ EXPERTS = {
     "tokenizer_type": "NullTokenizer",
 }
 NORM = "decoder.final_norm.weight"
-
-
-def new_weights() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    weights = load_file(EMBEDDED_MODEL_DIR / WEIGHTS_FILE)
-    return {
-        name: one.float() * (1 + 0.1 * torch.randn(one.shape, generator=generator)) for name, one in weights.items()
-    }
 
 
 def outcomes(engine) -> list[tuple]:
@@ -234,18 +224,13 @@ def test_experts(sizes: dict):
 @pytest.mark.worlds
 def test_checkpoints(tmp_path):
     """RL-1: each rank reads its part; one that does not fit, or a write that fails, leaves the old weights on all."""
-    new, folders = new_weights(), (tmp_path / "good", tmp_path / "bad")
-    for folder in folders:
-        folder.mkdir()
-        for file in EMBEDDED_MODEL_DIR.iterdir():
-            if file.is_file() and file.name not in (WEIGHTS_FILE, "README.md", "__init__.py"):
-                (folder / file.name).write_bytes(file.read_bytes())
-    save_file(new, folders[0] / WEIGHTS_FILE)
-    save_file(new | {NORM: torch.ones(3)}, folders[1] / WEIGHTS_FILE)
+    folders, norm = (tmp_path / "good", tmp_path / "bad"), "backbone.norm_f.weight"
+    write_checkpoint(folders[0])
+    write_checkpoint(folders[1], **{norm: torch.ones(3)})
     (found, told), _ = run_ranks(from_directories, 2, tuple(map(str, folders)))
-    assert NORM in told
+    assert norm in told
     with load_engine(**SETTINGS) as engine:
-        engine.update_weights(new)
+        engine.update_weights(new_weights())
         assert_equal(found, outcomes(engine))
 
 

@@ -8,17 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams, RequestRecord, WeightUpdateError
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.models.native.directory import CONFIG_FILE
 from megatron_ext.models.update import weight_update
-from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.ops.linear import Packable, onednn
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.token_versions import Runs, joined
 from tests.unit_tests.support.holding import held_steps
+from tests.unit_tests.support.new_weights import new_weights, write_checkpoint
 
 SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
 PROMPTS = [SHARED + end for end in ("When it fails", "Packages are", "When it fails")]
@@ -43,22 +40,14 @@ def assert_equal(got: Outcomes, want: Outcomes) -> None:
 @pytest.fixture(scope="module")
 def new() -> dict[str, torch.Tensor]:
     """The embedded model's weights, each a little different."""
-    generator = torch.Generator().manual_seed(1)
-    weights = load_file(EMBEDDED_MODEL_DIR / WEIGHTS_FILE)
-    return {
-        name: one.float() * (1 + 0.1 * torch.randn(one.shape, generator=generator)) for name, one in weights.items()
-    }
+    return new_weights()
 
 
 @pytest.fixture
-def fresh(new, load, tmp_path) -> LoadedEngine:
+def fresh(load, tmp_path) -> LoadedEngine:
     """An engine that was loaded with the new weights."""
-    for file in EMBEDDED_MODEL_DIR.iterdir():
-        if file.name not in (WEIGHTS_FILE, "README.md") and not file.name.startswith("__"):
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert (tmp_path / CONFIG_FILE).exists()
-    save_file(new, tmp_path / WEIGHTS_FILE)
-    return load(load=tmp_path)
+    write_checkpoint(tmp_path)
+    return load(load_hf=tmp_path)
 
 
 def are_packed(engine: LoadedEngine) -> bool:

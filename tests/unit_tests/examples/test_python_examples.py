@@ -15,6 +15,7 @@ from examples.embedded_model.training_model import cpu_layers, load_training_mod
 from examples.python import batch_file, convert, rl_loop, streaming, with_torchrun
 from examples.python.golden import test_outputs as golden
 from megatron_ext import RequestParams, attach_engine, load_engine
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore import weight_samples
 from tests.unit_tests.models.huggingface import llama_oracle
 from tests.unit_tests.models.test_load import write_tokenizer
@@ -159,6 +160,14 @@ def test_convert(tmp_path, capsys):
     assert all(torch.equal(old[name], new[name]) for name in old)
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert f"{back} is written" in capsys.readouterr().out
+
+
+def test_convert_without_an_example(tmp_path):
+    """PY-8: the embedded model comes back with its layer of multi-token prediction, bit for bit."""
+    convert.main(["to-megatron", str(EMBEDDED_MODEL_DIR), str(tmp_path / "megatron")])
+    convert.main(["to-huggingface", str(tmp_path / "megatron"), str(tmp_path / "back"), "--bf16"])
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "back" / name).read_bytes() == (EMBEDDED_MODEL_DIR / name).read_bytes(), name
 
 
 def test_with_torchrun(monkeypatch, capsys):

@@ -18,15 +18,14 @@ from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.mcore.packed_weights import PackedWeights, pack_weights, unpack_weights
 from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors
 from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
-from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.models.native.safetensors_checkpoint import load_weights, save_checkpoint
+from megatron_ext.models.load import load_model
+from megatron_ext.models.megatron.dist_checkpoint import load_dist_weights, save_dist_checkpoint
 from megatron_ext.models.update.disk import NewWeights
 from megatron_ext.models.update.naming import OwnNames
 from megatron_ext.models.update.shards import ShardOptions, ShardWeights
 from megatron_ext.models.update.weight_update import update_weights, weight_shapes
 from megatron_ext.ops.cpp import can_be_built
 from megatron_ext.ops.linear import INT8, LINEAR, Packable, cpp, onednn
-from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver
@@ -232,7 +231,7 @@ class TestSaving:
     """Checkpoints of packed models, equal to the bit to those of models that were never packed."""
 
     @pytest.mark.parametrize("config", [CONFIGS["hybrid"], TIED, CONFIGS["experts"]], ids=["own", "tied", "experts"])
-    @pytest.mark.parametrize("form", ["safetensors", "distributed", "state_dict"])
+    @pytest.mark.parametrize("form", ["distributed", "state_dict"])
     def test_round_trip(self, tmp_path, config, form):
         expected = contents(build_slow_decay(config))
         model, packed = packed_model(config)
@@ -241,11 +240,7 @@ class TestSaving:
             packed.refresh()
             found = {name: found[name] for name in expected}
         else:
-            if form == "safetensors":
-                save_checkpoint(tmp_path / "saved", model, config)
-            else:
-                tokenizer = NullTokenizer(config.vocab_size)
-                save_model(tmp_path / "saved", LoadedModel(model, config, tokenizer, torch.float32, "saved"))
+            save_dist_checkpoint(tmp_path / "saved", model, config)
             packed.refresh()
             assert_packed(model)
             source = SourceConfig(load=str(tmp_path / "saved"), tokenizer_type="NullTokenizer")
@@ -331,9 +326,9 @@ class TestUpdates:
 
     def test_loaders_fill_a_packed_model(self, tmp_path):
         new = build_slow_decay(CONFIGS["hybrid"], seed=6)
-        save_checkpoint(tmp_path / "new", new, CONFIGS["hybrid"])
+        save_dist_checkpoint(tmp_path / "new", new, CONFIGS["hybrid"])
         model, packed = packed_model()
-        load_weights(model, tmp_path / "new")
+        load_dist_weights(model, tmp_path / "new")
         packed.refresh()
         assert_packed(model)
         assert_same(contents(model), contents(new))
@@ -428,13 +423,13 @@ class TestQuantized:
         model = build_slow_decay(CONFIGS["hybrid"])
         pack_weights(model, self.INT8)
         for save in (
-            lambda: save_checkpoint(tmp_path / "saved", model, CONFIGS["hybrid"]),
+            lambda: save_dist_checkpoint(tmp_path / "saved", model, CONFIGS["hybrid"]),
             lambda: model_tensors(model),
             model.state_dict,
         ):
             with pytest.raises(ConfigError, match=r"quantized to int8.*without --cpu-weight-quantization"):
                 save()
-        assert not list(tmp_path.glob("saved/*.safetensors"))
+        assert list(tmp_path.iterdir()) == []
 
     def test_an_engine_of_exact_weights_needs_the_model_again(self):
         model = build_slow_decay(CONFIGS["hybrid"])

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from megatron_ext.config import SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.models.native.directory import read_header
 from megatron_ext.server.run import readable_root
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 
@@ -37,16 +36,6 @@ def test_equal_ids(directory):
     ours, theirs = TextTokenizer(directory), AutoTokenizer.from_pretrained(directory, local_files_only=True)
     assert theirs(TEXT)["input_ids"] == ours.tokenize(TEXT)
     assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eod, ours.bos) == (0, None)
-
-
-def test_both_spellings_of_types_are_read(tmp_path, tiny_model, tiny_config):
-    """Checkpoints of earlier versions say "fp32"."""
-    save_model(tmp_path / "saved", LoadedModel(tiny_model, tiny_config, NullTokenizer(50), torch.float32, "tiny"))
-    file = tmp_path / "saved" / "config.json"
-    text = file.read_text()
-    for spelled in ('"float32"', '"fp32"'):
-        file.write_text(text.replace('"float32"', spelled))
-        assert read_header(tmp_path / "saved").dtype == "fp32"
 
 
 def test_the_root_is_such_a_directory():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import NemotronHForCausalLM
 
 from examples.embedded_model import corpus, export, head, train
 from examples.embedded_model.evaluation import (
@@ -23,13 +25,15 @@ from examples.embedded_model.evaluation import (
     windows,
 )
 from megatron_ext.config import ModelConfig, SourceConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, embedded_config
+from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import build_model
+from megatron_ext.models.huggingface.export import save_hf_checkpoint
+from megatron_ext.models.huggingface.hf_checkpoint import read_hf_config, with_prediction
 from megatron_ext.models.load import LoadedModel, load_model
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.priority import TestPriority
+from tests.unit_tests.models.huggingface.families import excess
 
 pytestmark = pytest.mark.priority(TestPriority.LOW)
 
@@ -71,8 +75,18 @@ def script() -> ModuleType:
 def test_it_is_a_small_hybrid(shipped: LoadedModel) -> None:
     parameters = sum(parameter.numel() for parameter in shipped.model.parameters())
     assert 2_000_000 <= parameters <= 4_000_000
-    assert set(embedded_config().hybrid_override_pattern) == {"M", "*", "-"}
+    assert with_prediction(read_hf_config(EMBEDDED_MODEL_DIR), EMBEDDED_MODEL_DIR) == EMBEDDED_CONFIG
+    assert set(EMBEDDED_CONFIG.hybrid_override_pattern) == {"M", "*", "-"}
     assert (EMBEDDED_MODEL_DIR / "model.safetensors").stat().st_size <= 10_000_000
+
+
+def test_transformers_computes_the_same(shipped: LoadedModel) -> None:
+    """EM-20: many step sizes are below the least one that transformers takes by default."""
+    theirs = NemotronHForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR, dtype=torch.float32).eval()
+    assert excess(shipped.model, theirs) <= 1
+    for layer in theirs.model.layers:  # the control
+        layer.mixer.time_step_limit = (0.001, math.inf)
+    assert excess(shipped.model, theirs) > 100
 
 
 def test_it_knows_a_nat_more_than_any_unigram_model(loss: float, held_out: tuple[Tensor, Tensor]) -> None:
@@ -86,13 +100,13 @@ def test_it_needs_its_mamba_states(shipped: LoadedModel, loss: float, held_out: 
 
 def test_untrained_weights_of_its_shape_would_fail(loss: float, held_out: tuple[Tensor, Tensor]) -> None:
     """Negative control: the loss is not low because of how it is measured."""
-    untrained = build_model(embedded_config(), device=torch.device("cpu"))
+    untrained = build_model(EMBEDDED_CONFIG, device=torch.device("cpu"))
     assert language_model_loss(untrained, held_out[0][:1], held_out[1][:1]) > loss + 2
 
 
 def test_the_tokenizer_gives_every_text_back(shipped: LoadedModel) -> None:
     tokenizer = shipped.tokenizer
-    assert tokenizer.vocab_size == embedded_config().vocab_size == 4096
+    assert tokenizer.vocab_size == EMBEDDED_CONFIG.vocab_size == 4096
     for text in (*BATTERY, corpus.held_out_documents()[0].text):
         assert tokenizer.detokenize(tokenizer.tokenize(text), skip_special_tokens=False) == text
 
@@ -281,7 +295,7 @@ def test_exported_and_measured(
     trunk, both = tmp_path / "trunk", tmp_path / "both"
     for _ in range(2):
         script.export(state, trunk, "the trunk", 0, None)
-    loaded = load_model(SourceConfig(load=str(trunk)), {}, device=torch.device("cpu"))
+    loaded = load_model(SourceConfig(load_hf=str(trunk)), {}, device=torch.device("cpu"))
     tokens = encode_documents(["Some words."], TextTokenizer(trunk).tokenize, 0)[None]
     expected = state.model.bfloat16().float()(tokens, positions(tokens), None)
     torch.testing.assert_close(loaded.model(tokens, positions(tokens), None), expected, atol=1e-2, rtol=1e-2)
@@ -320,7 +334,7 @@ def test_what_opens_a_thinking_turn_is_given_and_not_learned(script: ModuleType)
 def test_only_the_head_is_trained(script: ModuleType, tmp_path: Path) -> None:
     """EM-22: the trunk keeps its weights, and the head comes closer to the trunk."""
     tiny = replace(script.MODEL, hybrid_override_pattern="M*", hidden_size=32)
-    save_checkpoint(tmp_path / "trunk", build_model(tiny, seed=1), tiny, EMBEDDED_MODEL_DIR)
+    save_hf_checkpoint(tmp_path / "trunk", build_model(tiny, seed=1), tiny, EMBEDDED_MODEL_DIR)
     recipe = replace(head.RECIPE, steps=8, decay_steps=2, batch_size=2, length=32, warmup_steps=2)
     training = head.HeadTraining(tmp_path / "trunk", recipe)
     before = {name: parameter.clone() for name, parameter in training.model.named_parameters()}

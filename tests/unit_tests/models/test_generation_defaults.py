@@ -81,13 +81,13 @@ def test_a_model_that_is_loaded_with_them(tmp_path):
     pools = {"inference_dynamic_batching_block_count": 40, "inference_dynamic_batching_prefix_caching_mamba_slots": 4}
     outputs = {}
     for choice in ("auto", "none"):
-        with load_engine(load=str(tmp_path), generation_config=choice, num_tokens_to_generate=12, **pools) as engine:
+        with load_engine(load_hf=str(tmp_path), generation_config=choice, num_tokens_to_generate=12, **pools) as engine:
             said = RequestParams(num_tokens_to_generate=12, **TAKEN)
             greedy = RequestParams(num_tokens_to_generate=12)
             # the seed of a request that says none depends on its number: it is the first one in each engine
             outputs[choice] = engine.generate("def mean(values):")[0].generated_tokens
             if choice == "none":
                 assert outputs[choice] == engine.generate("def mean(values):", greedy)[0].generated_tokens
-    with load_engine(load=str(tmp_path), **pools) as engine:
+    with load_engine(load_hf=str(tmp_path), **pools) as engine:
         assert outputs["auto"] == engine.generate("def mean(values):", said)[0].generated_tokens
     assert outputs["auto"] != outputs["none"]

@@ -1,4 +1,4 @@
-"""MR-4: a checkpoint of any form loads at any layout, each rank its own part, and the model computes the same."""
+"""MR-4: a checkpoint of ours loads at any layout, each rank its own part, and the model computes the same."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.checkpoint.weight_shards import Piece, ShardSpec, model_shards, model_tensors, whole_shard
-from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.models.megatron.directory import read_header
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.native import safetensors_checkpoint
-from megatron_ext.models.native.directory import read_header
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.models.size import matrix_parameter_count
 from megatron_ext.parallel.share import share_of
 from tests.unit_tests.support.layouts import (
@@ -39,7 +35,6 @@ from tests.unit_tests.support.ranks import run_ranks
 pytestmark = pytest.mark.worlds
 
 TOKENS = [int(token) for token in torch.randint(96, (40,), generator=torch.Generator().manual_seed(1))]
-SAVE = {"native": save_checkpoint, "distributed": save_dist_checkpoint}
 DENSE = ("mamba2", "odd vocabulary", "untied", "biases", "mamba1", "gated_delta_net")
 WORDS, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 ROUTER = "decoder.layers.2.mlp.router.weight"
@@ -58,15 +53,15 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory):
-    """A model of one rank and where it is, by kind and form; each is made once."""
+    """A model of one rank and where it is, by kind; each is made once."""
     made = {}
 
-    def get(kind: str, form: str):
-        if (kind, form) not in made:
+    def get(kind: str):
+        if kind not in made:
             model, directory = perturbed_model(CONFIGS[kind]).eval(), tmp_path_factory.mktemp(kind)
-            SAVE[form](directory, model, CONFIGS[kind])
-            made[kind, form] = (model, directory)
-        return made[kind, form]
+            save_dist_checkpoint(directory, model, CONFIGS[kind])
+            made[kind] = (model, directory)
+        return made[kind]
 
     return get
 
@@ -75,19 +70,18 @@ def load_and_compute(directories: Sequence[Path], parallel: ParallelConfig) -> l
     models = [load(directory, parallel) for directory in directories]
     stage = platform.pipeline_stage()
     for directory, model in zip(directories, models, strict=True):  # the size that was foretold is the size
-        config = read_header(directory).model
+        config = read_header(directory)
         assert matrix_parameter_count(config, share_of(parallel, config, stage)) == matrices(model)
     return [part_of(model, TOKENS) for model in models]
 
 
 @pytest.mark.parametrize(("parallel", "kinds"), LAYOUTS, ids=lambda value: getattr(value, "described", lambda: "")())
 def test_each_rank_has_its_part(parallel, kinds, stored):
-    """Each rank has its part of checkpoints of both forms; the ranks together compute the output of one."""
-    cases = [(kind, form) for kind in kinds for form in SAVE]
-    directories = [stored(*case)[1] for case in cases]
+    """Each rank has its part; the ranks together compute the output of one."""
+    directories = [stored(kind)[1] for kind in kinds]
     by_rank = run_ranks(load_and_compute, parallel.smallest_world, directories, parallel)
-    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
-        model = stored(*case)[0]
+    for kind, parts in zip(kinds, zip(*by_rank, strict=True), strict=True):
+        model = stored(kind)[0]
         assert_parts_of(held(model), parts)
         answers = [part.logits for part in parts if part.logits is not None]
         assert answers
@@ -135,27 +129,3 @@ def test_a_foreign_stack_does_not_lose_layers():
     errors = run_ranks(refused_spec, 4, config, sizes(pp=4))
     assert set(errors) == {errors[0]}
     assert "--spec cannot be used with pipeline stages of 2, 2, 1, 1 layers" in errors[0]
-
-
-def load_interleaved(directory: Path, parallel: ParallelConfig) -> Tensor | None:
-    """A rank takes its share of an input projection's rows without regard to the parts that they are of."""
-
-    def without_parts(model: HybridModel) -> dict[str, ShardSpec]:
-        cuts = model_shards(model)
-        for name, tensor in model_tensors(model).items():
-            if name.endswith("mixer.in_proj.weight"):
-                own = whole_shard(name, tensor.shape).pieces[0].local
-                first = model.tp_group.rank() * len(tensor)
-                there = (slice(first, first + len(tensor)), own[1])
-                cuts[name] = ShardSpec(name, cuts[name].shape, (Piece(there, own),))
-        return cuts
-
-    safetensors_checkpoint.model_shards = without_parts
-    return logits(load(directory, parallel), TOKENS)
-
-
-def test_rows_cut_in_the_wrong_place_are_seen(stored):
-    """A negative control: the logits of the other tests can fail."""
-    model, directory = stored("mamba2", "native")
-    (wrong, _) = run_ranks(load_interleaved, 2, directory, sizes(tp=2))
-    assert (wrong - logits(model, TOKENS)).abs().max() > 0.01

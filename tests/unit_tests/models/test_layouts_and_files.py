@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megatron_ext.config import ParallelConfig, SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint import checkpoint_files
+from megatron_ext.models.huggingface.export import save_hf_checkpoint
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
-from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles
+from megatron_ext.models.weight_files import WeightFiles
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.support.layouts import (
     CONFIGS,
@@ -39,13 +39,13 @@ pytestmark = pytest.mark.worlds
 
 KIND = "latent_experts"  # layers M*EME
 LAYOUTS = {"TP 2": sizes(tp=2), "PP 2": sizes(pp=2), "EP 2": sizes(ep=2)}
-EXPERT = "decoder.layers.4.mlp.experts.local_experts.3.linear_fc2.weight"  # of the last stage, and the last rank
+ROUTER = "decoder.layers.4.mlp.router.weight"  # of the last stage
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("stored")
-    save_checkpoint(directory, perturbed_model(CONFIGS[KIND]), CONFIGS[KIND])
+    save_dist_checkpoint(directory, perturbed_model(CONFIGS[KIND]), CONFIGS[KIND])
     return directory
 
 
@@ -62,24 +62,21 @@ def errors_of(directories: list[Path], parallel: ParallelConfig) -> list[str]:
 
 
 def spoiled(stored: Path, directory: Path, change: Callable[[dict], object]) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_bytes((stored / "config.json").read_bytes())
-    tensors = load_file(stored / WEIGHTS_FILE)
-    change(tensors)
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    shutil.copytree(stored, directory)
+    megatron_lm.edit_tensors(directory, change)
     return directory
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_names_are_those_of_all_ranks(layout, stored, tmp_path):
     """A tensor that one rank lacks, or that no rank asks for, is every rank's error."""
-    without = spoiled(stored, tmp_path / "without", lambda tensors: tensors.pop(EXPERT))
-    more = spoiled(stored, tmp_path / "more", lambda tensors: tensors.update({f"{EXPERT}.more": torch.ones(2)}))
+    without = spoiled(stored, tmp_path / "without", lambda tensors: tensors.pop(ROUTER))
+    more = spoiled(stored, tmp_path / "more", lambda tensors: tensors.update({f"{ROUTER}.more": torch.ones(2)}))
     errors = run_ranks(errors_of, 2, [without, more], LAYOUTS[layout])
     assert errors[0] == errors[1]
     assert errors[0] == [
-        f"{without} does not fit the model: it lacks {EXPERT}",
-        f"{more} does not fit the model: it has unexpected {EXPERT}.more",
+        f"{without} does not fit the model: it lacks {ROUTER}",
+        f"{more} does not fit the model: it has unexpected {ROUTER}.more",
     ]
 
 
@@ -122,7 +119,7 @@ TOKENS = list(range(1, 30))
 def test_the_embedded_model(layout):
     """Stages are said once, by the first rank."""
     results = run_ranks(load_shipped, 2, LAYOUTS[layout])
-    model = load(EMBEDDED_MODEL_DIR, sizes())
+    model = load(EMBEDDED_MODEL_DIR, sizes(), is_hf=True)
     assert_parts_of(held(model), [part for part, _ in results])
     for part, _ in results:
         if part.logits is not None:
@@ -131,24 +128,25 @@ def test_the_embedded_model(layout):
     assert [lines for _, lines in results] == [said, []]
 
 
-def numbers_read(directory: Path, parallel: ParallelConfig) -> int:
+def numbers_read(directory: Path, parallel: ParallelConfig, is_hf: bool) -> int:
     """Count the values of weights that this rank reads."""
     read = []
     get, read_tensor = WeightFiles.get, checkpoint_files.read_tensor
     WeightFiles.get = lambda *args: read.append(get(*args)) or read[-1]
     checkpoint_files.read_tensor = lambda *args: read.append(read_tensor(*args)) or read[-1]
-    load(directory, parallel)
+    load(directory, parallel, is_hf=is_hf)
     return sum(tensor.numel() for tensor in read)
 
 
-@pytest.mark.parametrize("form", ["native", "distributed"])
+@pytest.mark.parametrize("form", ["Hugging Face", "distributed"])
 def test_each_rank_reads_its_part(form, tmp_path):
     """Ranks read whole rows of the distributed form, hence all of a matrix split along its columns."""
-    model = perturbed_model(CONFIGS["mamba2"])
-    (save_checkpoint if form == "native" else save_dist_checkpoint)(tmp_path, model, CONFIGS["mamba2"])
+    config, is_hf = dataclasses.replace(CONFIGS["untied"], position_embedding_type="none"), form == "Hugging Face"
+    model = perturbed_model(config)
+    (save_hf_checkpoint if is_hf else save_dist_checkpoint)(tmp_path, model, config)
     whole = sum(tensor.numel() for tensor in held(model).values())
     for layout, parallel in (("TP 2", sizes(tp=2)), ("PP 2", sizes(pp=2))):
-        for rank, count in enumerate(run_ranks(numbers_read, 2, tmp_path, parallel)):
+        for rank, count in enumerate(run_ranks(numbers_read, 2, tmp_path, parallel, is_hf)):
             assert 0.3 * whole < count < 0.7 * whole, (layout, rank)
 
 

@@ -13,8 +13,9 @@ from torch import nn
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models import load
+from megatron_ext.models.huggingface.export import save_hf_checkpoint
 from megatron_ext.models.load import load_model, save_model
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
@@ -34,7 +35,7 @@ def write_tokenizer(directory: Path, size: int, end: str = "w3") -> Path:
 @pytest.fixture
 def saved(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> Path:
     """A checkpoint without a tokenizer."""
-    save_checkpoint(tmp_path / "saved", tiny_model, tiny_config)
+    save_dist_checkpoint(tmp_path / "saved", tiny_model, tiny_config)
     return tmp_path / "saved"
 
 
@@ -45,8 +46,9 @@ def embedded(
     """A stand-in for the embedded model, with a tokenizer of 50 words."""
     source = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), 50).parent
     directory = tmp_path_factory.mktemp("embedded")
-    save_checkpoint(directory, tiny_model, tiny_config, source)
+    save_hf_checkpoint(directory, tiny_model, tiny_config, source)
     monkeypatch.setattr(load, "EMBEDDED_MODEL_DIR", directory)
+    monkeypatch.setattr(load, "EMBEDDED_CONFIG", tiny_config)
     return directory
 
 
@@ -56,7 +58,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 def test_without_any_flag_the_embedded_model(tiny_model: nn.Module, tiny_config: ModelConfig) -> None:
     loaded = load_model(SourceConfig(), {}, device=CPU)
-    assert (loaded.config, loaded.dtype) == (tiny_config, torch.float32)
+    assert (loaded.config.resolved(), loaded.dtype) == (tiny_config.resolved(), torch.float32)
     assert torch.equal(logits(loaded.model), logits(tiny_model))
     assert not loaded.model.training
     assert loaded.name == "embedded"
@@ -159,7 +161,7 @@ def test_checkpoint_without_tokenizer_takes_ids(saved: Path, tiny_model: nn.Modu
 def test_null_tokenizer_on_request(embedded: Path) -> None:
     for source in (
         SourceConfig(tokenizer_type="NullTokenizer"),
-        SourceConfig(load=str(embedded), tokenizer_type="NullTokenizer"),
+        SourceConfig(load_hf=str(embedded), tokenizer_type="NullTokenizer"),
     ):
         assert isinstance(load_model(source, {}, device=CPU).tokenizer, NullTokenizer)
 

@@ -12,9 +12,9 @@ import torch
 from megatron_ext.config import ParallelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
+from megatron_ext.models import new_directory
 from megatron_ext.models.load import load_model, save_model
-from megatron_ext.models.native import directory as checkpoint_directory
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.unit_tests.support.layouts import (
     CONFIGS,
     CPU,
@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, Pat
     made = {}
     for kind in KINDS:
         model, directory = perturbed_model(CONFIGS[kind]), tmp_path_factory.mktemp(kind)
-        save_checkpoint(directory, model, CONFIGS[kind])
+        save_dist_checkpoint(directory, model, CONFIGS[kind])
         made[kind] = (held(model), directory)
     return made
 
@@ -124,7 +124,7 @@ def fail_to_save(source: Path, target: Path, parallel: ParallelConfig, where: st
     if where == "write" and torch.distributed.get_rank() == 1:
         torch.distributed.checkpoint.filesystem._write_item = fail
     elif where == "commit":
-        checkpoint_directory._replace = fail
+        new_directory._replace = fail
     elif where == "share" and torch.distributed.get_rank() == 1:
         Path.is_dir = lambda _: False
     with pytest.raises(ConfigError) as error:

@@ -22,17 +22,16 @@ from megatron_ext.files import read_json
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights, read_hf_config, translate
 from megatron_ext.models.load import load_model
-from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint, resolve_iteration, save_dist_checkpoint
+from megatron_ext.models.megatron.directory import model_config
+from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration, save_dist_checkpoint
 from megatron_ext.models.megatron.training_args import config_from_args
-from megatron_ext.models.native.directory import model_config
-from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
 from megatron_ext.models.weight_files import WeightFiles
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.models.megatron import megatron_lm
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 from tests.unit_tests.text.test_tokenizer import TEXT, byte_level
 
 CPU = torch.device("cpu")
-SAVERS = [save_checkpoint, save_dist_checkpoint]
 
 
 def edit_json(path: Path, edit: Callable[[dict], object]) -> None:
@@ -65,31 +64,25 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "a_stack_of_layers"
 
 
-@pytest.mark.parametrize("save", SAVERS)
 def test_a_checkpoint_names_no_module_to_import(
-    save: Callable, module: str, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path
+    module: str, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path
 ) -> None:
     """The control: given as a setting the module is imported, and the weights are loaded."""
     directory = tmp_path / "saved"
-    save(directory, tiny_model, tiny_config)
+    save_dist_checkpoint(directory, tiny_model, tiny_config)
     edit_json(directory / "config.json", lambda raw: raw["model"].update(spec=[module, "stack"]))
-    load = {save_checkpoint: load_checkpoint, save_dist_checkpoint: load_dist_checkpoint}[save]
     message = f"was saved with --spec {module} stack, and a checkpoint's spec is never imported"
-    for attempt in (lambda: load(directory, device=CPU), lambda: load_model(SourceConfig(load=str(directory)), {})):
-        with pytest.raises(CheckpointError, match=message) as caught:
-            attempt()
-        one_line(caught)
-        assert not (tmp_path / "imported").exists()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model(SourceConfig(load=str(directory)), {})
+    one_line(caught)
+    assert not (tmp_path / "imported").exists()
     loaded = load_model(SourceConfig(load=str(directory)), {"spec": (module, "stack")}, device=CPU)
     assert (tmp_path / "imported").exists()
     assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), tiny_model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("save", SAVERS)
-def test_megatrons_own_stack_means_ours(
-    save: Callable, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path
-) -> None:
-    save(tmp_path, tiny_model, tiny_config)
+def test_megatrons_own_stack_means_ours(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> None:
+    save_dist_checkpoint(tmp_path, tiny_model, tiny_config)
     spec = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
     edit_json(tmp_path / "config.json", lambda raw: raw["model"].update(spec=spec))
     loaded = load_model(SourceConfig(load=str(tmp_path)), {}, device=CPU)
@@ -99,8 +92,8 @@ def test_megatrons_own_stack_means_ours(
 
 def test_our_own_stack_by_its_name(tiny_config: ModelConfig, tmp_path: Path) -> None:
     named = ModelConfig(**tiny_config.to_dict() | {"spec": ("megatron_ext.mcore.layer_specs", "hybrid_stack_spec")})
-    save_checkpoint(tmp_path, build_model(named, device=CPU), named)
-    assert load_checkpoint(tmp_path, device=CPU)[1] == named
+    save_dist_checkpoint(tmp_path, build_model(named, device=CPU), named)
+    assert load_dist_checkpoint(tmp_path)[1] == named
 
 
 @pytest.mark.parametrize("spec", [["evil.mamba_layer_specs", "a"], ["os", "system"], "os", [["a"], "b"], 7])
@@ -204,7 +197,7 @@ def test_files_of_a_distributed_checkpoint(
     megatron_lm.write(tmp_path, tensors, megatron_lm.arguments(tiny_config))
     put(tmp_path / "iter_0000100", name, kind)
     with pytest.raises(CheckpointError, match=f"{name}: .*{kind}") as caught:
-        load_dist_checkpoint(tmp_path / "iter_0000100", device=CPU)
+        load_dist_checkpoint(tmp_path / "iter_0000100")
     one_line(caught)
 
 

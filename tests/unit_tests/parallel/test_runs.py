@@ -18,7 +18,7 @@ import torch
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.forked import NO_NETWORK, ONE_THREAD, ROOT
 from tests.priority import TestPriority
 from tests.unit_tests.parallel.test_failures import exit_codes, run_tool
@@ -195,7 +195,7 @@ ROUTED_LAYOUTS = {
 def test_routing_indices(tmp_path: Path, layout: str):
     """MF-1: the experts of every token are in the JSON, whichever replica computed the request."""
     model = tmp_path / "model"
-    save_checkpoint(model, build_model(ROUTED, device=torch.device("cpu"), seed=3), ROUTED)
+    save_dist_checkpoint(model, build_model(ROUTED, device=torch.device("cpu"), seed=3), ROUTED)
     prompt = " ".join(map(str, make_prompt(40)))
     lines = [{"text": f"{prompt} {last}", "num_tokens_to_generate": 5} for last in range(4)]
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -12,23 +12,22 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, SourceConfig
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update import disk, weight_update
 from megatron_ext.models.update.disk import WeightsRoot
-from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.server.api_keys import load_keys
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.run import weights_root
 from megatron_ext.server.weight_updater import WeightsUpdater
 from tests.priority import TestPriority
+from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
@@ -42,12 +41,11 @@ ROUTES = ("/sleep", "/wake_up", "/pause", "/resume", "/flush_cache", "/abort", "
 
 def tiny_updater(folder: Path) -> WeightsUpdater:
     """Updater of a checkpoint `old`; beside it `new` has other weights, `spoilt` weights that do not fit."""
-    save_checkpoint(folder / "old", build_slow_decay(HYBRID), HYBRID)
-    save_checkpoint(folder / "new", build_slow_decay(HYBRID, seed=6), HYBRID)
-    save_checkpoint(folder / "spoilt", build_slow_decay(HYBRID, seed=6), HYBRID)
-    weights = load_file(folder / "spoilt" / WEIGHTS_FILE)
-    last = sorted(weights)[-1]
-    save_file(weights | {last: weights[last].flatten()[1:]}, folder / "spoilt" / WEIGHTS_FILE)
+    save_dist_checkpoint(folder / "old", build_slow_decay(HYBRID), HYBRID)
+    save_dist_checkpoint(folder / "new", build_slow_decay(HYBRID, seed=6), HYBRID)
+    save_dist_checkpoint(folder / "spoilt", build_slow_decay(HYBRID, seed=6), HYBRID)
+    last = "embedding.word_embeddings.weight"
+    megatron_lm.edit_tensors(folder / "spoilt", lambda tensors: tensors.update({last: tensors[last].flatten()[1:]}))
     source = SourceConfig(load=str(folder / "old"), tokenizer_type="NullTokenizer")
     return WeightsUpdater(WeightsRoot.of(str(folder)), load_model(source, {}), source, {})
 

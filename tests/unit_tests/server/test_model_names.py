@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.models.native.directory import read_header
+from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.server import tiny_engine
 
@@ -33,5 +32,5 @@ def test_transformers_reads_the_embedded_configuration():
     """Clients that measure a server read its model's directory with transformers' classes."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(EMBEDDED_MODEL_DIR)
-    assert config.max_position_embeddings == read_header(EMBEDDED_MODEL_DIR).model.max_position_embeddings
+    assert config.max_position_embeddings == EMBEDDED_CONFIG.max_position_embeddings
     assert transformers.AutoTokenizer.from_pretrained(EMBEDDED_MODEL_DIR)("def").input_ids

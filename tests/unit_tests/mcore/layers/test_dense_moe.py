@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_ext.mcore.layers import dense_moe
 from megatron_ext.mcore.layers.dense_moe import fixed_shapes, has_fixed_shapes, problem_of, stacked
-from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.unit_tests.mcore.layers.test_moe import (
     LAYER_CONTROLS,
     LAYERS,
@@ -26,6 +26,7 @@ from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.moe import reference_moe, routing_margin
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.programs import ProgramRecorder, differences
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 
 WAYS = {"all": 0, "picked": 1e-9, "by shapes": dense_moe._PICKED_BELOW}
 
@@ -145,6 +146,6 @@ def test_such_weights_can_be_saved(tmp_path: Path) -> None:
     expected = Oracle(model).logits(tokens)
     for layer in _moe_layers(model):
         run_fixed(layer.mlp, make_hidden(MOE_HYBRID, 3, 1))
-    save_checkpoint(tmp_path / "saved", model, MOE_HYBRID)
-    loaded, _ = load_checkpoint(tmp_path / "saved", device=torch.device("cpu"))
+    save_dist_checkpoint(tmp_path / "saved", model, MOE_HYBRID)
+    loaded, _ = load_dist_checkpoint(tmp_path / "saved")
     assert torch.equal(Oracle(loaded).logits(tokens), expected)

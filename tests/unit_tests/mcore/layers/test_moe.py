@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.scheduling.request_events import EventType
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.moe import model_margin, reference_moe, routing_margin
 from tests.unit_tests.support.oracle import Oracle
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 
 CPU = torch.device("cpu")
 # Closer scores could be ordered differently by rounding, which is no error but would look like one.
@@ -330,7 +331,7 @@ def test_distributed_checkpoint_holds_experts_and_bias(tmp_path):
 def test_configurations_saved_before_there_was_moe_still_load(tmp_path):
     config = dataclasses.replace(HYBRID, hybrid_override_pattern="M-")
     model = build_slow_decay(config)
-    save_checkpoint(tmp_path / "saved", model, config)
+    save_dist_checkpoint(tmp_path / "saved", model, config)
     path = tmp_path / "saved" / "config.json"
     header = json.loads(path.read_text())
     later = [name for name in header["model"] if name.startswith("moe_") or name == "num_experts"]
@@ -338,6 +339,6 @@ def test_configurations_saved_before_there_was_moe_still_load(tmp_path):
     for name in later:
         del header["model"][name]
     path.write_text(json.dumps(header))
-    loaded, loaded_config = load_checkpoint(tmp_path / "saved", device=CPU)
+    loaded, loaded_config = load_dist_checkpoint(tmp_path / "saved")
     assert loaded_config == config
     assert torch.equal(Oracle(loaded).logits(make_prompt(20)), Oracle(model).logits(make_prompt(20)))

@@ -17,9 +17,9 @@ from megatron_ext.mcore.layers.mlp import PlainMLP
 from megatron_ext.mcore.layers.norms import PlainRMSNorm
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.dist_checkpoint import load_dist_weights, save_dist_checkpoint
-from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.support.models import GATED_DELTA_NET, HYBRID
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 
 CPU = torch.device("cpu")
 KINDS = {"mamba2": HYBRID, "gated_delta_net": GATED_DELTA_NET}
@@ -93,8 +93,8 @@ class TestParts:
 
 def test_our_own_checkpoints_have_no_scales(installed, tmp_path: Path):
     model = built(HYBRID, "transformer_engine")
-    save_checkpoint(tmp_path / "saved", model, HYBRID)
-    loaded, _ = load_checkpoint(tmp_path / "saved", device=CPU)
+    save_dist_checkpoint(tmp_path / "saved", model, HYBRID)
+    loaded, _ = load_dist_checkpoint(tmp_path / "saved")
     assert torch.equal(logits(loaded), logits(model))
 
 

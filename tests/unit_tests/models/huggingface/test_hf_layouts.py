@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ext.config import ParallelConfig, SourceConfig
+from megatron_ext.mcore.checkpoint.weight_shards import Piece, ShardSpec, model_shards, model_tensors, whole_shard
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.models.huggingface import weight_loader
 from megatron_ext.models.load import load_model
 from tests.unit_tests.models.huggingface.nemotron_h_oracle import ATOL, RTOL
 from tests.unit_tests.support.layouts import CPU, Part, assert_parts_of, held, load, logits, part_of, sizes
@@ -76,3 +78,27 @@ def test_families(layout, request):
         assert answers
         for answer in answers:
             torch.testing.assert_close(answer, logits(model, TOKENS), atol=2 * ATOL, rtol=RTOL)
+
+
+def load_interleaved(directory: Path, parallel: ParallelConfig) -> Tensor | None:
+    """A rank takes its share of an input projection's rows without regard to the parts that they are of."""
+
+    def without_parts(model: HybridModel) -> dict[str, ShardSpec]:
+        cuts = model_shards(model)
+        for name, tensor in model_tensors(model).items():
+            if name.endswith("mixer.in_proj.weight"):
+                own = whole_shard(name, tensor.shape).pieces[0].local
+                first = model.tp_group.rank() * len(tensor)
+                there = (slice(first, first + len(tensor)), own[1])
+                cuts[name] = ShardSpec(name, cuts[name].shape, (Piece(there, own),))
+        return cuts
+
+    weight_loader.model_shards = without_parts
+    return logits(load(directory, parallel, is_hf=True), TOKENS)
+
+
+def test_rows_cut_in_the_wrong_place_are_seen(oracles):
+    """A negative control: the logits of the other test can fail."""
+    directory = oracles(SHAPES["TP 2"]["oracles"][0])[1]
+    (wrong, _) = run_ranks(load_interleaved, 2, directory, sizes(tp=2))
+    assert (wrong - logits(whole_model(directory), TOKENS)).abs().max() > 0.01

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.huggingface.hf_checkpoint import translate
-from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface.families import load_hf
 from tests.unit_tests.models.huggingface.test_config import PUBLISHED
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 
 MOE_SHAPES = [shape.name for shape in oracle.SHAPES if "E" in shape.pattern]
 
@@ -196,8 +197,8 @@ def test_own_checkpoint_keeps_the_expert_bias(oracles, tmp_path: Path) -> None:
     bias = loaded.model.get_buffer(name)
     assert bias.abs().min() > 0
     for dtype in (torch.float32, torch.bfloat16):
-        save_checkpoint(tmp_path / "own", loaded.model, loaded.config, dtype=dtype)
-        model, config = load_checkpoint(tmp_path / "own", dtype=dtype, device=torch.device("cpu"))
+        save_dist_checkpoint(tmp_path / "own", loaded.model, loaded.config, dtype=dtype)
+        model, config = load_dist_checkpoint(tmp_path / "own", dtype=dtype)
         assert config == loaded.config
         assert model.get_buffer(name).dtype is torch.float32
         assert torch.equal(model.get_buffer(name), bias)

@@ -24,9 +24,10 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.mcore.checkpoint import checkpoint_files
 from megatron_ext.mcore.checkpoint.checkpoint_files import read_common, read_tensors
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
-from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint, save_dist_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.models.megatron import megatron_lm
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
@@ -146,7 +147,7 @@ def test_metadata_runs_nothing(attack: str, saved: Path, tmp_path: Path) -> None
     shutil.rmtree(tmp_path / "made", ignore_errors=True)
     (saved / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
-        load_dist_checkpoint(saved, device=CPU)
+        load_dist_checkpoint(saved)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists()
     assert not hasattr(Metadata, "storage_data") or Metadata.storage_data is None
@@ -207,7 +208,7 @@ def test_common_state_runs_nothing(
     else:
         megatron_lm.as_later_versions_write(directory, data)
     with pytest.raises(CheckpointError, match=f"{place} cannot be read: ") as caught:
-        load_dist_checkpoint(tmp_path / "run", device=CPU)
+        load_dist_checkpoint(tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists()
     if attack == "a bare pickle":
@@ -245,7 +246,7 @@ def test_a_part_that_is_no_tensor(message: str, saved: Path, tmp_path: Path) -> 
     (saved / "__0_0.distcp").write_bytes(content + payload)
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=f"__0_0.distcp: tensor {TARGET} cannot be read: ({message})") as caught:
-        load_dist_checkpoint(saved, device=CPU)
+        load_dist_checkpoint(saved)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists()
     assert (start, length) != (shift, len(payload))
@@ -260,7 +261,7 @@ def test_objects_stay_unread_and_cannot_be_asked_for(
     extra = {"extra": ShardedObject(key, Runs(tmp_path / "made"), (1,), (0,))}
     megatron_lm.write(tmp_path / "run", tensors, megatron_lm.arguments(tiny_config), **extra)
     directory = tmp_path / "run" / "iter_0000100"
-    loaded, _ = load_dist_checkpoint(directory, device=CPU)
+    loaded, _ = load_dist_checkpoint(directory)
     for name, value in tiny_model.named_parameters():
         assert torch.equal(dict(loaded.named_parameters())[name], value), name
     stored = read_metadata(directory)
@@ -323,7 +324,7 @@ SPOILED: dict[str, Callable[[Metadata], object]] = {
 def test_refuses_invalid_metadata(message: str, saved: Path) -> None:
     change(saved, SPOILED[message])
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_dist_checkpoint(saved, device=CPU)
+        load_dist_checkpoint(saved)
     assert "\n" not in str(caught.value)
 
 

@@ -23,11 +23,11 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.models.build import transformer_config
-from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import GPT
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 from tests.unit_tests.support.upstream_delta_net import allow, without_kernels
 
 pytestmark = pytest.mark.priority(TestPriority.LOW)
@@ -127,7 +127,7 @@ def test_logits_are_upstreams(model: GPTModel, tmp_path: Path) -> None:
     save(model, tmp_path)
     keys = dist_checkpointing.load_tensors_metadata(str(tmp_path)).keys()
     assert {f"{IN_PROJ}.weight.query", f"{IN_PROJ}.layer_norm_weight"} <= keys
-    loaded, config = load_dist_checkpoint(tmp_path, device=torch.device("cpu"))
+    loaded, config = load_dist_checkpoint(tmp_path)
     assert config.hybrid_override_pattern == CONFIG.hybrid_override_pattern
     theirs = their_logits(model)
     assert theirs.std() > 0.3
@@ -140,7 +140,7 @@ def test_norms_of_their_own(model: GPTModel, tmp_path: Path) -> None:
         layer.submodules_config.sharded_state_dict_keys_map.clear()
     save(model, tmp_path)
     assert f"{IN_PROJ}.layer_norm_weight" not in dist_checkpointing.load_tensors_metadata(str(tmp_path))
-    loaded, _ = load_dist_checkpoint(tmp_path, device=torch.device("cpu"))
+    loaded, _ = load_dist_checkpoint(tmp_path)
     torch.testing.assert_close(
         oracle.our_logits(loaded, TOKENS), their_logits(model), atol=oracle.ATOL, rtol=oracle.RTOL
     )
@@ -151,4 +151,4 @@ def test_a_missing_tensor_is_named(model: GPTModel, tmp_path: Path) -> None:
     del state["decoder.layers.2.self_attention.A_log"]
     write_state({"model": state, "args": arguments()}, tmp_path)
     with pytest.raises(CheckpointError, match=r"lacks decoder\.layers\.2\.self_attention\.A_log"):
-        load_dist_checkpoint(tmp_path, device=torch.device("cpu"))
+        load_dist_checkpoint(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -20,16 +21,15 @@ from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.models.megatron import dist_checkpoint
+from megatron_ext.models.megatron.directory import DIGEST_FILE
 from megatron_ext.models.megatron.dist_checkpoint import (
     _is_padding,
     _without_padding,
-    load_dist_checkpoint,
     save_dist_checkpoint,
 )
-from megatron_ext.models.native.directory import read_header
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.megatron import megatron_lm
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 from tests.unit_tests.support.tensor_parallel import as_rank
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def saved(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> Pa
 
 
 def load(directory: Path) -> nn.Module:
-    return load_dist_checkpoint(directory, device=CPU)[0]
+    return load_dist_checkpoint(directory)[0]
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
 
 
 def test_round_trip(saved: Path, tiny_model: nn.Module, tiny_config: ModelConfig) -> None:
-    model, config = load_dist_checkpoint(saved, device=CPU)
+    model, config = load_dist_checkpoint(saved)
     assert config == tiny_config
     assert same_state(model, tiny_model)
     assert torch.equal(oracle.our_logits(model, TOKENS), oracle.our_logits(tiny_model, TOKENS))
@@ -94,14 +94,14 @@ def test_round_trip_of_other_architectures(changes: dict, tiny_config: ModelConf
         for tensor in state(model).values():
             tensor += torch.randn(tensor.shape)  # what is initialised to ones or zeros would not be missed
     save_dist_checkpoint(tmp_path, model, config)
-    loaded, loaded_config = load_dist_checkpoint(tmp_path, device=CPU)
+    loaded, loaded_config = load_dist_checkpoint(tmp_path)
     assert loaded_config == config
     assert same_state(loaded, model)
 
 
 def test_sixteen_bits_keep_the_decays(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> None:
     save_dist_checkpoint(tmp_path, tiny_model, tiny_config, dtype=torch.bfloat16)
-    assert read_header(tmp_path).dtype == "bf16"
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     loaded, original = state(load(tmp_path)), state(tiny_model)
     for name in ("A_log", "dt_bias", "D"):
         name = f"decoder.layers.0.mixer.{name}"
@@ -112,7 +112,7 @@ def test_sixteen_bits_keep_the_decays(tiny_model: nn.Module, tiny_config: ModelC
 
 
 def test_read_in_another_type(saved: Path, tiny_model: nn.Module) -> None:
-    loaded = state(load_dist_checkpoint(saved, dtype=torch.bfloat16, device=CPU)[0])
+    loaded = state(load_dist_checkpoint(saved, dtype=torch.bfloat16)[0])
     for name, original in state(tiny_model).items():
         assert torch.equal(loaded[name], original.to(loaded[name].dtype)), name
     assert loaded["decoder.layers.0.mixer.in_proj.weight"].dtype is torch.bfloat16
@@ -260,19 +260,15 @@ def test_nothing_in_a_pickle_is_run(name: str, saved: Path, tmp_path: Path) -> N
     assert (tmp_path / "run").exists(), "the control: it would have run"
 
 
-@pytest.mark.parametrize("older", [save_checkpoint, save_dist_checkpoint])
-def test_older_checkpoint_is_replaced_whole(
-    older: Callable, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path
-) -> None:
-    """An older checkpoint of either form is replaced whole."""
-    directory = tmp_path / "checkpoint"
-    older(directory, tiny_model, tiny_config)
-    (directory / "tokenizer.json").write_text("{}")
+def test_older_checkpoint_is_replaced_whole(saved: Path, tiny_config: ModelConfig) -> None:
+    """Its tokenizer and the digest of its weights, too."""
+    for file in ("tokenizer.json", DIGEST_FILE):
+        (saved / file).write_text("{}")
     other = build_model(tiny_config, device=CPU, seed=8)
-    save_dist_checkpoint(directory, other, tiny_config)
-    assert same_state(load(directory), other)
-    assert sorted(path.name for path in directory.iterdir()) == FILES
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    save_dist_checkpoint(saved, other, tiny_config)
+    assert same_state(load(saved), other)
+    assert sorted(path.name for path in saved.iterdir()) == FILES
+    assert [path.name for path in saved.parent.iterdir()] == ["checkpoint"]
 
 
 def test_other_directories_are_not_overwritten(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> None:
@@ -326,10 +322,9 @@ def test_padding_rows_of_the_vocabulary_are_not_saved(rank: int, entries: int, r
     assert (tuple(kept.data.shape), tuple(kept.global_shape)) == ((rows, 2), (entries, 2))
 
 
-def test_either_form_through_the_command_line(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> None:
-    """`--load` of the simple form, `--save`, `--load` of what that wrote."""
-    save_checkpoint(tmp_path / "simple", tiny_model, tiny_config)
-    loaded = load_model(SourceConfig(load=str(tmp_path / "simple")), {}, device=CPU)
+def test_saved_and_loaded_as_flags_do(saved: Path, tiny_model: nn.Module, tmp_path: Path) -> None:
+    """`--load`, `--save`, `--load` of what that wrote."""
+    loaded = load_model(SourceConfig(load=str(saved)), {}, device=CPU)
     save_model(tmp_path / "saved", loaded)
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == FILES
     again = load_model(SourceConfig(load=str(tmp_path / "saved")), {"max_position_embeddings": 32}, device=CPU)

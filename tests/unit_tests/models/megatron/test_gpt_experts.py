@@ -22,13 +22,13 @@ from megatron_ext.config.layers.layer_freq import moe_letters
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import transformer_config
-from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.support import layouts
 from tests.unit_tests.support.layouts import sizes
 from tests.unit_tests.support.ranks import run_ranks
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 
 pytestmark = pytest.mark.priority(TestPriority.LOW)
 
@@ -171,7 +171,7 @@ def test_logits_are_upstreams(name: str, singleton: bool, tmp_path: Path) -> Non
     """MF-1: the logits of upstream's own model are computed from its own checkpoint."""
     model = upstream_model(name)
     save(model, arguments(name), tmp_path, singleton_local_shards=singleton)
-    loaded, config = load_dist_checkpoint(tmp_path, device=CPU)
+    loaded, config = load_dist_checkpoint(tmp_path)
     assert config.hybrid_override_pattern == configured(name).hybrid_override_pattern
     theirs = their_logits(model)
     assert theirs.std() > 0.3
@@ -187,7 +187,7 @@ def test_norms_of_their_own(tmp_path: Path) -> None:
     save(model, arguments(name), tmp_path)
     keys = dist_checkpointing.load_tensors_metadata(str(tmp_path)).keys()
     assert {"decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.1.pre_mlp_layernorm.weight"} <= keys
-    loaded, _ = load_dist_checkpoint(tmp_path, device=CPU)
+    loaded, _ = load_dist_checkpoint(tmp_path)
     torch.testing.assert_close(
         oracle.our_logits(loaded, TOKENS), their_logits(model), atol=oracle.ATOL, rtol=oracle.RTOL
     )
@@ -197,7 +197,7 @@ def test_sinks_are_seen(tmp_path: Path) -> None:
     """Negative control: without its sinks the model computes something else."""
     model = upstream_model(GPT_OSS)
     save(model, arguments(GPT_OSS), tmp_path)
-    loaded, _ = load_dist_checkpoint(tmp_path, device=CPU)
+    loaded, _ = load_dist_checkpoint(tmp_path)
     with torch.no_grad():
         for layer in loaded.decoder.layers[::2]:
             layer.self_attention.core_attention.softmax_offset.fill_(-100.0)

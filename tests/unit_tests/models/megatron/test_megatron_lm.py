@@ -22,13 +22,13 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model
-from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import GPT, gpt_arguments, gpt_model, perturbed
 from tests.unit_tests.models.test_load import write_tokenizer
+from tests.unit_tests.support.saved_models import load_dist_checkpoint
 
 pytestmark = pytest.mark.priority(TestPriority.LOW)
 
@@ -73,7 +73,7 @@ def test_hybrid(changes: dict, fused: bool, version: str, tiny_config: ModelConf
     megatron_lm.write(tmp_path, tensors, args, **megatron_lm.training_state(tensors))
     if version == "0.19":
         megatron_lm.as_later_versions_write(tmp_path / "iter_0000100")
-    loaded, loaded_config = load_dist_checkpoint(tmp_path, device=CPU)
+    loaded, loaded_config = load_dist_checkpoint(tmp_path)
     assert same_parameters(loaded, model)
     assert_same_logits(oracle.our_logits(loaded, TOKENS), oracle.our_logits(model, TOKENS))
     for name in ("query_groups", "head_channels", "mamba_heads", "ffn_size", "layer_count"):
@@ -88,11 +88,11 @@ def test_fused_and_local_norms_are_not_both_wanted(written: Path) -> None:
     args = megatron_lm.arguments(read_config(iteration))
     megatron_lm.write(written / "twice", tensors, args)
     with pytest.raises(CheckpointError, match=r"has unexpected decoder\.layers\.1\.input_layernorm\.weight"):
-        load_dist_checkpoint(written / "twice", device=CPU)
+        load_dist_checkpoint(written / "twice")
 
 
 def read_config(directory: Path) -> ModelConfig:
-    return load_dist_checkpoint(directory, device=CPU)[1]
+    return load_dist_checkpoint(directory)[1]
 
 
 SPOILED = {
@@ -107,7 +107,7 @@ def test_missing_tensors(message: str, tiny_model: nn.Module, tiny_config: Model
     del tensors[SPOILED[message]]
     megatron_lm.write(tmp_path, tensors, megatron_lm.arguments(tiny_config))
     with pytest.raises(CheckpointError, match=message):
-        load_dist_checkpoint(tmp_path, device=CPU)
+        load_dist_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("untied", [False, True])
@@ -116,9 +116,9 @@ def test_padded_vocabulary(untied: bool, tiny_config: ModelConfig, tmp_path: Pat
     config = dataclasses.replace(tiny_config, vocab_size=64, untie_embeddings_and_output_weights=untied)
     model = build_model(config, device=CPU, seed=3)
     megatron_lm.write(tmp_path, megatron_lm.stored_tensors(model, config), megatron_lm.arguments(config, vocab_size=50))
-    padded, _ = load_dist_checkpoint(tmp_path, device=CPU)
+    padded, _ = load_dist_checkpoint(tmp_path)
     assert same_parameters(padded, model)
-    cut, cut_config = load_dist_checkpoint(tmp_path, device=CPU, vocab_size=50)
+    cut, cut_config = load_dist_checkpoint(tmp_path, vocab_size=50)
     assert cut_config.vocab_size == 50
     assert_same_logits(oracle.our_logits(cut, TOKENS), oracle.our_logits(model, TOKENS)[..., :50])
     source = SourceConfig(load=str(tmp_path))
@@ -135,7 +135,7 @@ def test_vocabulary_that_contradicts_the_arguments(
     megatron_lm.write(tmp_path, tensors, megatron_lm.arguments(tiny_config, padded_vocab_size=64))
     message = r"embedding.word_embeddings.weight has shape \(50, 32\), and the configuration requires \(64, 32\)"
     with pytest.raises(CheckpointError, match=message):
-        load_dist_checkpoint(tmp_path, device=CPU)
+        load_dist_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("latest", "name"), [("100", "iter_0000100"), ("release", "release"), ("7\n", "iter_0000007")])
@@ -143,7 +143,7 @@ def test_latest_iteration(latest: str, name: str, written: Path, tiny_model: nn.
     (written / "iter_0000100").rename(written / name)
     (written / "latest_checkpointed_iteration.txt").write_text(latest)
     for directory in (written, written / name):
-        assert same_parameters(load_dist_checkpoint(directory, device=CPU)[0], tiny_model)
+        assert same_parameters(load_dist_checkpoint(directory)[0], tiny_model)
     loaded = load_model(SourceConfig(load=str(written)), {}, device=CPU)
     assert same_parameters(loaded.model, tiny_model)
     assert loaded.name == str(written)
@@ -189,9 +189,8 @@ def test_a_flipped_byte_of_a_checkpoint_with_digests(written: Path) -> None:
         content = (iteration / name).read_bytes()
         middle = len(content) // 2
         (iteration / name).write_bytes(content[:middle] + bytes((content[middle] ^ 4,)) + content[middle + 1 :])
-        for load in (load_dist_checkpoint, lambda path, device: load_model(SourceConfig(load=str(path)), {})):
-            with pytest.raises(CheckpointError, match=f"{name} is damaged: its SHA-256"):
-                load(written, device=CPU)
+        with pytest.raises(CheckpointError, match=f"{name} is damaged: its SHA-256"):
+            load_dist_checkpoint(written)
         (iteration / name).write_bytes(content)
 
 
@@ -201,7 +200,7 @@ def test_without_arguments(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_
     with pytest.raises(
         CheckpointError, match=r"has neither our config\.json nor Megatron-LM's arguments in its common state"
     ):
-        load_dist_checkpoint(tmp_path / "bare", device=CPU)
+        load_dist_checkpoint(tmp_path / "bare")
 
 
 def test_tokenizer_beside_the_weights_or_above_them(written: Path) -> None:
@@ -238,7 +237,7 @@ def test_gpt(family: str, stacked: bool, tmp_path: Path) -> None:
     state = {"model": model.sharded_state_dict(metadata={"non_homogeneous_layers": not stacked})}
     state["args"] = gpt_arguments(config)
     write_state(state, tmp_path)
-    loaded, loaded_config = load_dist_checkpoint(tmp_path, device=CPU)
+    loaded, loaded_config = load_dist_checkpoint(tmp_path)
     assert loaded_config.hybrid_override_pattern == "*-*-*-"
     assert_same_logits(oracle.our_logits(loaded, TOKENS), gpt_logits(model))
 
@@ -254,7 +253,7 @@ def test_gpt_with_norms_of_their_own_and_singleton_shards(tmp_path: Path) -> Non
     write_state({**state, "content_metadata": how}, tmp_path)
     keys = dist_checkpointing.load_tensors_metadata(str(tmp_path))
     assert {"decoder.layers.0.input_layernorm.weight", "decoder.layers.2.mlp.linear_fc1.weight_v"} <= keys.keys()
-    loaded, _ = load_dist_checkpoint(tmp_path, device=CPU)
+    loaded, _ = load_dist_checkpoint(tmp_path)
     assert_same_logits(oracle.our_logits(loaded, TOKENS), gpt_logits(model))
 
 
@@ -262,7 +261,7 @@ def test_gpt_with_fewer_layers_than_its_arguments_say(tmp_path: Path) -> None:
     state = {"model": gpt_model(GPT).sharded_state_dict(), "args": gpt_arguments(GPT, num_layers=4)}
     write_state(state, tmp_path)
     with pytest.raises(CheckpointError, match=r"has shape \(3, .*, and the configuration requires \(4, "):
-        load_dist_checkpoint(tmp_path, device=CPU)
+        load_dist_checkpoint(tmp_path)
 
 
 WRITER = """
@@ -289,5 +288,5 @@ def test_reads_files_of_upstreams_writer(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(root)}
     subprocess.run(command, cwd=root, env=environment, check=True, timeout=240)
     assert len(list(directory.glob("*.distcp"))) == 2
-    loaded, _ = load_dist_checkpoint(directory, device=CPU)
+    loaded, _ = load_dist_checkpoint(directory)
     assert_same_logits(oracle.our_logits(loaded, TOKENS), gpt_logits(gpt_model(GPT)))

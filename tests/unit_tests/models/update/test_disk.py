@@ -17,11 +17,11 @@ from megatron_ext.config import SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.build import build_model
-from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.load import load_model
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update.disk import WeightsRoot, read_new_weights
 from megatron_ext.models.weight_files import WEIGHTS_FILE
-from megatron_ext.text.tokenizer import NullTokenizer
+from tests.unit_tests.models.megatron import megatron_lm
 
 CPU = torch.device("cpu")
 NULL = {"tokenizer_type": "NullTokenizer"}
@@ -37,19 +37,15 @@ def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.fixture
 def source(tiny_model, tiny_config, tmp_path) -> SourceConfig:
-    save_checkpoint(tmp_path / "old", tiny_model, tiny_config)
+    save_dist_checkpoint(tmp_path / "old", tiny_model, tiny_config)
     return SourceConfig(load=str(tmp_path / "old"), **NULL)
 
 
 class TestWhatIsRead:
-    @pytest.mark.parametrize("form", ["safetensors", "distributed"])
-    def test_a_checkpoint_of_ours(self, source, tiny_config, tmp_path, form):
+    def test_a_checkpoint_of_ours(self, source, tiny_config, tmp_path):
         """PY-6: bitwise, and only when it is written."""
         new = build_model(tiny_config, device=CPU, seed=8)
-        if form == "safetensors":
-            save_checkpoint(tmp_path / "new", new, tiny_config)
-        else:
-            save_model(tmp_path / "new", LoadedModel(new, tiny_config, NullTokenizer(50), torch.float32, "new"))
+        save_dist_checkpoint(tmp_path / "new", new, tiny_config)
         loaded = load_model(source, {}, device=CPU)
         before = tensors_of(loaded.model)
         read = read_new_weights(loaded, source, {}, tmp_path / "new")
@@ -86,38 +82,40 @@ class TestRefusedWhole:
     @pytest.mark.parametrize("change", ["missing", "unknown", "shape", "type"])
     def test_tensors_that_do_not_fit(self, source, tmp_path, change):
         new = Path(shutil.copytree(source.load, tmp_path / "new"))
-        weights = load_file(new / WEIGHTS_FILE)
-        name = sorted(weights)[-1]
-        tensor = weights.pop(name)
-        added = {"missing": {}, "unknown": {name: tensor, "x.weight": tensor + 0}, "shape": {name: tensor.flatten()}}
-        added["type"] = {name: tensor.long()}
-        save_file(weights | added[change], new / WEIGHTS_FILE)
+        name = "embedding.word_embeddings.weight"
+        changes = {
+            "missing": lambda tensors: tensors.pop(name),
+            "unknown": lambda tensors: tensors.update({"x.weight": tensors[name] + 0}),
+            "shape": lambda tensors: tensors.update({name: tensors[name].flatten()}),
+            "type": lambda tensors: tensors.update({name: tensors[name].long()}),
+        }
+        megatron_lm.edit_tensors(new, changes[change])
         self.check(source, new, "x.weight" if change == "unknown" else name)
 
     def test_equal_shapes_of_another_model(self, source, tiny_model, tiny_config, tmp_path):
         other = dataclasses.replace(tiny_config, norm_epsilon=1e-3)
-        save_checkpoint(tmp_path / "new", tiny_model, other)
+        save_dist_checkpoint(tmp_path / "new", tiny_model, other)
         self.check(source, tmp_path / "new", "norm_epsilon", "0.001")
 
     def test_a_distributed_file_that_ends_early(self, source, tiny_config, tmp_path):
         """Found while it is read, when others of its tensors have been."""
         new = build_model(tiny_config, device=CPU, seed=8)
-        save_model(tmp_path / "new", LoadedModel(new, tiny_config, NullTokenizer(50), torch.float32, "new"))
+        save_dist_checkpoint(tmp_path / "new", new, tiny_config)
         shard = max((tmp_path / "new").glob("*.distcp"), key=lambda file: file.stat().st_size)
         os.truncate(shard, shard.stat().st_size // 2)
         self.check(source, tmp_path / "new", shard.name)
 
     def test_no_configuration(self, source, tmp_path):
         (tmp_path / "new").mkdir()
-        shutil.copy(Path(source.load) / WEIGHTS_FILE, tmp_path / "new")
+        (tmp_path / "new" / WEIGHTS_FILE).touch()
         self.check(source, tmp_path / "new", "config.json")
 
     def test_a_checkpoint_with_other_digests(self, source, tmp_path):
         """A manifest of SHA-256 digests is verified before anything is read."""
         shutil.copytree(source.load, tmp_path / "new")
-        manifest = {"algorithm": "sha256", "files": {WEIGHTS_FILE: "0" * 64}}
+        manifest = {"algorithm": "sha256", "files": {"__0_0.distcp": "0" * 64}}
         (tmp_path / "new" / "integrity.json").write_text(json.dumps(manifest))
-        self.check(source, tmp_path / "new", f"{WEIGHTS_FILE} is damaged")
+        self.check(source, tmp_path / "new", "__0_0.distcp is damaged")
 
 
 class TestTheRoot:

@@ -17,12 +17,11 @@ from megatron_ext.errors import ConfigError, WeightUpdateError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.tensors import EMBEDDING
-from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.load import load_model
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update.naming import MegatronNames, OwnNames, naming_of
 from megatron_ext.models.update.weight_update import update_weights, weight_shapes
 from megatron_ext.models.weight_files import WEIGHTS_FILE
-from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, nemotron_h_oracle, qwen3_next_oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import GPT, gpt_arguments, gpt_model, perturbed
@@ -123,16 +122,7 @@ class TestHuggingFace:
 
 
 class TestOwn:
-    """The model's own names, as `model.safetensors` has them."""
-
-    def test_as_loaded(self, tiny_model, tiny_config, tmp_path):
-        """PY-6: bitwise."""
-        new = build_model(tiny_config, device=CPU, seed=8)
-        save_checkpoint(tmp_path / "old", tiny_model, tiny_config)
-        save_checkpoint(tmp_path / "new", new, tiny_config)
-        source = SourceConfig(load=str(tmp_path / "old"), **NULL)
-        assert_equal(updated(source, load_file(tmp_path / "new" / WEIGHTS_FILE)), tensors_of(new))
-        assert_equal(updated(source, new.named_parameters()), tensors_of(new))
+    """The model's own names."""
 
     def test_the_embedded_model_and_random_ones(self):
         for source, overrides in (
@@ -144,28 +134,28 @@ class TestOwn:
             update_weights(loaded.model, naming_of(source, loaded.config), new)
             assert_equal(tensors_of(loaded.model), new)
 
-    def test_rounded_as_loading_rounds(self, tiny_model, tiny_config, tmp_path):
-        """PY-6: any floating point dtype is rounded to the dtypes of the parameters."""
-        new = build_model(tiny_config, device=CPU, seed=8)
-        save_checkpoint(tmp_path / "old", tiny_model, tiny_config)
-        save_checkpoint(tmp_path / "new", new, tiny_config)
-        source = SourceConfig(load=str(tmp_path / "old"), bf16=True, **NULL)
-        expected = tensors_of(load_model(dataclasses.replace(source, load=str(tmp_path / "new")), {}, device=CPU).model)
-        assert_equal(updated(source, {name: one.double() for name, one in tensors_of(new).items()}), expected)
-
 
 class TestMegatron:
     """Names of the parameters of Megatron's model."""
 
     def test_our_own_distributed_checkpoint(self, tiny_model, tiny_config, tmp_path):
         """PY-6: norms of their own, as ours have them, or fused into the layer after them."""
-        save_model(tmp_path, LoadedModel(tiny_model, tiny_config, NullTokenizer(50), torch.float32, "test"))
+        save_dist_checkpoint(tmp_path, tiny_model, tiny_config)
         source = SourceConfig(load=str(tmp_path), **NULL)
         new = build_model(tiny_config, device=CPU, seed=8)
         fused = {megatron_lm._fused_key(name, tiny_config): one for name, one in tensors_of(new).items()}
         assert fused.keys() != tensors_of(new).keys()
-        for names in (tensors_of(new), fused):
+        for names in (tensors_of(new), new.named_parameters(), fused):
             assert_equal(updated(source, names), tensors_of(new))
+
+    def test_rounded_as_loading_rounds(self, tiny_model, tiny_config, tmp_path):
+        """PY-6: any floating point dtype is rounded to the dtypes of the parameters."""
+        new = build_model(tiny_config, device=CPU, seed=8)
+        save_dist_checkpoint(tmp_path / "old", tiny_model, tiny_config)
+        save_dist_checkpoint(tmp_path / "new", new, tiny_config)
+        source = SourceConfig(load=str(tmp_path / "old"), bf16=True, **NULL)
+        expected = tensors_of(load_model(dataclasses.replace(source, load=str(tmp_path / "new")), {}, device=CPU).model)
+        assert_equal(updated(source, {name: one.double() for name, one in tensors_of(new).items()}), expected)
 
     @pytest.mark.parametrize("fused", [True, False], ids=["Transformer Engine", "local"])
     def test_a_hybrid_of_megatron_lm(self, tiny_model, tiny_config, tmp_path, fused):

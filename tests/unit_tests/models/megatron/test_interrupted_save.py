@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -11,19 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import filesystem
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.huggingface import export
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.native import directory as checkpoint_directory
-from megatron_ext.models.native import safetensors_checkpoint
-from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.signals import Interrupted, Interruption
 
-SAVES = {"simple": save_checkpoint, "distributed": save_dist_checkpoint}
+# What writes a form, and the function of a library that it writes with.
+SAVES = {
+    "Hugging Face": (export.save_hf_checkpoint, export, "save_file"),
+    "distributed": (save_dist_checkpoint, filesystem, "_write_item"),
+}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -47,16 +50,14 @@ def test_a_signal_while_weights_are_written(
     form: str, number: int, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path, monkeypatch
 ) -> None:
     """Into a new place and over an old checkpoint. Torch's writer makes an error of its own of what is raised in it."""
+    save, module, name = SAVES[form]
     old, new = tmp_path / "old", tmp_path / "folders" / "that are" / "new"
-    SAVES[form](old, tiny_model, tiny_config)
+    save_dist_checkpoint(old, tiny_model, tiny_config)
     before = contents(tmp_path)
-    monkeypatch.setattr(safetensors_checkpoint, "save_file", signal_after(save_file, number))
-    if form == "distributed":
-        writer = "torch.distributed.checkpoint.filesystem._write_item"
-        monkeypatch.setattr(writer, signal_after(torch.distributed.checkpoint.filesystem._write_item, number))
-    for target in (new, old):
+    monkeypatch.setattr(module, name, signal_after(getattr(module, name), number))
+    for target in (new, old) if form == "distributed" else (new,):
         with pytest.raises(Interrupted) as caught, Interruption():
-            SAVES[form](target, tiny_model, tiny_config)
+            save(target, tiny_model, tiny_config)
         assert caught.value.number == number
         assert contents(tmp_path) == before
         assert [path.name for path in tmp_path.iterdir()] == ["old"], "neither scratch nor the new folders are left"
@@ -70,20 +71,21 @@ def test_a_signal_while_the_old_checkpoint_is_replaced(
     The signal takes effect after it.
     """
     target = tmp_path / "checkpoint"
-    save_checkpoint(target, tiny_model, tiny_config)
+    save_dist_checkpoint(target, tiny_model, tiny_config)
     rename, calls = Path.rename, []
 
     def rename_and_signal(path: Path, other: Path) -> Path:
-        calls.append(path.name)
         done = rename(path, other)
-        signal.raise_signal(signal.SIGTERM)
+        if tmp_path in (path.parent, other.parent):
+            calls.append(path.name)
+            signal.raise_signal(signal.SIGTERM)
         return done
 
     monkeypatch.setattr(Path, "rename", rename_and_signal)
     with pytest.raises(Interrupted), Interruption():
-        save_checkpoint(target, tiny_model, tiny_config, dtype=torch.bfloat16)
+        save_dist_checkpoint(target, tiny_model, tiny_config, dtype=torch.bfloat16)
     assert calls == ["checkpoint", "new"]
-    assert checkpoint_directory.read_header(target).dtype == "bf16"
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -92,9 +94,9 @@ def test_sigterm_ends_a_program_without_a_handler(tmp_path: Path) -> None:
     code = f"""
 import signal, sys
 from pathlib import Path
-from megatron_ext.models.native.scratch import scratch_directory
-with scratch_directory(Path({str(tmp_path / "new" / "checkpoint")!r})) as scratch:
-    (scratch.path / "weights").write_text("half")
+from megatron_ext.models.new_directory import new_directory
+with new_directory(Path({str(tmp_path / "new" / "checkpoint")!r})) as directory:
+    (directory / "weights").write_text("half")
     print(len(list(Path({str(tmp_path)!r}).rglob("weights"))), flush=True)
     signal.raise_signal(signal.SIGTERM)
     print("not reached")

@@ -1,13 +1,12 @@
-"""Directory of our checkpoints, for weights in any form; it appears complete or not at all.
+"""Directory of our checkpoints; it appears complete or not at all.
 
 - `config.json`: {"format": "megatron_ext", "format_version": 1, "package_version", "dtype": "bfloat16", "eos_token_id",
-  "bos_token_id", "model": {`ModelConfig.to_dict()`}, "model_type"}; the dtype has torch's name, since transformers
-  reads it, too, and the model type is there for its AutoConfig only
+  "bos_token_id", "model": {`ModelConfig.to_dict()`}, "model_type"}; dtype and model type are there for transformers'
+  AutoConfig only
 - `tokenizer.json` and the like: the tokenizer's unchanged files, if there are any, and a `tokenizer_config.json` if
   they have none, so that `AutoTokenizer` finds the special tokens; those of Megatron's kinds have names of ours, with
   `megatron_tokenizer.json` beside them (kept_tokenizers.py)
-- the weights: `model.safetensors` (safetensors_checkpoint.py), or megatron's distributed files
-  (megatron/dist_checkpoint.py)
+- the weights: megatron's distributed files (dist_checkpoint.py)
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_ext import __version__
@@ -32,9 +29,8 @@ from megatron_ext.files import read_json
 from megatron_ext.mcore.checkpoint.checkpoint_files import COMMON_FILE
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE
 from megatron_ext.models.config_fields import checked_fields, is_megatrons_spec, is_own_spec
-from megatron_ext.models.native.kept_tokenizers import KEPT_FILES, LibraryTokenizer, keep_tokenizer
-from megatron_ext.models.native.scratch import require_place_for_scratch, scratch_directory
-from megatron_ext.models.weight_files import WEIGHTS_FILE
+from megatron_ext.models.megatron.kept_tokenizers import KEPT_FILES, LibraryTokenizer, keep_tokenizer
+from megatron_ext.models.new_directory import new_directory, require_place
 from megatron_ext.text.tokenizer import TextTokenizer
 from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files, describe_tokenizer
 
@@ -43,11 +39,10 @@ FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 BACKEND_FILE = "metadata.json"  # backend of a distributed checkpoint; written last
 SHARD_SUFFIX = ".distcp"
-_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # earlier versions wrote the short names
-TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIGEST_FILE = ".megatron_ext_digest.json"  # of the weights; see `models/weights_digest.py`
 _OWN_FILES = frozenset(
-    (CONFIG_FILE, WEIGHTS_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, DIGEST_FILE, *TOKENIZER_FILES, *KEPT_FILES)
+    (CONFIG_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, DIGEST_FILE, *TOKENIZER_FILES, *KEPT_FILES)
 )
 # Directory of a tokenizer, a `tokenizer.json`, or a tokenizer with other files.
 TokenizerSource = str | Path | LibraryTokenizer
@@ -58,17 +53,6 @@ _MODEL_TYPE = "nemotron_h"  # Megatron's hybrids in transformers: AutoConfig rea
 # Decays are exponentials of these: rounding to 16 bits would be visible after a few hundred tokens; the router's bias
 # moves by less than 16 bits resolve. They are tiny.
 _ALWAYS_FP32 = ("A_log", "dt_bias", "D", "expert_bias", "e_score_correction_bias")
-
-
-@dataclass(frozen=True)
-class CheckpointHeader:
-    """Contents of `config.json`: the architecture, and the dtype of the saved weights.
-
-    The architecture has no `spec`, unless it names one of ours: a name in a checkpoint is never imported.
-    """
-
-    model: ModelConfig
-    dtype: str
 
 
 @contextlib.contextmanager
@@ -83,34 +67,37 @@ def new_checkpoint(
         ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
     """
     require_replaceable(directory)
-    target = Path(directory).resolve()
     header = _header(config, dtype, tokenizer_source)
     try:
-        with scratch_directory(target) as scratch:
-            staging = scratch.path / "new"
-            staging.mkdir()
+        with new_directory(Path(directory).resolve()) as staging:
             yield staging
             write_config_and_tokenizer(staging, header, tokenizer_source)
-            scratch.hold_signals()
-            _replace(target, staging, aside=scratch.path / "old")
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ConfigError(f"--save {directory} cannot be written: {error}") from error
 
 
 def stored_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a host copy of a parameter in its stored dtype: `dtype`, or fp32 if 16 bits are too imprecise."""
+    """Return a parameter on the host in its stored dtype: `dtype`, or fp32 if 16 bits are too imprecise.
+
+    Args:
+        name: Name of the parameter, here or in a checkpoint of Hugging Face.
+        tensor: Value of the parameter; the result may share its memory.
+        dtype: Type of most parameters.
+    """
     kept = name.rsplit(".", 1)[-1] in _ALWAYS_FP32
     return tensor.detach().to("cpu", torch.float32 if kept else dtype)
 
 
 def has_header(directory: str | Path) -> bool:
-    """Return whether the directory is a checkpoint of ours, in any form."""
+    """Return whether the directory is a checkpoint of ours."""
     path = Path(directory) / CONFIG_FILE
     return path.is_file() and read_json(path).get("format") == FORMAT
 
 
-def read_header(directory: str | Path, *, spec_is_given: bool = False) -> CheckpointHeader:
+def read_header(directory: str | Path, *, spec_is_given: bool = False) -> ModelConfig:
     """Return the configuration of a checkpoint, every field checked.
+
+    It has no `spec`, unless it names one of ours: a name in a checkpoint is never imported.
 
     Args:
         directory: Directory of the checkpoint.
@@ -132,9 +119,7 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
     unknown = sorted(set(raw) - _HEADER_FIELDS)
     if unknown:
         raise CheckpointError(f"{path} has unknown field {', '.join(unknown)}")
-    dtype, fields = raw.get("dtype"), raw.get("model")
-    if not isinstance(dtype, str) or dtype not in (*TORCH_TYPES, *_DTYPE_NAMES):
-        raise CheckpointError(f"{path} has dtype {dtype!r}; one of {', '.join(_DTYPE_NAMES)}")
+    fields = raw.get("model")
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} has no model configuration")
     model = model_config(fields, str(path))
@@ -146,7 +131,7 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
                 "module, give the flag again"
             )
         model = dataclasses.replace(model, spec=None)
-    return CheckpointHeader(model, _DTYPE_NAMES.get(dtype, dtype))
+    return model
 
 
 def model_config(fields: Mapping[str, object], where: str) -> ModelConfig:
@@ -192,7 +177,7 @@ def _require_writable(target: Path) -> None:
     if os.path.ismount(target):
         raise ConfigError(f"--save {target} is a mount point; give a directory in it")
     try:
-        require_place_for_scratch(target.resolve())
+        require_place(target.resolve())
     except OSError as error:
         raise ConfigError(f"--save {target} cannot be written: {error}") from None
 
@@ -220,24 +205,11 @@ def _header(config: ModelConfig, dtype: torch.dtype, tokenizer_source: Tokenizer
 
 def common_fields(dtype: torch.dtype, tokenizer_source: TokenizerSource | None) -> dict[str, object]:
     """Return the fields that `config.json` has in our form and in Hugging Face's."""
-    if dtype not in TORCH_TYPES.values():
-        raise ConfigError(f"a checkpoint cannot be saved as {dtype}; one of {', '.join(TORCH_TYPES)}")
+    if dtype not in _TYPES:
+        raise ConfigError(f"a checkpoint cannot be saved as {dtype}; one of {', '.join(map(str, _TYPES))}")
     tokenizer = TextTokenizer(tokenizer_source) if isinstance(tokenizer_source, str | Path) else tokenizer_source
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "eos_token_id": tokenizer.eod if tokenizer else None,
         "bos_token_id": tokenizer.bos if tokenizer else None,
     }
-
-
-def _replace(target: Path, staging: Path, aside: Path) -> None:
-    """Replace `target` by `staging`; `target` moves to `aside` first, and back if that fails."""
-    if not target.exists():
-        staging.rename(target)
-        return
-    target.rename(aside)
-    try:
-        staging.rename(target)
-    except OSError:
-        aside.rename(target)
-        raise

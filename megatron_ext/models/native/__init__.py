@@ -1,1 +1,0 @@
-"""Our own checkpoint directory: a header, safetensors, the tokenizer."""
