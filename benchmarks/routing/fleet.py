@@ -6,10 +6,8 @@ Times of requests are simulated and do not depend on the machine; decisions are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
-from benchmarks.cases import Figure, Rows, Run, case
+from benchmarks.cases import Figure, Run, case
 from benchmarks.routing.balancers import BALANCERS, Balancer, Ours
 from benchmarks.routing.world import Scale, World
 
@@ -22,17 +20,14 @@ def fleet(
     rules: tuple = tuple(BALANCERS),
     alpha: float = 0.5,
     offered: float = 2.0,
-    plots: str = "",
 ) -> None:
     """Simulated fleets: skipped tokens, queueing, first tokens, balance and decisions a second, by rule.
 
-    `offered` is the rate of prompt tokens over what could be computed uncached; `plots` a folder for images.
+    `offered` is the rate of prompt tokens over what could be computed uncached.
     """
     for count in replicas:
         for rule in rules:
             run.row(f"{rule}, {count:,} replicas", measure(rule, Scale(count, requests, offered=offered), alpha))
-    if plots:
-        plot(run.page["rows"], Path(plots))
 
 
 def measure(rule: str, scale: Scale, alpha: float = 0.5) -> dict[str, Figure]:
@@ -69,31 +64,3 @@ def footprint(balancer: Balancer) -> int:
         elif hasattr(one, "__dict__"):
             left.append(vars(one))
     return total
-
-
-PLOTS = {
-    "routing_skipped": ("skipped, %", "Prompt tokens skipped, %", "linear"),
-    "routing_first_token": ("first token p99, s", "Seconds to the first token, 99th percentile (simulated)", "log"),
-    "routing_imbalance": ("most computed over mean", "Most computed by a replica, over the mean", "linear"),
-}
-
-
-def plot(rows: Rows, folder: Path) -> None:
-    """Draw bars of rules by fleet, an SVG file for each of `PLOTS`; needs matplotlib."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure as Plot
-
-    mpl.rcParams["svg.hashsalt"] = "routing"  # equal figures give equal files
-    names: Mapping[str, tuple[str, str]] = {row: tuple(row.split(", ", 1)) for row in rows}
-    fleets = list(dict.fromkeys(size for _, size in names.values()))
-    rules = list(dict.fromkeys(rule for rule, _ in names.values()))
-    for file, (column, title, scale) in PLOTS.items():
-        drawn = Plot(figsize=(9, 3.5), layout="constrained")
-        axes = drawn.subplots()
-        for place, rule in enumerate(rules):
-            values = [rows[f"{rule}, {size}"][column] for size in fleets]
-            bars = axes.bar([i + 0.8 * place / len(rules) for i in range(len(fleets))], values, 0.75 / len(rules))
-            bars.set_label(rule)
-        axes.set(title=title, yscale=scale, xticks=[i + 0.35 for i in range(len(fleets))], xticklabels=fleets)
-        axes.legend()
-        drawn.savefig(folder / f"{file}.svg", metadata={"Date": None})
