@@ -20,13 +20,21 @@ VERSION = "0.3.0"  # that removed them
 
 @functools.cache
 def removed(kind: str) -> Mapping[str, object]:
-    """Return the removed names of a kind: texts of `flags` and `commands` by name, of `values` by flag and value."""
+    """Return the removed names of a kind.
+
+    Args:
+        kind: `flags`, `simulate` (flags of that command) or `commands`, texts by name; or `values`, by flag and value.
+    """
     names: Mapping[str, Mapping[str, object]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
     return names[kind]
 
 
-def refuse_removed_words(words: Sequence[str]) -> None:
+def refuse_removed_words(words: Sequence[str], kind: str = "flags") -> None:
     """Check an argument list, before a parser that does not know removed names.
+
+    Args:
+        words: Argument list.
+        kind: See `removed`.
 
     Raises:
         ConfigError: A flag was removed, or a flag's value.
@@ -34,22 +42,23 @@ def refuse_removed_words(words: Sequence[str]) -> None:
     for word, following in pairwise((*words, "")):
         flag, sign, value = word.partition("=")
         if flag.startswith("--"):
-            refuse_removed(flag, value if sign else following)
+            refuse_removed(flag, value if sign else following, kind=kind)
 
 
-def refuse_removed(flag: str, value: object = None, name: str | None = None) -> None:
+def refuse_removed(flag: str, value: object = None, name: str | None = None, kind: str = "flags") -> None:
     """Check one flag and its value.
 
     Args:
         flag: Flag as typed, or its key.
         value: Value of the flag; None to check the flag alone.
         name: Name in the message; by default the flag.
+        kind: See `removed`.
 
     Raises:
         ConfigError: The flag was removed, or this value of it.
     """
     flag = f"--{normalize_key(flag)}"
-    flags, values = removed("flags"), removed("values")
+    flags, values = removed(kind), removed("values")
     if flag in flags:
         raise ConfigError(_message(name or flag, flags[flag]))
     texts = values.get(flag)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     try:
-        refuse_removed_words(sys.argv[1:] if argv is None else argv)
+        refuse_removed_words(sys.argv[1:] if argv is None else argv, "simulate")
         arguments = _parser(program).parse_args(argv)
         work = _recorded(arguments) if arguments.server is None else _served(arguments)
         sizes, figures = describe(work.turns), _simulate(work, arguments, console)

@@ -64,18 +64,17 @@ def test_a_command(capsys):
     assert capsys.readouterr().err == "megatron-ext: error: megatron-ext stroll was removed in 0.3.0: use walk\n"
 
 
-def test_the_file(monkeypatch):
+def test_the_file(monkeypatch, capsys):
     """Each name of the file is one that no parser knows, and has one line of text without an end."""
     monkeypatch.undo()
-    flags, values, commands = (removed(kind) for kind in ("flags", "values", "commands"))
-    texts = [*flags.values(), *commands.values(), *(text for one in values.values() for text in one.values())]
+    flags, values, commands, of_simulate = (removed(kind) for kind in ("flags", "values", "commands", "simulate"))
+    texts = [*flags.values(), *commands.values(), *of_simulate.values()]
+    texts += [text for one in values.values() for text in one.values()]
     assert [text for text in texts if not re.fullmatch(r"[^\n]+[^.\n]", str(text))] == []
-    assert [name for name in flags if not re.fullmatch(r"--[a-z][a-z0-9-]*", name)] == []
-    for flag in flags:
-        assert f"{flag} was removed" in refused(lambda flag=flag: parse_arguments([flag]))
-    for flag, one in values.items():
-        for value in one:
-            assert f"{flag} {value} was removed" in refused(
-                lambda flag=flag, value=value: parse_arguments([flag, value])
-            )
+    assert [name for name in (*flags, *of_simulate) if not re.fullmatch(r"--[a-z][a-z0-9-]*", name)] == []
+    for words in [[flag] for flag in flags] + [[flag, value] for flag, one in values.items() for value in one]:
+        assert f"{' '.join(words)} was removed" in refused(lambda words=words: parse_arguments(words))
+    for flag in of_simulate:
+        assert main(["simulate", flag]) == 2
+        assert capsys.readouterr().err.startswith(f"megatron-ext simulate: error: {flag} was removed in 0.3.0: ")
     assert not commands.keys() & COMMANDS.keys()
