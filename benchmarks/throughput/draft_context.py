@@ -73,8 +73,8 @@ def hits(model: HybridModel, text: list[int], first: int, computed: int | None) 
 
 
 def load_predicting(directory: Path | None, *, reads_prediction: bool = True) -> LoadedModel:
-    """Load a model with its layers of multi-token prediction, or without; by default the embedded model."""
-    source = SourceConfig() if directory is None else SourceConfig(load=str(directory))
+    """Load a model of Hugging Face's layout with its prediction layers, or without; by default the embedded model."""
+    source = SourceConfig(load_hf=None if directory is None else str(directory))
     return load_model(source, {}, device=platform.device(), reads_prediction=reads_prediction)
 
 
