@@ -258,8 +258,8 @@ CACHE = FlagGroup(
         ),
         Flag(
             "eviction_policy",
-            "Eviction of cached blocks that no request uses: least recently used first, when memory is needed (lru); "
-            "least compute saved per byte first, snapshots too (flops); at once (ref_zero)",
+            "Eviction of cached blocks that no request uses: least recently used first, when memory is needed (lru), "
+            "or at once (ref_zero)",
             name=f"{_BATCHING}-prefix-caching-eviction-policy",
             choices=tuple(policy.value for policy in EvictionPolicyName),
         ),

@@ -34,7 +34,6 @@ class EvictionPolicyName(str, enum.Enum):
 
     LRU = "lru"  # kept until memory is needed; the least recently used first, never a block before its children
     REF_ZERO = "ref_zero"  # dropped at once: only requests that overlap in time share
-    FLOPS = "flops"  # as lru, but entries that save more compute per byte stay longer; snapshots too
 
 
 class SnapshotMode(str, enum.Enum):
@@ -213,7 +212,7 @@ class CacheConfig:
         require(
             place is None or self.eviction_policy != EvictionPolicyName.REF_ZERO.value,
             f"--prefix-cache-dir {place} and eviction policy ref_zero contradict each other: that policy keeps nothing "
-            "to be written; give lru or flops",
+            "to be written; give lru",
         )
 
     @property

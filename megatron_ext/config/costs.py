@@ -1,4 +1,4 @@
-"""Compute and memory costs of cached tokens, for eviction policies and for the simulation.
+"""Compute and memory costs of cached tokens, for the simulation.
 
 The formulas count multiplications and additions of a forward (two for each parameter that a token uses), as Marconi
 (MLSys 2025) does for whole models; here nothing is subtracted, and the recurrence is counted with its actual width.
@@ -16,7 +16,7 @@ _STATE_OPERATIONS = 6  # for each state element and token: decay, update, read; 
 
 @dataclass(frozen=True)
 class EntryCosts:
-    """Costs of cached tokens; equal on every rank, because evictions depend on them.
+    """Costs of cached tokens; equal on every rank.
 
     Attributes:
         block_size: Tokens of a block.
@@ -35,10 +35,6 @@ class EntryCosts:
     def flops(self, start: int, end: int) -> float:
         """Return the operations to compute the tokens [start, end)."""
         return (end - start) * (self.token_flops + self.position_flops * (start + end - 1) / 2)
-
-    def block_flops(self, first: int, last: int) -> float:
-        """Return the operations to compute the blocks [first, last) of a sequence."""
-        return self.flops(first * self.block_size, last * self.block_size)
 
 
 NEUTRAL_COSTS = EntryCosts()  # equal cost of all tokens and of all bytes

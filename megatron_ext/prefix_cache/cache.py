@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache_check import check_blocks, check_memory, check_notes
 from megatron_ext.prefix_cache.cache_use import CacheUse, cache_use
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
-from megatron_ext.prefix_cache.eviction import build_policies
+from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.kept_log_probs import KeptLogProbs
@@ -23,6 +23,7 @@ from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.shared_memory import MovingBorder
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
+from megatron_ext.prefix_cache.snapshot_order import SnapshotOrder
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.prefix_cache.worth_order import by_worth
 
@@ -47,7 +48,6 @@ class PrefixCache:
         total: Blocks in the pool.
         policy: Eviction policy for cached blocks that are not in use; None disables caching.
         slots: Snapshot slots, 0 or more; None for a model without recurrent layers.
-        costs: Compute that entries save, and bytes that they take; for policies that weigh them.
         keeps_tokens: Whether to keep the token ids of cached blocks, for explanations.
         slabs: Memory that blocks and snapshots share, in place of `total` and `slots`; None if each has its own.
     """
@@ -57,7 +57,6 @@ class PrefixCache:
         total: int,
         policy: EvictionPolicyName | None,
         slots: int | None = None,
-        costs: EntryCosts = NEUTRAL_COSTS,
         *,
         keeps_tokens: bool = False,
         slabs: SlabLayout | None = None,
@@ -66,19 +65,19 @@ class PrefixCache:
         self.policy_name = policy
         self.epoch = 0  # blocks begun in an earlier epoch are not published
         self._index = BlockIndex()
-        reuse = None if slabs is None else Reuse(slabs)
-        name, has_states = policy or EvictionPolicyName.REF_ZERO, bool(slots) or slabs is not None
-        policies = build_policies(name, self._index, costs, has_states=has_states, reuse=reuse)
-        self._policy = policies.blocks
+        self._keeps_unused = policy is EvictionPolicyName.LRU
+        clock, reuse = count(), None if slabs is None else Reuse(slabs)
+        self._unused = LeafFirstLru(clock)  # cached blocks that no request uses
+        order = SnapshotOrder(clock, reuse)
         self.border: MovingBorder | None = None
         self.states: StateIndex | None
         if slabs is None or reuse is None:
             self.pool = BlockPool(total)
-            self.states = None if slots is None else StateIndex(slots, policies.snapshots, self)
+            self.states = None if slots is None else StateIndex(slots, order, self)
         else:
-            self.border = MovingBorder(slabs, self._index, self._policy, self._evict, reuse)
+            self.border = MovingBorder(slabs, self._index, self._unused, self._evict, reuse)
             self.pool = self.border.pool
-            self.states = StateIndex(slabs.snapshot_slots, policies.snapshots, self, self.border)
+            self.states = StateIndex(slabs.snapshot_slots, order, self, self.border)
             self.border.states = self.states
         self.entries = CachedEntries(self._index, self.states, self.border)
         self.ghosts = Ghosts()
@@ -99,7 +98,7 @@ class PrefixCache:
     def available_count(self) -> int:
         """Number of blocks that `allocate` can hand out: free and evictable ones, and those in place of snapshots."""
         from_snapshots = 0 if self.border is None else self.border.obtainable_from_snapshots
-        return self.pool.free_count + len(self._policy) + from_snapshots
+        return self.pool.free_count + len(self._unused) + from_snapshots
 
     @property
     def kept_for_snapshots(self) -> int:
@@ -135,12 +134,12 @@ class PrefixCache:
 
     def is_evictable(self, block: BlockId) -> bool:
         """Return whether `block` is evictable, so that pinning it leaves one block fewer available."""
-        return block in self._policy
+        return block in self._unused
 
     def pin(self, blocks: Sequence[BlockId]) -> None:
         """Take a reference to each matched block."""
         assert len(self._index.among(blocks)) == len(blocks), f"some of {blocks} are not cached"
-        self._policy.reuse(self.pool.retain(blocks))
+        self._unused.take_out(self.pool.retain(blocks))
 
     def allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks without contents, evicting as many evictable blocks as needed."""
@@ -152,7 +151,7 @@ class PrefixCache:
 
     def _evict(self, count: int, limit: float = math.inf) -> None:
         """Evict at most `count` blocks with priorities up to `limit`."""
-        blocks = self._policy.evict(min(count, len(self._policy)) if self._policy.keeps_unused else 1, limit)
+        blocks = self._unused.evict(min(count, len(self._unused)) if self._keeps_unused else 1, limit)
         parent = self._index.parent(blocks[-1])
         if self.lower_tier is not None:
             self.lower_tier.on_evicted(self.entries.of_blocks(blocks))
@@ -182,11 +181,11 @@ class PrefixCache:
 
     def _drop_unneeded(self, block: BlockId | None) -> None:
         """Drop `block` if it was kept only for waiting requests and none is left; then its parent, and so on."""
-        while block is not None and not self._policy.keeps_unused and block in self._policy:
+        while block is not None and not self._keeps_unused and block in self._unused:
             if self._is_needed(block):
                 return
             parent = self._index.parent(block)
-            self._policy.reuse([block])
+            self._unused.take_out([block])
             self._drop([block])
             block = parent
 
@@ -222,8 +221,8 @@ class PrefixCache:
             snapshots: Snapshots that it resumed from or took, which are as recently used as its blocks.
         """
         unused = self.pool.let_go(reversed(table))
-        kept = self._index.among(unused) if self._policy.keeps_unused else self._keep_needed(unused)
-        self._policy.hold(kept)
+        kept = self._index.among(unused) if self._keeps_unused else self._keep_needed(unused)
+        self._unused.hold(kept)
         if len(kept) < len(unused):
             self.pool.free([block for block in unused if block not in self._index])
         if self.border is not None:
@@ -266,16 +265,16 @@ class PrefixCache:
         """Drop cached blocks that no request uses, each after its children; return how many were still cached."""
         dropped = 0
         for block in blocks:
-            if block in self._policy:  # a policy that keeps nothing may have dropped it on release
-                self._policy.drop(block)
+            if block in self._unused:  # `ref_zero` may have dropped it on release
+                self._unused.take_out([block])
                 self._drop([block])
                 dropped += 1
         return dropped
 
     def reset(self) -> None:
         """Forget all contents: no block cached before is matched, and no block begun before is published."""
-        self.pool.free(list(self._policy))
-        self._policy.clear()
+        self.pool.free(list(self._unused))
+        self._unused.clear()
         self._index.clear()
         if self.states is not None:
             self.states.clear()
@@ -295,9 +294,8 @@ class PrefixCache:
             self.observer.on_snapshot_stored(block_hash)
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """Tell the policy, which may rank blocks by their snapshots, and the observer."""
+        """Forget the snapshot's origin, and tell the observer."""
         self.origins.drop_snapshot(block_hash)
-        self._policy.on_snapshot_removed(block_hash)
         if self.observer is not None:
             self.observer.on_snapshot_removed(block_hash)
 
@@ -333,11 +331,11 @@ class PrefixCache:
         A snapshot follows its block. Blocks that no snapshot needs come last, as far as there are snapshots.
         """
         snapshots = [] if self.states is None else self.states.by_priority()[::-1]
-        return by_worth(self._index, self._policy, snapshots)
+        return by_worth(self._index, self._unused, snapshots)
 
     def use(self) -> CacheUse:
         """Return the statistics of the cache, for monitoring."""
-        return cache_use(self.pool, len(self._index), len(self._policy), self._evicted, self.states, self.border)
+        return cache_use(self.pool, len(self._index), len(self._unused), self._evicted, self.states, self.border)
 
     def check(self) -> None:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
@@ -345,8 +343,8 @@ class PrefixCache:
         check_notes(self._index, self.states, self.cached_token_ids, self.ghosts)
         self.origins.check(self._index.block_hashes(), () if self.states is None else self.states.visible())
         self.log_probs.check(self._index.block_hashes())
-        self._policy.check()
+        self._unused.check()
         assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
-        if not self._policy.keeps_unused:
-            assert all(map(self._is_needed, self._policy)), "a block is kept without a request that wants it"
-        check_blocks(self._index, self.pool, set(self._policy))
+        if not self._keeps_unused:
+            assert all(map(self._is_needed, self._unused)), "a block is kept without a request that wants it"
+        check_blocks(self._index, self.pool, set(self._unused))

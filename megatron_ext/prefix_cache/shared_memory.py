@@ -1,6 +1,6 @@
 """One memory for blocks and snapshots: which cached contents go for what asks for a place.
 
-The entry of lowest priority goes, block or snapshot; priorities of both are on one scale (`eviction.py`), on which
+The entry of lowest priority goes, block or snapshot; priorities of both are times of one clock, on which
 snapshots age faster than blocks if fewer of them are used again (`reuse.py`). A block is freed where it lies. A slab is
 made of free blocks by moving what lies between them, so no block is evicted for its place; a slab of free slots
 likewise. Opportunistic snapshots go before anything else, then the optional ones of decode.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
-from megatron_ext.prefix_cache.eviction import EvictionPolicy
+from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.free_places import FreePlaces
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.reuse import Reuse
@@ -38,7 +38,7 @@ class MovingBorder:
     Args:
         layout: Slabs of the arena.
         index: Index of the cached blocks.
-        policy: Order of the evictable blocks.
+        unused: Order of the evictable blocks.
         evict_blocks: Function that evicts up to a number of blocks with priorities up to a limit.
         reuse: Shares of blocks and snapshots that are used again.
     """
@@ -47,7 +47,7 @@ class MovingBorder:
         self,
         layout: SlabLayout,
         index: BlockIndex,
-        policy: EvictionPolicy,
+        unused: LeafFirstLru,
         evict_blocks: Callable[[int, float], None],
         reuse: Reuse,
     ) -> None:
@@ -55,7 +55,7 @@ class MovingBorder:
         self.pool = BlockPool(layout.blocks, self.arena.blocks)
         self.states: StateIndex  # set by the cache, which makes it
         self.reuse = reuse
-        self._index, self._policy, self._evict_blocks = index, policy, evict_blocks
+        self._index, self._unused, self._evict_blocks = index, unused, evict_blocks
         self._moved: dict[BlockId, BlockId] = {}  # new place -> old place, since `take_moves`
 
     @property
@@ -67,7 +67,7 @@ class MovingBorder:
     def obtainable_from_blocks(self) -> int:
         """Number of slots that slabs of unused blocks would make room for."""
         layout = self.arena.layout
-        return (self.arena.blocks.typed_count + len(self._policy)) // layout.blocks_per_slab * layout.snapshots_per_slab
+        return (self.arena.blocks.typed_count + len(self._unused)) // layout.blocks_per_slab * layout.snapshots_per_slab
 
     @property
     def obtainable_from_snapshots(self) -> int:
@@ -90,7 +90,7 @@ class MovingBorder:
     def make_blocks(self, count: int) -> None:
         """Evict at most `count` blocks, or a snapshot, and free a slab of slots if there are enough."""
         priority = self._next_snapshot() if self.arena.slots.unpinned_count else math.inf
-        if self._policy.next_priority() <= priority:
+        if self._unused.next_priority() <= priority:
             self._evict_blocks(count, priority)
             return
         self.states.evict(MAY_TAKE[Rank.ORDINARY])
@@ -107,7 +107,7 @@ class MovingBorder:
             priority = self._next_snapshot()
             if free >= per_slab and priority > -math.inf:
                 self._empty_slab()
-            elif free + len(self._policy) >= per_slab and self._policy.next_priority() <= priority:
+            elif free + len(self._unused) >= per_slab and self._unused.next_priority() <= priority:
                 self._evict_blocks(per_slab - free, priority)
             elif not self.states.evict(MAY_TAKE[Rank.ORDINARY]):
                 return False
@@ -132,8 +132,8 @@ class MovingBorder:
         for old, new in self.arena.blocks.evacuate():
             self._moved[new] = self._moved.pop(old, old)
             self._index.move(old, new)
-            if old in self._policy:
-                self._policy.move(old, new)
+            if old in self._unused:
+                self._unused.move(old, new)
             self.pool.move(old, new)
 
     def take_moves(self) -> dict[BlockId, BlockId]:

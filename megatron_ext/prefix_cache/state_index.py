@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, KeysView, Sequence
+from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from megatron_ext.prefix_cache.free_places import FreePlaces, Stack
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.opportunistic import OpportunisticFirst, OpportunisticUse
-from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, LruSnapshots, Rank, SnapshotOrder
+from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
 
 SlotId = NewType("SlotId", int)
 
@@ -76,22 +76,38 @@ class SnapshotListener(Protocol):
         """Take note that the next snapshot of the same request replaces this one unless it was consumed."""
 
 
+@dataclass
+class OpportunisticUse:
+    """Counts of opportunistic snapshots by outcome.
+
+    Attributes:
+        taken: Snapshots written.
+        consumed: Snapshots that a request resumed from, which made them ordinary ones.
+        given_up: Snapshots gone before that: for want of a slot, with their block, for a requested snapshot of the
+            same states, or by a reset.
+    """
+
+    taken: int = 0
+    consumed: int = 0
+    given_up: int = 0
+
+
 class StateIndex:
     """Slots of the snapshot pool; a snapshot's key is the hash of the block at whose end it was taken.
 
     A slot is free, *reserved* (an in-flight step is writing it, and no request can find it) or *visible*. `order`
-    decides which visible snapshot is evicted first: by default the one consumed longest ago (HY-5). A restore copies
-    its slot before the step's forward writes any, so a slot can be given up as soon as it is consumed.
+    decides which visible snapshot is evicted first: the one consumed longest ago (HY-5). A restore copies its slot
+    before the step's forward writes any, so a slot can be given up as soon as it is consumed.
 
     Snapshots taken in decode are *optional* until a request consumes them: they take only free slots and each other's,
     and are evicted before any other, so that they never cost a snapshot of prefill. *Opportunistic* snapshots, which
-    no request asked for, take free slots only, and are evicted before even those; see `opportunistic.py`. The counts of
-    snapshots taken, present and evicted leave them out until they are consumed; they have counts of their own
-    (`opportunistic`).
+    no request asked for, are left by a long prefill on its way, in case another request diverges from it there (SI-1).
+    They take free slots only, and are evicted before even those. The counts of snapshots taken, present and evicted
+    leave them out until they are consumed; they have counts of their own (`opportunistic`).
 
     Args:
         total: Number of slots: 0 .. total - 1, until some are exchanged for others.
-        order: Empty eviction order for visible snapshots that are not opportunistic; None for LRU.
+        order: Empty eviction order; None for one with a clock of its own.
         listener: Callbacks for each snapshot that is stored, removed, displaced or replaced.
         memory: Memory that the slots share with blocks: a slot is there only while its slab holds snapshots. None if
             all slots are always there.
@@ -107,7 +123,7 @@ class StateIndex:
         self.total = total
         self.slots = set(map(SlotId, range(total)))
         self._listener = listener
-        self._order = OpportunisticFirst(LruSnapshots() if order is None else order)
+        self._order = SnapshotOrder() if order is None else order
         self._memory = memory
         self._free: FreePlaces[SlotId] = Stack(sorted(self.slots)) if memory is None else memory.free_slots
         self._visible: dict[BlockHash, SlotId] = {}
@@ -122,12 +138,12 @@ class StateIndex:
     @property
     def used_count(self) -> int:
         """Slots with a visible snapshot that is not opportunistic."""
-        return len(self._visible) - self._order.opportunistic_count
+        return len(self._visible) - self.used_provisional_count
 
     @property
     def used_provisional_count(self) -> int:
         """Slots with a visible snapshot that is opportunistic."""
-        return self._order.opportunistic_count
+        return self._order.count(Rank.OPPORTUNISTIC)
 
     @property
     def opportunistic_count(self) -> int:
@@ -170,7 +186,7 @@ class StateIndex:
 
     def by_priority(self) -> list[BlockHash]:
         """Return the keys of the visible snapshots, the first to evict at the start."""
-        return self._order.by_priority()
+        return list(self._order)
 
     def is_reserved(self, block_hash: BlockHash) -> bool:
         """Return whether a snapshot of `block_hash` is being taken."""
@@ -229,32 +245,28 @@ class StateIndex:
 
         Those that are not ordinary have the lowest priority of all; infinity if there is no snapshot.
         """
-        for rank in MAY_TAKE[Rank.ORDINARY]:
-            first = self._order.first(rank)
-            if first is not None:
-                return (first[0] if rank is Rank.ORDINARY else -math.inf), first[1]
-        return math.inf, None
+        victim = self._order.oldest(MAY_TAKE[Rank.ORDINARY])
+        return (math.inf, None) if victim is None else (self._order.priority(victim), victim)
 
     def touch(self, block_hash: BlockHash) -> None:
         """Note that a request that resumed from a snapshot, or took it, has just ended or still runs."""
         if self._order.rank(block_hash) is Rank.ORDINARY:
-            self._order.touch(block_hash)
+            self._order.use(block_hash)
 
     def evict(self, ranks: Sequence[Rank]) -> bool:
         """Evict the next snapshot of the first of `ranks` that has any; return whether there was one."""
-        opportunistic = self._order.opportunistic_count
-        victim = self._order.evict(ranks)
+        victim = self._order.oldest(ranks)
         if victim is None:
             return False
-        if self._order.opportunistic_count < opportunistic:  # the victim was opportunistic
-            self._leave(victim)
-            self.opportunistic.given_up += 1
-        else:
-            if self._listener is not None:
-                self._listener.on_snapshot_evicted(victim, self._visible[victim])
-            self._leave(victim)
-            self._note_displaced(victim)
-            self.evicted += 1
+        if self.is_provisional(victim):
+            self.drop(victim)
+            return True
+        self._order.remove(victim)
+        if self._listener is not None:
+            self._listener.on_snapshot_evicted(victim, self._visible[victim])
+        self._leave(victim)
+        self._note_displaced(victim)
+        self.evicted += 1
         return True
 
     def move(self, old: SlotId, new: SlotId) -> None:
@@ -327,7 +339,7 @@ class StateIndex:
         self._free.give([slot])
 
     def drop(self, block_hash: BlockHash) -> None:
-        """Drop the visible snapshot of `block_hash`, if any: its block is no longer cached."""
+        """Drop the visible snapshot of `block_hash`, if any, which then does not count as evicted."""
         if block_hash in self._visible:
             self.opportunistic.given_up += self.is_provisional(block_hash)
             self._order.remove(block_hash)
@@ -354,7 +366,7 @@ class StateIndex:
             self._free.give([*self._visible.values(), *(slot for slot, _ in self._reserved.values())])
         self._visible.clear()
         self._in_slot.clear()
-        self.opportunistic.given_up += self._order.opportunistic_count
+        self.opportunistic.given_up += self.used_provisional_count
         self._order.clear()
         self._reserved.clear()
 
@@ -373,7 +385,6 @@ class StateIndex:
         assert not self._visible.keys() & self._reserved.keys(), "a visible snapshot is being taken again"
         assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"
         self._order.check()
-        use = self.opportunistic
-        unused = self._order.opportunistic_count
+        use, unused = self.opportunistic, self.used_provisional_count
         assert use.taken == use.consumed + use.given_up + unused, "a provisional snapshot was lost count of"
         assert self._visible.keys() <= set(cached), "a snapshot outlives its block"

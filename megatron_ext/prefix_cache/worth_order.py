@@ -6,23 +6,23 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.eviction import EvictionPolicy
+from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 
 
 def by_worth(
-    index: BlockIndex, policy: EvictionPolicy, snapshots: Sequence[BlockHash]
+    index: BlockIndex, unused: LeafFirstLru, snapshots: Sequence[BlockHash]
 ) -> Iterator[tuple[BlockHash, bool]]:
     """Yield cached blocks, and True with that of a snapshot; see `PrefixCache.by_worth`.
 
     Args:
         index: Index of the cached blocks.
-        policy: Order of those that no request uses.
+        unused: Blocks that no request uses.
         snapshots: Snapshots, the one worth most first.
     """
     yielded: set[BlockHash] = set()
-    in_use = [block for block in index if block not in policy]
-    blocks = [index.hash_of(block) for block in (*in_use, *reversed(policy.by_priority()))]
+    in_use = [block for block in index if block not in unused]
+    blocks = [index.hash_of(block) for block in (*in_use, *reversed(list(unused)))]
     for ends, has_snapshot in ((snapshots, True), (blocks, False)):
         for end in ends:
             chain = takewhile(lambda one: one not in yielded, (end, *index.ancestors(end)))

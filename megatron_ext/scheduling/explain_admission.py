@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from array import array
 
-from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
@@ -76,9 +75,7 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     gone = cache.ghosts.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
     if gone is None:
         return dataclasses.replace(blank, reason=Why.NO_SNAPSHOT.value)
-    # Slots can be counted if snapshots go in the order of their last use, and for no block.
-    are_ordered = cache.policy_name is not EvictionPolicyName.FLOPS and cache.border is None
-    short = gone.slots_short if are_ordered else None
+    short = gone.slots_short if cache.border is None else None  # else snapshots go for blocks, too
     return dataclasses.replace(blank, reason=Why.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
 
 

@@ -64,7 +64,7 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.cache = PrefixCache(
-            limits.total_blocks, policy, slots, limits.costs, keeps_tokens=limits.keeps_tokens, slabs=limits.slabs
+            limits.total_blocks, policy, slots, keeps_tokens=limits.keeps_tokens, slabs=limits.slabs
         )
         self.queues = Queues(pins=self.cache)
         self.pending_blocks = PendingBlocks()

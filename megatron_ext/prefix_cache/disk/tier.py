@@ -5,7 +5,7 @@ several ranks each has a tier with its part of the entries, and only the one tha
 is complete when all of them have read their parts, and an entry that one of them lacks is dropped by all (`agree`).
 
 Whatever leaves memory is written. Entries leave memory in the order of its policy, and the priority at which they
-leave only grows (`lru`: a time, `flops`: the age), so the one that left memory first is the first to leave the disk.
+leave is a time, which only grows, so the one that left memory first is the first to leave the disk.
 """
 
 from __future__ import annotations

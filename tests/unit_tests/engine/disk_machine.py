@@ -175,10 +175,9 @@ class DiskMachine(RuleBasedStateMachine):
         )
         self.rng = random.Random(data.draw(st.integers(0, 2**16), "disk"))
         self.quickness = data.draw(st.sampled_from([0.4, 1.0, 0.0]), "quickness")  # chance that a load ends in a step
-        policy = data.draw(st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS]), "policy")
         slots = data.draw(st.integers(1, 4), "slots") if kind == "hybrid" else None
         self.has_states = kind != "attention"
-        self.scheduler = Scheduler(self.limits, policy, b"model", slots)
+        self.scheduler = Scheduler(self.limits, EvictionPolicyName.LRU, b"model", slots)
         self.memory, self.disk = FakeMemory(layout), FakeDisk()
         sizes = EntrySizes((8,), (8,) if self.has_states else None)
         self.tier = DiskTier(self.disk, sizes, self.copy, lambda: self.now, PATIENCE)

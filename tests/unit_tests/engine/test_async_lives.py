@@ -165,7 +165,7 @@ LIVES = [
     {"async_states": 0},
     {"async_states": 1, "slots": 6},
     {"policy": EvictionPolicyName.REF_ZERO, "total_blocks": 30, "explains": True},
-    {"policy": EvictionPolicyName.FLOPS, "total_blocks": 36, "slots": 5},
+    {"total_blocks": 36, "slots": 5, "explains": True},
     {"policy": None, "total_blocks": 24, "paused_blocks": 6},
     {"slots": 4, "aligned_chunks": True, "max_requests": 6, "max_tokens": 16},
     {"slots": 7, "max_tokens": 10, "async_states": 4, "max_prefills": 1},

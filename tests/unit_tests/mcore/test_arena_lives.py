@@ -64,7 +64,7 @@ def tiny(source: random.Random) -> dict[str, object]:
 
 def cache_of(source: random.Random) -> CacheConfig:
     return CacheConfig(
-        eviction_policy=source.choice(["lru", "flops", "ref_zero"]),
+        eviction_policy=source.choice(["lru", "ref_zero"]),
         snapshot_mode=source.choice(["kernel", "align"]),
         prefix_cache_log_probs=True,
     )

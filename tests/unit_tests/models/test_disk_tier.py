@@ -27,8 +27,7 @@ SMALL = {"block_count": 14}
 PATIENT = {"prefix_cache_load_seconds": PATIENCE}
 SMALL_ARENA = {"block_count": None, "buffer_size_gb": 0.0003}
 KINDS = ["hybrid", "attention_only", "attention_free", "mamba1", "gated_delta_net", "short_conv", "side_by_side"]
-CASES = [(kind, policy) for kind in KINDS for policy in ("lru", "flops")]
-QUICK = [("hybrid", "lru"), ("hybrid", "flops"), ("attention_only", "lru"), ("attention_free", "flops")]
+QUICK = ["hybrid", "attention_only", "attention_free"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +61,15 @@ def settle(driver: Driver) -> None:
     assert is_done.wait(PATIENCE)
 
 
-def small(get_driver: GetDriver, directory: Path, kind: str = "hybrid", policy: str = "lru", **cache: object) -> Driver:
-    settings = {"eviction_policy": policy, "snapshot_slots": 4} | PATIENT | cache
+def small(get_driver: GetDriver, directory: Path, kind: str = "hybrid", **cache: object) -> Driver:
+    settings = {"snapshot_slots": 4} | PATIENT | cache
     return started(get_driver, directory, kind, cache=settings, **SMALL)
 
 
-@pytest.mark.parametrize(("kind", "policy"), long_except(QUICK, CASES))
-def test_what_was_evicted_comes_back_from_disk(get_driver, tmp_path, kind, policy):
+@pytest.mark.parametrize("kind", long_except(QUICK, KINDS))
+def test_what_was_evicted_comes_back_from_disk(get_driver, tmp_path, kind):
     """EX-11: the skipped count is that of a hit in memory, tokens and log-probs those of a cold run."""
-    driver = small(get_driver, tmp_path / "cache", kind, policy)
+    driver = small(get_driver, tmp_path / "cache", kind)
     prompt = make_prompt(120)
     tokens, log_probs, skipped = serve(driver, prompt)
     assert skipped == 0
@@ -175,10 +174,9 @@ def test_the_end_of_a_prefix_on_disk_continues_its_start_in_memory(get_driver, t
     driver.engine.close()
 
 
-@pytest.mark.parametrize("policy", ["lru", "flops"])
-def test_what_left_memory_first_leaves_the_disk_first(get_driver, tmp_path, monkeypatch, policy):
+def test_what_left_memory_first_leaves_the_disk_first(get_driver, tmp_path, monkeypatch):
     """EX-11: so the order on disk is that of the policy in memory."""
-    driver = small(get_driver, tmp_path / "cache", policy=policy, prefix_cache_disk_gb=0.0003)
+    driver = small(get_driver, tmp_path / "cache", prefix_cache_disk_gb=0.0003)
     tier, left = driver.engine.core.disk.tier, {}
     take = tier.on_evicted
 

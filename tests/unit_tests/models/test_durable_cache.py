@@ -77,27 +77,22 @@ def served(driver: Driver) -> tuple[list[tuple[int, ...]], list[float], list[int
 
 
 KINDS = ["hybrid", "attention_only", "attention_free", "mamba1", "gated_delta_net", "short_conv", "side_by_side"]
-CASES = [(kind, is_shared, policy) for kind in KINDS for is_shared in (False, True) for policy in ("lru", "flops")]
-QUICK = [
-    ("hybrid", False, "lru"),
-    ("hybrid", True, "flops"),
-    ("attention_only", False, "lru"),
-    ("attention_free", False, "flops"),
-]
-LONG = [  # each kind, layout and policy; the rest is for soak tests
-    ("attention_only", True, "flops"),
-    ("attention_free", True, "lru"),
-    ("mamba1", False, "flops"),
-    ("gated_delta_net", True, "lru"),
-    ("short_conv", True, "flops"),
-    ("side_by_side", False, "lru"),
+CASES = [(kind, is_shared) for kind in KINDS for is_shared in (False, True)]
+QUICK = [("hybrid", False), ("hybrid", True), ("attention_only", False), ("attention_free", False)]
+LONG = [  # each kind and layout; the rest is for soak tests
+    ("attention_only", True),
+    ("attention_free", True),
+    ("mamba1", False),
+    ("gated_delta_net", True),
+    ("short_conv", True),
+    ("side_by_side", False),
 ]
 
 
-@pytest.mark.parametrize(("kind", "is_shared", "policy"), long_except(QUICK, CASES, LONG))
-def test_a_restart_finds_what_was_cached(get_driver, tmp_path, kind, is_shared, policy):
+@pytest.mark.parametrize(("kind", "is_shared"), long_except(QUICK, CASES, LONG))
+def test_a_restart_finds_what_was_cached(get_driver, tmp_path, kind, is_shared):
     """DC-1: the first requests after a restart skip what the last ones before it skipped."""
-    cache = {"eviction_policy": policy, "snapshot_slots": None if is_shared else 40}
+    cache = {"snapshot_slots": None if is_shared else 40}
     memory = ARENA if is_shared else FIXED
     driver = started(get_driver, tmp_path / "cache", kind, cache=cache, **memory)
     tokens, log_probs, _ = served(driver)

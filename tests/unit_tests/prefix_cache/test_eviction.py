@@ -1,73 +1,68 @@
-"""KV-4: contract of every policy, and the additional guarantees of each."""
+"""KV-4: eviction order of blocks that no request uses."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import EvictionPolicyName
-from megatron_ext.config.costs import EntryCosts
-from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.eviction import EvictionPolicy, LeafFirstLru, RefZero, build_policies
+from megatron_ext.prefix_cache.eviction import LeafFirstLru
 
 
-def build_policy(name: EvictionPolicyName) -> EvictionPolicy:
-    """A fresh one, for a sequence of the blocks 2, 1, 3."""
-    index = BlockIndex()
-    index.add([b"a", b"b", b"c"], [2, 1, 3], None)
-    return build_policies(name, index, EntryCosts()).blocks
+def test_evictable_blocks_are_counted_listed_and_evicted_once():
+    order = LeafFirstLru()
+    order.hold([3, 1, 2])
+    assert len(order) == 3
+    assert list(order) == [3, 1, 2]
+    assert all(block in order for block in (3, 1, 2))
+    assert [*order.evict(1), *order.evict(2)] == [3, 1, 2]
+    assert len(order) == 0
 
 
-@pytest.mark.parametrize("name", list(EvictionPolicyName))
-class TestContract:
-    """Contract on which the cache relies."""
-
-    def test_evictable_blocks_are_counted_listed_and_evicted_once(self, name):
-        policy = build_policy(name)
-        kept = [3, 1, 2]
-        policy.hold(kept)
-        assert len(policy) == len(kept)
-        assert set(policy) == set(kept)
-        assert all(block in policy for block in kept)
-        assert sorted([*policy.evict(1), *policy.evict(2)]) == sorted(kept)
-        assert len(policy) == 0
-
-    def test_reused_blocks_are_not_evicted(self, name):
-        policy = build_policy(name)
-        policy.hold([3, 1, 2])
-        policy.reuse([2, 1])
-        assert list(policy) == [3]
-        policy.check()
-        policy.reuse([3])
-        policy.check()
-        policy.hold([3])
-        assert policy.evict(1) == [3]
-
-    def test_clear(self, name):
-        policy = build_policy(name)
-        policy.hold([1])
-        policy.clear()
-        assert len(policy) == 0
-
-    def test_nothing_to_evict_is_a_mistake_of_ours(self, name):
-        with pytest.raises((AssertionError, KeyError)):
-            build_policy(name).evict(1)
+def test_reused_blocks_are_not_evicted():
+    order = LeafFirstLru()
+    order.hold([3, 1, 2])
+    order.take_out([2, 1])
+    assert list(order) == [3]
+    order.check()
+    order.take_out([3])
+    order.check()
+    order.hold([3])
+    assert order.evict(1) == [3]
 
 
-def test_lru_evicts_in_the_order_in_which_they_were_left():
-    policy = LeafFirstLru()
-    policy.hold([5, 2, 9])
-    policy.reuse([5])
-    policy.hold([5])
-    assert policy.evict(3) == [2, 9, 5]
+def test_blocks_go_in_the_order_in_which_they_were_left():
+    order = LeafFirstLru()
+    order.hold([5, 2, 9])
+    order.take_out([5])
+    order.hold([5])
+    order.move(9, 7)
+    assert order.evict(3) == [2, 7, 5]
+
+
+def test_none_goes_that_was_left_after_a_time():
+    order = LeafFirstLru(iter([4, 6, 8]))
+    order.hold([1, 2, 3])
+    assert order.next_priority() == 4
+    assert order.evict(3, 6) == [1, 2]
+    assert order.evict(3, 7) == []
+    assert order.next_priority() == 8
+    order.check()
+
+
+def test_clear():
+    order = LeafFirstLru()
+    order.hold([1])
+    order.clear()
+    assert len(order) == 0
+    assert order.next_priority() == float("inf")
+
+
+def test_nothing_to_evict_is_a_mistake_of_ours():
+    with pytest.raises(KeyError):
+        LeafFirstLru().evict(1)
 
 
 def test_no_block_is_left_twice():
-    policy = LeafFirstLru()
-    policy.hold([5, 2])
+    order = LeafFirstLru()
+    order.hold([5, 2])
     with pytest.raises(AssertionError, match="twice"):
-        policy.hold([1, 2])
-
-
-def test_ref_zero_keeps_only_blocks_with_waiting_requests():
-    assert LeafFirstLru.keeps_unused
-    assert not RefZero.keeps_unused
+        order.hold([1, 2])

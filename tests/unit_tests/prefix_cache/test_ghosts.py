@@ -13,13 +13,13 @@ from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=4, max_size=20)
-POLICIES = st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS])
+LRU = EvictionPolicyName.LRU
 
 
-def scheduler_of(blocks: int, policy: EvictionPolicyName, slots: int | None) -> Scheduler:
+def scheduler_of(blocks: int, slots: int | None) -> Scheduler:
     """Scheduler without opportunistic checkpoints; a checkpoint not taken, or given up, is not lost."""
     asked_for = OpportunisticRules(max_slots=0)
-    return Scheduler(make_limits(block_size=2, total_blocks=blocks, opportunistic=asked_for), policy, b"model", slots)
+    return Scheduler(make_limits(block_size=2, total_blocks=blocks, opportunistic=asked_for), LRU, b"model", slots)
 
 
 def serve(scheduler: Scheduler, prompts: list[list[int]]) -> list[tuple[int, int]]:
@@ -42,18 +42,18 @@ def assert_lost_is_the_difference(prompts: list[list[int]], few: Scheduler, many
 
 
 @settings(max_examples=60, deadline=None)
-@given(PROMPTS, POLICIES)
-def test_lost_to_blocks(prompts: list[list[int]], policy: EvictionPolicyName):
-    few, many = scheduler_of(7, policy, None), scheduler_of(500, policy, None)
+@given(PROMPTS)
+def test_lost_to_blocks(prompts: list[list[int]]):
+    few, many = scheduler_of(7, None), scheduler_of(500, None)
     assert_lost_is_the_difference(prompts, few, many)
     assert few.counters.lost_slot_tokens == 0
     assert many.counters.lost_requests == 0
 
 
 @settings(max_examples=60, deadline=None)
-@given(PROMPTS, POLICIES, st.integers(1, 3))
-def test_lost_to_slots(prompts: list[list[int]], policy: EvictionPolicyName, slots: int):
-    few, many = scheduler_of(500, policy, slots), scheduler_of(500, policy, 500)
+@given(PROMPTS, st.integers(1, 3))
+def test_lost_to_slots(prompts: list[list[int]], slots: int):
+    few, many = scheduler_of(500, slots), scheduler_of(500, 500)
     assert_lost_is_the_difference(prompts, few, many)
     assert few.counters.lost_block_tokens == 0
 
@@ -61,13 +61,12 @@ def test_lost_to_slots(prompts: list[list[int]], policy: EvictionPolicyName, slo
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Ghosts, "on_blocks_removed", lambda self, block_hashes: None)
     prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
-    lru = EvictionPolicyName.LRU
     with pytest.raises(AssertionError):
-        assert_lost_is_the_difference(prompts, scheduler_of(7, lru, None), scheduler_of(500, lru, None))
+        assert_lost_is_the_difference(prompts, scheduler_of(7, None), scheduler_of(500, None))
 
 
 def test_how_long_ago():
-    scheduler = scheduler_of(7, EvictionPolicyName.LRU, None)
+    scheduler = scheduler_of(7, None)
     prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
     assert [lost for _, lost in serve(scheduler, prompts)] == [0, 0, 0, 3]
     assert (scheduler.counters.lost_requests, scheduler.counters.lost_ago) == (1, 1)
@@ -76,7 +75,7 @@ def test_how_long_ago():
 def test_nothing_is_looked_up_while_nothing_is_gone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Ghosts, "_lost", None)
     monkeypatch.setattr(Ghosts, "_resume", None)
-    serve(scheduler_of(500, EvictionPolicyName.LRU, 500), [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]])
+    serve(scheduler_of(500, 500), [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]])
 
 
 def test_only_so_much_is_remembered():
@@ -105,7 +104,7 @@ def test_slots_that_were_missing():
 
 def test_a_reset_loses_nothing_for_want_of_memory():
     """EX-4."""
-    scheduler = scheduler_of(7, EvictionPolicyName.LRU, None)
+    scheduler = scheduler_of(7, None)
     serve(scheduler, [[1, 1, 1, 1], [0] * 12, [0, 1] * 6])
     scheduler.reset_prefix_cache()
     assert serve(scheduler, [[1, 1, 1, 1]]) == [(0, 0)]

@@ -7,7 +7,6 @@ a table names it, and a key is being computed if some running request has yet to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ext.config import EvictionPolicyName
@@ -71,7 +70,6 @@ class World:
         self.cached: dict[Key, int] = {}
         self.left_at: dict[Key, int] = {}  # cached, not in use: when the last owner left
         self.evicted = 0
-        self.is_gone: Callable[[Key], bool] | None = None  # under flops, whose choice is believed if it is a leaf
         self.era = 0
         self._clock = self._next_block = 0
 
@@ -124,9 +122,6 @@ class World:
     def _evict(self) -> None:
         leaves = [key for key in self.left_at if not self._has_child(key)]
         assert leaves, "a block is taken that is not there"
-        if self.policy is EvictionPolicyName.FLOPS:
-            leaves = [key for key in leaves if self.is_gone(key)]
-            assert leaves, "a block stays that has to go, or one went before those that continue it"
         oldest = min(leaves, key=lambda key: (self.left_at[key], -len(key[1])))
         del self.left_at[oldest], self.cached[oldest]
         self.evicted += 1

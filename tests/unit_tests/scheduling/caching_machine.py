@@ -59,7 +59,6 @@ class CachingMachine(RuleBasedStateMachine):
         slots = data.draw(self.slot_counts, "slots")
         self.scheduler = Scheduler(self.limits, policy, b"model", slots)
         self.world = World(self.limits.block_size, self.limits.total_blocks, policy)
-        self.world.is_gone = lambda key: self.scheduler.cache._index.find(self.block_hashes[key]) is None
         self.memory = Memory(self.limits.block_size)
         self.hits = self.matched = self.waits = self.preemptions = self.pauses = 0
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from megatron_ext.prefix_cache import matching
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
+from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.scheduling import cache_keys, planner, scheduler
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.chunk import Chunk
@@ -73,7 +73,13 @@ def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ref_zero_keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RefZero, "keeps_unused", True)
+    begin = PrefixCache.__init__
+
+    def keep_unused(self: PrefixCache, *arguments: object, **options: object) -> None:
+        begin(self, *arguments, **options)
+        self._keeps_unused = True
+
+    monkeypatch.setattr(PrefixCache, "__init__", keep_unused)
 
 
 def swaps_duplicates_and_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +107,7 @@ def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def stretch(self: PrefixCache, block_hashes: Sequence[bytes]) -> list[BlockId]:
         blocks = match(self, block_hashes)
-        stranger = next((block for block in self._policy if block not in blocks), None)
+        stranger = next((block for block in self._unused if block not in blocks), None)
         return [*blocks, stranger] if stranger is not None and len(blocks) < len(block_hashes) else blocks
 
     monkeypatch.setattr(PrefixCache, "match", stretch)

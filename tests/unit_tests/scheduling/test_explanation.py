@@ -101,14 +101,6 @@ class TestReasons:
         assert last_of(2 + short).reason == "skipped_all"
         assert last_of(2 + short - 1).slots_short == 1
 
-    def test_slots_are_not_counted_where_something_else_than_use_decides(self):
-        scheduler = make_scheduler(slots=1, policy=EvictionPolicyName.FLOPS)
-        for seed in (0, 1, 2):
-            serve(scheduler, text_of(seed, 10))
-        _, said = serve(scheduler, text_of(0, 10))
-        assert (said.reason, said.slots_short) == ("snapshot_given_up", None)
-        assert "to free memory" in said.text()
-
     def test_slots_are_not_counted_where_blocks_take_their_place(self):
         """KV-7: in a shared memory more slots alone would have kept nothing."""
         layout = SlabLayout(8, 2, 1)

@@ -1,14 +1,16 @@
 """Random requests to a model whose blocks and snapshots share one memory, checked by contents.
 
-The machine is that of hybrid models. It takes from the scheduler which cached blocks go, and checks that only unused
-ones do, each after those that continue it. Blocks and slots lose their contents when their slab changes its type, and
-are copied only as the step's message says.
+The machine is that of hybrid models. It takes from the scheduler how many cached blocks go, and checks that these are
+unused ones, each after those that continue it and after older ones. Blocks and slots lose their contents when their
+slab changes its type, and are copied only as the step's message says.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -22,7 +24,7 @@ from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import make_limits, request_of, step
-from tests.unit_tests.scheduling.cache_model import Memory, Owner, World
+from tests.unit_tests.scheduling.cache_model import Key, Memory, Owner, World
 from tests.unit_tests.scheduling.test_hybrid_machine import COMMON, HybridMachine
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -32,6 +34,7 @@ class SlabWorld(World):
     """World in which the scheduler chooses what is evicted."""
 
     scheduler: Scheduler
+    is_gone: Callable[[Key], bool]
 
     @property
     def available(self) -> int:
@@ -42,10 +45,13 @@ class SlabWorld(World):
         self._next_block += count
 
     def follow_evictions(self) -> None:
-        for key in [key for key in self.cached if self.is_gone(key)]:
-            assert key in self.left_at, "a block is evicted that is in use"
-            del self.left_at[key], self.cached[key]
-            self.evicted += 1
+        gone = [key for key in self.cached if self.is_gone(key)]
+        assert self.left_at.keys() >= set(gone), "a block is evicted that is in use"
+        times = [self.left_at.pop(key) for key in gone]
+        assert max(times, default=0) <= min(self.left_at.values(), default=math.inf), "a block goes before an older one"
+        for key in gone:
+            del self.cached[key]
+        self.evicted += len(gone)
         assert all(key[1][: -self.size] in self.starts(key[0]) for key in self.cached), "evicted before its children"
 
     def starts(self, salt: str | None) -> set[tuple[int, ...]]:
@@ -65,9 +71,8 @@ class SlabMachine(HybridMachine):
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         self.limits = self.draw_limits(data)
-        policy = data.draw(st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS]), "policy")
-        self.scheduler = Scheduler(self.limits, policy, b"model")
-        self.world = SlabWorld(self.limits.block_size, self.limits.total_blocks, policy)
+        self.scheduler = Scheduler(self.limits, EvictionPolicyName.LRU, b"model")
+        self.world = SlabWorld(self.limits.block_size, self.limits.total_blocks, EvictionPolicyName.LRU)
         self.world.scheduler = self.scheduler
         self.world.is_gone = lambda key: self.scheduler.cache._index.find(self.block_hashes[key]) is None
         self.memory = Memory(self.limits.block_size)

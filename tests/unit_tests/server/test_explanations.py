@@ -266,10 +266,10 @@ class TestTheRecentPast:
         state = {
             "costs": costs,
             "geometry": {"snapshot_slots": 4, "blocks": 10},
-            "settings": {"policy": "flops", "mode": "align", **names},
+            "settings": {"policy": "ref_zero", "mode": "align", **names},
         }
         found = described(state, [])
-        assert (found.settings.policy, found.settings.mode, found.settings.state_share) == ("flops", "align", 1 / 11)
+        assert (found.settings.policy, found.settings.mode, found.settings.state_share) == ("ref_zero", "align", 1 / 11)
         assert found.model.costs(64).block_bytes == 640
         assert found.batch.max_requests == 2
 

@@ -7,23 +7,19 @@ import random
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.opportunistic import OpportunisticFirst
-from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank
+from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 
 ON, OFF = OpportunisticRules(), OpportunisticRules(max_slots=0)
-EVICTIONS = (EvictionPolicyName.LRU, EvictionPolicyName.FLOPS)
 
 
-def make_scheduler(
-    slots: int, rules: OpportunisticRules = ON, policy: EvictionPolicyName = EVICTIONS[0], **limits: object
-) -> Scheduler:
+def make_scheduler(slots: int, rules: OpportunisticRules = ON, **limits: object) -> Scheduler:
     """Scheduler with blocks of 64 tokens, whose steps hold every prompt whole."""
     sizes = {"block_size": 64, "total_blocks": 1600, "max_tokens": 80_000, "max_sequence_length": 80_000}
-    return Scheduler(make_limits(**{"opportunistic": rules} | sizes | limits), policy, b"model", slots)
+    return Scheduler(make_limits(**{"opportunistic": rules} | sizes | limits), EvictionPolicyName.LRU, b"model", slots)
 
 
 class Users:
@@ -49,16 +45,15 @@ class Users:
         return [self.ask([*prefix, *self.tokens(own)]).skipped_prefill_tokens for _ in range(3)]
 
 
-@pytest.mark.parametrize("policy", EVICTIONS)
 @pytest.mark.parametrize(("shared", "slots", "least"), [(2048, 40, 1792), (8192, 64, 7168), (2000, 40, 1744)])
 @pytest.mark.parametrize("max_tokens", [80_000, 700])
-def test_the_second_sighting_hits(shared: int, slots: int, least: int, policy: EvictionPolicyName, max_tokens: int):
+def test_the_second_sighting_hits(shared: int, slots: int, least: int, max_tokens: int):
     """SI-1, EX-9: the third skips all that blocks can, as ever; cut into chunks or not."""
-    first, second, third = Users(make_scheduler(slots, policy=policy, max_tokens=max_tokens)).sightings(shared)
+    first, second, third = Users(make_scheduler(slots, max_tokens=max_tokens)).sightings(shared)
     assert first == 0
     assert second >= least
     assert third == shared // 64 * 64
-    off = make_scheduler(slots, OFF, policy, max_tokens=max_tokens)
+    off = make_scheduler(slots, OFF, max_tokens=max_tokens)
     assert Users(off).sightings(shared) == [0, 0, shared // 64 * 64]
 
 
@@ -90,9 +85,9 @@ def others(scheduler: Scheduler) -> set[bytes]:
 ASKED = ("snapshots_taken", "snapshots_skipped", "snapshots_replaced", "slots_used", "slots_evicted", "blocks_evicted")
 
 
-def unique_lives(policy: EvictionPolicyName, slots: int, rules: OpportunisticRules, seed: int) -> list[object]:
+def unique_lives(slots: int, rules: OpportunisticRules, seed: int) -> list[object]:
     """Snapshots kept after each of many prompts; some prompts repeat at once, some later and then read nothing."""
-    scheduler = make_scheduler(slots, rules, policy, total_blocks=120, block_size=4, max_tokens=64)
+    scheduler = make_scheduler(slots, rules, total_blocks=120, block_size=4, max_tokens=64)
     users, seen, asked = Users(scheduler, seed), [], []
     for _ in range(30):
         kind = users.source.choice(["new", "new", "at once", "later"]) if asked else "new"
@@ -110,36 +105,31 @@ def unique_lives(policy: EvictionPolicyName, slots: int, rules: OpportunisticRul
     return seen
 
 
-@pytest.mark.parametrize("policy", EVICTIONS)
 @pytest.mark.parametrize("slots", [3, 12, 60])
-def test_unused_ones_change_nothing_else(policy: EvictionPolicyName, slots: int):
+def test_unused_ones_change_nothing_else(slots: int):
     """Prompts that repeat at once resume at their end, where states were requested."""
     rules = OpportunisticRules(spacing=2)
     for seed in range(3):
-        assert unique_lives(policy, slots, rules, seed) == unique_lives(policy, slots, OFF, seed)
+        assert unique_lives(slots, rules, seed) == unique_lives(slots, OFF, seed)
 
 
-@pytest.mark.parametrize("policy", EVICTIONS)
-def test_the_twin_tells_a_guess_that_displaces(policy: EvictionPolicyName, monkeypatch: pytest.MonkeyPatch):
+def test_the_twin_tells_a_guess_that_displaces(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(MAY_TAKE, Rank.OPPORTUNISTIC, (Rank.OPPORTUNISTIC, Rank.OPTIONAL, Rank.ORDINARY))
     monkeypatch.setattr("megatron_ext.scheduling.snapshots.opportunistic_plan._free_slots", lambda *arguments: 5)
     with pytest.raises(AssertionError):
-        test_unused_ones_change_nothing_else(policy, 3)
+        test_unused_ones_change_nothing_else(3)
 
 
 def test_the_twin_tells_guesses_that_stand_in_line_with_others(monkeypatch: pytest.MonkeyPatch):
-    def add_to_the_others(self: OpportunisticFirst, block_hash: bytes, rank: Rank) -> None:
-        self._others.add(block_hash, Rank.ORDINARY)
-
-    monkeypatch.setattr(OpportunisticFirst, "add", add_to_the_others)
+    add = SnapshotOrder.add
+    monkeypatch.setattr(SnapshotOrder, "add", lambda self, block_hash, rank: add(self, block_hash, Rank.ORDINARY))
     with pytest.raises(AssertionError):
-        test_unused_ones_change_nothing_else(EvictionPolicyName.LRU, 3)
+        test_unused_ones_change_nothing_else(3)
 
 
-@pytest.mark.parametrize("policy", EVICTIONS)
-def test_without_a_free_slot_there_are_none(policy: EvictionPolicyName):
+def test_without_a_free_slot_there_are_none():
     """Results equal those without opportunistic checkpoints."""
-    scheduler, twin = make_scheduler(12, policy=policy), make_scheduler(12, OFF, policy)
+    scheduler, twin = make_scheduler(12), make_scheduler(12, OFF)
     for one in (scheduler, twin):
         users = Users(one, 1)
         for _ in range(6):
