@@ -23,11 +23,10 @@ SPECULATION = FlagGroup(
             "Choose the number of drafts by their acceptance rate and the cost of verifying them",
         ),
         Flag(
-            "speculative_cost_table",
-            "Cost of drafts as a share of a plain step: rows requests:fixed:each, separated by commas or in a file; "
-            "default: the device's table",
-            metavar="ROWS",
+            "speculative_draft_cost",
+            "Cost of a draft of each request, as a share of a step without drafts; default: measured at the start, "
+            "which takes some seconds",
+            metavar="SHARE",
         ),
-        Flag("speculative_measure_costs", "Measure the cost table at the start"),
     ),
 )

@@ -7,14 +7,14 @@
 
 A round is a run of each engine in turns; a ratio is the median of the rounds' ratios. Each engine has a model of its
 own, since the layer watches the trunk with a hook. The first step, which computes all prompts, is not timed; what the
-layer reads of them is. Costs of drafts are measured at the start (`--speculative-measure-costs`).
+layer reads of them is. Costs of drafts are measured at the start of each engine, except in a quick run.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import ne
@@ -126,15 +126,11 @@ def prediction(
 ) -> None:
     """Tokens a second with drafts of multi-token prediction beside those without, and accepted drafts by depth."""
     platform.initialize()
-    models = Models(Path(load) if load else None)
+    models = Models(Path(load) if load else None, 0.1 if run.is_quick else None)
     if models.is_random:
         run.remark("the model has no layer of multi-token prediction; a random one shows how long this takes, only")
-    costs: dict[str, str] = {}
-    if not run.is_quick:
-        costs = {one: models.measured_costs(one) for one in ("ngram", "mtp")}
-        run.remark("; ".join(f"measured costs of drafts, {name}: {table}" for name, table in costs.items()))
     for text, count in itertools.product(texts, requests):
-        arms = models.arms_of(text, costs)
+        arms = models.arms_of(text)
         name = f"{'random layer, ' * models.is_random}{text}, {count} at once"
         params = RequestParams(tokens + 1, temperature=float(text in ("sampled", "prose")), ignore_eos=True)
         served = _texts(models, text, count, tokens)
@@ -147,9 +143,11 @@ class Models:
 
     Args:
         directory: Checkpoint; None for the embedded model.
+        draft_cost: See `SpeculationConfig`.
     """
 
     directory: Path | None
+    draft_cost: float | None
 
     def __post_init__(self) -> None:
         first = load_predicting(self.directory)
@@ -161,26 +159,20 @@ class Models:
         loaded = load_predicting(self.directory, reads_prediction=predicts)
         return with_random_layer(loaded) if predicts and self.is_random else loaded
 
-    def measured_costs(self, method: str) -> str:
-        """Return the cost table that an engine with this method measures at its start."""
-        speculation = SpeculationConfig(method, DRAFTS, speculative_measure_costs=True)
-        return str(Arm.of(method, self.copy(predicts=method != "ngram"), speculation).inference.context.drafting.costs)
-
-    def arms_of(self, text: str, costs: Mapping[str, str]) -> list[Arm]:
+    def arms_of(self, text: str) -> list[Arm]:
         """Return the engines of a text, kept until another text is asked for; the first one has no drafts."""
         if self._arms[0] != text:
-            self._arms = text, list(self._build_arms(text, costs))
+            self._arms = text, list(self._build_arms(text))
         return self._arms[1]
 
-    def _build_arms(self, text: str, costs: Mapping[str, str]) -> Iterator[Arm]:
+    def _build_arms(self, text: str) -> Iterator[Arm]:
         yield Arm.of("off", self.copy(predicts=False))
         is_fixed = text in ("greedy", "sampled")
         for drafts in range(1, DRAFTS + 1) if is_fixed else ():
             fixed = SpeculationConfig("mtp", drafts, speculative_adaptive=False)
             yield Arm.of(f"K = {drafts}", self.copy(predicts=True), fixed)
         for method in ("mtp",) if is_fixed else METHODS:
-            table = costs.get("ngram" if method == "ngram" else "mtp")
-            speculation = SpeculationConfig(method, DRAFTS, speculative_cost_table=table)
+            speculation = SpeculationConfig(method, DRAFTS, speculative_draft_cost=self.draft_cost)
             yield Arm.of(f"adaptive {method}", self.copy(predicts=method != "ngram"), speculation)
 
 

@@ -1,12 +1,12 @@
-"""Speculative decoding settings: draft method, number of drafts, verification costs (SP-1, SP-6)."""
+"""Speculative decoding settings: draft method, number of drafts, cost of a draft (SP-1, SP-6)."""
 
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from megatron_ext.config.checks import require
-from megatron_ext.config.draft_costs import CostTable
 
 MAX_SPECULATIVE_TOKENS = 64
 LONGEST_NGRAM = 64  # tokens
@@ -28,8 +28,7 @@ class SpeculationConfig:
     speculative_ngram_longest: int = 4  # tokens
     speculative_ngram_shortest: int = 2
     speculative_adaptive: bool = True  # the number of drafts depends on their expected gain
-    speculative_cost_table: str | None = None  # rows, or a file with rows; default: by device
-    speculative_measure_costs: bool = False  # measured at the start, instead of a table
+    speculative_draft_cost: float | None = None  # plain steps of a draft for each request; default: measured
 
     def __post_init__(self) -> None:
         if self.speculative_method is None and self.num_speculative_tokens > 0:
@@ -47,7 +46,7 @@ class SpeculationConfig:
             f"--speculative-method {method} needs --num-speculative-tokens of 1 or more; try 4",
         )
         self._check_ngrams()
-        self._check_costs()
+        self._check_cost()
 
     def _check_ngrams(self) -> None:
         longest, shortest = self.speculative_ngram_longest, self.speculative_ngram_shortest
@@ -57,26 +56,29 @@ class SpeculationConfig:
             f"{LONGEST_NGRAM}, the first not more than the second",
         )
 
-    def _check_costs(self) -> None:
-        table = self.speculative_cost_table
+    def _check_cost(self) -> None:
+        cost = self.speculative_draft_cost
+        if cost is None:
+            return
+        needs = "--speculative-adaptive" if self.is_on else "--speculative-method"
         require(
-            table is None or not self.speculative_measure_costs,
-            "--speculative-cost-table and --speculative-measure-costs contradict each other; give one of them",
+            self.is_on and self.speculative_adaptive,
+            f"--speculative-draft-cost {cost:g} needs {needs}; give both or neither",
         )
-        for flag, given in (
-            ("--speculative-cost-table", table is not None),
-            ("--speculative-measure-costs", self.speculative_measure_costs),
-        ):
-            needs = "--speculative-method" if not self.is_on else "--speculative-adaptive"
-            has = self.is_on and self.speculative_adaptive
-            require(has or not given, f"{flag} needs {needs}; give both or neither")
-        if table is not None and CostTable.is_one(table):
-            CostTable.parse(table)
+        require(
+            cost >= 0 and math.isfinite(cost),
+            f"--speculative-draft-cost {cost:g} must be zero or more, as a share of a step without drafts",
+        )
 
     @property
     def is_on(self) -> bool:
         """True if speculative decoding is on."""
         return self.speculative_method is not None
+
+    @property
+    def measures_costs(self) -> bool:
+        """True if what drafts cost is measured at the start."""
+        return self.is_on and self.speculative_adaptive and self.speculative_draft_cost is None
 
     @property
     def has_prediction(self) -> bool:

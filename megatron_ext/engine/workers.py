@@ -26,6 +26,13 @@ class Workers(Protocol):
     def idle(self) -> None:
         """Send a heartbeat if the last message is older than its interval."""
 
+    def release(self) -> None:
+        """Return all ranks to their callers, who make them follow again before the next step.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+
     def suspend(self) -> None:
         """Make all ranks free their pools now."""
 
@@ -80,6 +87,9 @@ class NoWorkers:
         """See `Workers`."""
 
     def idle(self) -> None:
+        """See `Workers`."""
+
+    def release(self) -> None:
         """See `Workers`."""
 
     def suspend(self) -> None:

@@ -18,7 +18,7 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.core_factory import make_worker
 from megatron_ext.mcore.cuda_graph_ranks import Messages, check_ranks
 from megatron_ext.mcore.cuda_graph_setup import cuda_graph_runner_for
-from megatron_ext.mcore.draft_cost_measurement import chosen_costs, measure_costs
+from megatron_ext.mcore.draft_cost_measurement import measure_costs
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape, operator_shapes
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
@@ -95,8 +95,8 @@ def build_engine(
         if speculation.has_prediction and parallel_context is not None:
             drafting_model = controller.leading_drafter = parallel_context.leading_drafter(own)
         if speculation.is_on:
-            costs = chosen_costs(speculation, next(model.parameters()).device.type)
-            context.drafting = controller.drafter = Drafting(speculation, costs, drafting_model)
+            drafting = Drafting(speculation, drafting_model)
+            context.drafting = controller.drafter = drafting
         engine = InferenceEngine(
             controller,
             context,
@@ -106,9 +106,10 @@ def build_engine(
             routing=routing,
         )
     warm_up(_parts_to_warm_up(controller, own, parallel_context), phase)
-    if speculation.speculative_measure_costs:
-        assert isinstance(context.drafting, Drafting), "costs are those of drafts"
-        measure_costs(engine, context.drafting)
+    if speculation.measures_costs:
+        with phase("draft costs"):
+            measure_costs(engine, drafting)
+        engine.core.workers.release()
     return engine
 
 
@@ -196,6 +197,8 @@ def build_worker(
     warm_up(_parts_to_warm_up(controller, layer, parallel_context), is_visible=False)
     if opener is not None:
         worker.open_store = opener(controller)
+    if speculation.measures_costs:
+        worker.follow()  # until rank 0 has measured them
     return worker
 
 

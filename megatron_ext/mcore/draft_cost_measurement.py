@@ -1,81 +1,104 @@
-"""Cost table of draft verification: configured, the device's default, or measured at the start."""
+"""Measurement of what drafts cost: steps of an engine before its first request, with and without drafts (SP-6, SP-17).
+
+Rank 0 measures, in steps of its engine that all ranks take as any other. Only rank 0 needs the result: it decides how
+many drafts there are, and tells the ranks with each step.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 from megatron_ext.config import RequestParams
-from megatron_ext.config.draft_costs import DEFAULT_COSTS, CostTable, Timing, fitted
-from megatron_ext.config.speculation import SpeculationConfig
-from megatron_ext.files import read_text
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.speculation.draft_costs import fitted
 from megatron_ext.speculation.drafting import Drafting
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_TABLE = 64 * 1024  # bytes
+SECONDS, SIZE_SECONDS = 4.0, 0.5
+"""Bounds of a measurement, and of one number of requests, unless a single round of steps takes longer."""
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64)
-_PROMPT = 24  # tokens
-_STEPS = 7  # timed steps of each kind
+_PROMPT = 16  # tokens
+_ROUNDS = 5
+_TIMED_STEPS = 3  # of each number of drafts in a round, after one that is not timed
 
 
-def chosen_costs(config: SpeculationConfig, device_type: str) -> CostTable:
-    """Return the initial cost table.
+def measure_costs(engine: InferenceEngine, drafting: Drafting, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Time decode steps with zero, one and the maximum drafts for 1, 2, 4, ... requests, and use the costs.
 
-    Raises:
-        ConfigError: The file cannot be read, or has no table.
-    """
-    given = config.speculative_cost_table
-    if given is None:
-        return CostTable.parse(DEFAULT_COSTS.get(device_type, DEFAULT_COSTS["cuda"]))
-    return CostTable.parse(given if CostTable.is_one(given) else read_text(given, _LONGEST_TABLE))
+    The engine has no requests, and is reset after: nothing of the measurement is counted or cached.
 
-
-def measure_costs(engine: InferenceEngine, drafting: Drafting) -> None:
-    """Time decode steps of this engine with zero, one and the maximum drafts, for 1, 2, 4, ... requests.
-
-    All ranks take part, as in other steps; only rank 0 needs the result. The engine has no requests and is reset after:
-    nothing of the measurement is counted or cached.
+    Args:
+        engine: Engine of rank 0.
+        drafting: Drafter of the engine.
+        clock: Returns the time in seconds.
     """
     limits = engine.context.plan.limits
-    sizes = sorted({*(n for n in _REQUESTS if n < limits.max_requests), min(limits.max_requests, _REQUESTS[-1])})
-    timings: list[Timing] = []
-    for requests in sizes:
-        kinds = tuple(dict.fromkeys((0, 1, limits.max_drafts)))
-        found = [(drafts, _step_seconds(engine, drafting, requests, drafts)) for drafts in kinds]
-        if any(seconds is None for _, seconds in found):  # the pools do not hold so many requests
+    drafts = tuple(dict.fromkeys((0, 1, limits.max_drafts)))
+    seconds: dict[int, dict[int, float]] = {}
+    began, taken = clock(), 0.0
+    for requests in dict.fromkeys(min(count, limits.max_requests) for count in _REQUESTS):
+        before = clock()
+        if before - began + 2 * taken > SECONDS:  # twice the requests take up to twice as long
             break
-        timings += [Timing(requests, drafts, seconds) for drafts, seconds in found if seconds is not None]
-    if timings:
-        drafting.use(fitted(timings))
-        logger.info("measured cost of drafts in plain steps: --speculative-cost-table %s", drafting.costs)
+        seconds[requests] = _step_seconds(engine, drafting, requests, drafts, clock)
+        taken = clock() - before
+    costs = fitted(seconds, limits.max_requests)
+    if costs is None:
+        logger.warning("the pools are too small to measure what drafts cost; assuming %s", drafting.costs)
     else:
-        logger.warning("the cost of drafts could not be measured in these pools; using the table %s", drafting.costs)
+        logger.info("drafts cost, in steps without drafts: %s", costs)
+    drafting.use(costs or drafting.costs)
     engine.reset()
 
 
-def _step_seconds(engine: InferenceEngine, drafting: Drafting, requests: int, drafts: int) -> float | None:
-    """Return the seconds of the fastest step in which `requests` requests decode with `drafts` drafts each.
+def _step_seconds(
+    engine: InferenceEngine, drafting: Drafting, requests: int, drafts: Sequence[int], clock: Callable[[], float]
+) -> dict[int, float]:
+    """Return the seconds of the fastest step in which `requests` requests decode, by the drafts of each of them.
 
-    None if no step has that many. The minimum excludes delays from other load on the machine.
+    The minimum excludes delays from other load on the machine. A number of drafts is missing if no step had so many,
+    since the pools do not hold so many requests, or too few tokens of each.
     """
     engine.reset()
-    drafting.probe(drafts)
-    steps = _STEPS + requests + 3  # upper bound if requests start one after another
-    count = min(steps * (drafts + 1), engine.context.max_sequence_length - _PROMPT)
-    params = RequestParams(num_tokens_to_generate=count, ignore_eos=True, enable_prefix_caching=False)
+    probe, end = drafting.probe(), clock() + SIZE_SECONDS
+    _add_requests(engine, requests, requests + _ROUNDS * (1 + _TIMED_STEPS) * sum(1 + count for count in drafts))
+    while not _all_decode(engine, requests):
+        before = engine.core.counters.prefill_tokens
+        engine.core.step()
+        if engine.core.counters.prefill_tokens == before:
+            return {}
+    fastest: dict[int, float] = {}
+    for _ in range(_ROUNDS):
+        if fastest and clock() > end:
+            break
+        for probe.drafts in drafts:
+            for number in range(1 + _TIMED_STEPS):
+                if not _all_decode(engine, requests):
+                    return fastest
+                drafted, started = engine.core.counters.drafted, clock()
+                engine.core.step()
+                took = clock() - started
+                if number and engine.core.counters.drafted - drafted == requests * probe.drafts:
+                    fastest[probe.drafts] = min(took, fastest.get(probe.drafts, took))
+    return fastest
+
+
+def _add_requests(engine: InferenceEngine, requests: int, tokens: int) -> None:
+    """Queue requests that generate so many tokens each, or as many as the engine allows."""
+    prompt = min(_PROMPT, engine.context.max_sequence_length // 2)
+    params = RequestParams(
+        num_tokens_to_generate=min(tokens, engine.context.max_sequence_length - prompt),
+        ignore_eos=True,
+        enable_prefix_caching=False,
+    )
     ids = engine.controller.vocabulary.ids
     for i in range(requests):
-        prompt = [ids[(7 * i + j) % len(ids)] for j in range(_PROMPT)]
-        engine.add_request(i, prompt, params, turn=0)
-    seconds: list[float] = []
-    while engine.has_unfinished_requests() and len(seconds) < _STEPS:
-        running = engine.scheduler.queues.running
-        all_decode = len(running) == requests and all(request.is_decoding for request in running)
-        before, started = engine.core.counters.drafted, time.perf_counter()
-        engine.core.step()
-        took = time.perf_counter() - started
-        if all_decode and engine.core.counters.drafted - before == requests * drafts:
-            seconds.append(took)
-    return min(seconds) if len(seconds) > _STEPS // 2 else None
+        engine.add_request(i, [ids[(7 * i + j) % len(ids)] for j in range(prompt)], params, turn=0)
+
+
+def _all_decode(engine: InferenceEngine, requests: int) -> bool:
+    running = engine.scheduler.queues.running
+    return len(running) == requests and all(request.is_decoding for request in running)

@@ -87,6 +87,10 @@ class Driver:
         if not self._is_released and time.monotonic() - self._sent_at >= self.heartbeat:
             self._tell(Action.IDLE)
 
+    def release(self) -> None:
+        """Send the recorded commands, and return the other ranks to their callers; see `Workers.release`."""
+        self._tell(Action.RELEASE)
+
     def suspend(self) -> None:
         """Send the recorded suspension; see `Workers.suspend`."""
         self._tell(Action.RELEASE if self._releases else Action.IDLE)
@@ -123,9 +127,9 @@ class Driver:
         try:
             yield
         except (ConfigError, WeightUpdateError):
-            self._tell(Action.RELEASE)
+            self.release()
             raise
-        self._tell(Action.RELEASE)
+        self.release()
 
     def meet(self) -> None:
         """Send the recorded commands, and wait until they are obeyed, if ranks have stores; see `Workers.meet`.

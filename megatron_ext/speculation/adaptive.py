@@ -3,7 +3,7 @@
 The computation is pure: counts in, counts out, no clock. A request's estimate `a` is the probability that a draft is
 accepted, given that those before it were; its i-th draft is then accepted with probability `a**i`, and adds one more
 token to a step. All drafts that could be verified are ranked by this probability, and the first m are taken that give
-the most tokens for the cost of the step (`config.draft_costs`):
+the most tokens for the cost of the step (`draft_costs`):
 
     tokens per cost = (R + sum of the m likeliest) / (1 + fixed + each / R * m),  against R / 1 for none
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.config.draft_costs import CostTable
+from megatron_ext.speculation.draft_costs import DraftCosts
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 
 _MEMORY = 4.0  # drafts: weight of earlier results relative to those of one verification
@@ -68,7 +68,7 @@ class Acceptance:
         return Acceptance(accepted_sum, tried_sum, pause, due=now if was_trial and accepted else now + pause)
 
 
-def allot(likelihoods: Sequence[float], limits: Sequence[int], requests: int, costs: CostTable) -> list[int]:
+def allot(likelihoods: Sequence[float], limits: Sequence[int], requests: int, costs: DraftCosts) -> list[int]:
     """Return the number of drafts of each request that is worth verifying in the next step.
 
     Args:
@@ -108,7 +108,7 @@ class AdaptiveDrafter:
             otherwise no more is requested than will be verified.
     """
 
-    def __init__(self, drafter: Drafter, costs: CostTable, *, guesses_are_free: bool) -> None:
+    def __init__(self, drafter: Drafter, costs: DraftCosts, *, guesses_are_free: bool) -> None:
         self._drafter = drafter
         self._costs = costs
         self._guesses_are_free = guesses_are_free

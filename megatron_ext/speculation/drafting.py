@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from megatron_ext.config.draft_costs import CostTable
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.speculation.adaptive import AdaptiveDrafter
+from megatron_ext.speculation.draft_costs import ASSUMED_COST, DraftCosts
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 from megatron_ext.speculation.ngram import NgramDrafter
 
@@ -34,14 +34,17 @@ class Drafting:
 
     Args:
         config: Speculation config with a method.
-        costs: Initial costs of verification.
         layer: Drafter of a layer of multi-token prediction; None for n-grams.
+
+    Attributes:
+        costs: Costs of verification.
     """
 
-    def __init__(self, config: SpeculationConfig, costs: CostTable, layer: DraftPools | None = None) -> None:
+    def __init__(self, config: SpeculationConfig, layer: DraftPools | None = None) -> None:
         self._config = config
-        self._costs = costs
         self._layer = layer
+        cost = config.speculative_draft_cost
+        self.costs = DraftCosts.constant(ASSUMED_COST if cost is None else cost)
         self._drafter = self._made()
 
     def _made(self) -> Drafter:
@@ -51,22 +54,17 @@ class Drafting:
         )
         if not config.speculative_adaptive:
             return guesser
-        return AdaptiveDrafter(guesser, self._costs, guesses_are_free=self._layer is None)
+        return AdaptiveDrafter(guesser, self.costs, guesses_are_free=self._layer is None)
 
-    @property
-    def costs(self) -> CostTable:
-        """Costs of verification."""
-        return self._costs
-
-    def use(self, costs: CostTable) -> None:
+    def use(self, costs: DraftCosts) -> None:
         """Set new costs of verification, and forget all requests."""
-        self._costs = costs
+        self.costs = costs
         self.reset()
 
-    def probe(self, drafts: int) -> None:
-        """Propose a fixed number of drafts for each request until the next `use`, for measurements."""
-        self.reset()
-        self._drafter = _Probe(drafts, self._layer)
+    def probe(self) -> Probe:
+        """Let a probe propose drafts until the next reset."""
+        self._drafter = probe = Probe(self._layer)
+        return probe
 
     # Drafter interface
 
@@ -110,27 +108,31 @@ class Drafting:
             self._layer.resume()
 
 
-class _Probe:
-    """Drafter with a fixed number of drafts: the layer's, or repetitions of the request's last token.
+class Probe:
+    """Drafter with a fixed number of drafts, for measurements: the layer's, or the request's last token repeated.
 
     Args:
-        drafts: Number of drafts per request; 0 proposes none.
         layer: Drafter of a layer; None repeats the last token.
+
+    Attributes:
+        drafts: Number of drafts of each request; 0 proposes none.
     """
 
-    def __init__(self, drafts: int, layer: Drafter | None) -> None:
-        self._drafts = drafts
+    def __init__(self, layer: Drafter | None) -> None:
         self._layer = layer
+        self.drafts = 0
 
     def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
-        cut = [replace(ask, limit=min(ask.limit, self._drafts)) for ask in asks if self._drafts]
+        """Propose as many drafts as each request may have, at most `drafts`; see `Drafter`."""
+        cut = [replace(ask, limit=min(ask.limit, self.drafts)) for ask in asks if self.drafts]
         if self._layer is not None:
             return self._layer.propose(cut) if cut else {}
         return {ask.request_id: (ask.tokens[-1],) * ask.limit for ask in cut}
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        pass
+        """Ignore the result."""
 
     def forget(self, request_id: int) -> None:
+        """Forget a request; see `Drafter`."""
         if self._layer is not None:
             self._layer.forget(request_id)

@@ -51,6 +51,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, object]]] = {
         {},
     ),
 }
+DRAFTING = {"speculative_method": "ngram", "num_speculative_tokens": 2, "speculative_ngram_shortest": 1}
 RANKS = {"hybrid, tensor and stages": 4}  # of layouts that do not have two
 
 
@@ -83,7 +84,7 @@ def answers(engine: AttachedEngine) -> list[tuple[list[int], int, list[float]]]:
     ]
 
 
-def phases(layout: str, directory: str) -> object:
+def phases(layout: str, directory: str, settings: dict[str, object]) -> object:
     """Tokens of each phase on the first rank; on the others, whether everything was left as it was."""
     name, sizes, fields = LAYOUTS[layout]
     with models.stand_ins():
@@ -91,7 +92,7 @@ def phases(layout: str, directory: str) -> object:
         model = load(models.build(name, seed=9, **fields), Path(directory))
         model.train()
         before = models.snapshot(model)["attributes"]
-        engine = attach_engine([model], None, **SETTINGS)
+        engine = attach_engine([model], None, **SETTINGS | settings)
         found = []
         for phase in range(len(SCALES)):
             train(model, phase)
@@ -147,9 +148,15 @@ def closed_while_suspended(_: object) -> bool:
 class TestWorlds:
     """Several ranks, each with its part of a model in the program's own process groups."""
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_phases_equal_those_of_one_rank(self, layout: str, tmp_path: Path) -> None:
-        """Requests, training and requests again: tokens are those of the whole model's own forward."""
+    @pytest.mark.parametrize(
+        ("layout", "settings"),
+        [*((layout, {}) for layout in LAYOUTS), ("hybrid, tensor", DRAFTING), ("gpt, experts", DRAFTING)],
+    )
+    def test_phases_equal_those_of_one_rank(self, layout: str, settings: dict[str, object], tmp_path: Path) -> None:
+        """Requests, training and requests again: tokens are those of the whole model's own forward.
+
+        SP-17: with drafts, whose costs all ranks measure before they return from `attach_engine`.
+        """
         name, _, _ = LAYOUTS[layout]
         model = models.build(name)
         write_state({"model": model.sharded_state_dict()}, tmp_path)
@@ -159,7 +166,7 @@ class TestWorlds:
             tokens, log_probs = models.generate(model, models.PROMPT, COUNT)
             close = pytest.approx(log_probs, abs=TOLERANCE)
             expected.append([(tokens, 0, close), (tokens, 32, close)])
-        found, *followers = run_ranks(phases, RANKS.get(layout, 2), layout, str(tmp_path))
+        found, *followers = run_ranks(phases, RANKS.get(layout, 2), layout, str(tmp_path), settings)
         assert found == expected
         assert followers == [True] * len(followers)
 

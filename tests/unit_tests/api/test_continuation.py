@@ -162,7 +162,8 @@ def test_mistakes(engine: LoadedEngine, change: Callable, params: dict, message:
 
 def test_drafts(load: Callable[..., LoadedEngine]) -> None:
     """RL-11: with speculation, too."""
-    engine = load(speculative_method="ngram", speculative_ngram_shortest=1, num_speculative_tokens=3)
+    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 3, "speculative_draft_cost": 0.1}
+    engine = load(speculative_ngram_shortest=1, **drafts)
     (whole,) = engine.generate(PROMPT * 2, RequestParams(**SAMPLED | {"seed": 2}))
     records = engine.generate([first(whole, count) for count in range(1, 20)])
     assert sum(one.draft_token_count - one.accepted_token_count for one in records) > 0

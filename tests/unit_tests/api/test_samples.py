@@ -68,7 +68,7 @@ def test_drafts(load):
     """SP-1: samples that begin without a prefill are drafted for like others."""
     greedy = RequestParams(num_tokens_to_generate=20, ignore_eos=True)
     plain = load().generate([PROMPT] * 3, greedy)
-    drafting = load(speculative_method="ngram", num_speculative_tokens=3)
+    drafting = load(speculative_method="ngram", num_speculative_tokens=3, speculative_draft_cost=0.1)
     found = drafting.generate([PROMPT] * 3, greedy)
     assert [one.generated_tokens for one in found] == [one.generated_tokens for one in plain]
     assert sum(one.draft_token_count for one in found[1:]) > 0

@@ -73,8 +73,8 @@ def test_the_model_s_own_layer(load, predicting):
     source = {"load": predicting[0], "tokenizer_type": "NullTokenizer"}
     prompts, wishes = [[5, 9, 40] * 20] * 2, [RequestParams(24), RequestParams(24, temperature=1.0, seed=3)]
     expected = [record.generated_tokens for record in load(**source).generate(prompts, wishes)]
-    for method, adaptive in (("mtp", False), (None, True)):  # of Megatron's flag alone
-        settings = SETTINGS | {"speculative_adaptive": adaptive}
+    for method, adaptive in (("mtp", {}), (None, {"speculative_adaptive": True, "speculative_draft_cost": 0.1})):
+        settings = SETTINGS | adaptive  # the second by Megatron's flag alone
         engine = load(speculative_method=method, **source, **settings)
         records = engine.generate(prompts, wishes)
         assert [record.generated_tokens for record in records] == expected
@@ -133,16 +133,22 @@ def test_layouts_that_cannot_draft_are_refused():
 
 
 def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
-    """SP-6: measuring the costs leaves no trace in counts and cache."""
+    """SP-6: measuring the costs leaves no trace in counts and cache; they stay through what befalls an engine."""
     caplog.set_level("INFO")
     settings = SETTINGS | {"speculative_adaptive": True, "inference_dynamic_batching_max_requests": 2}
-    engine = load(speculative_method="ngram", speculative_measure_costs=True, **settings)
-    (line,) = [message for message in caplog.messages if "measured cost of drafts" in message]
-    assert [int(row.split(":")[0]) for row in line.split("--speculative-cost-table ")[1].split(",")] == [1, 2]
+    engine = load(speculative_method="ngram", **settings)
     statistics = engine.statistics()
     assert (statistics.steps, statistics.ended, sum(statistics.speculation.drafted)) == (0, 0, 0)
     assert statistics.counters.prefill_tokens == statistics.use.blocks_cached == 0
+    drafting = engine._engine.context.drafting
+    measured = drafting.costs
     assert [record.generated_tokens for record in generate(engine)] == plain
+    engine.suspend()
+    engine.resume()
+    engine.weights_changed()
+    assert [record.generated_tokens for record in generate(engine)] == plain
+    assert drafting.costs is measured
+    assert len([message for message in caplog.messages if message.startswith("drafts cost, in steps without")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -150,8 +156,8 @@ def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
     [
         ({"speculative_method": "ngram"}, "--speculative-method ngram needs --num-speculative-tokens"),
         (
-            {"speculative_method": "ngram", "num_speculative_tokens": 2, "speculative_cost_table": "nowhere.txt"},
-            "nowhere.txt",
+            {"speculative_method": "ngram", "num_speculative_tokens": 2, "speculative_draft_cost": -0.1},
+            "--speculative-draft-cost -0.1 must be zero or more",
         ),
     ],
 )

@@ -30,16 +30,11 @@ MOE = "--hybrid-override-pattern M*E --num-experts 4"
         ("--output-request-events", ("--output-request-events", "--output-path")),
         ("--top-n-logprobs 3", ("top_n_logprobs 3", "return_log_probs")),
         ("--speculative-method ngram", ("--speculative-method ngram", "--num-speculative-tokens")),
-        (
-            "--speculative-method ngram --num-speculative-tokens 3 --speculative-cost-table 1:0:0 "
-            "--speculative-measure-costs",
-            ("--speculative-cost-table", "--speculative-measure-costs"),
-        ),
-        ("--speculative-measure-costs", ("--speculative-measure-costs", "--speculative-method")),
+        ("--speculative-draft-cost 0.1", ("--speculative-draft-cost", "--speculative-method")),
         (
             "--speculative-method ngram --num-speculative-tokens 3 --no-speculative-adaptive "
-            "--speculative-cost-table 1:0:0",
-            ("--speculative-cost-table", "--speculative-adaptive"),
+            "--speculative-draft-cost 0.1",
+            ("--speculative-draft-cost", "--speculative-adaptive"),
         ),
         (
             "--prefix-cache-compare --no-inference-dynamic-batching-enable-prefix-caching",
@@ -68,9 +63,8 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         ("--num-attention-heads 0", "--num-attention-heads 0 must be positive"),
         (f"{NGRAM} --num-speculative-tokens 65", "--num-speculative-tokens 65 must be between 0 (off) and 64"),
         (f"{NGRAM} --speculative-ngram-longest 1", "--speculative-ngram-longest 1 must be between 1 and 64"),
-        (f"{NGRAM} --speculative-cost-table 1:2", "'1:2' is not a row of a cost table; give rows requests:fixed:each"),
-        (f"{NGRAM} --speculative-cost-table 2:0:0,1:0:0", "a cost table has 1 to 64 rows of 1, 2, ... requests"),
-        (f"{NGRAM} --speculative-cost-table 1:-1:0", "a cost table's row for 1 requests costs -1 and 0"),
+        (f"{NGRAM} --speculative-draft-cost -1", "--speculative-draft-cost -1 must be zero or more"),
+        (f"{NGRAM} --speculative-draft-cost nan", "--speculative-draft-cost nan must be zero or more"),
         ("--hidden-size 250 --num-attention-heads 4", "250 is not a multiple of 4"),
         ("--mamba-num-heads 6 --mamba-num-groups 4", "--mamba-num-groups"),
         ("--hybrid-override-pattern ME", "pattern 'ME' has MoE layers (E), which need --num-experts"),

@@ -80,7 +80,7 @@ OPTIONS = """
 --inference-dynamic-batching-prefix-caching-routing-alpha
 --speculative-method --num-speculative-tokens
 --speculative-ngram-longest --speculative-ngram-shortest --speculative-adaptive --no-speculative-adaptive
---speculative-cost-table --speculative-measure-costs --no-speculative-measure-costs
+--speculative-draft-cost
 --prompts --prompt-file --prompt-file-num-truncate --num-tokens-to-prompt --incoming-requests-duration
 --ignore-unknown-prompt-fields --no-ignore-unknown-prompt-fields --num-tokens-from-file --no-num-tokens-from-file
 --output-path --run-output-path --output-format --output-every-n-results --record-throughput --no-record-throughput

@@ -13,10 +13,10 @@ import pytest
 from torch import nn
 
 from megatron_ext.config import ModelConfig, ParallelConfig
-from megatron_ext.config.draft_costs import CostTable
 from megatron_ext.mcore import assemble
 from megatron_ext.ops.linear import onednn
 from megatron_ext.scheduling.record import Status
+from megatron_ext.speculation.draft_costs import DraftCosts
 from megatron_ext.speculation.drafting import Drafting
 from tests.priority import TestPriority
 from tests.unit_tests.support import parallel_contexts
@@ -177,21 +177,21 @@ def test_replicas_draft_for_their_own(fields):
 
 
 def live_measured(
-    parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, script: Script, costs: CostTable | None = None
-) -> tuple[Lived, CostTable | None]:
-    """`live`, and the costs that were measured; `costs` are used from the start."""
-    measured: list[CostTable] = []
+    parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, script: Script, costs: DraftCosts | None = None
+) -> tuple[Lived, DraftCosts | None]:
+    """`live`, and the costs that were measured; given ones are used without a measurement."""
+    found: list[DraftCosts] = []
+    use = Drafting.use
 
-    def use(self: Drafting, found: CostTable) -> None:
-        measured.append(found)
-        self._costs = found
-        self.reset()
+    def watched_use(self: Drafting, new: DraftCosts) -> None:
+        found.append(new)
+        use(self, new)
 
-    chosen = assemble.chosen_costs if costs is None else lambda *_: costs
-    with mock.patch.object(Drafting, "use", use), mock.patch.object(assemble, "chosen_costs", chosen):
+    measure = assemble.measure_costs if costs is None else lambda _, drafting: drafting.use(costs)
+    with mock.patch.object(Drafting, "use", watched_use), mock.patch.object(assemble, "measure_costs", measure):
         lived = live(parallel, config, whole, script)
-    assert len(measured) <= 1
-    return lived, next(iter(measured), None)
+    assert len(found) <= 1
+    return lived, next(iter(found), None)
 
 
 @pytest.mark.worlds
@@ -209,11 +209,9 @@ def test_measured_costs_are_those_of_all_ranks(layout, fields):
     script = dataclasses.replace(script, speculation={"speculative_adaptive": True})
     whole = whole_parameters(build_predicting("hybrid", config))
     parallel, ranks = LAYOUTS[layout]
-    measuring = dataclasses.replace(script, speculation=script.speculation | {"speculative_measure_costs": True})
-    (lived, costs), *others = run_ranks(live_measured, ranks, parallel, config, whole, measuring)
+    (lived, costs), *others = run_ranks(live_measured, ranks, parallel, config, whole, script)
     assert costs is not None
-    alone, none = live_measured(None, config, whole, script, costs)
-    assert none is None
+    alone, _ = live_measured(None, config, whole, script, costs)
     assert_same(lived, alone)
     for other, measured in others:
         assert measured is None

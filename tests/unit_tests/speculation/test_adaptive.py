@@ -10,13 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from megatron_ext.config.draft_costs import DEFAULT_COSTS, CostRow, CostTable, Timing, fitted
-from megatron_ext.errors import ConfigError
 from megatron_ext.speculation.adaptive import FIRST_PAUSE, LONGEST_PAUSE, Acceptance, AdaptiveDrafter, allot
+from megatron_ext.speculation.draft_costs import CostRow, DraftCosts, fitted
 from megatron_ext.speculation.drafter import DraftAsk
 
-CHEAP = CostTable.parse("1:0.1:0.02")
-DEAR_WHEN_MANY = CostTable.parse("1:0.2:0.05,8:0.4:0.3,32:0.8:0.9")
+
+def costs_of(*rows: tuple[int, float, float]) -> DraftCosts:
+    return DraftCosts(tuple(CostRow(*row) for row in rows))
+
+
+CHEAP = costs_of((1, 0.1, 0.02))
+DEAR_WHEN_MANY = costs_of((1, 0.2, 0.05), (8, 0.4, 0.3), (32, 0.8, 0.9))
 
 
 class Knowing:
@@ -54,7 +58,7 @@ def worth(counts, likelihoods, requests, costs) -> float:
 def test_nothing_is_worth_more(likelihoods, limits, others, row):
     """SP-6: no other distribution of drafts gives more tokens for the cost of its step."""
     limits, requests = limits[: len(likelihoods)], len(likelihoods) + others
-    costs = CostTable((CostRow(1, *row),))
+    costs = costs_of((1, *row))
     found = allot(likelihoods, limits, requests, costs)
     assert all(0 <= n <= limit for n, limit in zip(found, limits, strict=True))
     every = itertools.product(*(range(limit + 1) for limit in limits))
@@ -68,7 +72,7 @@ def test_large_batches_draft_less():
     assert allot([0.8] * 32, [4] * 32, 32, DEAR_WHEN_MANY) == [0] * 32
     assert allot([0.3], [4], 1, CHEAP) == [3]
     assert allot([0.05], [4], 1, CHEAP) == [0]
-    assert allot([0.9], [4], 1, CostTable((CostRow(1, 1.0, 0.1),))) == [4]  # no single draft pays
+    assert allot([0.9], [4], 1, costs_of((1, 1.0, 0.1))) == [4]  # no single draft pays
 
 
 def test_acceptance_follows_recent_drafts():
@@ -103,7 +107,7 @@ def test_pauses_grow_and_a_success_ends_them():
 def test_it_goes_down_to_none_and_comes_back(guesses_are_free):
     """SP-6: rare trials while nothing comes, and all of K within a few steps when everything does."""
     inner = Knowing()
-    drafter = AdaptiveDrafter(inner, CostTable.parse("1:0.3:0.05"), guesses_are_free=guesses_are_free)
+    drafter = AdaptiveDrafter(inner, costs_of((1, 0.3, 0.05)), guesses_are_free=guesses_are_free)
 
     def run(steps: int, comes: bool) -> list[int]:
         counts = []
@@ -126,10 +130,10 @@ def test_it_goes_down_to_none_and_comes_back(guesses_are_free):
     assert inner.forgotten == [0]
 
 
-@pytest.mark.parametrize(("requests", "table"), [(8, DEFAULT_COSTS["cpu"]), (16, "1:0.9:0.3")])
-def test_costs_that_keep_it_from_beginning_are_tried(requests, table):
+@pytest.mark.parametrize(("requests", "row"), [(8, (0.7, 0.35)), (16, (0.9, 0.3))])
+def test_costs_that_keep_it_from_beginning_are_tried(requests, row):
     """SP-6: trials show within few steps that all drafts are accepted, and then there are many drafts."""
-    drafter = AdaptiveDrafter(Knowing(), CostTable.parse(table), guesses_are_free=True)
+    drafter = AdaptiveDrafter(Knowing(), costs_of((1, *row)), guesses_are_free=True)
     counts = []
     for _ in range(300):
         found = drafter.propose([DraftAsk(i, (1,), 7) for i in range(requests)])
@@ -214,21 +218,34 @@ TestDrafting = Drafting.TestCase
 TestDrafting.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
 
 
-class TestCostTable:
-    """Cost table of verification, by flag or measured."""
+class TestDraftCosts:
+    """Costs of verification, measured or given."""
 
     def test_between_rows_and_outside(self):
-        table = CostTable.parse("2:0.2:0.1, 4:0.4:0.3")
-        assert table.at(3) == CostRow(3, pytest.approx(0.3), pytest.approx(0.2))
-        assert (table.at(1), table.at(9)) == table.rows
-        assert CostTable.parse(str(table)) == table
-        assert CostTable.parse("2:0.2:0.1\n4:0.4:0.3\n") == table
+        costs = costs_of((2, 0.2, 0.1), (4, 0.4, 0.3))
+        assert costs.at(3) == CostRow(3, pytest.approx(0.3), pytest.approx(0.2))
+        assert (costs.at(1), costs.at(9)) == costs.rows
+        assert DraftCosts.constant(0.25).at(7) == CostRow(1, 0.0, 0.25)
 
     def test_fitted_to_measurements(self):
-        timings = [Timing(r, d, 2.0 * r * (1 + 0.3 * (d > 0) + 0.1 * d)) for r in (1, 8) for d in (0, 1, 5)]
-        for row, requests in zip(fitted(timings).rows, (1, 8), strict=True):
+        seconds = {r: {d: 2.0 * r * (1 + 0.3 * (d > 0) + 0.1 * d) for d in (0, 1, 5)} for r in (8, 1)}
+        for row, requests in zip(fitted(seconds, 8).rows, (1, 8), strict=True):
             assert (row.requests, row.fixed, row.each) == (requests, pytest.approx(0.3), pytest.approx(0.1))
-        (noise,) = fitted([Timing(1, 0, 1.0), Timing(1, 1, 0.9), Timing(1, 5, 0.8)]).rows
+        (noise,) = fitted({1: {0: 1.0, 1: 0.9, 5: 0.8}}, 1).rows
         assert (noise.fixed, noise.each) == (0, 0)
-        with pytest.raises(ConfigError, match="of 3 requests"):
-            fitted([Timing(3, 1, 1.0)])
+        (alone,) = fitted({1: {0: 1.0, 1: 1.5}}, 1).rows
+        assert (alone.fixed, alone.each) == (0, pytest.approx(0.5))
+
+    def test_steps_that_are_missing(self):
+        """SP-6: those of too many requests for the pools, or without drafts in `align` mode."""
+        assert fitted({}, 4) is None
+        assert fitted({1: {}, 2: {0: 1.0}}, 4) is None
+        assert [row.requests for row in fitted({1: {0: 1.0, 1: 1.1}, 2: {0: 1.0}}, 1).rows] == [1]
+
+    @pytest.mark.parametrize(("requests", "each"), [(4, 0.1), (16, 0.4), (64, 1.0)])
+    def test_more_requests_than_were_measured(self, requests, each):
+        """SP-6: the cost of a draft grows with their number, up to that of a step without drafts."""
+        row = fitted({4: {0: 1.0, 1: 1.3, 5: 1.7}}, requests).at(requests)
+        assert (row.fixed, row.each) == (pytest.approx(0.2), pytest.approx(each))
+        dear = fitted({4: {0: 1.0, 1: 3.0, 5: 9.0}}, requests).at(requests)
+        assert dear.each == pytest.approx(1.5)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_ext.config.draft_costs import CostTable
+import pytest
+
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.speculation.drafter import DraftAsk
 from megatron_ext.speculation.drafting import Drafting
 
-COSTS = CostTable.parse("1:0.1:0.02")
 ASKS = [DraftAsk(0, [1, 2], 2), DraftAsk(1, [5], 9)]
 NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4, "speculative_adaptive": False}
 
@@ -17,34 +17,47 @@ class Counting:
 
     def __init__(self) -> None:
         self.asked: list[dict[int, int]] = []
-        self.resets = 0
 
     def propose(self, asks):
         self.asked.append({ask.request_id: ask.limit for ask in asks})
         return {ask.request_id: tuple(range(ask.limit)) for ask in asks}
 
-    def reset(self) -> None:
-        self.resets += 1
-
 
 def test_a_probe_drafts_the_given_number_within_each_limit():
     """SP-6: all requests get one number of drafts, except near their end; after `use` the method drafts again."""
-    drafting = Drafting(SpeculationConfig(**NGRAM), COSTS)
-    drafting.probe(3)
-    assert drafting.propose(ASKS) == {0: (2, 2), 1: (5, 5, 5)}
-    drafting.probe(0)
+    drafting = Drafting(SpeculationConfig(**NGRAM))
+    probe = drafting.probe()
     assert drafting.propose(ASKS) == {}
-    drafting.use(COSTS)
+    probe.drafts = 3
+    assert drafting.propose(ASKS) == {0: (2, 2), 1: (5, 5, 5)}
+    drafting.use(drafting.costs)
     assert drafting.propose([DraftAsk(0, [1, 2, 3, 1, 2, 3, 1, 2], 2)])[0][0] == 3
 
 
 def test_a_probe_asks_the_layer():
-    """SP-6: the layer computes the drafts, so that its time is measured as well; it begins without any request."""
+    """SP-6: the layer computes the drafts, so that its time is measured as well."""
     layer = Counting()
-    drafting = Drafting(SpeculationConfig(**NGRAM | {"speculative_method": "mtp"}), COSTS, layer)
-    drafting.probe(3)
+    drafting = Drafting(SpeculationConfig(**NGRAM | {"speculative_method": "mtp"}), layer)
+    probe = drafting.probe()
+    probe.drafts = 3
     assert drafting.propose(ASKS) == {0: (0, 1), 1: (0, 1, 2)}
-    drafting.probe(0)
+    probe.drafts = 0
     assert drafting.propose(ASKS) == {}
     assert layer.asked == [{0: 2, 1: 3}]
-    assert layer.resets == 2
+
+
+@pytest.mark.parametrize(("cost", "drafts"), [(0.0, 4), (0.15, 2), (3.0, 0)])
+def test_a_fixed_cost_decides_about_drafts(cost, drafts):
+    """SP-6: of a new request, of which each draft is taken to be right half of the time."""
+    drafting = Drafting(SpeculationConfig("ngram", 4, speculative_draft_cost=cost))
+    found = drafting.propose([DraftAsk(0, [1, 2, 3, 4, 5, 6, 1, 2], 4)])
+    assert len(found.get(0, ())) == drafts
+
+
+def test_costs_are_measured_where_they_matter():
+    """SP-6: not without drafts, with a fixed number of them, or with a fixed cost."""
+    assert SpeculationConfig("ngram", 4).measures_costs
+    assert SpeculationConfig(num_speculative_tokens=4).measures_costs
+    assert not SpeculationConfig().measures_costs
+    assert not SpeculationConfig(**NGRAM).measures_costs
+    assert not SpeculationConfig("ngram", 4, speculative_draft_cost=0.1).measures_costs

@@ -1,0 +1,86 @@
+"""SP-6: costs of drafts are fitted to steps of the engine itself, in bounded time, with a clock that counts steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.config import BatchingConfig
+from megatron_ext.config.speculation import SpeculationConfig
+from megatron_ext.engine.core import EngineCore
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.mcore.draft_cost_measurement import measure_costs
+from megatron_ext.speculation.draft_costs import ASSUMED_COST, CostRow, DraftCosts
+from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.multi_token import predicting
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+KIND, DRAFTS = "hybrid", 3
+FIXED, EACH = 0.3, 0.1
+
+
+class StepClock:
+    """Clock on which a step takes `step` seconds without drafts, and more with them; nothing else takes time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+        self.now, self.steps, compute = 0.0, 0, EngineCore.step
+
+        def timed(core: EngineCore):
+            requests, drafted = len(core.scheduler.queues.running), core.counters.drafted
+            output = compute(core)
+            drafted = core.counters.drafted - drafted
+            self.now += step * (1 + (FIXED + EACH * drafted / requests if drafted else 0))
+            self.steps += 1
+            return output
+
+        monkeypatch.setattr(EngineCore, "step", timed)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def engine_of(method: str = "ngram", **batching: object) -> InferenceEngine:
+    """Engine whose costs are given, and so have not been measured."""
+    settings = {"block_size": 16, "block_count": 100, "max_requests": 6} | batching
+    return build_engine(
+        predicting(KIND),
+        CONFIGS[KIND],
+        PieceTokenizer(CONFIGS[KIND].vocab_size),
+        BatchingConfig(**settings),
+        dtype=torch.float32,
+        speculation=SpeculationConfig(method, DRAFTS, speculative_draft_cost=ASSUMED_COST),
+    )
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_each_number_of_requests_has_its_costs(monkeypatch, method):
+    engine = engine_of(method)
+    drafting = engine.context.drafting
+    measure_costs(engine, drafting, StepClock(monkeypatch, step=1e-4))
+    rows = [(row.requests, pytest.approx(row.fixed), pytest.approx(row.each)) for row in drafting.costs.rows]
+    assert rows == [(requests, FIXED, EACH) for requests in (1, 2, 4, 6)]
+    assert engine.core.counters.drafted == engine.step_count == 0
+
+
+def test_slow_steps_end_it_after_a_round_of_one_request(monkeypatch):
+    """Costs of more requests are estimated."""
+    engine, clock = engine_of(), StepClock(monkeypatch, step=1.0)
+    measure_costs(engine, engine.context.drafting, clock)
+    one, most = engine.context.drafting.costs.rows
+    assert clock.steps == 1 + 3 * 4  # a prefill, and four steps each with 0, 1 and 3 drafts
+    assert (one.requests, one.each) == (1, pytest.approx(EACH))
+    assert most == CostRow(6, one.fixed, pytest.approx(6 * EACH))
+
+
+@pytest.mark.parametrize(("blocks", "requests"), [(1, []), (6, [1, 2, 6])])
+def test_pools_that_do_not_hold_so_many_requests(monkeypatch, caplog, blocks, requests):
+    """What cannot be measured is estimated, or assumed."""
+    engine = engine_of(block_count=blocks, max_sequence_length=80)
+    drafting = engine.context.drafting
+    measure_costs(engine, drafting, StepClock(monkeypatch, step=1e-4))
+    if requests:
+        assert [row.requests for row in drafting.costs.rows] == requests
+    else:
+        assert drafting.costs == DraftCosts.constant(ASSUMED_COST)
+        assert "the pools are too small to measure what drafts cost" in caplog.text
