@@ -89,6 +89,12 @@ class HashChain:
     def __len__(self) -> int:
         return len(self._block_hashes)
 
+    def fork(self, tokens: int) -> HashChain:
+        """Return the chain of another sequence with the same first tokens: it has the hashes of their blocks."""
+        other = HashChain(self.root, self._block_size)
+        other._block_hashes = self._block_hashes[: tokens // self._block_size]
+        return other
+
     def extend(self, tokens: Sequence[int]) -> Sequence[BlockHash]:
         """Return the block hashes of the complete blocks of `tokens`, which begin with all tokens seen before.
 

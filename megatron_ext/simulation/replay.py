@@ -17,11 +17,12 @@ from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.sequence import Sequence as RequestSequence
 from megatron_ext.scheduling.submission import Submission
 from megatron_ext.simulation.cached_models import CachedModel
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.settings import Batch, Settings, limits_of
-from megatron_ext.simulation.trace import Turn, by_session
+from megatron_ext.simulation.trace import Turn, by_session, common_tokens
 
 
 @dataclass
@@ -93,6 +94,7 @@ class Replay:
         self.now = 0.0
         self.coming: list[tuple[float, int]] = []
         self._replies, self._started = _replies(turns), _started(turns)
+        self._before: dict[int, tuple[Turn, RequestSequence]] = {}  # by the position of the reply
         self._asked_at: dict[int, float] = {}
         for place, turn in enumerate(turns):
             if not turn.is_reply and turn.beside is None:
@@ -134,13 +136,20 @@ class Replay:
         return is_admissible
 
     def _request(self, place: int) -> Request:
-        """Build the request of a turn."""
+        """Build the request of a turn; what it has in common with the session's turn before is not hashed again."""
         turn, tokens = self.turns[place], array("I")
         for piece in turn.prompt:
             tokens.extend(piece)
         submitted = cast("tuple[int, ...]", tokens)  # read by slices only
         params, arrival = _params(len(turn.answer), turn.salt), len(self._asked_at) - 1
-        return Request(Submission(place, submitted, params, arrival, seed=0))
+        request = Request(Submission(place, submitted, params, arrival, seed=0))
+        if place in self._before:
+            before, sequence = self._before.pop(place)
+            if sequence.chain is not None:  # another salt replaces it
+                request.sequence.chain = sequence.chain.fork(common_tokens(before.prompt, turn.prompt))
+        if place in self._replies:
+            self._before[self._replies[place]] = turn, request.sequence
+        return request
 
     def step(self) -> None:
         """Schedule and commit one step, and advance the time."""

@@ -154,3 +154,14 @@ def test_a_chain_that_grows_by_slices_is_the_same(slice_tokens):
     assert left[0] == len(TOKENS) // BLOCK * BLOCK
     assert all(0 < before - after <= max(slice_tokens, BLOCK) for before, after in pairwise(left))
     assert chain.extend(TOKENS) == block_hashes()
+
+
+@pytest.mark.parametrize("common", [0, 3, 4, 6, 8, 11, 12])
+def test_a_fork_has_the_digests_of_the_common_blocks_only(common: int):
+    """KV-1: a sequence that diverges inside a block has its own digests from that block on."""
+    chain, other = HashChain(ROOT, BLOCK), [*TOKENS[:common], *range(50, 70)]
+    chain.extend(TOKENS)
+    fork = chain.fork(common)
+    assert len(fork) == common // BLOCK
+    assert fork.extend(other) == block_hashes(other)
+    assert chain.extend(TOKENS) == block_hashes(), "the original is as it was"

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.simulation.truth import SESSIONS, TRACES
 from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.simulation.cached_models import MODELS
 from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.machine import Machine
@@ -193,3 +194,25 @@ class TestPlayed:
         assert found.refused == 0
         assert found.skipped_share > 0.7
         assert play(mooncake).skipped_share > 0.02
+
+    def test_no_block_of_a_session_is_hashed_twice(self, monkeypatch: pytest.MonkeyPatch):
+        """Each block is hashed once, however many prompts begin with it: a long prompt costs its uncached part."""
+        hashed: list[int] = []
+        hash_run = hash_chain._hashes_of_blocks
+
+        def counted(parent, tokens, first, last, size):
+            hashed.append(last - first)
+            return hash_run(parent, tokens, first, last, size)
+
+        monkeypatch.setattr(hash_chain, "_hashes_of_blocks", counted)
+        turns = [turn for turn in read_trace(SESSIONS) if turn.session == 0]
+        play(turns)
+        different = len({block for turn in turns for block in _blocks(turn, 64)})
+        answers = sum(len(turn.answer) // 64 + 1 for turn in turns)
+        assert sum(turn.prompt_length // 64 for turn in turns) > 5 * different
+        assert different <= sum(hashed) <= different + answers
+
+
+def _blocks(turn: Turn, size: int) -> list[tuple[int, ...]]:
+    tokens = turn.tokens()
+    return [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
