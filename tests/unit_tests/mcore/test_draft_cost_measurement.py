@@ -63,6 +63,15 @@ def test_each_number_of_requests_has_its_costs(monkeypatch, method):
     assert engine.core.counters.drafted == engine.step_count == 0
 
 
+def test_steps_with_fewer_drafts_than_asked_for_do_not_count(monkeypatch):
+    """A step of 12 tokens has room for 3 drafts of each of 2 requests, and for one of each of 4 and 6."""
+    engine = engine_of(max_tokens=12)
+    measure_costs(engine, engine.context.drafting, StepClock(monkeypatch, step=1e-4))
+    rows = [(row.requests, row.fixed, row.each) for row in engine.context.drafting.costs.rows]
+    whole, one_draft = (pytest.approx(FIXED), pytest.approx(EACH)), (pytest.approx(0.0), pytest.approx(FIXED + EACH))
+    assert rows == [(1, *whole), (2, *whole), (4, *one_draft), (6, *one_draft)]
+
+
 def test_slow_steps_end_it_after_a_round_of_one_request(monkeypatch):
     """Costs of more requests are estimated."""
     engine, clock = engine_of(), StepClock(monkeypatch, step=1.0)
