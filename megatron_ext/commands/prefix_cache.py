@@ -99,18 +99,18 @@ def ask_listing(slot: HeldSlot) -> Listing:
 
 
 def list_prefixes(stores: dict[str, DiskStore], held: Sequence[HeldSlot]) -> int:
-    """Print the prefixes of each slot, those worth most first; holders of slots list their own."""
+    """Print the prefixes of each slot, those last used first; holders of slots list their own."""
     listings = [(name, Listing.of(store.all_entries())) for name, store in stores.items()]
     listings += [(slot.name, ask_listing(slot)) for slot in held]
     for name, found in listings:
         print(f"{name}: {found.prefixes} prefixes, {found.entries} entries, {found.size / MIB:.1f} MiB")
         if found.listed:
-            print("  model     prefix      tokens  blocks  snapshots       MiB     worth     used")
+            print("  model     prefix      tokens  blocks  snapshots       MiB     used")
         for one in found.listed:
             age = max(0.0, time.time() - one.used)
             print(
                 f"  {one.identity[:8]}  {one.end[:8]}  {one.tokens:8}  {one.blocks:6}  {one.snapshots:9}"
-                f"  {one.size / MIB:8.1f}  {one.worth:8.3g}  {describe_age(age)} ago"
+                f"  {one.size / MIB:8.1f}  {describe_age(age)} ago"
             )
         if found.prefixes > len(found.listed):
             print(f"  and {found.prefixes - len(found.listed)} more")

@@ -20,6 +20,7 @@ _SEAL_DOMAIN = b"mext.disk"
 _SEAL_BYTES = 16
 _NUMBERS = struct.Struct("<qqqqdd")
 _EXTENT_BYTES = 8
+_WORTH = 0.0  # in a column of the format; the time of use alone decides
 MAX_TOKENS = 2**16  # of a block
 MAX_DEPTH = 2**32  # blocks
 MAX_BYTES = 2**40  # of an entry
@@ -48,15 +49,13 @@ class NewEntry:
         parent: Hash of the block before, or the root hash of the sequence.
         depth: Blocks from the start of the sequence, this one included.
         tokens: Token ids of the block.
-        worth: Worth of keeping it; entries of less worth are evicted first.
-        used: Time of its last use, seconds since the epoch; decides between entries of equal worth.
+        used: Time of its last use, seconds since the epoch; those used longest ago are evicted first.
     """
 
     key: EntryKey
     parent: BlockHash
     depth: int
     tokens: Sequence[int]
-    worth: float = 0.0
     used: float = 0.0
 
     @property
@@ -86,13 +85,13 @@ class StoredEntry:
     checksum: int
 
     @property
-    def order(self) -> tuple[float, float, int]:
-        """Key of the order of eviction, smallest first: worth, time of use, then the deeper one of a sequence."""
-        return self.entry.worth, self.entry.used, -self.entry.depth
+    def order(self) -> tuple[float, int]:
+        """Key of the order of eviction, smallest first: time of use, then the deeper one of a sequence."""
+        return self.entry.used, -self.entry.depth
 
-    def rated(self, worth: float, used: float) -> StoredEntry:
-        """Return the same entry with another worth and time of use."""
-        return replace(self, entry=replace(self.entry, worth=worth, used=used))
+    def used_at(self, used: float) -> StoredEntry:
+        """Return the same entry with another time of use."""
+        return replace(self, entry=replace(self.entry, used=used))
 
     def to_row(self) -> Row:
         """Return the columns of the entry's row, without its number; the last one is the seal."""
@@ -100,7 +99,7 @@ class StoredEntry:
         tokens, extents = _packed(entry.tokens), _packed([number for extent in self.extents for number in extent])
         values = (
             *(self.identity, int(entry.key.kind), entry.key.block_hash, entry.parent, entry.depth),
-            *(tokens, extents, self.size, self.checksum, entry.worth, entry.used),
+            *(tokens, extents, self.size, self.checksum, _WORTH, entry.used),
         )
         return (*values, _seal(values))
 
@@ -110,13 +109,13 @@ def from_row(row_id: int, row: Sequence[object]) -> StoredEntry | None:
     *values, seal = row
     if not _has_types(values) or seal != _seal(values):
         return None
-    identity, kind, block_hash, parent, depth, tokens, extents, size, checksum, worth, used = values
+    identity, kind, block_hash, parent, depth, tokens, extents, size, checksum, _, used = values
     assert isinstance(tokens, bytes), "types are checked"
     assert isinstance(extents, bytes), "types are checked"
     numbers = _unpacked(extents)
     pairs = tuple(map(Extent, numbers[::2], numbers[1::2]))
     key = EntryKey(EntryKind(kind), BlockHash(block_hash))  # type: ignore[arg-type]
-    entry = NewEntry(key, BlockHash(parent), depth, _unpacked(tokens), worth, used)  # type: ignore[arg-type]
+    entry = NewEntry(key, BlockHash(parent), depth, _unpacked(tokens), used)  # type: ignore[arg-type]
     stored = StoredEntry(row_id, identity, entry, pairs, size, checksum)  # type: ignore[arg-type]
     return stored if _is_sound(stored) else None
 
@@ -141,7 +140,6 @@ def _is_sound(stored: StoredEntry) -> bool:
         and 0 <= stored.checksum < 2**32
         and all(extent.pages > 0 for extent in stored.extents)
         and pages == pages_of(stored.size)
-        and math.isfinite(entry.worth)
         and math.isfinite(entry.used)
     )
 

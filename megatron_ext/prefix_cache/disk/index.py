@@ -25,7 +25,7 @@ _SCHEMA = (
 )
 _COLUMNS = "identity, kind, hash, parent, depth, tokens, extents, size, checksum, worth, used, seal"
 _INSERT = f"INSERT INTO entries (id, {_COLUMNS}) VALUES ({', '.join('?' * 13)})"
-_RATE = "UPDATE entries SET worth = ?, used = ?, seal = ? WHERE id = ?"
+_USE = "UPDATE entries SET worth = ?, used = ?, seal = ? WHERE id = ?"
 _SETTINGS = (  # the first ones before anything is read of the schema
     "trusted_schema = OFF",
     "cell_size_check = ON",
@@ -114,22 +114,22 @@ class DiskIndex:
         return sound, unsound
 
     def apply(
-        self, removed: Iterable[int] = (), added: Iterable[StoredEntry] = (), rated: Iterable[StoredEntry] = ()
+        self, removed: Iterable[int] = (), added: Iterable[StoredEntry] = (), used: Iterable[StoredEntry] = ()
     ) -> None:
         """Change rows in one transaction, which is on the medium when this returns.
 
         Args:
             removed: Numbers of rows to remove.
             added: Entries to add.
-            rated: Entries with another worth or time of use.
+            used: Entries with another time of use.
         """
         deletes = [(row_id,) for row_id in removed]
         inserts = [(entry.row_id, *entry.to_row()) for entry in added]
-        updates = [(*entry.to_row()[-3:], entry.row_id) for entry in rated]
+        updates = [(*entry.to_row()[-3:], entry.row_id) for entry in used]
         changes: list[tuple[str, Sequence[tuple[object, ...]]]] = [
             ("DELETE FROM entries WHERE id = ?", deletes),
             (_INSERT, inserts),
-            (_RATE, updates),
+            (_USE, updates),
         ]
         self._transact([change for change in changes if change[1]])
 

@@ -22,7 +22,6 @@ class Prefix:
         blocks: Number of blocks that are stored of it; fewer than its length has if some were evicted.
         snapshots: Number of snapshots.
         size: Bytes of blocks and snapshots; those that several prefixes share count for each.
-        worth: Greatest worth of its entries.
         used: Time of its last use, seconds since the epoch.
     """
 
@@ -32,7 +31,6 @@ class Prefix:
     blocks: int
     snapshots: int
     size: int
-    worth: float
     used: float
 
 
@@ -44,7 +42,7 @@ class Listing:
         entries: Number of entries, of all identities.
         size: Bytes of all entries.
         prefixes: Number of prefixes.
-        listed: First prefixes, those worth most and last used first, at most `MAX_LISTED`.
+        listed: First prefixes, those last used first, at most `MAX_LISTED`.
     """
 
     entries: int
@@ -98,8 +96,7 @@ def prefixes_of(entries: Sequence[StoredEntry]) -> list[Prefix]:
                 blocks,
                 len(chain) - blocks,
                 sum(one.size for one in chain),
-                max(one.entry.worth for one in chain),
                 max(one.entry.used for one in chain),
             )
         )
-    return sorted(found, key=lambda prefix: (prefix.worth, prefix.used, prefix.end), reverse=True)
+    return sorted(found, key=lambda prefix: (prefix.used, prefix.end), reverse=True)

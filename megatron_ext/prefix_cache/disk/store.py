@@ -76,7 +76,7 @@ class DiskStore:
         self._rows: dict[EntryKey, int] = {}  # of this identity, also the next two
         self._added: dict[int, StoredEntry] = {}  # since the last commit, also the next two
         self._removed: dict[int, tuple[Extent, ...]] = {}
-        self._rated: dict[int, StoredEntry] = {}
+        self._used: dict[int, StoredEntry] = {}
         self._pending_bytes = 0
         self._victims = VictimOrder(self._entries, identity)
         self._tally = StoreTally()
@@ -113,7 +113,7 @@ class DiskStore:
         return key in self._rows
 
     def entries(self) -> list[StoredEntry]:
-        """Return the entries of this identity, those of most worth first, a parent before its children."""
+        """Return the entries of this identity, those used last first, a parent before its children."""
         own = [self._entries[row_id] for row_id in self._rows.values()]
         return sorted(own, key=lambda entry: entry.order, reverse=True)
 
@@ -127,7 +127,7 @@ class DiskStore:
         return None if row_id is None else self._entries[row_id]
 
     def put(self, entry: NewEntry, buffers: Sequence[Buffer]) -> bool:
-        """Store an entry, evicting entries of less worth if there is no room.
+        """Store an entry, evicting those used longer ago if there is no room.
 
         It can be found at once, and outlives the process after the next `commit`.
 
@@ -166,7 +166,7 @@ class DiskStore:
         return True
 
     def _make_room(self, pages: int, entry: StoredEntry) -> bool:
-        """Evict until so many pages are free; return False, with nothing evicted, if more worth had to go."""
+        """Evict until so many pages are free; return False, with nothing evicted, if one used later had to go."""
         if pages <= self._free.count:
             return True
         if self._removed:
@@ -229,14 +229,14 @@ class DiskStore:
                 self._remove(entry, fault)
         self._commit()
 
-    def rate(self, key: EntryKey, worth: float, used: float) -> None:
-        """Give a stored entry another worth and time of last use."""
+    def touch(self, key: EntryKey, used: float) -> None:
+        """Give a stored entry another time of last use."""
         known = self.find(key)
         if known is not None:
-            rated = known.rated(worth, used)
-            self._entries[known.row_id] = rated
-            (self._added if known.row_id in self._added else self._rated)[known.row_id] = rated
-            self._victims.add(rated)
+            later = known.used_at(used)
+            self._entries[known.row_id] = later
+            (self._added if known.row_id in self._added else self._used)[known.row_id] = later
+            self._victims.add(later)
 
     def remove(self, key: EntryKey) -> None:
         """Remove the entry of a key, if there is one; it is gone from the medium after the next `commit`."""
@@ -252,7 +252,7 @@ class DiskStore:
             self._tally.add(entry, -1)
             for observer in self.observers:
                 observer.on_removed([entry.entry.key])
-        self._rated.pop(row_id, None)
+        self._used.pop(row_id, None)
         self._removed[row_id] = entry.extents
         if reason is not None:
             self.drops[reason] += 1
@@ -265,17 +265,17 @@ class DiskStore:
     def _commit(self) -> None:
         added = {row_id: entry for row_id, entry in self._added.items() if row_id not in self._removed}
         removed = [row_id for row_id in self._removed if row_id not in self._added]
-        if not (added or removed or self._rated or self._removed):
+        if not (added or removed or self._used or self._removed):
             return
         self.slot.check()
         if added:
             self._data.sync()
-        self._index.apply(removed, added.values(), self._rated.values())
+        self._index.apply(removed, added.values(), self._used.values())
         for extents in self._removed.values():
             self._free.give(extents)
         self._added.clear()
         self._removed.clear()
-        self._rated.clear()
+        self._used.clear()
         self._pending_bytes = 0
 
     def forget(self, keys: Iterable[EntryKey]) -> None:

@@ -73,7 +73,7 @@ class StoreThread:
 
     def touch(self, keys: Sequence[EntryKey], used: float) -> None:
         """Set the time of last use of entries."""
-        self._add(lambda: self._rate(keys, used))
+        self._add(lambda: self._touch(keys, used))
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
         """Remove entries, those that wait to be written, too, and wait until the medium has forgotten them."""
@@ -247,13 +247,13 @@ class StoreThread:
     def _write(self, key: EntryKey, content: Content) -> None:
         entry, buffers = content
         if key in self._store:
-            self._store.rate(key, entry.worth, entry.used)
+            self._store.touch(key, entry.used)
         elif not self._store.put(entry, buffers):
             self.on_removed([key])
 
-    def _rate(self, keys: Sequence[EntryKey], used: float) -> None:
+    def _touch(self, keys: Sequence[EntryKey], used: float) -> None:
         for key in keys:
-            self._store.rate(key, 0.0, used)
+            self._store.touch(key, used)
 
     def on_stored(self, stored: StoredEntry) -> None:
         """Do nothing: what is to be written counts as stored; see `StoreObserver`, also for the next one."""

@@ -1,4 +1,4 @@
-"""Order in which entries of the store are evicted: those of other identities first, then those of least worth."""
+"""Order in which entries of the store are evicted: those of other identities first, then those used longest ago."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Victim(NamedTuple):
     """Place of an entry in the order."""
 
     is_own: bool
-    order: tuple[float, float, int]
+    order: tuple[float, int]
     row_id: int
 
 

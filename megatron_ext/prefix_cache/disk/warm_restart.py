@@ -316,24 +316,24 @@ class WarmRestart:
             if least < len(window):
                 break
         for position, key in enumerate(order[end:], end):
-            self._store.rate(key, 0.0, now - position * RANK_SECONDS)
+            self._store.touch(key, now - position * RANK_SECONDS)
             self.left_out += key not in self._store
 
     def _write_window(self, keys: Sequence[EntryKey], used: float, deadline: float) -> tuple[list[int], int]:
-        """Write or rate entries in their order, up to the first one for which there is no time or room.
+        """Write or touch entries in their order, up to the first one for which there is no time or room.
 
         Returns:
             The positions of those that were written, and that of the first one that is neither written nor stored.
         """
         written: list[int] = []
         for position, key in enumerate(keys):
-            rated = used - position * RANK_SECONDS
+            time_of_use = used - position * RANK_SECONDS
             if key in self._store:
-                self._store.rate(key, 0.0, rated)
+                self._store.touch(key, time_of_use)
                 continue
             if self._is_stopped or time.monotonic() >= deadline:
                 return written, position
-            self._put(key, rated)
+            self._put(key, time_of_use)
             if key not in self._store:
                 return written, position
             written.append(position)

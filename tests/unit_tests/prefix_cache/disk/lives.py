@@ -28,13 +28,13 @@ def content(key: EntryKey) -> bytes:
 
 
 def entry_after(
-    parent: NewEntry | None, tokens: list[int], kind: EntryKind = EntryKind.BLOCK, **rating: float
+    parent: NewEntry | None, tokens: list[int], kind: EntryKind = EntryKind.BLOCK, used: float = 0.0
 ) -> NewEntry:
     """The entry of the block of these tokens after that of `parent`, or at the start of a sequence."""
     before: BlockHash = ROOT if parent is None else parent.key.block_hash
     (block_hash,) = hash_blocks(before, tokens, len(tokens))
     depth = 1 if parent is None else parent.depth + 1
-    return NewEntry(EntryKey(kind, block_hash), before, depth, tokens, **rating)
+    return NewEntry(EntryKey(kind, block_hash), before, depth, tokens, used)
 
 
 def put(store: DiskStore, entry: NewEntry) -> bool:
@@ -62,7 +62,7 @@ def fast_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def live(store: DiskStore, seed: int, actions: int, after_each: Callable[[], None] = lambda: None) -> None:
-    """Put, read, rate, remove and commit at random."""
+    """Put, read, touch, remove and commit at random."""
     rng = random.Random(seed)
     known: list[NewEntry] = []
     for step in range(actions):
@@ -70,14 +70,13 @@ def live(store: DiskStore, seed: int, actions: int, after_each: Callable[[], Non
         if action < 0.5 or not known:
             parent = rng.choice(known) if known and rng.random() < 0.8 else None
             kind = rng.choice(list(EntryKind))
-            rating = {"worth": rng.random(), "used": float(step)}
-            entry = entry_after(parent, [rng.randrange(2**32) for _ in range(BLOCK)], kind, **rating)
+            entry = entry_after(parent, [rng.randrange(2**32) for _ in range(BLOCK)], kind, used=step * rng.random())
             if put(store, entry):
                 known.append(entry)
         elif action < 0.65:
             is_read(store, rng.choice(known).key)
         elif action < 0.75:
-            store.rate(rng.choice(known).key, rng.random(), float(step))
+            store.touch(rng.choice(known).key, step * rng.random())
         elif action < 0.85:
             store.remove(rng.choice(known).key)
         elif action < 0.99:

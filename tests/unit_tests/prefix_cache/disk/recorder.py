@@ -88,10 +88,10 @@ class RecordedIndex(DiskIndex):
         return {path.name: path.read_bytes() if path.exists() else b"" for path in files}
 
     def apply(
-        self, removed: Iterable[int] = (), added: Iterable[StoredEntry] = (), rated: Iterable[StoredEntry] = ()
+        self, removed: Iterable[int] = (), added: Iterable[StoredEntry] = (), used: Iterable[StoredEntry] = ()
     ) -> None:
         before = self._images()
-        super().apply(removed, added, rated)
+        super().apply(removed, added, used)
         self._record(before, is_checkpoint=False)
 
     def checkpoint(self) -> None:

@@ -89,7 +89,7 @@ def test_flipped_bytes(trials):
         store = open_directory_store(directory, IDENTITY, LIMIT)
         live(store, 1, 150)
         for number in range(80):  # so that most bytes are in use
-            put(store, entry_after(None, [number], worth=1.0))
+            put(store, entry_after(None, [number], used=1.0e6))
         store.commit()
         keys = [entry.entry.key for entry in store.entries()]
         files = files_of(directory)  # as a killed process leaves them
@@ -106,7 +106,7 @@ def test_flipped_bytes(trials):
             store = open_directory_store(place, IDENTITY, LIMIT)
             found = sum(is_read(store, key) for key in keys)
             missed += found < len(keys)
-            entry = entry_after(None, [trial, 0], worth=2.0)
+            entry = entry_after(None, [trial, 0], used=2.0e6)
             assert put(store, entry), f"{name} at {position}: {store.problem}"
             store.check()
             store.close()

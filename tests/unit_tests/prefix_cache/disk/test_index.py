@@ -17,7 +17,7 @@ from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, entry_afte
 
 
 def stored(number: int, *extents: Extent) -> StoredEntry:
-    entry = entry_after(None, [number], worth=0.5, used=3.0)
+    entry = entry_after(None, [number], used=3.0)
     size = 4096 * sum(extent.pages for extent in extents) - 5
     return StoredEntry(number, IDENTITY, entry, extents, size, 12345)
 
@@ -26,7 +26,7 @@ def test_a_row_is_read_as_it_was_written():
     entry = stored(1, Extent(3, 2), Extent(9, 1))
     found = from_row(1, entry.to_row())
     assert found is not None
-    assert found.rated(0.5, 3.0).to_row() == entry.to_row()
+    assert found.used_at(3.0).to_row() == entry.to_row()
     assert (found.extents, found.size, found.checksum) == (entry.extents, entry.size, entry.checksum)
 
 
@@ -66,17 +66,16 @@ def test_impossible_numbers_are_refused_even_with_a_seal(numbers):
     assert from_row(1, StoredEntry(**(vars(entry) | numbers)).to_row()) is None
 
 
-def test_no_worth_that_is_not_a_number():
+@pytest.mark.parametrize("used", [float("nan"), float("inf")])
+def test_no_time_that_is_not_a_number(used):
     """DC-3."""
-    entry = stored(1, Extent(3, 2))
-    assert from_row(1, entry.rated(float("nan"), 0.0).to_row()) is None
-    assert from_row(1, entry.rated(0.0, float("inf")).to_row()) is None
+    assert from_row(1, stored(1, Extent(3, 2)).used_at(used).to_row()) is None
 
 
 def test_pages_and_keys_that_occur_twice_are_dropped(tmp_path):
     """DC-3: rows that contradict each other are sound one by one."""
     store = open_directory_store(tmp_path / "cache", IDENTITY, LIMIT)
-    put(store, entry_after(None, [1, 2, 3, 4], worth=9.0))
+    put(store, entry_after(None, [1, 2, 3, 4], used=9.0))
     store.close()
     index = DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite")
     first, second = stored(20, Extent(10, 2)), stored(21, Extent(11, 1))

@@ -37,9 +37,9 @@ def reopened(store: DiskStore, directory: Path, identity: bytes = IDENTITY, page
     return open_directory_store(directory, identity, pages * PAGE_BYTES)
 
 
-def page(number: int, **rating: float) -> NewEntry:
+def page(number: int, used: float = 0.0) -> NewEntry:
     """An entry that takes one page; see `fill`."""
-    return entry_after(None, [number], **rating)
+    return entry_after(None, [number], used=used)
 
 
 def fill(store: DiskStore, entry: NewEntry) -> bool:
@@ -48,14 +48,14 @@ def fill(store: DiskStore, entry: NewEntry) -> bool:
 
 
 def numbers(store: DiskStore) -> list[int]:
-    """The numbers of the entries, those of most worth first."""
+    """The numbers of the entries, those used last first."""
     return [entry.entry.tokens[0] for entry in store.entries()]
 
 
 def test_entries_outlive_the_process(store, directory):
     """DC-1."""
     first = entry_after(None, [1, 2])
-    second = entry_after(first, [3, 4], EntryKind.SNAPSHOT, worth=1.5, used=9.0)
+    second = entry_after(first, [3, 4], EntryKind.SNAPSHOT, used=9.0)
     assert put(store, first)
     assert is_read(store, first.key)
     store = reopened(store, directory, pages=64)
@@ -66,32 +66,30 @@ def test_entries_outlive_the_process(store, directory):
     found = store.find(second.key)
     assert found is not None
     assert (found.entry.parent, found.entry.depth) == (first.key.block_hash, 2)
-    assert (found.entry.worth, found.entry.used, list(found.entry.tokens)) == (1.5, 9.0, [3, 4])
+    assert (found.entry.used, list(found.entry.tokens)) == (9.0, [3, 4])
     use = store.use
     assert (use.blocks, use.snapshots, use.written, use.read) == (1, 1, 0, 2)
     store.close()
 
 
-def test_least_worth_goes_first_and_the_later_use_stays(store):
+def test_what_was_used_longest_ago_goes_first(store):
     for number in range(PAGES):
-        assert fill(store, page(number, worth=float(number // 2), used=float(-number)))
-    assert fill(store, page(100, worth=5.0))
-    assert fill(store, page(101, worth=5.0))
-    assert set(range(PAGES)) - set(numbers(store)) == {0, 1}
-    assert fill(store, page(102, worth=5.0))
-    assert set(range(PAGES)) - set(numbers(store)) == {0, 1, 3}
+        assert fill(store, page(number, used=float(-number)))
+    assert fill(store, page(100, used=5.0))
+    assert fill(store, page(101, used=5.0))
+    assert set(range(PAGES)) - set(numbers(store)) == {PAGES - 1, PAGES - 2}
     store.check()
 
 
-def test_less_worth_is_not_taken(store):
+def test_what_was_used_longer_ago_than_all_is_not_taken(store):
     for number in range(PAGES):
-        assert fill(store, page(number, worth=1.0))
-    assert not fill(store, page(100, worth=0.5))
+        assert fill(store, page(number, used=1.0))
+    assert not fill(store, page(100, used=0.5))
     assert store.use.drops == {"less_worth": 1}
     assert len(store) == PAGES
-    assert not store.put(page(101, worth=9.0), [bytes(PAGES * PAGE_BYTES + 1)])
+    assert not store.put(page(101, used=9.0), [bytes(PAGES * PAGE_BYTES + 1)])
     assert len(store) == PAGES
-    assert fill(store, page(102, worth=1.0))
+    assert fill(store, page(102, used=1.0))
     store.check()
 
 
@@ -102,18 +100,18 @@ def test_within_a_sequence_the_deeper_entry_goes_first(store):
     for entry in chain:
         assert fill(store, entry)
     assert numbers(store) == list(range(PAGES))
-    assert fill(store, page(99, worth=1.0))
+    assert fill(store, page(99, used=1.0))
     assert numbers(store) == [99, *range(PAGES - 1)]
 
 
-def test_rating_changes_the_order_also_after_a_restart(store, directory):
+def test_a_use_changes_the_order_also_after_a_restart(store, directory):
     for number in range(PAGES):
-        assert fill(store, page(number, worth=1.0, used=float(number)))
+        assert fill(store, page(number, used=float(number)))
     store.commit()
-    store.rate(page(0).key, 1.0, 99.0)
+    store.touch(page(0).key, 99.0)
     store = reopened(store, directory)
     assert numbers(store)[0] == 0
-    assert fill(store, page(100, worth=2.0))
+    assert fill(store, page(100, used=100.0))
     assert 1 not in numbers(store)
     assert is_read_page(store, 0)
     store.close()
@@ -127,11 +125,11 @@ def is_read_page(store: DiskStore, number: int) -> bool:
 def test_another_identity_finds_nothing_and_evicts_the_old_one_first(store, directory):
     """DC-2."""
     for number in range(PAGES):
-        assert fill(store, page(number, worth=100.0))
+        assert fill(store, page(number, used=100.0))
     store = reopened(store, directory, OTHER)
     assert (len(store), store.use.other_entries) == (0, PAGES)
     assert not is_read_page(store, 3)
-    assert fill(store, page(3, worth=0.0))
+    assert fill(store, page(3))
     assert store.use.drops == {"other_identity": 1}
     assert is_read_page(store, 3)
     store.check()

@@ -31,23 +31,23 @@ def filled(directory) -> dict[str, bytes]:
         put(store, entry)
     store.close()
     store = open_directory_store(directory, bytes(range(1, 33)), LIMIT)
-    put(store, entry_after(None, [9], worth=3.0, used=time.time() - 200_000))
+    put(store, entry_after(None, [9], used=time.time() - 200_000))
     store.close()
     return {str(entry.key.kind): content(entry.key) for entry in (first, second, snapshot)}
 
 
-def test_prefixes_by_worth_and_age(tmp_path, capsys):
+def test_prefixes_by_age(tmp_path, capsys):
     """DC-6."""
     filled(tmp_path / "cache")
     assert main([str(tmp_path / "cache"), "list"]) == DONE
-    head, _, worth_most, other = capsys.readouterr().out.splitlines()
+    head, _, last_used, other = capsys.readouterr().out.splitlines()
     assert head.startswith("slot-0: 2 prefixes, 4 entries, ")
-    assert worth_most.split()[:1] == ["01020304"]
-    assert worth_most.split()[2:5] == ["1", "1", "0"]
-    assert worth_most.split()[6:] == ["3", "2", "d", "ago"]
-    assert other.split()[:1] == ["00010203"]
-    assert other.split()[2:5] == ["8", "2", "1"]
-    assert other.split()[6:] == ["0", "1", "h", "ago"]
+    assert last_used.split()[:1] == ["00010203"]
+    assert last_used.split()[2:5] == ["8", "2", "1"]
+    assert last_used.split()[6:] == ["1", "h", "ago"]
+    assert other.split()[:1] == ["01020304"]
+    assert other.split()[2:5] == ["1", "1", "0"]
+    assert other.split()[6:] == ["2", "d", "ago"]
     store = open_directory_store(tmp_path / "cache", IDENTITY, LIMIT)
     assert (store.use.blocks, store.use.snapshots, store.use.other_entries) == (2, 1, 1)
     store.close()
