@@ -64,9 +64,9 @@ class ToolUseBlock(_Object):
 
     type: Literal["tool_use"]
     id: Text
-    """Id of a stored item, or of a call."""
+    """Id of the call."""
     name: Text
-    """Name of the function, or of the author."""
+    """Name of the function."""
     input: dict[str, object]
     """Arguments of the call."""
     cache_control: Mark = None
@@ -99,7 +99,7 @@ class ToolResultBlock(_Object):
     tool_use_id: Text
     """Call that the block answers."""
     content: _Texts | None = None
-    """Text of the message, or its parts."""
+    """Result of the call, as a text or in blocks."""
     is_error: bool | None = None
     """Failure of the tool; false by default."""
     cache_control: Mark = None
@@ -125,7 +125,7 @@ class MessageParam(_Object):
     """Message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    """Author of the message: `system`, `user`, `assistant`, `tool` and others."""
+    """Author of the message."""
     content: _Blocks
     """Text of the message, or its parts."""
 
@@ -141,7 +141,7 @@ class ToolParam(_Object):
     """Function that the client runs."""
 
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
-    """Name of the function, or of the author."""
+    """Name of the function."""
     input_schema: dict[str, object]
     """JSON schema of the arguments."""
     description: Text | None = None
@@ -167,7 +167,7 @@ class ToolChoiceParam(_Object):
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
-    """Name of the function, or of the author."""
+    """Name of the function that must be called."""
     disable_parallel_tool_use: bool | None = None
     """Allow one call at most; false by default."""
 
@@ -225,7 +225,7 @@ class CountTokensRequest(Body):
     ) = None
     """Functions that the model may call."""
     tool_choice: ToolChoiceParam | None = None
-    """`none`, `auto`, `required`, or the function that must be called; "auto" by default."""
+    """Choice among the tools, as an object with a `type`; `auto` by default."""
     thinking: ThinkingParam | None = None
     """Thinking on or off, and its maximum number of tokens."""
     output_config: OutputConfigParam | None = None
@@ -249,7 +249,7 @@ class MessagesRequest(CountTokensRequest):
     """Body of `/v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    """Most tokens to generate; by default 16 for completions, as many as fit for chats."""
+    """Most tokens to generate."""
     stop_sequences: list[Text] | None = None
     """Words that end an answer; the one found is named."""
     stream: bool | None = None

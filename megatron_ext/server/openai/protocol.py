@@ -94,7 +94,7 @@ class Message(BaseModel):
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     """Text of the message, or its parts."""
     name: str | None = None
-    """Name of the function, or of the author."""
+    """Name of the author, or of the function that answered."""
     tool_calls: Annotated[list[dict[str, object]], Field(fail_fast=True)] | None = None
     """Calls of an assistant's message."""
     tool_call_id: str | None = None
@@ -159,12 +159,12 @@ class Function(Body):
     """Function that a model may call."""
 
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
-    """Name of the function, or of the author."""
+    """Name of the function."""
     description: Text | None = None
     """Purpose of the function, for the model."""
-    parameters: dict[str, object] | None = None  # a JSON schema
+    parameters: dict[str, object] | None = None
     """JSON schema of the arguments."""
-    strict: bool | None = None  # whether arguments follow the schema where the model may also answer with text
+    strict: bool | None = None
     """Make arguments follow the schema where the model may also answer with text; false by default."""
 
 
@@ -312,7 +312,7 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     audio: Neutral = None
     prediction: object = None  # without effect: drafts are the engine's
     """Accepted without effect."""
-    separate_reasoning: bool | None = None  # False leaves thinking in the content
+    separate_reasoning: bool | None = None
     """Return thinking apart from the content; true by default."""
     thinking_budget_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens of thinking; by default as many as the answer may have."""

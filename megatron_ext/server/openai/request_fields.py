@@ -206,7 +206,7 @@ class StreamOptions(Body):
     """End the stream with the usage; false by default."""
     continuous_usage_stats: bool | None = None
     """Give each part the usage so far; false by default."""
-    include_obfuscation: bool | None = None  # not supported
+    include_obfuscation: bool | None = None
     """Unsupported field, accepted with a value that changes nothing."""
 
 
@@ -259,7 +259,7 @@ class SamplingFields(Body):
     """Fields that every generating route takes. None is the same as a missing field."""
 
     # OpenAI's fields
-    temperature: Annotated[float, option_bounds("temperature")] | None = None  # 0 is greedy
+    temperature: Annotated[float, option_bounds("temperature")] | None = None
     """0 takes the most likely token; higher values are more random; 1 by default."""
     top_p: Annotated[float, option_bounds("top_p")] | None = None
     """Draw from the most likely tokens that have this probability together; 1 by default."""
@@ -275,7 +275,7 @@ class SamplingFields(Body):
     # Extensions of this engine
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """Tokens to generate before an end is possible; 0 by default."""
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 are off
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     """Draw from so many of the most likely tokens; 0 and -1 are off; 0 by default."""
     min_p: Annotated[float, option_bounds("min_p")] | None = None
     """Least probability of a token, relative to the most likely one; 0 by default."""
@@ -299,7 +299,7 @@ class SamplingFields(Body):
     """Use the prefix cache; true by default."""
     explain_prefix_cache: bool | None = None
     """Explain why no more was skipped; with `--explain-prefix-cache`; false by default."""
-    num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 is off
+    num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None
     """Most drafts of a step; 0 is off, the default is the server's."""
     cache_checkpoint: Checkpoints | None = None
     """Token positions after which other requests may go on differently."""
@@ -310,7 +310,7 @@ class SamplingFields(Body):
     metadata: dict[str, object] | None = None
     """Accepted without effect."""
     store: bool | None = None
-    """Accepted without effect."""
+    """Store the answer: `/v1/responses` with `--responses-store-mb`; elsewhere without effect."""
     service_tier: str | None = None
     """Accepted without effect."""
     safety_identifier: str | None = None

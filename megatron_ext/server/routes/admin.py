@@ -39,7 +39,7 @@ class Nothing(Body):
 class AbortRequest(Body):
     """Answers to abort."""
 
-    request_id: Text | None = None  # the `id` of an answer
+    request_id: Text | None = None
     """The `id` of the answer to abort; or `abort_all`."""
     abort_all: bool | None = None
     """Abort all requests; false by default."""

@@ -64,7 +64,7 @@ class MessageItem(InputItem):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    """Author of the message: `system`, `user`, `assistant`, `tool` and others."""
+    """Author of the message."""
     content: Content
     """Text of the message, or its parts."""
 
@@ -76,7 +76,7 @@ class FunctionCallItem(InputItem):
     call_id: Text
     """Id of a call, which its result repeats."""
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
-    """Name of the function, or of the author."""
+    """Name of the function."""
     arguments: Annotated[Text, AfterValidator(_json_text)]
     """Arguments of a call, as JSON."""
 
@@ -96,7 +96,7 @@ class ReasoningItem(InputItem):
 
     type: Literal["reasoning"]
     content: Content | None = None
-    """Text of the message, or its parts."""
+    """Thinking of an earlier answer."""
     summary: Content | None = None
     """Accepted without effect."""
 
@@ -106,7 +106,7 @@ class ItemReference(InputItem):
 
     type: Literal["item_reference"] | None = None
     id: Text
-    """Id of a stored item, or of a call."""
+    """Id of a stored item."""
 
 
 _KINDS: dict[str, type[InputItem]] = {

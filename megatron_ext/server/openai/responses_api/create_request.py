@@ -103,12 +103,12 @@ class FunctionTool(Body):
 
     type: Literal["function"]
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
-    """Name of the function, or of the author."""
+    """Name of the function."""
     description: Text | None = None
     """Purpose of the function, for the model."""
-    parameters: dict[str, object] | None = None  # a JSON schema
+    parameters: dict[str, object] | None = None
     """JSON schema of the arguments."""
-    strict: bool | None = None  # whether arguments follow the schema where the model may also answer with text
+    strict: bool | None = None
     """Make arguments follow the schema where the model may also answer with text; false by default."""
 
     @property
@@ -168,9 +168,9 @@ class ResponsePrompt(Body):
     tools: Tools | None = None
     """Functions that the model may call."""
     reasoning: Reasoning | None = None
-    """Synonym of `reasoning_content`."""
+    """Options of thinking."""
     text: TextOptions | None = None
-    """Text of the part."""
+    """Format and length of the answer."""
     chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
     """Variables of the chat template."""
     return_token_ids: bool | None = None
@@ -207,12 +207,12 @@ class ResponsesRequest(SamplingFields, ResponsePrompt):
     include: Annotated[list[_Included], Field(fail_fast=True)] | None = None
     """Parts to add; log-probs are."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """Number of best tokens at each position; needs `logprobs`; 0 by default."""
+    """Number of best tokens at each position; `include` must name log-probs; 0 by default."""
     thinking_budget_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens of thinking; by default as many as the answer may have."""
-    truncation: Literal["auto", "disabled"] | None = None  # nothing is ever left out of a prompt
+    truncation: Literal["auto", "disabled"] | None = None
     """Truncation of prompts, which happens with neither value; "disabled" by default."""
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of built-in tools only, so without effect
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     """Accepted without effect: it limits tools that run on a server."""
     prompt_cache_retention: str | None = None
     """Accepted without effect."""
