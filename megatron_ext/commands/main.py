@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import megatron_ext
-from arguments.removed import refuse_removed_command
-from megatron_ext.errors import ConfigError
 
 PROGRAM = "megatron-ext"
 
@@ -59,12 +57,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="COMMAND --help lists its flags")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="flags of the command")
     words = sys.argv[1:] if argv is None else argv
-    try:
-        refuse_removed_command(words[0] if words else "")
-    except ConfigError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+    if words and _is_removed(words[0]):
         return 2
     parsed = parser.parse_args(words)
     command = COMMANDS[parsed.command]
     function = cast("Callable[..., int]", getattr(importlib.import_module(command.module), command.function))
     return function(parsed.arguments, program=f"{PROGRAM} {parsed.command}")
+
+
+def _is_removed(name: str) -> bool:
+    """Return whether the word is a command of an earlier version, after an error that says what to use."""
+    if name in COMMANDS or name.startswith("-"):
+        return False
+    from arguments.removed import refuse_removed_command  # imports all flags, which `--version` does without
+    from megatron_ext.errors import ConfigError
+
+    try:
+        refuse_removed_command(name)
+    except ConfigError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return True
+    return False
