@@ -205,11 +205,16 @@ def chromium() -> str | None:
 needs_chromium = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
 
 
-def look(server: LiveServer, folder: Path, *, milliseconds: int = 9000) -> _Page:
-    """The page after some virtual time."""
+def drawn(url: str, folder: Path, milliseconds: int = 9000) -> subprocess.CompletedProcess[str]:
+    """A page as Chromium has it after some virtual time."""
     command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    command += [f"--user-data-dir={folder}", f"--virtual-time-budget={milliseconds}", "--dump-dom", f"{server.url}/"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command += [f"--user-data-dir={folder}", f"--virtual-time-budget={milliseconds}", "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def look(server: LiveServer, folder: Path, *, milliseconds: int = 9000) -> _Page:
+    """The status page after some virtual time."""
+    done = drawn(f"{server.url}/", folder, milliseconds)
     page = _Page(done.stdout)
     assert "model" in page.texts, done.stderr
     return page
@@ -259,6 +264,13 @@ class TestPage:
         assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", rules["script-src"])
         assert headers["x-frame-options"] == "DENY"
         assert "innerHTML" not in fresh.http.get("/").text
+
+    @needs_chromium
+    def test_docs_draw_each_route(self, fresh, tmp_path):
+        """SE-6: Swagger UI runs under the page's own policy, and draws what the description has."""
+        done = drawn(f"{fresh.url}/docs", tmp_path)
+        paths = re.findall(r'class="opblock-summary-path"[^>]* data-path="([^"]+)"', done.stdout)
+        assert set(paths) == set(fresh.http.get("/openapi.json").json()["paths"]), done.stderr
 
     @needs_chromium
     def test_page_draws_the_metrics(self, fresh, tmp_path, monkeypatch):
