@@ -53,7 +53,7 @@ class Flag:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Key of the flag and those of its aliases."""
+        """Keys of the flag and of its aliases."""
         return (self.key, *(normalize_key(alias) for alias in self.aliases))
 
 

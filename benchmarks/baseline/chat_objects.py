@@ -13,6 +13,7 @@ from benchmarks.cases import Figure, Run, case
 PACKAGE = "megatron_ext"
 CONTAINERS = (list, tuple, set, frozenset)
 DEPTH = 3  # of containers inside of containers that are searched for objects
+ELEMENTS = 8  # of a container that are looked at
 LONGEST = 4_096  # tokens of sequences that are searched for the prompt
 NO_PROMPT = "-"  # in no joined tokens
 TEXT = "What does json.loads do?"
@@ -148,15 +149,15 @@ def _ours(value: object, depth: int = DEPTH) -> Iterator[object]:
     if _is_ours(value):
         yield value
     elif depth and isinstance(value, CONTAINERS):
-        for one in list(value)[:8]:
+        for one in list(value)[:ELEMENTS]:
             yield from _ours(one, depth - 1)
     elif depth and isinstance(value, dict):
-        for one in list(value.values())[:8]:
+        for one in list(value.values())[:ELEMENTS]:
             yield from _ours(one, depth - 1)
 
 
 def passed() -> Passed:
-    """Serve one chat request with the embedded model, and return what it passed."""
+    """Serve one chat request with the embedded model, and return the objects that it passed."""
     import httpx
 
     from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, ServerSettings

@@ -23,7 +23,7 @@ SHARES = {"shared": None, "half fixed": 0.5}  # of snapshots; None: blocks and s
 def traces(run: Run, memories: tuple = (16.0, 32.0)) -> None:
     """Skipped tokens with `lru` and even placement, in memory that is shared or split in halves.
 
-    The traces are those of the folder MEGATRON_EXT_TRACES; without it, the excerpts in the repository.
+    The folder MEGATRON_EXT_TRACES has the traces; without it, the excerpts in the repository are played.
     """
     folder = TRACES if run.is_quick or FOLDER not in os.environ else Path(os.environ[FOLDER])
     for path in sorted(one for one in folder.iterdir() if ".jsonl" in one.suffixes):

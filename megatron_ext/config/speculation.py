@@ -77,7 +77,7 @@ class SpeculationConfig:
 
     @property
     def measures_costs(self) -> bool:
-        """True if what drafts cost is measured at the start."""
+        """True if the cost of drafts is measured at the start."""
         return self.is_on and self.speculative_adaptive and self.speculative_draft_cost is None
 
     @property
