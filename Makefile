@@ -12,7 +12,7 @@ LOWERED := $(if $(ISA),$(BIN)/python tools/lower_isa.py $(ISA))
 BASED := $(if $(BASE),$(BIN)/python -m tools.bases $(BASE))
 # One thread a worker: the workers already use every core, and results do not depend on the thread count.
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m pytest -n $(WORKERS) --dist worksteal
+	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m tests.run -n $(WORKERS) --dist worksteal --
 
 .PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray test-clients soak kernels oracles bench docs lint mutants golden check-pins lock
 .DEFAULT_GOAL := help

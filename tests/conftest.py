@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from megatron_ext.ops import cpp
 from megatron_ext.ops.triton import INTERPRET
-from tests import base, durations, marked_files, numbers, on_device, on_request, priority, worlds
+from tests import base, durations, limits, marked_files, numbers, on_device, on_request, priority, realtime, worlds
 
 # Kernels run on CPU tensors then. Triton reads it when it is imported, by the conftest of a folder at the earliest.
 if not torch.cuda.is_available():
@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(worlds, "worlds")
     config.pluginmanager.register(on_device, "on_device")
     config.pluginmanager.register(durations, "durations")
+    config.pluginmanager.register(realtime, "realtime")
+    config.pluginmanager.register(limits, "limits")
 
 
 def pytest_sessionstart() -> None:

@@ -4,19 +4,27 @@ The tables stand at the end of a run, without `-q`. A test's time is that of its
 that several tests share counts for the first. CPU time is the test process's, with all of its threads, and that of the
 child processes that were waited for in the meantime: it does not depend on what else the machine does, as wall time
 does. Processes of `tests/forked.py` are children of a server; their CPU time is not counted.
+
+With `TEST_DURATIONS=FILE` in the environment the tables count what runs before with the same file have measured, too:
+`tests/run.py` makes two.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 SLOWEST = 20
+MOST_CPU_SECONDS = 400
+"""CPU seconds of `make test`; a run that takes more says so."""
+VARIABLE = "TEST_DURATIONS"
 _PROPERTY = "duration"  # in a report's user_properties, which pytest-xdist's workers send along
 _DEPTHS = {"unit_tests": 3, "functional_tests": 2}  # folders that name a package: tests/unit_tests/engine
 _STARTED = pytest.StashKey["Duration"]()
@@ -91,7 +99,7 @@ class _Collector:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    measured = config.stash[_MEASURED]
+    measured = with_earlier(config.stash[_MEASURED])
     if not measured or config.get_verbosity() < 0:
         return
     known = {nodeid: one for nodeid, one in measured.items() if one is not None}
@@ -101,10 +109,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for nodeid, one in slowest:
         terminalreporter.write_line(f"{one.cpu:9.2f} {one.wall:9.2f}  {nodeid}")
     terminalreporter.section("tests of each package")
-    terminalreporter.write_line(f"{'tests':>7} {'CPU s':>9} {'wall s':>9}  package")
+    terminalreporter.write_line(f"{'tests':>7} {'CPU s':>9} {'share':>6} {'wall s':>9}  package")
     packages: dict[str, list[str]] = {}
     for nodeid in measured:
         packages.setdefault(package_of(nodeid), []).append(nodeid)
+    whole = total(known.values()).cpu
     for name, nodeids in [*sorted(packages.items()), ("all", list(measured))]:
         spent = total(known[nodeid] for nodeid in nodeids if nodeid in known)
-        terminalreporter.write_line(f"{len(nodeids):7} {spent.cpu:9.2f} {spent.wall:9.2f}  {name}")
+        share = spent.cpu / whole if whole else 0.0
+        terminalreporter.write_line(f"{len(nodeids):7} {spent.cpu:9.2f} {share:6.1%} {spent.wall:9.2f}  {name}")
+    if whole > MOST_CPU_SECONDS and not config.option.markexpr:
+        terminalreporter.write_line(
+            f"warning: these tests took {whole:.0f} CPU seconds; `make test` may take {MOST_CPU_SECONDS}", yellow=True
+        )
+
+
+def with_earlier(measured: dict[str, Duration | None]) -> dict[str, Duration | None]:
+    """Return what was measured together with earlier runs of the same file, and write all of it there."""
+    file = os.environ.get(VARIABLE)
+    if file is None:
+        return measured
+    earlier = json.loads(Path(file).read_text("utf-8")) if Path(file).exists() else {}
+    every = {nodeid: None if one is None else Duration(*one) for nodeid, one in earlier.items()} | measured
+    Path(file).write_text(json.dumps({nodeid: one and [one.cpu, one.wall] for nodeid, one in every.items()}), "utf-8")
+    return every

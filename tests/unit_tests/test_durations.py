@@ -54,7 +54,7 @@ def test_ends_its_process():
 """,
 }
 TEST_LINE = re.compile(r"^ *(\d+\.\d\d) +(\d+\.\d\d)  (tests/\S+::\S+)$", re.MULTILINE)
-PACKAGE_LINE = re.compile(r"^ *(\d+) +(\d+\.\d\d) +(\d+\.\d\d)  (\S+)$", re.MULTILINE)
+PACKAGE_LINE = re.compile(r"^ *(\d+) +(\d+\.\d\d) +(\d+\.\d)% +(\d+\.\d\d)  (\S+)$", re.MULTILINE)
 
 
 def run(folder: Path, *arguments: str) -> str:
@@ -87,7 +87,9 @@ def test_tables(tmp_path, workers):
     assert times["test_computes_in_a_child"][0] >= SECONDS
     assert times["test_waits"][0] < SECONDS <= times["test_waits"][1]
 
-    packages = {name: (int(tests), float(cpu), float(wall)) for tests, cpu, wall, name in PACKAGE_LINE.findall(output)}
+    lines = PACKAGE_LINE.findall(output)
+    packages = {name: (int(tests), float(cpu), float(wall)) for tests, cpu, _, wall, name in lines}
+    assert [float(share) for *_, share, _, name in lines if name == "all"] == [100.0]
     counts = {name: tests for name, (tests, _, _) in packages.items()}
     assert counts == {
         "tests/unit_tests": SLOWEST,
@@ -116,7 +118,7 @@ def test_this_project_reports(pytestconfig):
     assert pytestconfig.pluginmanager.has_plugin("durations")
     makefile = (ROOT / "Makefile").read_text("utf-8")
     command = makefile.partition("\nPYTEST = ")[2].partition("\n\n")[0]
-    assert "pytest" in command
+    assert "tests.run" in command
     assert " -q" not in command
     for target in ("test", "test-all"):
         recipe = makefile.partition(f"\n{target}: ")[2].partition("\n\n")[0]
