@@ -27,9 +27,12 @@ UPSTREAM_WARNINGS = (
     r"ignore::FutureWarning:megatron\.core\..*",
 )
 
-# A busy machine is no failure: hypothesis otherwise asserts on times.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# A busy machine is no failure: hypothesis otherwise asserts on times. And what one run draws every run draws, unless
+# `--hypothesis-seed=SEED` asks for other draws.
+settings.register_profile(
+    "same", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:

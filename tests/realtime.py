@@ -2,8 +2,8 @@
 
 Other tests beside them could decide their result. pytest-xdist's workers therefore leave them out, and a run in one
 process has them last; with `TEST_REALTIME=only` in the environment it has nothing else, and imports no other files.
-`tests/run.py`, which `make test` calls, runs them by themselves at the end, and those that fail once more. A pytest
-plugin.
+With `TEST_REALTIME=too` workers run them like others. `tests/run.py`, which `make test` calls, runs them by themselves
+at the end, and those that fail once more. A pytest plugin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 MARK = "realtime"
-VARIABLE, ONLY = "TEST_REALTIME", "only"
+VARIABLE, ONLY, TOO = "TEST_REALTIME", "only", "too"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=is_realtime)  # stable
     if has_nothing_else():
         left_out = [item for item in items if not is_realtime(item)]
-    elif hasattr(config, "workerinput"):  # a worker of pytest-xdist
+    elif hasattr(config, "workerinput") and os.environ.get(VARIABLE) != TOO:  # a worker of pytest-xdist
         left_out = [item for item in items if is_realtime(item)]
     else:
         return

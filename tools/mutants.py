@@ -300,14 +300,15 @@ class Copy:
         Returns:
             Exit code, None if it was killed, and the output of both streams.
         """
-        left_out = ("PYTEST_", "PYTHON", "TEST_PRIORITY")
+        left_out = ("PYTEST_", "PYTHON", "TEST_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        added = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        added |= {"TEST_REALTIME": "too", "PYTHONPATH": str(self._folder)}
         with tempfile.TemporaryFile("w+", errors="replace") as file:  # a pipe would stay open in orphans of the child
             self._child = subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=self._folder,
-                env={**environment, **threads, "PYTHONPATH": str(self._folder), **(extra or {})},
+                env={**environment, **added, **(extra or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

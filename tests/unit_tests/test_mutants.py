@@ -76,6 +76,13 @@ def records() -> list[Mutant]:
 
 
 @cache
+def changes() -> list[Change]:
+    """Return what each record changes; its text occurs once."""
+    sources = mutants.read_sources(ROOT)
+    return [mutants.locate(mutant, sources) for mutant in records()]
+
+
+@cache
 def names_in(path: Path) -> set[str]:
     """Names of a file's classes and functions; methods as `Class::method`."""
     named = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -85,9 +92,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_each_text_occurs_once():
-    sources = mutants.read_sources(ROOT)
-    for mutant in records():
-        mutants.locate(mutant, sources)
+    assert len(changes()) == len(records())
 
 
 def test_each_named_test_exists():
@@ -100,8 +105,7 @@ def test_each_named_test_exists():
 
 def test_each_package_has_two():
     """TE-6: no package goes without planted mistakes."""
-    sources = mutants.read_sources(ROOT)
-    counts = Counter(mutants.locate(mutant, sources).package for mutant in records())
+    counts = Counter(change.package for change in changes())
     packages = {path.parent.name for path in (ROOT / "megatron_ext").glob("*/__init__.py")}
     assert {name for name in packages if counts[name] < 2} == set()
 

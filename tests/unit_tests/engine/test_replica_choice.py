@@ -17,6 +17,12 @@ PREFIX = 320
 ORDERS = {"pairs": "AABB" * 4, "in turn": "AB" * 8, "one after the other": "A" * 8 + "B" * 8}
 for _seed in range(3):
     ORDERS[f"random {_seed}"] = "".join(random.Random(_seed).sample("AB" * 8, 16))
+POLICIES, SLOTS = ("least_computed", "longest_prefix"), (None, 64)  # slots of models without and with states
+PAIRS = [  # each order with each policy, and with and without states
+    pytest.param(order, policy, SLOTS[(i + j) % 2], id=f"{name}-{policy}-{SLOTS[(i + j) % 2]}")
+    for i, (name, order) in enumerate(ORDERS.items())
+    for j, policy in enumerate(POLICIES)
+]
 
 
 def prefix(name: str) -> list[int]:
@@ -28,9 +34,7 @@ def prompts(order: str, tail: int = 40) -> list[list[int]]:
 
 
 class TestSkippedTokens:
-    @pytest.mark.parametrize("slots", [None, 64], ids=["attention", "states"])
-    @pytest.mark.parametrize("policy", ["least_computed", "longest_prefix"])
-    @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+    @pytest.mark.parametrize(("order", "policy", "slots"), PAIRS)
     def test_one_request_a_step(self, order: str, policy: str, slots: int | None):
         """KV-7: two replicas skip at least 0.9 of what one rank skips, in any order; so with answers of 64 tokens."""
         skipped = []
@@ -44,9 +48,7 @@ class TestSkippedTokens:
         assert skipped[0] == 14 * PREFIX
         assert skipped[1] >= 0.9 * skipped[0]
 
-    @pytest.mark.parametrize("slots", [None, 64], ids=["attention", "states"])
-    @pytest.mark.parametrize("policy", ["least_computed", "longest_prefix"])
-    @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+    @pytest.mark.parametrize(("order", "policy", "slots"), PAIRS)
     def test_all_at_once(self, order: str, policy: str, slots: int | None):
         """KV-7: nothing is cached when they are routed; at least 0.7 of one rank's.
 

@@ -26,7 +26,7 @@ POLICIES = [EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO]
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-LIVES = 40  # seeds of each kind
+LIVES, MOST_LIVES = 15, 40  # seeds of each kind; a planted mistake may need more
 STEPS = 60
 MAX_ALIVE = 30
 
@@ -112,10 +112,10 @@ class Life:
         assert not self.scheduler.cache.wanted(), "blocks are kept without a waiting request"
 
 
-def run_lives(has_states: bool) -> int:
+def run_lives(has_states: bool, lives: int) -> int:
     """Count how often a request was asleep in a step."""
     slept = 0
-    for seed in range(LIVES):
+    for seed in range(lives):
         life = Life(seed, has_states)
         life.run()
         slept += life.slept
@@ -125,7 +125,7 @@ def run_lives(has_states: bool) -> int:
 @pytest.mark.parametrize("has_states", [False, True])
 def test_plans_equal_those_that_examine_every_waiting_request(has_states):
     """KV-6, KV-13: some request sleeps in most steps, or the test would show nothing."""
-    assert run_lives(has_states) > 8 * LIVES
+    assert run_lives(has_states, LIVES) > 5 * LIVES
 
 
 # Negative controls
@@ -167,4 +167,4 @@ def matches_a_block_less(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_mistake_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        run_lives(has_states=plant is not sleeps_on_when_its_leader_has_gone)  # which takes its states along
+        run_lives(plant is not sleeps_on_when_its_leader_has_gone, MOST_LIVES)  # which takes its states along
