@@ -20,7 +20,10 @@ SERVER = FlagGroup(
         ),
         Flag("max_waiting_requests", "Maximum number of waiting requests; further ones get a 429"),
         Flag("shutdown_timeout", "Seconds after a stop signal before running requests are cancelled"),
-        Flag("inference_logging_step_interval", "Number of steps between two log lines; 0: no log lines"),
+        Flag(
+            "inference_logging_step_interval",
+            "Number of steps between two log lines of load and throughput; 0: none; default: ten seconds of work",
+        ),
         Flag("log_level", "Lowest level of the lines that are logged", choices=LOG_LEVELS),
         Flag("access_log", "Log a line for each request when it ends: counts and times, never texts"),
         Flag("profile", "Directory for a trace of the first 100 steps with named phases", metavar="DIR"),

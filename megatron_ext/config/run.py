@@ -171,8 +171,8 @@ class EngineSettings:
     start: StartNotes = field(default_factory=StartNotes)
 
     @property
-    def logging_step_interval(self) -> int:
-        """Steps between two log lines; 0 for no log."""
+    def logging_step_interval(self) -> int | None:
+        """Steps between two log lines; 0 for no log, None for a line every ten seconds of work."""
         return 0
 
 
@@ -183,7 +183,7 @@ class ServerSettings(EngineSettings):
     server: ServerConfig = field(default_factory=ServerConfig)
 
     @property
-    def logging_step_interval(self) -> int:
+    def logging_step_interval(self) -> int | None:
         """Steps between two log lines; see `EngineSettings`."""
         return self.server.inference_logging_step_interval
 

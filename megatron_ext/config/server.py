@@ -25,7 +25,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()  # the first is shown; default: the last part of the checkpoint's path
     max_waiting_requests: int = 256
     shutdown_timeout: float = 30.0  # seconds
-    inference_logging_step_interval: int = 0  # steps; 0 is no log
+    inference_logging_step_interval: int | None = None  # steps; 0 is no log; default: every ten seconds of work
     log_level: str = "info"  # one of LOG_LEVELS
     access_log: bool = True  # a line for each request
     profile: str | None = None  # a directory for a trace of the first steps
@@ -58,7 +58,8 @@ class ServerConfig:
         valid_timeout = math.isfinite(timeout) and timeout >= 0
         require(valid_timeout, f"--shutdown-timeout {timeout} must be zero (cancel at once) or more seconds")
         interval = self.inference_logging_step_interval
-        require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
+        valid_interval = interval is None or interval >= 0
+        require(valid_interval, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
 
     def _check_access(self) -> None:
         if self.api_key is not None:

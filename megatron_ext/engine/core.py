@@ -18,8 +18,9 @@ from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.replica import Replica
 from megatron_ext.engine.replica_choice import ReplicaChoice
 from megatron_ext.engine.resources import ModelResources, NoResources
-from megatron_ext.engine.statistics import EngineStatistics, log_step
+from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.engine.step_log import StepLog
 from megatron_ext.engine.suspending import SuspendLevel, Suspension
 from megatron_ext.engine.workers import NoWorkers, Workers
 from megatron_ext.errors import ConfigError, EngineSuspended, WeightUpdateError
@@ -43,7 +44,7 @@ class EngineCore:
         proposals: Drafts for decoding requests (SP-1); None without speculation.
         workers: Workers on the other ranks; by default there are no other ranks.
         resources: Weights and pools of the model; by default there is no model.
-        logging_interval: Steps between two log lines; 0 disables the log.
+        logging_interval: See `StepLog`.
         routing: Policy that chooses the replica of a request; its defaults if missing.
     """
 
@@ -55,7 +56,7 @@ class EngineCore:
         proposals: Proposals | None = None,
         workers: Workers | None = None,
         resources: ModelResources | None = None,
-        logging_interval: int = 0,
+        logging_interval: int | None = 0,
         routing: RoutingConfig | None = None,
     ) -> None:
         self.error_isolation = ErrorIsolation("the engine")
@@ -65,7 +66,7 @@ class EngineCore:
         )
         self.workers: Workers = workers or NoWorkers()
         self.resources: ModelResources = resources or NoResources()
-        self.logging_interval = logging_interval
+        self.step_log = StepLog(logging_interval)
         self.step_count = 0
         self._captured: Counter[int] = Counter()  # steps by the rows of their graph
         self.update_error: WeightUpdateError | None = None  # of the last one, if the weights are of no version
@@ -247,9 +248,8 @@ class EngineCore:
             replica.forget(ended)
         if self._choice is not None:
             self._choice.ended(ended)
-        if self.logging_interval and step.chunks and self.step_count % self.logging_interval == 0:
-            with self.error_isolation.guard("the log line of a step"):
-                log_step(self.statistics(), step.chunks, step.seconds)
+        with self.error_isolation.guard("the log line of a step"):
+            self.step_log.note(step, self.step_count, is_busy=bool(self.output), read=self.statistics)
         return records
 
     def idle(self) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.engine.cache_audit import AuditCounts
 from megatron_ext.prefix_cache.cache_use import CacheUse
 from megatron_ext.prefix_cache.disk.store_use import DiskUse
-from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse
-
-logger = logging.getLogger(__name__)
 
 SLAB_COUNTS = (
     "slabs_total",
@@ -158,43 +154,3 @@ class EngineStatistics:
             found = getattr(found, name)
         assert isinstance(found, int), f"{path} is not a number"
         return found
-
-
-def log_step(statistics: EngineStatistics, chunks: Sequence[Chunk], seconds: float) -> None:
-    """Log one line about a step of `chunks` that took `seconds`, and the state after it.
-
-    What it says of the cache, only with caching on, is in the words of megatron-core's line.
-    """
-    use = statistics.use
-    logger.info(
-        "step %d: %.3f s, %d decode + %d prefill tokens | requests: %d running, %d paused, %d waiting, %d ended | "
-        "KV blocks: %d of %d in use%s",
-        statistics.steps,
-        seconds,
-        sum(chunk.length for chunk in chunks if chunk.is_decode or chunk.drafts),
-        sum(chunk.length for chunk in chunks if not (chunk.is_decode or chunk.drafts)),
-        statistics.running,
-        statistics.paused,
-        statistics.waiting,
-        statistics.ended,
-        use.blocks_in_use,
-        use.blocks_total,
-        _describe_cache(use, statistics.counters) if statistics.is_caching else "",
-    )
-
-
-def _describe_cache(use: CacheUse, counters: Counters) -> str:
-    """Hits and prefill since the engine started, and the cache's utilization now."""
-    computed, skipped = counters.prefill_tokens, counters.skipped_tokens
-    parts = [
-        "",
-        f"prefix cache (cumul): {counters.hits} hits, {counters.blocks_matched} blocks matched",
-        f"prefill (cumul): computed {computed}, skipped {skipped} "
-        f"({100 * skipped / max(1, computed + skipped):.1f}% skipped)",
-        f"prefix cache util: KV {use.blocks_cached}/{use.blocks_total} blocks cached "
-        f"({use.blocks_evictable} evictable)",
-    ]
-    if use.slots_total:
-        durable = use.slots_used + use.provisional_slots
-        parts[-1] += f", mamba {durable}/{use.slots_total} durable slots ({use.slots_used} without opportunistic ones)"
-    return " ... ".join(parts)

@@ -80,7 +80,7 @@ class InferenceEngine(Engine):
         controller: Model, tokenizer and sampling.
         context: Pools and plan.
         random_seed: Requests without a seed get one derived from this seed and their id.
-        inference_logging_step_interval: Steps between two log lines; 0 disables them.
+        inference_logging_step_interval: Steps between two log lines; see `StepLog`.
         parallel_context: All ranks, of which this is the first; None for a world of one.
         routing: Policy that chooses the replica of a request; see `EngineCore`.
 
@@ -104,12 +104,13 @@ class InferenceEngine(Engine):
         context: InferenceContext,
         random_seed: int = 1234,
         *,
-        inference_logging_step_interval: int = 0,
+        inference_logging_step_interval: int | None = 0,
         parallel_context: ParallelContext | None = None,
         routing: RoutingConfig | None = None,
     ) -> None:
         self._parallel_context, self._routing = parallel_context, routing
-        super().__init__(controller, context, random_seed, inference_logging_step_interval)
+        self._logging_interval = inference_logging_step_interval
+        super().__init__(controller, context, random_seed, inference_logging_step_interval or 0)  # not upstream's log
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Capture the CUDA graphs that the settings ask for; upstream's own graphs are refused."""
@@ -134,7 +135,7 @@ class InferenceEngine(Engine):
                 future.cancel()
         self._futures: dict[int, asyncio.Future[RequestRecord]] = {}  # by request id
         self._asked: dict[int, Asked] = {}  # by request id
-        interval = self.inference_logging_step_interval
+        interval = self._logging_interval
         self.core = make_core(
             self._parallel_context, self.context, self.controller, self.random_seed, interval, self._routing
         )

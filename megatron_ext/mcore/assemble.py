@@ -53,7 +53,7 @@ def build_engine(
     dtype: torch.dtype,
     seed: int = 1234,
     token_rounder: int = 1,
-    logging_step_interval: int = 0,
+    logging_step_interval: int | None = 0,
     parallel_context: ParallelContext | None = None,
     speculative_tokens: int = 0,
     drafter: Drafter | None = None,

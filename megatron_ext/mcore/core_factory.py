@@ -36,7 +36,7 @@ def make_core(
     context: InferenceContext,
     controller: InferenceController,
     seed: int,
-    logging_interval: int = 0,
+    logging_interval: int | None = 0,
     routing: RoutingConfig | None = None,
 ) -> EngineCore:
     """Return the engine core of rank 0.
@@ -46,7 +46,7 @@ def make_core(
         context: Pools and plan.
         controller: Model and tokenizer.
         seed: See `InputSettings`.
-        logging_interval: See `EngineCore`.
+        logging_interval: See `StepLog`.
         routing: See `EngineCore`.
     """
     plan = context.plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 
@@ -14,12 +15,14 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from megatron_ext.errors import ConfigError, WeightUpdateError
-from megatron_ext.server.log import printable
+from megatron_ext.server.log import BoundedRate, printable
 
 logger = logging.getLogger(__name__)
+logger.addFilter(BoundedRate())
 
 LONGEST_MESSAGE = 1000  # characters; messages quote clients
 LONGEST_NAME = 100
+_QUOTED = re.compile(r"""(?<!\w)(['"])(?:\\.|(?!\1).)*(?:\1|$)""")  # as repr quotes; the end may be cut off
 
 INVALID, UNAUTHORIZED, OVERLOADED, FAULT = (
     "invalid_request_error",
@@ -40,6 +43,7 @@ class ApiError(Exception):
         param: Field that the error is about.
         code: Machine-readable code.
         headers: Headers of the response.
+        logged: What the log says in place of the message; by default the message without what it quotes of a body.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        logged: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -59,6 +64,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self._logged = logged
 
     @property
     def reason(self) -> str:
@@ -69,8 +75,19 @@ class ApiError(Exception):
         """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
+    def log_reason(self) -> None:
+        """Log why a client gets a 4xx.
+
+        A 400 is about a body and may quote texts of prompts, which are left out; other errors quote names.
+        """
+        if 400 <= self.status < 500:
+            is_of_body = self.status == HTTPStatus.BAD_REQUEST
+            shown = self._logged or (_QUOTED.sub("'...'", self.message) if is_of_body else self.message)
+            logger.warning("%d %s: %s", self.status, self.code or self.kind, shown)
+
     def to_response(self) -> Response:
-        """Return the response. ASCII, because messages quote clients, whose text may not be valid UTF-8."""
+        """Return the response, and log its reason; ASCII, because messages quote clients, whose text may be invalid."""
+        self.log_reason()
         return Response(json.dumps(self.to_dict()), self.status, headers=self.headers, media_type="application/json")
 
 
@@ -220,7 +237,8 @@ def response_format_too_slow(kind: str, seconds: float, param: str) -> ApiError:
 
 def response_format_refused(reason: str, param: str) -> ApiError:
     """400: a response format has unsupported features."""
-    return ApiError(400, reason, param=param, code="schema_not_supported")
+    logged = f"{param}: has features that are not supported"
+    return ApiError(400, reason, param=param, code="schema_not_supported", logged=logged)  # the reason has its text
 
 
 def text_too_long(characters: int, max_characters: int, limit: int) -> ContextExceeded:

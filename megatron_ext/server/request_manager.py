@@ -65,6 +65,7 @@ class RequestManager:
         self.is_healthy = True
         self.on_lost_ranks: Callable[[], None] = lambda: None
         self._lost_ranks: RankError | None = None
+        self._is_ending = False
         self._is_closed = False
         self.is_asleep = False
         self._falling_asleep = asyncio.Lock()  # and waking up
@@ -88,7 +89,7 @@ class RequestManager:
 
     async def stop(self) -> None:
         """End the remaining requests, and wait for the step in flight."""
-        self.give_up(shutting_down())
+        self.end_all()
         self._is_closed = True
         if self._shares_client:
             with contextlib.suppress(EngineClosed):
@@ -179,7 +180,7 @@ class RequestManager:
         return group
 
     def _check_capacity(self, count: int) -> None:
-        if self._is_closed:
+        if self._is_ending:
             raise shutting_down()
         if self.is_asleep:
             raise asleep()
@@ -192,6 +193,11 @@ class RequestManager:
         """Free the resources of these requests after the step in flight; return at once."""
         if not self._is_closed:
             self.client.abort([handle.request for handle in handles], at_once=True)
+
+    def end_all(self) -> None:
+        """End all requests with a 503, and refuse new ones."""
+        self._is_ending = True
+        self.give_up(shutting_down())
 
     def give_up(self, error: ApiError) -> None:
         """End all requests with an error."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
 from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
@@ -30,15 +31,15 @@ from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext
-from megatron_ext.server.api_errors import shutting_down
 from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.app import create_app
 from megatron_ext.server.http.connections import LISTEN_BACKLOG, effective_max_connections, handle_loop_error
 from megatron_ext.server.http.listening import LAST_WORDS, announce, bind, guarded, run_until_signal
+from megatron_ext.server.http.unbegun import UnbegunAnswers
 from megatron_ext.server.monitoring.cache_events import CacheEvents
 from megatron_ext.server.serving import Serving
 from megatron_ext.server.weight_updater import WeightsUpdater
-from megatron_ext.signals import Interruption
+from megatron_ext.signals import ONE_WISH, Interruption
 from megatron_ext.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -177,16 +178,27 @@ def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that announces when it listens, and gives running requests a grace period at shutdown."""
+    """uvicorn server that announces when it listens, and gives running requests a grace period at shutdown.
 
-    def __init__(self, config: uvicorn.Config, serving: Serving, on_ready: Callable[[str], None]) -> None:
-        super().__init__(config)
+    Args:
+        app: Application.
+        serving: State of its routes.
+        on_ready: Called with the URL when it listens.
+    """
+
+    def __init__(self, app: FastAPI, serving: Serving, on_ready: Callable[[str], None]) -> None:
+        super().__init__(guarded(app, serving.settings.limits))
+        self._unbegun: UnbegunAnswers = app.state.unbegun
         self._serving, self._on_ready = serving, on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._grace_is_over = asyncio.Event()
+        self._first_signal: tuple[int, float] | None = None  # and when it came
         self._cancelled = 0  # requests
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen, and announce it."""
-        asyncio.get_running_loop().set_exception_handler(handle_loop_error)
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(handle_loop_error)
         await super().startup(sockets)
         assert sockets, "this server is given what it listens to"
         for listener in sockets:  # asyncio also accepts up to uvicorn's backlog at once
@@ -200,15 +212,32 @@ class _Server(uvicorn.Server):
         await super().main_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to shut down; a second signal also ends the writing of the prefix cache to disk."""
+        """Begin to shut down; a second signal ends requests at once, and the writing of the prefix cache to disk.
+
+        A launcher sends SIGTERM after a SIGINT of the terminal: different signals within a second are one.
+        """
+        now = time.monotonic()
+        if self._first_signal is None:
+            self._first_signal = sig, now
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+            return
+        if sig != self._first_signal[0] and now - self._first_signal[1] < ONE_WISH:
+            return
         disk = self._serving.engine.core.disk
-        if self.should_exit and disk is not None:
+        if disk is not None:
             disk.stop()
-        super().handle_exit(sig, frame)
+        assert self._loop is not None, "uvicorn handles signals while it runs"
+        self._loop.call_soon_threadsafe(self._end_grace)
+
+    def _end_grace(self) -> None:
+        if not self._grace_is_over.is_set():
+            self._grace_is_over.set()
+            logger.info("a second signal: %d requests in flight are ended", len(self.server_state.tasks))
 
     def _end_soon(self) -> None:
         self.should_exit = True
-        self.config.timeout_graceful_shutdown = LAST_WORDS
+        self._grace_is_over.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         patience, started = self._serving.settings.shutdown_timeout, time.monotonic()
@@ -217,32 +246,38 @@ class _Server(uvicorn.Server):
         logger.info(
             "shutdown begins: %d requests in flight, %d connections; %g s for them", in_flight, connections, patience
         )
-        cancelling = asyncio.create_task(self._cancel_requests())
+        ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
-        cancelling.cancel()
-        cancelled = max(self._cancelled, len(self.server_state.tasks))  # a second signal does not wait for them
+        ending.cancel()
         seconds = time.monotonic() - started
         logger.info(
             "shutdown ends: %d requests finished, %d cancelled, %.1f s",
-            max(0, in_flight - cancelled),
-            cancelled,
+            max(0, in_flight - self._cancelled),
+            self._cancelled,
             seconds,
         )
 
-    async def _cancel_requests(self) -> None:
-        await asyncio.sleep(self._serving.settings.shutdown_timeout)
+    async def _end_requests(self) -> None:
+        """End what is in flight after the grace period, first with errors; then clients are not waited for."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._grace_is_over.wait(), self._serving.settings.shutdown_timeout)
         self._cancelled = len(self.server_state.tasks)
-        self._serving.requests.give_up(shutting_down())
+        self._serving.requests.end_all()
+        self._unbegun.end()
+        await asyncio.sleep(LAST_WORDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for task in self.server_state.tasks:
+            task.cancel()
 
 
 def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.Server:
     """Return the server, which calls `on_ready` with its URL when it listens."""
-    settings = serving.settings
-    return _Server(guarded(create_app(serving), settings.limits, settings.shutdown_timeout), serving, on_ready)
+    return _Server(create_app(serving), serving, on_ready)
 
 
 def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; a second one does not wait for running requests.
+    """Serve until SIGINT or SIGTERM; a second one ends running requests with errors.
 
     Raises:
         RankError: Other ranks are lost; every request has got an error.

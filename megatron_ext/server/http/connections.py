@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_ext.config import ServerLimits
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.api_errors import ApiError, connections_full, request_timeout
+from megatron_ext.server.api_errors import ApiError, connections_full, request_timeout, shutting_down
 from megatron_ext.server.http.request_ids import new_request_id
 from megatron_ext.server.log import BoundedRate
 
@@ -163,6 +163,13 @@ class GuardedProtocol(H11Protocol):
         super().timeout_keep_alive_handler()
         self._watch()
 
+    def shutdown(self) -> None:
+        """Begin to close at the server's end; a request whose headers have begun to arrive gets a 503."""
+        if self._current_phase() is Phase.HEAD and self.conn.trailing_data[0]:
+            self._refuse(shutting_down())
+        else:
+            super().shutdown()
+
     def pause_writing(self) -> None:
         """Start the stall timer: the client reads more slowly than the response is written."""
         super().pause_writing()
@@ -210,6 +217,7 @@ class GuardedProtocol(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Send the error and close; writes raw bytes, since uvicorn's state may not allow a response."""
+        error.log_reason()
         body = json.dumps(error.to_dict()).encode()
         fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
         fields["X-Request-Id"] = new_request_id()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import socket
 from functools import partial
@@ -22,7 +21,7 @@ from megatron_ext.server.http.connections import (
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS = 5  # seconds for cancelled requests to send their error
+LAST_WORDS = 5  # seconds for requests that are ended to send their error
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,13 +49,12 @@ def announce(url: str) -> None:
     print(f"Running on {url}\nready: {url}", flush=True)
 
 
-def guarded(app: FastAPI, limits: ServerLimits, shutdown_timeout: float) -> uvicorn.Config:
+def guarded(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
     """Return uvicorn's configuration of an application with guarded connections.
 
     Args:
         app: ASGI application.
         limits: Limits of connections.
-        shutdown_timeout: Seconds that running requests have after a signal.
     """
     connections = Connections(effective_max_connections(limits))
     if connections.limit < limits.max_connections:
@@ -75,16 +73,14 @@ def guarded(app: FastAPI, limits: ServerLimits, shutdown_timeout: float) -> uvic
         log_level="warning",
         access_log=False,
         lifespan="on",
-        timeout_graceful_shutdown=math.ceil(shutdown_timeout) + LAST_WORDS,
     )
 
 
 def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; a second one does not wait for running requests."""
-    # uvicorn raises the signal again after it has stopped, for the previous handler: there is nothing left to do.
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        server.run(sockets=[listener])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """Serve until SIGINT or SIGTERM; a second one ends running requests with errors. Later ones change nothing.
+
+    Afterwards the process has nothing left but to end, so signals stay without effect.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again after it has stopped
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listener])

@@ -18,6 +18,7 @@ from megatron_ext.server.http.auth import ADMIN_PATHS, KeyAuth, open_paths
 from megatron_ext.server.http.description import install_description
 from megatron_ext.server.http.origins import OriginCheck
 from megatron_ext.server.http.request_ids import RequestIds
+from megatron_ext.server.http.unbegun import UnbegunAnswers
 
 CORS_SECONDS = 600  # for which a browser caches a preflight response
 
@@ -66,11 +67,11 @@ def install_middleware(
             allow_headers=("*",),
             max_age=CORS_SECONDS,
         )
-    build = app.build_middleware_stack
+    build, app.state.unbegun = app.build_middleware_stack, UnbegunAnswers()
 
     def build_stack() -> ASGIApp:
         """Return all middleware, with ids and log lines around the handler of unexpected errors, too."""
-        stack = AnthropicClients(build())
+        stack = AnthropicClients(app.state.unbegun.around(build()))
         return RequestIds(AccessLog(stack) if settings.access_log else stack, answers=answers_ids)
 
     app.build_middleware_stack = build_stack  # type: ignore[method-assign]  # `add_middleware` would be inside of it

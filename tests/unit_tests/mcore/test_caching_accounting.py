@@ -111,9 +111,9 @@ def test_statistics(get_caching_driver):
 
 def test_the_log_line(warm, caplog):
     """FX-6: computed and skipped tokens, cached and evictable blocks."""
-    warm.engine.core.logging_interval = 1
+    warm.engine.core.step_log.interval = 1
     warm.add(1, PROMPT, num_tokens_to_generate=1)
-    with caplog.at_level("INFO", logger="megatron_ext.engine.statistics"):
+    with caplog.at_level("INFO", logger="megatron_ext.engine.step_log"):
         warm.run()
     line = caplog.records[-1].getMessage()
     assert "0 decode + 7 prefill tokens" in line

@@ -5,10 +5,13 @@ The order of events is checked by scheduling/caching_machine.py.
 
 from __future__ import annotations
 
+import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext.engine.step_log import StepLog
 from megatron_ext.scheduling.request_events import EventType
 from tests.unit_tests.support.driver import Driver, make_prompt
 
@@ -77,12 +80,36 @@ def test_an_evicted_request_keeps_its_first_token_time(pressed):
 
 def test_log_line_describes_the_step(get_driver, caplog):
     driver = get_driver(max_tokens=40)
-    driver.engine.core.logging_interval = 2
+    driver.engine.core.step_log.interval = 2
     driver.add(0, make_prompt(50), num_tokens_to_generate=4)
-    with caplog.at_level("INFO", logger="megatron_ext.engine.statistics"):
+    with caplog.at_level("INFO", logger="megatron_ext.engine.step_log"):
         driver.run()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert "0 decode + 10 prefill tokens" in lines[0]
     assert "1 decode + 0 prefill tokens" in lines[1]
     assert "prefill (cumul)" not in lines[1], "caching is off"
+
+
+def test_a_line_of_the_load_after_ten_seconds_of_work(get_caching_driver, caplog, monkeypatch):
+    """Tokens a second and hit rate are of the work since the last line; time without requests is not counted."""
+    driver = get_caching_driver(max_tokens=40)
+    times = itertools.count(step=4.0)
+    monkeypatch.setattr("megatron_ext.engine.core.time", SimpleNamespace(perf_counter=lambda: 0.0))
+    driver.engine.core.step_log = StepLog(None, lambda: next(times))
+
+    def lines(request_id: int) -> list[str]:
+        caplog.clear()
+        driver.add(request_id, make_prompt(70), num_tokens_to_generate=4)
+        driver.run()
+        return [one for one in caplog.messages if one.startswith("step ")]
+
+    with caplog.at_level("INFO", logger="megatron_ext.engine.step_log"):
+        (line,) = lines(0)  # steps end at 0, 4, 8, 12 and 16
+        assert "requests: 1 running, 0 paused, 0 waiting, 0 ended" in line
+        rates = "12.0 s of work: prompt 5.8 tokens/s, generation 0.2 tokens/s, prefix cache hit rate 0.0%"
+        assert rates in line
+        times = itertools.count(4000.0, step=4.0)
+        (line,) = lines(1)  # 4 s of the first request, and 8 of its own
+        assert "12.0 s of work: prompt 0.5 tokens/s" in line
+        assert "prefix cache hit rate 91.4%" in line

@@ -269,18 +269,18 @@ class TestErrorsThatEndNoRequest:
         assert driver.engine.error_isolation.count == 4
         assert sum("the future of a request failed" in record.message for record in caplog.records) == 1
 
-    @pytest.mark.parametrize("part", ["log_step", "use"])
+    @pytest.mark.parametrize("part", ["line", "use"])
     def test_statistics_and_log_lines(self, get_driver, expected, monkeypatch, caplog, part):
         """Logged once, although every step meets it."""
         driver = get_driver(max_tokens=60)
-        driver.engine.core.logging_interval = 1
+        driver.engine.core.step_log.interval = 1
         submit(driver)
 
         def fail(*_: object, **__: object) -> None:
             raise Planted("no statistics")
 
-        if part == "log_step":
-            monkeypatch.setattr("megatron_ext.engine.core.log_step", fail)
+        if part == "line":
+            monkeypatch.setattr("megatron_ext.engine.step_log.StepLog._write", fail)
         else:
             monkeypatch.setattr(driver.scheduler.cache, "use", fail)
         self.check(driver, expected())
@@ -290,7 +290,7 @@ class TestErrorsThatEndNoRequest:
     def test_a_log_that_raises(self, get_driver, expected, broken_log, capsys):
         """The error's traceback goes to standard error instead."""
         driver = get_driver(max_tokens=60)
-        driver.engine.core.logging_interval = 1
+        driver.engine.core.step_log.interval = 1
         submit(driver)
         self.check(driver, expected())
         assert capsys.readouterr().err.count("Planted: the disk is full") == 1

@@ -6,15 +6,18 @@ import asyncio
 import io
 import json
 import logging
+import math
 import re
+import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from megatron_ext.server import access
+from megatron_ext.server import access, api_errors
 from megatron_ext.server.log import (
     LONGEST_MESSAGE,
     LONGEST_TRACEBACK,
@@ -165,6 +168,60 @@ class TestRequests:
         assert [one for one in caplog.records if one.name == access.__name__] == []
 
 
+QUOTED = "z'q\"x canary"
+BODIES = [
+    (COMPLETIONS, {"prompt": QUOTED, "top_p": QUOTED}),
+    (COMPLETIONS, {"prompt": [1], "echo": True, "bad_words": [QUOTED], "stop": [QUOTED, ""]}),
+    (COMPLETIONS, {"prompt": [1], "structured_outputs": {"regex": f"({QUOTED}"}}),
+    (COMPLETIONS, {"prompt": [1], "structured_outputs": {"choice": [QUOTED, 5]}}),
+    (CHAT, {"messages": [{"role": QUOTED, "content": "a"}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": QUOTED, "text": QUOTED}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": QUOTED}], "reasoning_effort": QUOTED}),
+    ("/v1/responses", {"input": [{"type": QUOTED, "content": QUOTED}]}),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": QUOTED, "output": QUOTED}]}),
+    ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": QUOTED}]}]}),
+    ("/v1/messages", {"max_tokens": 1, "messages": [{"role": QUOTED, "content": QUOTED}]}),
+    ("/tokenize", {"prompt": QUOTED, "messages": [{"role": QUOTED, "content": QUOTED}]}),
+]
+
+
+class TestReasons:
+    """Why a client got a 4xx."""
+
+    @pytest.fixture
+    def reasons(self, caplog, monkeypatch):
+        """A function: the lines so far; and the time."""
+        now = [0.0]
+        monkeypatch.setattr(api_errors.logger, "filters", [BoundedRate(clock=lambda: now[0])])
+        return lambda: [one.getMessage() for one in caplog.records if one.name == api_errors.__name__], now
+
+    @pytest.mark.parametrize(("path", "body"), BODIES)
+    def test_never_with_a_text_of_the_body(self, server, reasons, caplog, path, body):
+        answer = server.http.post(path, json={"model": "tiny"} | body)
+        assert answer.status_code == 400, answer.text
+        (line,) = reasons[0]()
+        assert line.startswith("400 ")
+        assert not any("canary" in record.getMessage() for record in caplog.records)
+
+    def test_with_the_names_that_were_asked_for(self, server, reasons):
+        server.http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}], "n": 0, "model": "tiny"})
+        server.http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}], "model": "other\x1b[2J"})
+        server.http.get("/v2/%1b[2J")
+        server.http.get("/health", headers={"Host": "evil.example"})
+        server.http.post(CHAT, content="{}", headers={"Content-Type": "text/plain"})
+        for line, named in zip(reasons[0](), ("n:", r"other\x1b[2J", r"/v2/\x1b[2J", "evil.ex", "plain"), strict=True):
+            assert named in line
+
+    def test_five_a_minute_and_how_many_more(self, server, reasons):
+        lines, now = reasons
+        for _ in range(8):
+            server.http.get("/v2")
+        assert len(lines()) == 5
+        now[0] = 61.0
+        server.http.get("/v2")
+        assert lines()[-1].endswith(" (3 more such lines were left out)")
+
+
 class TestTheEnd:
     @pytest.mark.parametrize(
         ("patience", "outcome"),
@@ -187,8 +244,11 @@ class TestTheEnd:
         assert begins == f"shutdown begins: 1 requests in flight, 1 connections; {patience:g} s for them"
         assert re.fullmatch(rf"shutdown ends: {outcome}, \d+\.\d s", ends)
 
-    def test_a_request_that_the_engine_does_not_have_yet_counts(self, serve, caplog):
+    @pytest.mark.parametrize("is_cut_short", [False, True])
+    def test_a_request_that_the_engine_does_not_have_yet_counts(self, serve, caplog, monkeypatch, is_cut_short):
+        """A second signal gives it a 503, wherever it waits; the SIGTERM that a launcher adds to a SIGINT is none."""
         caplog.set_level(logging.INFO, "megatron_ext")
+        monkeypatch.setattr("megatron_ext.server.run.ONE_WISH", math.inf)
         server = serve(tiny_engine(), shutdown_timeout=PATIENCE)
         begun, go_on = threading.Event(), threading.Event()
 
@@ -198,16 +258,37 @@ class TestTheEnd:
 
         server.serving.forms.check = check
         body = {"prompt": [1], "max_tokens": 1}
-        talking = threading.Thread(target=server.http.post, args=(COMPLETIONS,), kwargs={"json": body})
-        talking.start()
-        assert begun.wait(PATIENCE)
-        assert server.serving.requests.living == 0
-        server._server.should_exit = True
-        server.wait_until(lambda: "shutdown begins: 1 requests in flight" in caplog.text)
-        go_on.set()
-        talking.join(PATIENCE)
+        with ThreadPoolExecutor(1) as clients:
+            answer = clients.submit(server.http.post, COMPLETIONS, json=body)
+            assert begun.wait(PATIENCE)
+            assert server.serving.requests.living == 0
+            server._server.handle_exit(signal.SIGINT, None)
+            server._server.handle_exit(signal.SIGTERM, None)
+            server.wait_until(lambda: "shutdown begins: 1 requests in flight" in caplog.text)
+            if is_cut_short:
+                server._server.handle_exit(signal.SIGINT, None)
+                assert answer.result(PATIENCE).status_code == 503
+            go_on.set()
+            assert answer.result(PATIENCE).status_code == (503 if is_cut_short else 200)
         server.stop()
-        assert "shutdown ends: 1 requests finished, 0 cancelled" in caplog.text
+        assert (
+            f"shutdown ends: {'0 requests finished, 1' if is_cut_short else '1 requests finished, 0'} cancelled"
+            in caplog.text
+        )
+        assert caplog.text.count("a second signal") == is_cut_short
+
+    def test_a_client_that_does_not_read_is_not_waited_for(self, serve, caplog, monkeypatch):
+        caplog.set_level(logging.INFO)
+        monkeypatch.setattr("megatron_ext.server.run.LAST_WORDS", 0)
+        monkeypatch.setattr("megatron_ext.server.monitoring.metrics.Metrics.render", lambda _: b"x" * 50_000_000)
+        server = serve(tiny_engine(), shutdown_timeout=0.0)
+        address = httpx.URL(server.url)
+        with socket.create_connection((address.host, address.port), timeout=PATIENCE) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            client.recv(1)
+            server.stop()
+        assert [one for one in caplog.records if one.exc_info] == []
 
 
 @pytest.fixture

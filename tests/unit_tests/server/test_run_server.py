@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.server.run import bind, build_serving, model_name
 from megatron_ext.server.serving import Serving
-from tests.unit_tests.support.server import PATIENCE, LiveServer
+from tests.unit_tests.support.server import PATIENCE, LiveServer, read_all
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = """
@@ -33,6 +34,7 @@ TINY = """
 --inference-dynamic-batching-block-size 16 --inference-dynamic-batching-max-requests 4 --seed 7
 """.split()
 TOKENS = 12
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 LINES = {
@@ -89,10 +91,10 @@ def test_tokens_are_those_of_a_run(both, stream):
     assert both[2].metric("prompt_tokens_skipped_total") > 0
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[tuple[subprocess.Popen, str, list[str]]]:
+@contextlib.contextmanager
+def started(requests: int = 0) -> Iterator[tuple[subprocess.Popen, str, list[str]]]:
     """The tool in a process of its own, its URL, and what it printed before that; see `held_server`."""
-    tool = [sys.executable, "-m", "tests.unit_tests.support.held_server"]
+    tool = [sys.executable, "-m", "tests.unit_tests.support.held_server", str(requests)]
     command = [*tool, *TINY, "--port", "0", "--shutdown-timeout", str(PATIENCE)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -104,39 +106,47 @@ def started() -> Iterator[tuple[subprocess.Popen, str, list[str]]]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    lines = []
-    for line in process.stdout:
-        lines.append(line.strip())
-        if lines[-1].startswith("ready: "):
-            break
-    assert lines[-1].startswith("ready: "), process.stderr.read()
-    yield process, lines[-1].removeprefix("ready: "), lines
-    process.kill()
-    process.communicate()
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line.strip())
+            if lines[-1].startswith("ready: "):
+                break
+        assert lines[-1].startswith("ready: "), process.stderr.read()
+        yield process, lines[-1].removeprefix("ready: "), lines
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def log_until(process: subprocess.Popen, words: str) -> str:
+    """The log's lines up to one that has these words."""
+    log = ""
+    while words not in log:
+        line = process.stderr.readline()
+        assert line, log
+        log += line
+    return log
 
 
 class TestProcess:
-    def test_ready_then_a_signal_lets_the_running_request_finish(self, started):
+    def test_ready_then_a_signal_lets_the_running_request_finish(self):
         """EX-6: sizes are printed; the exit code after a signal is 0. The log says what happened, and when."""
-        process, url, lines = started
-        assert any("64 blocks of 16 tokens" in line for line in lines)
-        assert httpx.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "ok"
-        body = {"prompt": [1, 2], "max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
-            events = response.iter_lines()
-            next(events)
-            process.send_signal(signal.SIGTERM)
-            log = ""
-            while "shutdown begins" not in log:
-                line = process.stderr.readline()
-                assert line, log
-                log += line
-            print(file=process.stdin, flush=True)
-            rest = [line for line in events if line]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 40
-        assert process.wait(PATIENCE) == 0
-        log += process.stderr.read()
+        with started() as (process, url, lines):
+            assert any("64 blocks of 16 tokens" in line for line in lines)
+            assert httpx.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "ok"
+            body = {"prompt": [1, 2], "max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
+                events = response.iter_lines()
+                next(events)
+                process.send_signal(signal.SIGTERM)
+                log = log_until(process, "shutdown begins")
+                print(file=process.stdin, flush=True)
+                rest = [line for line in events if line]
+            assert rest[-1] == "data: [DONE]"
+            assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 40
+            assert process.wait(PATIENCE) == 0
+            log += process.stderr.read()
         assert "Traceback" not in log
         time = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO megatron_ext\.server\.\w+: "
         assert re.findall(r"startup: start: (\w+)", log) == [*PHASES, "ready"]
@@ -148,6 +158,51 @@ class TestProcess:
             assert re.search(time + line, log, re.MULTILINE), log
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
+
+    def test_a_second_signal_ends_every_request_with_an_error(self):
+        """4 streams, 5 requests that wait for a place in the batch, 2 without their bodies and 1 without its head."""
+        with started(requests=4) as (process, url, _), contextlib.ExitStack() as stack:
+
+            def send(count: int, said: str) -> list[socket.socket]:
+                address = httpx.URL(url).host, httpx.URL(url).port
+                clients = [stack.enter_context(socket.create_connection(address, PATIENCE)) for _ in range(count)]
+                for client in clients:
+                    client.sendall(said.encode())
+                return clients
+
+            def request(**fields: object) -> str:
+                content = json.dumps({"prompt": [1, 2], "max_tokens": 100, "ignore_eos": True} | fields)
+                return f"{HEAD}Content-Length: {len(content)}\r\n\r\n{content}"
+
+            streams = send(4, request(stream=True))
+            said = [client.recv(65536) for client in streams]
+            waiting = send(3, request()) + send(1, request(stream=True)) + send(1, request(n=2))
+            while httpx.get(f"{url}/load", timeout=PATIENCE).json()["server_load"] < 10:
+                pass
+            bodiless = send(2, f"{HEAD}Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+            assert [client.recv(65536)[:13] for client in bodiless] == [b"HTTP/1.1 100 "] * 2
+            (headless,) = send(1, HEAD)
+            assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200  # so all have been read
+            process.send_signal(signal.SIGINT)
+            log = log_until(process, "shutdown begins: 11 requests in flight")
+            process.send_signal(signal.SIGINT)
+            log += log_until(process, "a second signal: 11 requests")
+            process.send_signal(signal.SIGINT)
+            for client, start in zip(streams, said, strict=True):
+                events = (start + read_all(client)).split(b"\r\n\r\n", 1)
+                assert events[0].startswith(b"HTTP/1.1 200 ")
+                assert b"shutting down" in events[1]
+                assert events[1].endswith(b"\r\n0\r\n\r\n")
+            for client in (*waiting, *bodiless, headless):
+                answer = read_all(client)
+                assert answer.startswith(b"HTTP/1.1 503 "), answer
+                assert b"the server is shutting down" in answer
+            print(file=process.stdin, flush=True)
+            assert process.wait(PATIENCE) == 0
+            log += process.stderr.read()
+        assert "Traceback" not in log
+        assert log.count("a second signal") == 1
+        assert "shutdown ends: 0 requests finished, 11 cancelled" in log
 
 
 class TestMistakes:

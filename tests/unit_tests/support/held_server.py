@@ -1,4 +1,7 @@
-"""`tools/run_server.py` whose first request stays in progress until the process reads a line."""
+"""`tools/run_server.py` whose first requests stay in progress until the process reads a line.
+
+The first argument is the number of requests that stops the steps, 0 for all; see `held_steps`.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ TOOL = Path(__file__).resolve().parents[3] / "tools" / "run_server.py"
 def main() -> None:
     """Run the tool with the arguments of this process."""
     start, holding = RequestManager.start, contextlib.ExitStack()
+    requests = int(sys.argv.pop(1)) or None
 
     def start_held(manager: RequestManager) -> None:
         start(manager)
-        holding.enter_context(held_steps(manager.client))
+        holding.enter_context(held_steps(manager.client, requests))
 
     def release() -> None:
         sys.stdin.readline()

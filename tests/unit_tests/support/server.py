@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -118,6 +119,15 @@ class LiveServer:
         self._server.should_exit = True
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive(), "the server does not stop"
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Until the server closes."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
 
 
 def tiny_engine(

@@ -30,7 +30,7 @@ from megatron_ext.server.run import bind
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.server.test_errors import COMPLETIONS, check_alive
 from tests.unit_tests.support import server as support
-from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
+from tests.unit_tests.support.server import PATIENCE, LiveServer, read_all, tiny_engine
 
 MOST = 6
 LIMITS = ServerLimits(max_connections=MOST, header_timeout=60.0)
@@ -65,15 +65,6 @@ def sockets(server: LiveServer, count: int, said: bytes = b"") -> Iterator[list[
             found.append(stack.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE)))
             found[-1].sendall(said)
         yield found
-
-
-def read_all(client: socket.socket) -> bytes:
-    """Until the server closes."""
-    parts = []
-    with contextlib.suppress(ConnectionResetError):
-        while part := client.recv(65536):
-            parts.append(part)
-    return b"".join(parts)
 
 
 class TestCap:
