@@ -10,8 +10,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOWERED := $(if $(ISA),$(BIN)/python tools/lower_isa.py $(ISA))
 BASED := $(if $(BASE),$(BIN)/python -m tools.bases $(BASE))
-# One thread a worker: the workers already use every core, and results do not depend on the thread count.
-PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+# One thread a worker: the workers already use every core, and results do not depend on the thread count. Without cached
+# bytecode each of many processes would compile what it imports.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m tests.run -n $(WORKERS) --dist worksteal --
 
 .PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray test-clients soak kernels oracles bench docs lint mutants golden check-pins lock

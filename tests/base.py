@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def pytest_report_header() -> str:
     return f"megatron-core {version}: {folder}"
 
 
+@cache
 def depends_on_core(path: Path) -> bool:
     """Return whether the tests of a file have the mark."""
     return any(path.is_relative_to(ROOT / one) for one in PATHS)

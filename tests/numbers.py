@@ -6,6 +6,7 @@ that pass on one CPU may differ on another.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARK}: compares numbers of libraries that follow the CPU (tests/numbers.py)")
 
 
+@cache
 def compares_numbers(path: Path) -> bool:
     """Return whether the tests of a file have the mark."""
     return any(path.is_relative_to(ROOT / one) for one in PATHS) and all(path != ROOT / one for one in WITHOUT)
