@@ -6,6 +6,22 @@ file is one of Megatron's functional tests; the tool reads it with `--model-conf
 Megatron's checker knows and ours, which it passes over: those of `checker.METRICS`, and `no_cache_effect` for a case
 whose golden values need not change when the cache is off or has wrong contents. `WORLD_SIZE` in `ENV_VARS` is the
 number of ranks, 1 if it is absent.
+
+To add a case:
+
+1. Write the folder's `model_config.yaml`, as in a case beside it, with a comment on what the case is for, and its
+   prompts. `MODEL_ARGS` are flags of `tools/run_inference.py`, run inside the folder. With `WORLD_SIZE` add
+   `no_cache_effect`, since wrong contents are planted in one process.
+2. Choose the `METRICS`: `generated_tokens`, `generated_text` and `logprobs` are outputs that the cache must not change;
+   `counts`, `events` and `system` record what the cache does; `times` checks order, not values. The golden values must
+   see the cache: the case must skip something, its counts must differ with the cache off, and zeroed blocks and states
+   must change what it compares. That needs `counts` and one of the first three; log-probs detect more than tokens. If
+   the cache is not the subject, add `no_cache_effect`.
+3. `make golden ARGS=<model>/<case>` writes both golden files. Read them: do they show what the case is for? Times never
+   go into them.
+4. `make test-all ARGS="tests/functional_tests -k <case>"`. Where `test_greedy_choices_are_clear` reports that the two
+   best tokens are too close for another CPU to choose the same one, use another prompt.
+5. If the purpose is one fact, add an assertion on the golden values to `test_caching_cases.py`.
 """
 
 from __future__ import annotations
