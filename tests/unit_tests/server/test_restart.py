@@ -4,60 +4,58 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe, connection, context
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.unit_tests.server.test_run_server import ROOT, TINY
+from tests.forked import fork
+from tests.unit_tests.server.test_run_server import TINY
 from tests.unit_tests.support.server import PATIENCE
 
 PROMPT = [7] * 30 + list(range(40))
+ENTRY_SECONDS = 0.5  # that a slow file takes for an entry
 
 
-SLOW = """
-import runpy, sys, time
-from megatron_ext.prefix_cache.disk.data_file import DataFile
-write = DataFile.write
-DataFile.write = lambda *arguments: (time.sleep(0.5), write(*arguments))[1]
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def serve(directory: Path, log: Path, parent: connection.Connection, is_slow: bool) -> None:
+    """The tool in a process of its own, which tells its parent its URL; its log is a file."""
+    import time
+
+    from megatron_ext.commands.serve import main
+    from megatron_ext.prefix_cache.disk.data_file import DataFile
+    from megatron_ext.server import run
+
+    os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), sys.stderr.fileno())
+    run.announce = parent.send
+    if is_slow:
+        write = DataFile.write
+        DataFile.write = lambda *arguments: (time.sleep(ENTRY_SECONDS), write(*arguments))[1]
+    sys.exit(main([*TINY, "--port", "0", "--prefix-cache-dir", str(directory), "--prefix-cache-disk-gb", "0.01"]))
 
 
 @contextmanager
-def server(directory: Path, *first: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """The tool in a process of its own, and its URL; Python's arguments before it."""
-    command = [
-        sys.executable,
-        *first,
-        "tools/run_server.py",
-        *TINY,
-        "--port",
-        "0",
-        "--prefix-cache-dir",
-        str(directory),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [*command, "--prefix-cache-disk-gb", "0.01"],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            url = next(line for line in process.stdout if line.startswith("ready: "))
-            yield process, url.split()[1]
-        finally:
-            process.kill()
+def server(directory: Path, *, is_slow: bool = False) -> Iterator[tuple[context.Process, str, Path]]:
+    """The process, its URL, and its log."""
+    ours, theirs = Pipe()
+    log = directory.with_suffix(".log")
+    process = fork(serve, directory, log, theirs, is_slow)
+    try:
+        assert ours.poll(PATIENCE), "the server does not start"
+        yield process, ours.recv(), log
+    finally:
+        process.kill()
+        process.join()
+
+
+def ended(process: context.Process, log: Path) -> str:
+    """The log of a server that has ended well."""
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+    return log.read_text()
 
 
 def served(url: str, salt: str | None = None) -> tuple[str, int]:
@@ -70,28 +68,27 @@ def served(url: str, salt: str | None = None) -> tuple[str, int]:
 def test_the_first_request_after_a_restart_hits(tmp_path):
     """DC-1, SE-3: SIGTERM writes the cache, each tenant's apart; a process that is killed leaves it as it was."""
     directory = tmp_path / "cache"
-    with server(directory) as (process, url):
+    with server(directory) as (process, url, log):
         cold, cached = served(url)
         assert cached == 0
         assert served(url) == (cold, 64)
         assert served(url, "a tenant") == (cold, 0)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 0
-        log = process.stderr.read()
-        found = re.search(r"prefix cache on disk: (\d+) entries kept, \1 written, 0 left out", log)
-        assert found is not None, log
+        process.terminate()
+        said = ended(process, log)
+        found = re.search(r"prefix cache on disk: (\d+) entries kept, \1 written, 0 left out", said)
+        assert found is not None, said
         entries = int(found[1])
-    with server(directory) as (process, url):
+    with server(directory) as (process, url, _):
         shown = httpx.get(f"{url}/prefix_cache", timeout=PATIENCE).json()["disk"]
         assert (shown["loaded"], shown["blocks"] + shown["snapshots"], shown["drops"]) == (entries, entries, {})
         assert served(url, "another tenant") == (cold, 0)
         assert served(url, "a tenant") == served(url) == (cold, 64)
         process.kill()
-    with server(directory) as (process, url):
+    with server(directory) as (process, url, _):
         assert served(url) == (cold, 64)
         assert httpx.post(f"{url}/reset_prefix_cache", timeout=PATIENCE).status_code == 200
         process.kill()
-    with server(directory) as (_, url):
+    with server(directory) as (_, url, _):
         assert served(url) == (cold, 0)
 
 
@@ -99,18 +96,16 @@ def test_the_first_request_after_a_restart_hits(tmp_path):
 def test_a_second_signal_ends_the_writing(tmp_path):
     """DC-1: what was not written is counted, and what was written is found."""
     directory = tmp_path / "cache"
-    with server(directory, "-c", SLOW) as (process, url):
+    with server(directory, is_slow=True) as (process, url, log):
         cold, _ = served(url)
-        process.send_signal(signal.SIGTERM)
-        log = ""
-        while "shutdown begins" not in log:
-            log += process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 0
-        log += process.stderr.read()
-        found = re.search(r"(\d+) entries kept, \1 written, (\d+) left out", log)
-        assert found is not None, log
+        process.terminate()
+        while "shutdown begins" not in log.read_text():
+            assert process.is_alive()
+        process.terminate()
+        said = ended(process, log)
+        found = re.search(r"(\d+) entries kept, \1 written, (\d+) left out", said)
+        assert found is not None, said
         assert int(found[2]) > 0
-    with server(directory) as (_, url):
+    with server(directory) as (_, url, _):
         assert httpx.get(f"{url}/prefix_cache", timeout=PATIENCE).json()["disk"]["loaded"] == int(found[1])
         assert served(url)[0] == cold
