@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.unit_tests.support.source import ROOT
 
+pytest_plugins = "pytester"
+CONFTEST = """
+from tests import on_request
+
+def pytest_configure(config):
+    for mark in (*on_request.MARKS, "worlds", "numbers"):
+        config.addinivalue_line("markers", mark)
+    config.pluginmanager.register(on_request)
+"""
 TESTS = """
 import pytest
 
@@ -66,11 +72,12 @@ def expression_of(target: str) -> str:
         ("soak", {"soaked_ranks"}),
     ],
 )
-def test_marks_that_the_expression_does_not_name_are_left_out(tmp_path, expression, expected):
-    assert names_of_run(tmp_path, TESTS, expression) == expected
+def test_marks_that_the_expression_does_not_name_are_left_out(pytester, monkeypatch, expression, expected):
+    monkeypatch.delenv("LONG_SEED", raising=False)
+    assert names_of_run(pytester, TESTS, expression) == expected
 
 
-def test_a_seed_draws_a_third_of_the_long_tests(tmp_path):
+def test_a_seed_draws_a_third_of_the_long_tests(pytester, monkeypatch):
     """All of the others run; another seed draws other long tests, the same seed the same ones."""
     many = (
         TESTS
@@ -80,23 +87,18 @@ def test_a_seed_draws_a_third_of_the_long_tests(tmp_path):
 def test_many(number): pass
 """
     )
-    drawn = [names_of_run(tmp_path, many, "long or not long", LONG_SEED=seed) for seed in ("a", "b", "a")]
+    drawn = []
+    for seed in ("a", "b", "a"):
+        monkeypatch.setenv("LONG_SEED", seed)
+        drawn.append(names_of_run(pytester, many, "long or not long"))
     assert drawn[0] == drawn[2] != drawn[1]
     assert all(found >= SHORT and 8 < len(found - SHORT) < 34 for found in drawn)
-    assert names_of_run(tmp_path, many, "not long", LONG_SEED="a") == SHORT
+    assert names_of_run(pytester, many, "not long") == SHORT
 
 
-def names_of_run(tmp_path, tests, expression, **variables):
+def names_of_run(pytester, tests, expression):
     """Return the names of those of the tests that run with an expression of `-m`."""
-    (tmp_path / "test_marks.py").write_text(tests)
-    alone = ("-p", "tests.on_request", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".")
-    without_seed = {name: value for name, value in os.environ.items() if name != "LONG_SEED"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "pytest", "-v", *alone, "-m", expression],
-        cwd=tmp_path,
-        env=without_seed | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return {line.split()[0].rpartition("::test_")[2] for line in done.stdout.splitlines() if " PASSED " in line}
+    pytester.makepyfile(test_marks=tests)
+    pytester.makeconftest(CONFTEST)
+    result = pytester.inline_run("-q", "-m", expression)
+    return {report.nodeid.rpartition("::test_")[2] for report in result.listoutcomes()[0]}
