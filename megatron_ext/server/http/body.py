@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,9 +16,17 @@ from starlette.responses import Response
 
 from megatron_ext.server.api_errors import ApiError, ClientGone, body_too_large
 
-MAX_CONTAINERS = 100_000  # lists and objects; they dominate the time of parsing, which blocks the event loop
+# Marks outside of strings and their maximum number, by what they stand for: parsing, which blocks the event loop, takes
+# at most 0.1 s for each of them.
+LIMITS = {
+    "lists and objects": (b"[{", 100_000),
+    "members of objects": (b":", 200_000),
+    "numbers with a fraction or an exponent, true and false": (b".eE", 100_000),
+    "values": (b",", 1_050_000),  # a prompt of a million ids fits
+}
 MAX_LEVELS = 64  # nesting depth
-_STRING = re.compile(rb'"[^"]*"?')
+_NO_MARKS = bytes(sorted(set(range(256)) - set(b'"'.join(marks for marks, _ in LIMITS.values()))))
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CONTAINERS = frozenset((list, dict))
 
 
@@ -103,41 +113,126 @@ def parse_json(body: bytes) -> object:
     """Parse a body as JSON.
 
     Raises:
-        ApiError: The body is not JSON, has too many lists and objects, or is nested too deeply for later stages.
+        ApiError: The body is empty; see also `JsonReader.read`.
     """
     if not body:
         raise ApiError(400, "the body is empty; send a JSON object")
-    count = count_containers(body)
-    if count > MAX_CONTAINERS:
-        raise ApiError(400, f"the body has {count} lists and objects; the limit is {MAX_CONTAINERS}")
-    try:
-        content = json.loads(body)
-    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise _too_deep() from None
-    check_depth(content)
-    return content
+    return JsonReader("the body").read(body)
 
 
-def count_containers(body: bytes) -> int:
-    """Count the lists and objects of a body; brackets in strings are excluded only if the limit is exceeded."""
-    count = body.count(b"[") + body.count(b"{")
-    if count > MAX_CONTAINERS:
-        without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-        outside = _STRING.sub(b"", without_escapes)
-        count = outside.count(b"[") + outside.count(b"{")
-    return count
+class NotJson(ApiError):
+    """400: a text is not JSON, or JSON that has no meaning here: half of a surrogate pair, an infinite number."""
 
 
-def check_depth(content: object) -> None:
-    """Check that lists and objects are nested within `MAX_LEVELS`. Only containers are visited one by one.
+class JsonReader:
+    """Reader of the JSON texts of a request, which share its limits.
 
-    Raises:
-        ApiError: They are nested more deeply.
+    Args:
+        what: Name of the texts in errors, singular.
+        param: Field that errors are about.
     """
+
+    def __init__(self, what: str, param: str | None = None) -> None:
+        self._what, self._param = what, param
+        self._counts = dict.fromkeys(LIMITS, 0)
+
+    def read(self, text: bytes) -> object:
+        """Parse a text, within limits that are checked before.
+
+        Raises:
+            NotJson: It is not JSON in UTF-8.
+            ApiError: Together with the texts before, it exceeds one of `LIMITS`, or it is nested too deeply for later
+                stages.
+        """
+        self._count(text)
+        try:
+            content = json.loads(_decoded(text), parse_constant=_constant, parse_float=_finite)
+        except json.JSONDecodeError as error:
+            raise self._error(f"is not JSON: {error}", NotJson) from None
+        except _BadValue as error:
+            raise self._error(str(error), NotJson) from None
+        except ValueError:
+            message = f"has a number of more than {sys.get_int_max_str_digits()} digits; send a smaller one"
+            raise self._error(message, NotJson) from None
+        except RecursionError:
+            raise self._too_deep() from None
+        if not _has_depth(content, MAX_LEVELS):
+            raise self._too_deep()
+        if _SURROGATE.search(text) is not None:
+            self._check_characters(content)
+        return content
+
+    def _count(self, text: bytes) -> None:
+        counts = {named: self._counts[named] + _count(text, marks) for named, (marks, _) in LIMITS.items()}
+        if any(counts[named] > limit for named, (_, limit) in LIMITS.items()):
+            outside = without_strings(text)
+            counts = {named: self._counts[named] + _count(outside, marks) for named, (marks, _) in LIMITS.items()}
+        self._counts = counts
+        for named, (_, limit) in LIMITS.items():
+            if counts[named] > limit:
+                raise self._error(f"has {counts[named]} {named}; the limit is {limit}")
+
+    def _check_characters(self, content: object) -> None:
+        """Check that escapes of surrogates in a text are pairs; the error names the field of an object."""
+        fields = content.items() if isinstance(content, dict) else [("", content)]
+        for name, value in fields:
+            try:
+                json.dumps([name, value], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                place = f" in {name}" if name.isidentifier() else ""
+                error = self._error(f"has half of a surrogate pair{place}, which is no character", NotJson)
+                error.param = self._param or (name if place else None)
+                raise error from None
+
+    def _too_deep(self) -> ApiError:
+        return self._error(f"is nested too deeply; the limit is {MAX_LEVELS} levels")
+
+    def _error(self, message: str, kind: type[ApiError] = ApiError) -> ApiError:
+        return kind(400, f"{self._what} {message}", param=self._param)
+
+
+class _BadValue(ValueError):
+    """Text or number that JSON does not have; the message follows the name of the text."""
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        decoded = text.decode()
+    except UnicodeDecodeError:
+        decoded = "\0"
+    if decoded.startswith("\ufeff"):
+        raise _BadValue("begins with a byte order mark; send UTF-8 without it")
+    if "\0" in decoded[:4]:  # UTF-16 and UTF-32, too
+        raise _BadValue("is not UTF-8; send JSON in UTF-8")
+    return decoded
+
+
+def _constant(name: str) -> object:
+    raise _BadValue(f"has the value {name}, which JSON does not have; send a number or null")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise _BadValue(f"has the number {digits[:30]}, which is too large; the limit is {sys.float_info.max:.4g}")
+    return number
+
+
+def _count(text: bytes, marks: bytes) -> int:
+    return sum(text.count(mark) for mark in marks)
+
+
+def without_strings(text: bytes) -> bytes:
+    """Return the marks of `LIMITS` in a JSON text that are outside of its strings."""
+    unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = unescaped.translate(None, _NO_MARKS).replace(b'""', b"")
+    return b"".join(marks.split(b'"')[::2])
+
+
+def _has_depth(content: object, limit: int) -> bool:
+    """Return whether lists and objects are nested within a limit. Only containers are visited one by one."""
     level: list[Any] = [content] if type(content) in _CONTAINERS else []
-    for _ in range(MAX_LEVELS):
+    for _ in range(limit):
         parts = [outer.values() if isinstance(outer, dict) else outer for outer in level]
         level = [
             inner
@@ -147,9 +242,5 @@ def check_depth(content: object) -> None:
             if type(inner) in _CONTAINERS
         ]
         if not level:
-            return
-    raise _too_deep()
-
-
-def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested too deeply; the limit is {MAX_LEVELS} levels")
+            break
+    return not level

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import cached_property
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.server.http.body import JsonReader
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.text import reasoning
 from megatron_ext.text.chat_template import ChatOptions
@@ -53,11 +54,13 @@ class ChatFormat:
         """Return the prompt for the next answer, or as `options` say.
 
         Raises:
+            ApiError: Arguments of tool calls exceed the limits of one request, or are not JSON.
             ConfigError: There is no template, or it refuses the messages.
         """
         if not isinstance(self._tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
-        dicts = [message.to_dict() for message in messages]
+        arguments = JsonReader("the JSON text of tool calls", "messages")
+        dicts = [message.to_dict(arguments) for message in messages]
         rendered = self._tokenizer.render_chat(dicts, parse_control=self._parse_control, options=options)
         self.end_of_turn  # noqa: B018  # rendered here, since the property is read on the event loop later
         return rendered

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
+from megatron_ext.server.http.body import JsonReader
 from megatron_ext.server.openai.request_fields import (
     MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
@@ -115,11 +116,6 @@ class Message(BaseModel):
             raise ValueError(f"has a part of type {other!r}; only parts of type 'text' are supported")
         return value
 
-    @field_validator("tool_calls", mode="after")
-    @classmethod
-    def _arguments_are_objects(cls, value: list[dict[str, object]] | None) -> list[dict[str, object]] | None:
-        return None if value is None else [_with_object(call) for call in value]
-
     def marked_prefixes(self) -> Iterator[Message]:
         """Yield the message up to each of its parts with a `cache_control` mark, and whole if it has one itself."""
         parts = self.content if isinstance(self.content, list) else []
@@ -129,29 +125,35 @@ class Message(BaseModel):
         if self.cache_control is not None:
             yield self
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the message for chat templates: content is one text, and tool call arguments are objects."""
+    def to_dict(self, arguments: JsonReader) -> dict[str, object]:
+        """Return the message for chat templates: content is one text, and tool call arguments are objects.
+
+        Args:
+            arguments: Reader of the arguments of the conversation's tool calls.
+
+        Raises:
+            ApiError: Arguments are not JSON, or exceed the limits of one request.
+        """
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
         fields = self.model_dump(exclude_none=True) | ({} if content is None else {"content": content})
+        if self.tool_calls is not None:
+            fields["tool_calls"] = [_with_object(call, arguments) for call in self.tool_calls]
         thinking = fields.pop("reasoning", None)  # templates know the older name
         return fields if thinking is None else {"reasoning_content": thinking} | fields
 
 
-def _with_object(call: dict[str, object]) -> dict[str, object]:
+def _with_object(call: dict[str, object], reader: JsonReader) -> dict[str, object]:
     """Return a tool call with its arguments, JSON text in OpenAI's form, parsed.
 
     Raises:
-        ValueError: The arguments are not JSON.
+        ApiError: See `JsonReader.read`; `NotJson` if the arguments are not JSON.
     """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        raise ValueError("has a function whose arguments are not JSON") from None
+    arguments = reader.read((function["arguments"] or "{}").encode())
     return call | {"function": function | {"arguments": arguments}}
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -28,7 +28,6 @@ from megatron_ext.config.options import options_of
 from megatron_ext.config.request import MAX_CHECKPOINTS, RequestParams
 from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
-from megatron_ext.errors import ConfigError
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -63,17 +62,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def whole_characters(text: str) -> str:
-    """Return the text if it is valid: JSON can encode lone surrogates, which no tokenizer can read.
+@dataclass(frozen=True)
+class BoundedBy:
+    """Annotation of a text, list or mapping without a maximum length of its own.
 
-    Raises:
-        ConfigError: The text has a lone surrogate.
+    Attributes:
+        limit: Limit that bounds it: a flag, a constant, or a check.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("has half of a surrogate pair, which is no character") from None
-    return text
+
+    limit: str
 
 
 def checked_prompts(value: object) -> object:
@@ -92,16 +89,14 @@ def checked_prompts(value: object) -> object:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of those")
     if not items:
         raise ValueError("is empty; it needs at least one token")
-    if kinds == {str}:
-        whole_characters("".join(items))
-    elif kinds == {list}:
+    if kinds == {list}:
         kinds = set(map(type, chain.from_iterable(items))) | {int}
     if kinds not in ({str}, {int}):
         raise ValueError("must have strings only, or token ids (integers) only, or lists of those only")
     return value
 
 
-Text = Annotated[str, AfterValidator(whole_characters)]
+Text = Annotated[str, BoundedBy("--max-body-mb")]
 _Word = Annotated[str, Field(min_length=1)]
 _Row = Annotated[list[int], Field(min_length=1)]
 _Filled = _Word | Annotated[list[_Word], Field(min_length=1)] | _Row | Annotated[list[_Row], Field(min_length=1)]

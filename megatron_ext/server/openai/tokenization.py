@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_ext.server.api_errors import text_too_long
-from megatron_ext.server.openai.request_fields import whole_characters
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
 
 # Characters. Tokenization takes hundreds of bytes a character: several longer texts at once would add up.
@@ -45,11 +44,10 @@ class TextEncoder:
 
         Raises:
             ApiError: The text is too long under any tokenization.
-            ConfigError: The text is not valid Unicode.
+            ConfigError: The tokenizer cannot read the text.
         """
         if self._max is not None and len(text) > self._max:
             raise text_too_long(len(text), self._max, self._sequence)
-        whole_characters(text)
         tokenize = tokenize or self._tokenize
         if len(text) <= SHORT_TEXT:
             return tokenize(text)

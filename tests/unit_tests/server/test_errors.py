@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
@@ -131,32 +133,57 @@ def test_bodies_that_are_no_json(tiny, body):
     check_alive(tiny)
 
 
+HALF = "\ud83d"
+MESSAGES, RESPONSES, TOKENIZE = "/v1/messages", "/v1/responses", "/tokenize"
+SCHEMA = {"type": "json_schema", "schema": {"enum": [HALF]}}
+NAMED_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [HALF]}}}
+ASKED = {"messages": HELLO, "max_tokens": 1}
+TOOL = {"type": "function", "name": "f", "function": {"name": HALF}, "input_schema": {}}
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("path", "body", "param"),
     [
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": [1], "stop": "\\ud800"}',
-        b'{"prompt": ["<1>", "\\ud800"]}',
-        b'{"prompt": [1], "\\ud800": 1}',
-        b'{"prompt": [1], "temperature": NaN}',
-        b'{"prompt": [1], "temperature": 1e999}',
+        (COMPLETIONS, {"prompt": HALF}, "prompt"),
+        (COMPLETIONS, {"prompt": ["<1>", HALF]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1], "stop": HALF}, "stop"),
+        (COMPLETIONS, {"prompt": [1], "cache_salt": HALF}, "cache_salt"),
+        (COMPLETIONS, {"prompt": [1], "model": HALF}, "model"),
+        (COMPLETIONS, {"prompt": [1], HALF: 1}, None),
+        (CHAT, ASKED | {"response_format": NAMED_SCHEMA}, "response_format"),
+        (CHAT, ASKED | {"tools": [TOOL]}, "tools"),
+        (CHAT, ASKED | {"chat_template_kwargs": {HALF: 1}}, "chat_template_kwargs"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "tool_calls": [{HALF: 1}]}]}, "messages"),
+        (RESPONSES, {"input": "a", "metadata": {"a": HALF}}, "metadata"),
+        (RESPONSES, {"input": "a", "metadata": {HALF: "a"}}, "metadata"),
+        (RESPONSES, {"input": "a", "user": HALF, "stream": True}, "user"),
+        (RESPONSES, {"input": "a", "text": {"format": SCHEMA}}, "text"),
+        (RESPONSES, {"input": [{"role": "user", "content": HALF}]}, "input"),
+        (MESSAGES, ASKED | {"output_config": {"format": SCHEMA}}, None),
+        (MESSAGES, ASKED | {"what": HALF}, None),
+        (TOKENIZE, {"prompt": HALF}, "prompt"),
+        ("/detokenize", {"tokens": [1], "model": HALF}, "model"),
     ],
+    ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_refuses_lone_surrogates_and_infinite_numbers(tiny, body):
-    """Bodies with halves of characters, and with numbers that are not finite, are refused."""
-    response = tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    check_error(response, 400)
+def test_half_of_a_surrogate_pair_is_refused_before_anything_is_computed(tiny, monkeypatch, path, body, param):
+    monkeypatch.setattr(tiny.serving.requests, "submit", None)
+    monkeypatch.setattr(tiny.serving.texts, "encode", None)
+    response = tiny.http.post(path, content=json.dumps(body), headers=HEADERS)
+    assert "half of a surrogate pair" in response.json()["error"]["message"]
+    assert response.status_code == 400
+    assert response.json()["error"].get("param") == param
 
 
-def test_half_a_character_is_as_good_a_salt_as_any(tiny):
-    body = b'{"prompt": [1], "max_tokens": 1, "cache_salt": "\\ud800"}'
-    assert tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}).status_code == 200
+def test_whole_surrogate_pairs_and_escaped_backslashes_are_characters(tiny):
+    body = b'{"prompt": [1], "max_tokens": 1, "user": "\\ud83d\\ude00", "metadata": {"a": "\\\\ud83d"}}'
+    assert tiny.http.post(COMPLETIONS, content=body, headers=HEADERS).status_code == 200
 
 
-def test_a_message_can_quote_lone_surrogates(tiny):
-    body = b'{"prompt": [1], "model": "\\ud800"}'
-    response = tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    check_error(response, 404)
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_infinite_numbers(tiny, number):
+    body = f'{{"prompt": [1], "temperature": {number}}}'.encode()
+    check_error(tiny.http.post(COMPLETIONS, content=body, headers=HEADERS), 400)
 
 
 def test_no_such_route(tiny):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
 from megatron_ext.server.openai.protocol import LONGEST_TOOL_NAME, Message
@@ -42,14 +42,6 @@ def text_of(value: object) -> object:
     return "".join(texts)
 
 
-def _json_text(value: str) -> str:
-    try:
-        json.loads(value or "{}")
-    except (ValueError, RecursionError):
-        raise ValueError("is not JSON") from None
-    return value
-
-
 Content = Annotated[Text, BeforeValidator(text_of, json_schema_input_type=str | list[dict[str, Any]])]
 
 
@@ -77,7 +69,7 @@ class FunctionCallItem(InputItem):
     """Id of a call, which its result repeats."""
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
     """Name of the function."""
-    arguments: Annotated[Text, AfterValidator(_json_text)]
+    arguments: Text
     """Arguments of a call, as JSON."""
 
 

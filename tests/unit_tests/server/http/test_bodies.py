@@ -21,6 +21,7 @@ from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, HEADERS, chec
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
+RESPONSES, TOKENIZE = "/v1/responses", "/tokenize"
 SMALL = ServerLimits(max_body_mb=4096 / 2**20)
 GOOD = {"prompt": [1, 2], "max_tokens": 1}
 
@@ -178,7 +179,7 @@ class TestParts:
         assert caught.value.error_count() == 2
 
     def test_lists_and_objects_are_counted_before_they_are_made(self, tiny, monkeypatch):
-        monkeypatch.setattr(bodies, "MAX_CONTAINERS", 50)
+        monkeypatch.setitem(bodies.LIMITS, "lists and objects", (b"[{", 50))
         for key, count in (("metadata", 63), ("prompt", 62)):
             many = tiny.http.post(COMPLETIONS, json=GOOD | {key: [{}] * 60})
             assert f"{count} lists and objects; the limit is 50" in check_error(many, 400)["message"]
@@ -186,17 +187,79 @@ class TestParts:
         assert tiny.http.post(COMPLETIONS, json=GOOD | {"user": text}).status_code == 200
 
     @pytest.mark.parametrize(
-        ("body", "count"),
+        ("body", "marks"),
         [
-            (b'["[[[[", "\\"[[[["]', 1),
-            (b'["[[[[\\\\", [], {"{{": []}]', 4),
-            (b'["\\\\\\"[[[[[", []]', 2),
-            (b'["[[[[[[', 1),
+            (b'["[[[[", "\\"[[[["]', b"[,]"),
+            (b'["[[[[\\\\", [], {"{{": []}]', b"[,[],{:[]}]"),
+            (b'["\\\\\\"[[[[[", []]', b"[,[]]"),
+            (b'["[[[[[[', b"["),
+            (b'["","", "[", "", {"": 1.5e3}]', b"[,,,,{:.e}]"),
         ],
     )
-    def test_brackets_in_strings_are_none(self, monkeypatch, body, count):
-        monkeypatch.setattr(bodies, "MAX_CONTAINERS", 3)
-        assert bodies.count_containers(body) == count
+    def test_marks_in_strings_are_none(self, body, marks):
+        assert bodies.without_strings(body).translate(None, b"]}") == marks.translate(None, b"]}")
+
+
+CALL = {"type": "function", "function": {"name": "f"}}
+
+
+def history(path: str, *arguments: str) -> dict[str, object]:
+    """A conversation with the answer of calls with these arguments."""
+    if path == RESPONSES:
+        calls = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": one} for one in arguments]
+        return {"input": [*calls, {"role": "user", "content": "a"}], "max_output_tokens": 1}
+    calls = [CALL | {"function": {"name": "f", "arguments": one}} for one in arguments]
+    body = {"messages": [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "a"}]}
+    return body | ({} if path == TOKENIZE else {"max_tokens": 1})
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, TOKENIZE])
+class TestArguments:
+    """JSON text inside of a body has the limits of bodies, all texts of a request together."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (['{"a": [' + ",".join(["[]"] * 100_001) + "]}"], "100003 lists and objects; the limit is 100000"),
+            (["[" + ",".join(["[]"] * 60_000) + "]"] * 2, "120002 lists and objects; the limit is 100000"),
+            (["[" + ",".join(["1"] * 600_000) + "]"] * 2, "1199998 values; the limit is 1050000"),
+            (["[" * 65 + "]" * 65], "nested too deeply; the limit is 64 levels"),
+        ],
+        ids=["many", "many together", "values together", "deep"],
+    )
+    def test_limits(self, embedded, monkeypatch, path, arguments, named):
+        loads, parsed = bodies.json.loads, []
+        monkeypatch.setattr(bodies.json, "loads", lambda text, **how: parsed.append(len(text)) or loads(text, **how))
+        response = embedded.http.post(path, json=history(path, *arguments))
+        beyond = 0 if "deep" in named else 1  # the text that is too much is not parsed
+        assert len(parsed) == 1 + len(arguments) - beyond
+        error = check_error(response, 400)
+        assert named in error["message"]
+        assert error["param"] == ("input" if path == RESPONSES else "messages")
+
+    def test_within_the_limits(self, embedded, path):
+        arguments = ['{"a": [' + ",".join(["{}"] * 20) + "]}"] * 2
+        assert embedded.http.post(path, json=history(path, *arguments)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"prompt": "é"}'.encode("utf-16-le"), "is not UTF-8; send JSON in UTF-8"),
+        ('{"prompt": "é"}'.encode("utf-16"), "is not UTF-8; send JSON in UTF-8"),
+        ('{"prompt": "é"}'.encode("utf-32-be"), "is not UTF-8; send JSON in UTF-8"),
+        ('{"prompt": "é"}'.encode("latin-1"), "is not UTF-8; send JSON in UTF-8"),
+        ('{"prompt": "é"}'.encode("utf-8-sig"), "byte order mark; send UTF-8 without it"),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", "a number of more than 4300 digits; send a smaller one"),
+        (b'{"prompt": "a", "metadata": {"a": NaN}}', "the value NaN, which JSON does not have"),
+        (b'{"prompt": "a", "metadata": {"a": [-Infinity]}}', "the value -Infinity, which JSON does not have"),
+        (b'{"prompt": "a", "metadata": {"a": 1e999}}', "the number 1e999, which is too large; the limit is 1.798e+308"),
+        (b'{"prompt": "a"', "is not JSON: Expecting"),
+    ],
+    ids=["utf-16", "with mark", "utf-32", "latin-1", "mark", "digits", "nan", "infinity", "overflow", "cut"],
+)
+def test_bytes_that_are_no_json(tiny, content, named):
+    assert named in check_error(tiny.http.post(COMPLETIONS, content=content, headers=HEADERS), 400)["message"]
 
 
 class TestRequestLimits:
