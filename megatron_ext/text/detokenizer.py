@@ -16,12 +16,12 @@ class Piece:
 
     Attributes:
         visible: Text with special tokens.
-        plain: Text without special tokens; concatenated, the output text. None if not requested.
+        plain: Text without special tokens; concatenated, the output text.
         end: Number of tokens up to the end of the piece.
     """
 
     visible: str
-    plain: str | None
+    plain: str
     end: int
 
 
@@ -29,17 +29,14 @@ class IncrementalDetokenizer:
     """Decoder of new tokens with the previous piece as context; the cost of a token does not grow with the text.
 
     The context is needed because some tokenizers write a space, or half a character, that depends on it. It ends with
-    the previous piece; if that is empty text, it starts with the last non-empty piece. If plain text is requested,
-    special tokens count as empty.
+    the previous piece; if that is empty text, it starts with the last non-empty piece. Special tokens count as empty.
 
     Args:
         detokenize: Token ids, and `skip_special_tokens`, to text.
-        with_plain: Whether pieces have plain text, which doubles the decoding.
     """
 
-    def __init__(self, detokenize: Callable[..., str], *, with_plain: bool = True) -> None:
+    def __init__(self, detokenize: Callable[..., str]) -> None:
         self._detokenize = detokenize
-        self._with_plain = with_plain
         self._window: list[int] = []  # the context, then the tokens without a piece
         self._dropped = 0  # tokens removed from the window, before or within the context
         self._shown_length = 0  # length of the context up to the end of its last non-empty piece
@@ -66,27 +63,28 @@ class IncrementalDetokenizer:
         new = both[len(context) :]
         self.tail = ""
         if new and not new.endswith(INCOMPLETE):
-            return self._accept(new, len(self._window))
+            return self._accept(context, both, len(self._window))
         if len(self._window) - self._context_length > PATIENCE:
             settled = self._settle(both)
             if settled is not None:
                 length, text = settled
-                piece = self._accept(text[len(context) :], length)
+                piece = self._accept(context, text, length)
                 self.tail = new[len(piece.visible) :]
                 return piece
         self.tail = new
         return None
 
-    def _accept(self, visible: str, length: int) -> Piece:
-        """Append the piece `visible` of the window's first `length` tokens, which become the next context."""
-        plain = self._plain(length)[len(self._plain(self._context_length)) :] if self._with_plain else None
+    def _accept(self, context: str, text: str, length: int) -> Piece:
+        """Append the piece that `text`, the window's first `length` tokens, adds to `context`; they become the next."""
+        visible = text[len(context) :]
+        plain = self._plain(length)
+        plain = visible if plain == text else plain[len(self._plain(self._context_length)) :]
         # Empty text cannot be context: some decoders strip the first space of a text.
-        shown = visible if plain is None else plain
-        kept = 0 if shown else self._shown_length
+        kept = 0 if plain else self._shown_length
         del self._window[kept : self._context_length]
         self._dropped += self._context_length - kept
         self._context_length = length - self._context_length + kept
-        self._shown_length = self._context_length if shown else kept
+        self._shown_length = self._context_length if plain else kept
         return Piece(visible, plain, self._dropped + self._context_length)
 
     def _settle(self, text: str) -> tuple[int, str] | None:

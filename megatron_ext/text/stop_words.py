@@ -1,4 +1,8 @@
-"""Stop words, matched on text, independent of their tokenization."""
+"""Stop words, matched on text, independent of their tokenization.
+
+A word is found in the returned text, and in the text with special tokens: words may be special tokens, or parts of
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ class StopWordMatcher:
 
     Args:
         stop_words: Non-empty strings.
-        detokenize: Token ids, and `skip_special_tokens`, to text. Words may be special tokens, or parts of them.
+        detokenize: Token ids, and `skip_special_tokens`, to text.
 
     Attributes:
         found: The first stop word; None if no word is complete yet.
@@ -25,11 +29,14 @@ class StopWordMatcher:
         self._stop_words = stop_words
         self._reach = max(len(word) for word in stop_words) - 1  # characters of a word that may already be in the text
         self._detokenize = detokenize
-        self._text = IncrementalDetokenizer(detokenize, with_plain=False)
+        self._text = IncrementalDetokenizer(detokenize)
         self._tokens: list[int] = []
         self._old_end = 0  # tokens of the pieces in which no word can begin any more
         self._recent: list[Piece] = []  # the other pieces
         self._searched = 0  # characters of the recent pieces and the tail
+        self._returned = ""  # end of the returned text, in which a word can begin
+        self._returned_end = 0  # tokens up to the end of this text
+        self._returned_searched = 0  # characters of this text and the tail
 
     def feed(self, tokens: Sequence[int], *, ignore: bool = False) -> str | None:
         """Return the text before the first stop word, or None if no word is complete yet.
@@ -40,31 +47,49 @@ class StopWordMatcher:
         """
         for token in tokens:
             self._tokens.append(token)
-            self._recent += self._text.feed([token])
-            text = self._searchable()
-            hit = None if ignore else self._first_hit(text)
-            if hit is not None:
-                return self._text_before(hit)
-            self._searched = len(text)
+            for piece in self._text.feed([token]):
+                self._recent.append(piece)
+                self._returned += piece.plain
+                self._returned_end = piece.end
+            visible = ("".join(piece.visible for piece in self._recent) + self._text.tail).rstrip(INCOMPLETE)
+            returned = (self._returned + self._text.tail).rstrip(INCOMPLETE)
+            found = None if ignore else self._first(visible, returned)
+            if found is not None:
+                return found
+            self._searched, self._returned_searched = len(visible), len(returned)
             self._forget_old()
         return None
 
-    def _searchable(self) -> str:
-        return ("".join(piece.visible for piece in self._recent) + self._text.tail).rstrip(INCOMPLETE)
+    def _first(self, visible: str, returned: str) -> str | None:
+        """Return the text before the first word that has become complete, and note the longest one that begins there.
 
-    def _first_hit(self, text: str) -> int | None:
-        """Return the start of the first word whose end was not searched before; of equal starts the longest word."""
-        starts = {word: max(0, self._searched - len(word) + 1) for word in self._stop_words}
-        hits = {word: hit for word, start in starts.items() if (hit := text.find(word, start)) >= 0}
-        self.found = min(hits, key=lambda word: (hits[word], -len(word)), default=None)
-        return None if self.found is None else hits[self.found]
+        Args:
+            visible: Text of the recent pieces and the tail, with special tokens.
+            returned: End of the returned text, tail included.
+        """
+        hits = [(self._text_before(hit), word) for word, hit in self._hits(visible, self._searched)]
+        for word, hit in self._hits(returned, self._returned_searched):
+            whole = self._plain(self._returned_end) + self._text.tail
+            hits.append((whole[: len(whole) - len(self._returned + self._text.tail) + hit], word))
+        if not hits:
+            return None
+        text, self.found = min(hits, key=lambda hit: (len(hit[0]), -len(hit[1])))
+        return text
+
+    def _hits(self, text: str, searched: int) -> list[tuple[str, int]]:
+        """Return the words whose ends are after the first `searched` characters, and their starts."""
+        starts = ((word, text.find(word, max(0, searched - len(word) + 1))) for word in self._stop_words)
+        return [(word, start) for word, start in starts if start >= 0]
 
     def _forget_old(self) -> None:
-        """Drop pieces that were searched and end before any position where an unfinished word can begin."""
+        """Drop text that was searched and ends before any position where an unfinished word can begin."""
         while self._recent and self._searched - len(self._recent[0].visible) >= self._reach:
             old = self._recent.pop(0)
             self._old_end = old.end
             self._searched -= len(old.visible)
+        old_length = min(len(self._returned), max(0, self._returned_searched - self._reach))
+        self._returned = self._returned[old_length:]
+        self._returned_searched -= old_length
 
     def _text_before(self, length: int) -> str:
         """Return the whole text up to the first `length` searchable characters, without special tokens.

@@ -24,7 +24,8 @@ class TextStream:
     def __init__(self, stop_words: Sequence[str], detokenize: Callable[..., str]) -> None:
         self._stop_words = stop_words
         self._text = IncrementalDetokenizer(detokenize)
-        self._held: deque[Piece] = deque()
+        self._held: deque[Piece] = deque()  # they may begin a stop word in the text with special tokens
+        self._plain: deque[str] = deque()  # text of earlier pieces, which may begin one in the returned text
         self._sent: list[str] = []
 
     def feed(self, tokens: Sequence[int]) -> str:
@@ -48,15 +49,22 @@ class TextStream:
 
     def _release(self) -> list[str]:
         """Release the pieces that end before a possible beginning of a stop word."""
-        text = "".join(piece.visible for piece in self._held)
-        certain = len(text) - max((_overlap(text, word) for word in self._stop_words), default=0)
-        parts = []
+        certain = self._certain("".join(piece.visible for piece in self._held))
         while self._held and len(self._held[0].visible) <= certain:
             piece = self._held.popleft()
             certain -= len(piece.visible)
-            assert piece.plain is not None
-            parts.append(piece.plain)
+            if piece.plain:
+                self._plain.append(piece.plain)
+        certain = self._certain("".join((*self._plain, *(piece.plain for piece in self._held))))
+        parts = []
+        while self._plain and len(self._plain[0]) <= certain:
+            certain -= len(self._plain[0])
+            parts.append(self._plain.popleft())
         return parts
+
+    def _certain(self, text: str) -> int:
+        """Return the number of characters of a text before a possible beginning of a stop word."""
+        return len(text) - max((_overlap(text, word) for word in self._stop_words), default=0)
 
     def _send(self, text: str) -> str:
         if text:

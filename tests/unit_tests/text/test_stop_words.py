@@ -240,7 +240,7 @@ class TestCost:
         return decoded
 
     def test_text(self):
-        assert max(self.lengths(spell("some text " * 40))) == 3  # the context, then with the new token
+        assert max(self.lengths(spell("some text " * 40))) == 5  # the context, then twice with the new token
 
     def test_characters_of_several_tokens(self):
         assert max(self.lengths(spell("\U0001f600" * 100))) <= 24
@@ -306,6 +306,36 @@ class TestSpecialTokens:
     def test_a_stop_word_within_a_special_token_leaves_nothing_of_it(self):
         assert self.find(["end|>"], [2, 0]) == "Yes"
         assert self.find(["|>Yes"], [3, 1, 2]) == ", it"
+
+    def test_a_stop_word_across_special_tokens_is_found_in_the_returned_text(self):
+        assert self.find(["s, i"], [2, 0, 1, 3]) == "Ye"
+        assert self.find(["Yes, it", "it is"], [0, 2, *[1] * 40, 3]) == ""
+        assert self.find([", it.", "is"], [2, 3, 1, 5]) == "Yes"
+
+    @settings(max_examples=200, deadline=None)
+    @given(
+        tokens=st.lists(st.integers(0, 5), max_size=20),
+        words=st.lists(st.sampled_from(["s,", "Yes.", "it.", " is", "it is", "<|end|>", "d|>Y", "|><|", ">, it"]), max_size=3),
+    )
+    def test_equals_decoding_everything_both_ways(self, tokens: list[int], words: list[str]):
+        def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            return "".join(self.VISIBLE[i] for i in ids if i > 1 or not skip_special_tokens)
+
+        expected = None
+        for count in range(1, len(tokens) + 1):
+            seen = tokens[:count]
+            visible, returned = decode(seen, skip_special_tokens=False), decode(seen)
+            before = [returned[: returned.find(word)] for word in words if word in returned]
+            for word in words:
+                if word in visible:
+                    start = visible.find(word)
+                    whole = next(i for i in range(count) if len(decode(seen[: i + 1], False)) > start)
+                    cut = start - len(decode(seen[:whole], False)) if seen[whole] > 1 else 0
+                    before.append(decode(seen[:whole]) + self.VISIBLE[seen[whole]][:cut])
+            if before:
+                expected = count, min(before, key=len)
+                break
+        assert not words or first_stop(words, tokens, decode) == expected
 
 
 def test_bytes_that_are_no_text_are_searched_when_text_follows():

@@ -76,6 +76,19 @@ def test_special_tokens_are_seen_and_not_sent():
     assert "".join(stream([], tokens, tokenizer.detokenize)[0]) == "One twothree"
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["<|end|>", "<|user|>", " word", "é", "a", "b"]), min_size=1, max_size=16),
+    st.lists(st.sampled_from(["ab", "a word", "éa", "b<|end|>", "<|user|>"]), max_size=3),
+)
+def test_a_stop_word_across_hidden_tokens_is_withheld(pieces, words):
+    tokenizer = TestCost.TOKENIZER
+    tokens = [token for piece in pieces for token in tokenizer.tokenize(piece)]
+    sent, text = stream(words, tokens, tokenizer.detokenize)
+    assert "".join(sent) == text
+    assert not any(word in text for word in words)
+
+
 def test_several_tokens_at_once():
     tokens = spell(*"hello wor", "é")
     parts, text = stream(["wolf"], tokens, skip={2, 3, 7})
