@@ -77,6 +77,10 @@ class TikTokenizer:
         text: str = self._wrapped.tokenizer.decode(shown)
         return text
 
+    def piece_of(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        return bytes(self._wrapped.tokenizer.decode_single_token_bytes(token))
+
 
 class SentencePieceTokenizer:
     """SentencePiece model, as of Llama 2; adds no beginning of document, as in Megatron.
@@ -121,6 +125,10 @@ class SentencePieceTokenizer:
                 parts.append(self._control[token] if token is not None else "")
                 start = index + 1
         return "".join(parts)
+
+    def piece_of(self, token: int) -> str:
+        """Return a token as the vocabulary spells it."""
+        return str(self._wrapped.tokenizer.id_to_piece(token))
 
 
 class Gpt2Tokenizer:
@@ -167,6 +175,11 @@ class Gpt2Tokenizer:
         """Return the text of ids."""
         with panics_as_errors(CANNOT_DECODE):
             return str(self._wrapped.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def piece_of(self, token: int) -> str | None:
+        """Return a token as the vocabulary spells it."""
+        found: str | None = self._wrapped.id_to_token(token)
+        return found
 
 
 def _require_package(name: str, kind: str) -> None:

@@ -129,6 +129,10 @@ class TextTokenizer:
         """Return the text of ids, without special tokens unless requested."""
         return self._backend.decode(ids, skip_special_tokens)
 
+    def piece_of(self, token: int) -> str | None:
+        """Return a token as the vocabulary spells it."""
+        return self._backend.piece_of(token)
+
     @property
     def serialized(self) -> str | None:
         """Contents of a `tokenizer.json`; None if the tokenizer has no such form."""

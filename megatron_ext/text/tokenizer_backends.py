@@ -64,6 +64,10 @@ class FastBackend(_Backend):
         """Return the id of a token's text."""
         return self.wrapped.token_to_id(token)
 
+    def piece_of(self, token: int) -> str | None:
+        """Return a token as the vocabulary spells it."""
+        return self.wrapped.id_to_token(token)
+
 
 class AutoBackend(_Backend):
     """Backend of a directory in an older format."""
@@ -101,6 +105,10 @@ class AutoBackend(_Backend):
     def id_of(self, token: str) -> int | None:
         """Return the id of a token's text."""
         return self.wrapped.get_vocab().get(token)
+
+    def piece_of(self, token: int) -> str | None:
+        """Return a token as the vocabulary spells it."""
+        return self.wrapped.convert_ids_to_tokens(token)
 
 
 def _extent(ids: Iterable[int]) -> tuple[int, range | frozenset[int]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.detokenizer import INCOMPLETE
+from megatron_ext.text.token_bytes import bytes_of_piece
 
 
 class Vocabulary:
@@ -74,6 +76,18 @@ class Vocabulary:
             f"token id {bad} has no token in the tokenizer, which ends at {max(self._ids)}; the model's vocabulary "
             f"of {self._model_size} has padding or gaps there"
         )
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a single token, special or not."""
+        return self.detokenize([token], skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a single token, special or not, which may be a part of a character."""
+        text = self.token_text(token)
+        piece_of = getattr(self._tokenizer, "piece_of", None) if INCOMPLETE in text else None
+        piece = None if piece_of is None else piece_of(token)
+        known = piece if isinstance(piece, bytes) else None if piece is None else bytes_of_piece(piece)
+        return text.encode() if known is None else known
 
     def decoder(self, *, skips_special: bool = True) -> Callable[..., str]:
         """Return `detokenize`, or a variant that always shows special tokens."""

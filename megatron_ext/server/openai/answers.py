@@ -56,15 +56,6 @@ class Thinking:
     text: str
 
 
-@dataclass(frozen=True)
-class AnswerPart:
-    """New part of an answer: thinking, content, and parts of calls."""
-
-    thinking: str
-    content: str
-    calls: Sequence[CallPart]
-
-
 class AnswerReader:
     """Incremental parser of one answer.
 
@@ -90,13 +81,6 @@ class AnswerReader:
     def is_thinking(self) -> bool:
         """True if the answer so far ends inside of thinking."""
         return self._thinking is not None and self._thinking.is_inside
-
-    def feed(self, text: str, *, is_last: bool) -> AnswerPart:
-        """Return what has become certain with a new piece of text."""
-        parts = self.parts(text, is_last=is_last)
-        thinking = "".join(one.text for one in parts if isinstance(one, Thinking))
-        content = "".join(one.text for one in parts if isinstance(one, Content))
-        return AnswerPart(thinking, content, [one for one in parts if isinstance(one, CallPart)])
 
     def parts(self, text: str, *, is_last: bool) -> list[Thinking | Content | CallPart]:
         """Return what has become certain with a new piece of text, in the order in which the model wrote it."""

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, AnswerPart, AnswerReader, CallPart, thinking_length
+from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, AnswerReader, CallPart, thinking_length
 from megatron_ext.server.openai.responses import Piece, Scored, generated_scores, prompt_scores
-from megatron_ext.text.detokenizer import INCOMPLETE
+from megatron_ext.server.openai.scored_content import AnswerPiece, ScoredReader, finite, scored_parts
 from megatron_ext.text.vocabulary import Vocabulary
 
-LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 CALLED = "tool_calls"  # finish reason of an answer with tool calls
 
 
 class _Envelope:
-    def __init__(self, model: str, vocabulary: Vocabulary, choices: int, prefix: str, *, shows_ids: bool) -> None:
+    def __init__(
+        self, model: str, vocabulary: Vocabulary, choices: int, prefix: str, *, has_scores: bool, shows_ids: bool
+    ) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.choices = choices
         self.shows_cache = True
         self.explains: Callable[..., str] | None = None
         self.thinking_token: int | None = None
         self.shows_versions = False
+        self.has_scores = has_scores
         self._vocabulary = vocabulary
         self._shows_ids = shows_ids
         self._fields = {"id": self.id, "created": int(time.time()), "model": model}
@@ -63,10 +64,9 @@ class CompletionResponseBuilder(_Envelope):
         echoes: Sequence[str] | None,
         shows_ids: bool = False,
     ) -> None:
-        super().__init__(model, vocabulary, choices, "cmpl", shows_ids=shows_ids)
-        self._has_scores = has_scores
+        super().__init__(model, vocabulary, choices, "cmpl", has_scores=has_scores, shows_ids=shows_ids)
         self._echoes = echoes
-        self._offsets: Counter[int] = Counter()  # characters of the tokens shown so far, by choice
+        self._lengths: dict[int, int] = {}  # characters of the text so far, by choice
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """Return the fields around the choices."""
@@ -81,35 +81,43 @@ class CompletionResponseBuilder(_Envelope):
         if self._echoes is None and not self._shows_ids:
             return None
         echo = "" if self._echoes is None else self._echoes[index]
-        return self._choice(index, Piece(echo, scores=self._prompt_scores(first))) | self._prompt_ids(first)
+        return self._choice(index, [Piece(echo, scores=self._prompt_scores(first))]) | self._prompt_ids(first)
 
     def part(self, index: int, piece: Piece) -> dict[str, object] | None:
         """Return a part of a choice."""
-        return self._choice(index, piece)
+        return self._choice(index, [piece])
 
     def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
         """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
         echo = "" if self._echoes is None else self._echoes[index]
-        scores = self._prompt_scores(first) + generated_scores(record, 0)
-        piece = Piece(echo + record.generated_text, record.generated_tokens, scores, record.finish_reason)
-        return self._choice(index, piece) | self._prompt_ids(record)
+        prompt = Piece(echo, scores=self._prompt_scores(first))
+        scores = generated_scores(record, 0)
+        answer = Piece(record.generated_text, record.generated_tokens, scores, record.finish_reason)
+        return self._choice(index, [prompt, answer]) | self._prompt_ids(record)
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, object]:
-        log_probs = self._log_probs(index, piece.scores) if self._has_scores else None
-        fields = {"index": index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.reason}
-        return fields | self._ids(piece.tokens)
+    def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, object]:
+        """Return a choice, or a part of it, whose text is the one of `pieces`."""
+        text, last = "".join(piece.text for piece in pieces), pieces[-1]
+        log_probs = self._log_probs(index, pieces) if self.has_scores else None
+        fields = {"index": index, "text": text, "logprobs": log_probs, "finish_reason": last.reason}
+        return fields | self._ids(last.tokens)
 
     def _prompt_scores(self, first: Progress | RequestRecord) -> list[Scored]:
-        return prompt_scores(first) if self._has_scores and self._echoes is not None else []
+        return prompt_scores(first) if self.has_scores and self._echoes is not None else []
 
-    def _log_probs(self, index: int, scores: Sequence[Scored]) -> dict[str, object]:
-        texts = [shown(self._vocabulary, one.token) for one in scores]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
+    def _log_probs(self, index: int, pieces: Sequence[Piece]) -> dict[str, object]:
+        """Return the log-probs of all tokens, also those that the text does not show: clients count them."""
+        offsets: list[int] = []
+        length = self._lengths.get(index, 0)
+        for piece in pieces:
+            for one in scored_parts(self._vocabulary, piece.scores, piece.text):
+                begun = sum(byte & 0xC0 != 0x80 for byte in one.data)  # characters
+                offsets.append(length - (bool(one.data) and one.data[0] & 0xC0 == 0x80))
+                length += begun
+            self._lengths[index] = length = self._lengths.get(index, 0) + len(piece.text)
+        scores = [score for piece in pieces for score in piece.scores]
         return {
-            "tokens": texts,
+            "tokens": [self._vocabulary.token_text(one.token) for one in scores],
             "token_logprobs": [finite(one.log_prob) for one in scores],
             "top_logprobs": [self._best(one) for one in scores],
             "text_offset": offsets,
@@ -121,7 +129,7 @@ class CompletionResponseBuilder(_Envelope):
             return None
         log_probs: dict[int, float] = one.best | {one.token: one.log_prob}
         ranked = sorted(log_probs.items(), key=lambda item: item[1])
-        return {shown(self._vocabulary, token): finite(log_prob) for token, log_prob in ranked}
+        return {self._vocabulary.token_text(token): finite(log_prob) for token, log_prob in ranked}
 
 
 class ChatResponseBuilder(_Envelope):
@@ -146,10 +154,9 @@ class ChatResponseBuilder(_Envelope):
         shows_ids: bool = False,
         form: AnswerFormat = PLAIN,
     ) -> None:
-        super().__init__(model, vocabulary, choices, "chatcmpl", shows_ids=shows_ids)
-        self._has_scores = has_scores
+        super().__init__(model, vocabulary, choices, "chatcmpl", has_scores=has_scores, shows_ids=shows_ids)
         self._form = form
-        self._readers = [AnswerReader(form) for _ in range(choices)]
+        self._readers = [ScoredReader(AnswerReader(form), vocabulary) for _ in range(choices)]
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """Return the fields around the choices."""
@@ -167,14 +174,15 @@ class ChatResponseBuilder(_Envelope):
     def part(self, index: int, piece: Piece) -> dict[str, object] | None:
         """Return a part of a choice; pieces of calls are returned as soon as they are certain."""
         part, reason = self._read(index, piece)
-        delta: dict[str, object] = _thinking(part.thinking) if part.thinking else {}
-        if part.content:
-            delta["content"] = part.content
-        if part.calls:
-            delta["tool_calls"] = [_call_part(call) for call in part.calls]
-        if not delta and reason is None and not piece.scores and not self._shows_ids and not self.shows_versions:
+        thinking, content, log_probs = part.thinking, part.content, self._log_probs(part)
+        delta: dict[str, object] = _thinking(thinking) if thinking else {}
+        if content:
+            delta["content"] = content
+        if calls := part.calls:
+            delta["tool_calls"] = [_call_part(call) for call in calls]
+        has_scores = log_probs is not None and bool(log_probs["content"])
+        if not delta and reason is None and not has_scores and not self._shows_ids and not self.shows_versions:
             return None
-        log_probs = self._log_probs(piece.scores)
         return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": reason} | self._ids(
             piece.tokens
         )
@@ -184,13 +192,14 @@ class ChatResponseBuilder(_Envelope):
         scores = generated_scores(record, 0)
         piece = Piece(record.generated_text, record.generated_tokens, scores, record.finish_reason or "")
         part, reason = self._read(index, piece)
-        text = part.content or (None if part.calls else "")
+        calls = part.calls
+        text = part.content or (None if calls else "")
         message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
-        if self._readers[index].has_thought:
+        if self._readers[index].reader.has_thought:
             message |= _thinking(part.thinking)
-        if part.calls:
-            message["tool_calls"] = [_whole_call(call) for call in part.calls]
-        log_probs = self._log_probs(scores)
+        if calls:
+            message["tool_calls"] = [_whole_call(call) for call in calls]
+        log_probs = self._log_probs(part)
         return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason or None} | self._ids(
             piece.tokens
         )
@@ -200,17 +209,19 @@ class ChatResponseBuilder(_Envelope):
         decode = self._vocabulary.decoder(skips_special=False)
         return thinking_length(record.generated_tokens, self._form, decode)
 
-    def _read(self, index: int, piece: Piece) -> tuple[AnswerPart, str | None]:
-        """Return the parts of a piece of text, and the finish reason: None until the choice has ended."""
+    def _read(self, index: int, piece: Piece) -> tuple[AnswerPiece, str | None]:
+        """Return what a piece has made certain, and the finish reason: None until the choice has ended."""
         reader = self._readers[index]
-        part = reader.feed(piece.text, is_last=piece.reason is not None)
-        has_called = reader.call_count and piece.reason == "stop"
-        return part, CALLED if has_called else piece.reason
+        found = reader.read(piece)
+        has_called = reader.reader.call_count and piece.reason == "stop"
+        return found, CALLED if has_called else piece.reason
 
-    def _log_probs(self, scores: Sequence[Scored]) -> dict[str, object] | None:
-        if not self._has_scores:
+    def _log_probs(self, found: AnswerPiece) -> dict[str, object] | None:
+        """Return the log-probs of the content's tokens; of all tokens where their ids are shown, too."""
+        if not self.has_scores:
             return None
-        return {"content": scored_tokens(self._vocabulary, scores), "refusal": None}
+        scores = found.scores if self._shows_ids else found.content_scores
+        return {"content": [one.to_dict(self._vocabulary) for one in scores], "refusal": None}
 
 
 def _thinking(text: str) -> dict[str, object]:
@@ -228,28 +239,3 @@ def _call_part(call: CallPart) -> dict[str, object]:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, **_whole_call(call)}
-
-
-def scored_tokens(vocabulary: Vocabulary, scores: Sequence[Scored]) -> list[dict[str, object]]:
-    """Return tokens with their log-probs and the best alternatives, as a chat answer shows them."""
-    content = []
-    for one in scores:
-        best = [_token(vocabulary, token, log_prob) for token, log_prob in one.best.items()]
-        content.append(_token(vocabulary, one.token, one.log_prob) | {"top_logprobs": best})
-    return content
-
-
-def _token(vocabulary: Vocabulary, token: int, log_prob: float | None) -> dict[str, object]:
-    text = shown(vocabulary, token)
-    is_whole = INCOMPLETE not in text
-    return {"token": text, "logprob": finite(log_prob), "bytes": list(text.encode()) if is_whole else None}
-
-
-def shown(vocabulary: Vocabulary, token: int) -> str:
-    """Return the text of a single token."""
-    return vocabulary.detokenize([token], skip_special_tokens=False)
-
-
-def finite(log_prob: float | None) -> float | None:
-    """Return a log-prob that JSON can represent."""
-    return None if log_prob is None else max(log_prob, LEAST_LOG_PROB)

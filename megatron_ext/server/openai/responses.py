@@ -147,6 +147,7 @@ class ResponseBuilder(AnswerShape, Protocol):
     """Response builder: the differences between completions and chat completions."""
 
     shows_versions: bool  # whether choices have the versions of the weights
+    has_scores: bool  # whether log-probs are shown
 
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
         """Return the fields beside the choices in the first part of a response, and in a whole one."""

@@ -134,7 +134,7 @@ class _ChoiceStream:
         self.handle = handle
         self._first = first
         self._builder = builder
-        self._reader = PieceReader(handle, detokenize)
+        self._reader = PieceReader(handle, detokenize, splits_tokens=builder.has_scores)
         self._is_open = False
         self._told = 0  # tokens in the parts so far
 

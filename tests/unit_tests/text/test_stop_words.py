@@ -315,7 +315,9 @@ class TestSpecialTokens:
     @settings(max_examples=200, deadline=None)
     @given(
         tokens=st.lists(st.integers(0, 5), max_size=20),
-        words=st.lists(st.sampled_from(["s,", "Yes.", "it.", " is", "it is", "<|end|>", "d|>Y", "|><|", ">, it"]), max_size=3),
+        words=st.lists(
+            st.sampled_from(["s,", "Yes.", "it.", " is", "it is", "<|end|>", "d|>Y", "|><|", ">, it"]), max_size=3
+        ),
     )
     def test_equals_decoding_everything_both_ways(self, tokens: list[int], words: list[str]):
         def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:

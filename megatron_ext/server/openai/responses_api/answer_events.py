@@ -15,10 +15,9 @@ from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
 from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking, thinking_length
-from megatron_ext.server.openai.response_builders import scored_tokens
-from megatron_ext.server.openai.responses import Piece, Scored, explained, usage
+from megatron_ext.server.openai.responses import Piece, explained, usage
 from megatron_ext.server.openai.responses_api.response_ids import new_id
-from megatron_ext.text.tool_calls.events import Content
+from megatron_ext.server.openai.scored_content import ScoredPart, ScoredReader
 from megatron_ext.text.vocabulary import Vocabulary
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
@@ -108,10 +107,9 @@ class ResponseAnswer:
         self._vocabulary = vocabulary
         self._tag = tag
         self._shows_ids = shows_ids
-        self._reader = AnswerReader(form)
+        self._reader = ScoredReader(AnswerReader(form), vocabulary)
         self._number = 0  # of the next event
         self._open: _OpenItem | None = None
-        self._untold: list[Scored] = []  # of tokens without a text of their own so far
         self.output: list[dict[str, object]] = []
         self.response: dict[str, object] = {
             "id": self.id,
@@ -136,22 +134,15 @@ class ResponseAnswer:
 
     def feed(self, piece: Piece) -> Iterator[Event]:
         """Yield the events of the next piece; the last one closes all items."""
-        is_last = piece.reason is not None
-        was_thinking = self._reader.is_thinking
-        parts = self._reader.parts(piece.text, is_last=is_last)
-        self._untold += piece.scores
-        is_inside = bool(parts) or was_thinking or self._reader.is_thinking
-        if is_inside and not any(isinstance(part, Content) for part in parts):
-            self._untold = []  # they are of thinking, or of a call
-        for part in parts:
+        for part, scores in self._reader.read(piece).parts:
             if isinstance(part, CallPart):
                 if part.name is not None:
                     yield from self._begin_call(part.name)
                 if part.arguments:
                     yield self._delta("response.function_call_arguments", part.arguments)
             else:
-                yield from self._text(_REASONING if isinstance(part, Thinking) else _MESSAGE, part.text)
-        if is_last:
+                yield from self._text(_REASONING if isinstance(part, Thinking) else _MESSAGE, part.text, scores)
+        if piece.reason is not None:
             yield from self._end(INCOMPLETE if piece.reason in _DETAILS else COMPLETED)
 
     def finish(self, record: RequestRecord) -> Event:
@@ -208,7 +199,7 @@ class ResponseAnswer:
             None,
         )
 
-    def _text(self, kind: _Kind, text: str) -> Iterator[Event]:
+    def _text(self, kind: _Kind, text: str, scores: Sequence[ScoredPart] = ()) -> Iterator[Event]:
         """Yield the events of a piece of text."""
         if self._open is None or self._open.kind is not kind:
             item: dict[str, object] = {"id": new_id(kind.prefix, self._tag)}
@@ -217,26 +208,22 @@ class ResponseAnswer:
             else:
                 item |= {"type": "reasoning", "status": IN_PROGRESS, "summary": [], "content": []}
             yield from self._begin(item, kind)
-        scores: list[Scored] = []
-        if kind is _MESSAGE:
-            scores, self._untold = self._untold, []
         yield self._delta(kind.event, text, scores)
 
-    def _delta(self, kind: str, text: str, scores: Sequence[Scored] = ()) -> Event:
+    def _delta(self, kind: str, text: str, scores: Sequence[ScoredPart] = ()) -> Event:
         opened = self._open
         assert opened is not None, "parts come after the beginning of their item"
         opened.texts.append(text)
         fields: dict[str, object] = {**opened.place, "delta": text}
         if opened.kind is _MESSAGE:
-            fields["logprobs"] = shown = _known_bytes(scored_tokens(self._vocabulary, scores))
+            fields["logprobs"] = shown = [one.to_dict(self._vocabulary) for one in scores]
             opened.scores += shown
         return self._event(f"{kind}.delta", **fields)
 
     def _end(self, status: str) -> Iterator[Event]:
         """Yield the events of the end; an answer without any output is an empty message."""
-        opened = self._open
-        if not self.output or (self._untold and opened is not None and opened.kind is _MESSAGE):
-            yield from self._text(_MESSAGE, "")  # tokens such as the end of the turn have no text
+        if not self.output:
+            yield from self._text(_MESSAGE, "")
         yield from self._close(status)
 
     def _close(self, status: str) -> Iterator[Event]:
@@ -270,13 +257,3 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": 0} | (thought if isinstance(thought, dict) else {}),
             "total_tokens": counts["total_tokens"],
         }
-
-
-def _known_bytes(scores: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return log-probs with bytes, which this API has as a list in any case: tokens of partial characters have none."""
-    for one in scores:
-        one["bytes"] = one["bytes"] or []
-        best = one.get("top_logprobs")
-        if isinstance(best, list):
-            _known_bytes(best)
-    return scores

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megatron_ext.config import CacheConfig, RequestParams
@@ -256,6 +258,47 @@ def test_echo_with_log_probs_scores_the_prompt(tiny, offline, stream):
     values = [*expected.prompt_log_probs, *expected.generated_log_probs]
     assert scores["token_logprobs"][1:] == pytest.approx(values, abs=1e-4)
     assert scores["text_offset"] == sorted(scores["text_offset"])
+
+
+@pytest.mark.parametrize("prompt", ["naïve 世界 ok", "é", "a<|end|>\U0001f600\U0001f600b", "", "  two  spaces é "])
+def test_offsets_are_positions_in_the_text(embedded, stream, prompt):
+    """Tokens of one character have its position, tokens that the text does not show the position after them."""
+    prompt = prompt or embedded.serving.tokenizer.tokenize("世<|user|>a")
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 8, "ignore_eos": True, "prompt": prompt, "model": "embedded"}
+    got = [choice for part in parts_of(embedded, stream=stream, **fields) for choice in part["choices"]]
+    text = "".join(choice["text"] for choice in got)
+    scores = [choice["logprobs"] for choice in got]
+    offsets = [offset for one in scores for offset in one["text_offset"]]
+    tokens = [token for one in scores for token in one["tokens"]]
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 0
+    assert len(offsets) == len(tokens) > 8
+    for token, offset in zip(tokens, offsets, strict=True):
+        if "\ufffd" not in token and not token.startswith("<|"):
+            assert text[offset:].startswith(token)
+        assert "\ufffd" not in token or not text[offset].isascii()
+    assert all(offset < len(text) for offset, token in zip(offsets, tokens, strict=True) if not token.startswith("<|"))
+
+
+def test_offsets_of_tokens_after_a_stop_word(embedded, stream):
+    """Every token has an entry; what the stop word cut away is at the end of the text."""
+    fields = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "logprobs": 0, "model": "embedded"}
+    (whole,) = parts_of(embedded, stream=False, **fields)
+    stop = whole["choices"][0]["text"][6:14]
+    got = [choice for part in parts_of(embedded, stream=stream, stop=stop, **fields) for choice in part["choices"]]
+    text = "".join(choice["text"] for choice in got)
+    offsets = [offset for choice in got for offset in choice["logprobs"]["text_offset"]]
+    assert offsets == sorted(offsets)
+    assert offsets[-1] == len(text) < 14
+
+
+def parts_of(server: LiveServer, *, stream: bool, **fields) -> list[dict]:
+    """The parts of an answer, which is one without a stream."""
+    response = server.http.post("/v1/completions", json=fields | {"stream": stream})
+    assert response.status_code == 200, response.text
+    if not stream:
+        return [response.json()]
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
 
 
 def test_echo_with_kept_log_probs(serve, stream):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -206,3 +208,78 @@ def test_a_budget_needs_a_model_that_thinks(embedded, monkeypatch):
     assert embedded.http.post(CHAT, json=body).status_code == 200
     monkeypatch.setattr(embedded.serving.chat, "reasoning", None)  # as of a template without markers
     assert "has no thinking" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
+
+
+def scored_texts(server: LiveServer, route: str, *, stream: bool, **fields) -> tuple[str, list[dict]]:
+    """The content of an answer, and the log-probs of its tokens."""
+    if route == CHAT:
+        body = {"messages": QUESTION, "tools": [WEATHER], "logprobs": True, "top_logprobs": 2, "max_tokens": 200}
+    else:
+        body = {"input": QUESTION, "tools": [{"type": "function", **WEATHER["function"]}], "top_logprobs": 2}
+        fields = {"max_output_tokens": fields.pop("max_tokens", 200), **fields}
+    response = server.http.post(
+        route, json=body | {"temperature": 0.5, "presence_penalty": 0.1, "stream": stream} | fields
+    )
+    assert response.status_code == 200, response.text
+    if not stream and route == CHAT:
+        choice = response.json()["choices"][0]
+        return choice["message"]["content"] or "", choice["logprobs"]["content"]
+    if not stream:
+        parts = [part for item in response.json()["output"] if item["type"] == "message" for part in item["content"]]
+        return "".join(part["text"] for part in parts), [one for part in parts for one in part["logprobs"]]
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    content, scores = "", []
+    for part in map(json.loads, lines):
+        for choice in part.get("choices", ()):
+            content += choice["delta"].get("content") or ""
+            scores += (choice["logprobs"] or {}).get("content", ())
+        if part.get("type") == "response.output_text.delta":
+            content += part["delta"]
+            scores += part["logprobs"]
+    return content, scores
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+UNICODE = "naïve café, 世界 <to \U0001f600\u200d\U0001f600!"
+SAID = {
+    "text": (UNICODE, {}, UNICODE),
+    "thinking": (f"<think>\nä{THINKING}\n</think>\n\n{UNICODE}", {}, UNICODE),
+    "a call": (f"<think>\n世\n</think>\n\n{UNICODE}\n{CALL}", {}, UNICODE),
+    "a text after a call": (f"世 {CALL}\n世 so it is.", {}, "世世 so it is."),
+    "a stop word": (UNICODE, {"stop": "界 <to"}, "naïve café, 世"),
+    "a stop word that goes on": (UNICODE, {"stop": ["界!", "fé"]}, "naïve ca"),
+    "hidden tokens": ("a<|user|>é<|end|><|user|>b", {"ignore_eos": True, "max_tokens": 7}, "aéb"),
+    **{f"cut after {count}": (UNICODE, {"max_tokens": count}, None) for count in range(3, 24, 4)},
+}
+
+
+CASES = [
+    (name, route) for name in SAID for route in (CHAT, "/v1/responses") if route == CHAT or "stop" not in SAID[name][1]
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("name", "route"), CASES)  # responses take no stop words
+def test_bytes_of_log_probs_are_the_content(says, route, stream, name):
+    """Also bytes of parts of characters; no entry is of thinking, a call, a stop word or a hidden token."""
+    text, fields, expected = SAID[name]
+    content, scores = scored_texts(says(text), route, stream=stream, **fields)
+    assert expected in (None, content)
+    assert content.encode() == b"".join(bytes(one["bytes"]) for one in scores)
+    assert all(one["bytes"] for one in scores)
+    assert any("\ufffd" in one["token"] for one in scores)
+    assert all(best["bytes"] is not None for one in scores for best in one["top_logprobs"])
+
+
+def test_with_token_ids_each_token_has_its_log_prob(says):
+    """Trainers need the token that ends the answer, too."""
+    body = {
+        "messages": QUESTION,
+        "logprobs": True,
+        "return_token_ids": True,
+        "temperature": 0.5,
+        "presence_penalty": 0.1,
+    }
+    (choice,) = says(UNICODE).http.post(CHAT, json=body).json()["choices"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    assert choice["logprobs"]["content"][-1]["bytes"] == []
