@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.unit_tests.conftest import ARE_LONG
 from tools import mutants
 from tools.mutants import ROOT, Change, Mutant, MutantError
 
@@ -101,6 +102,21 @@ def test_each_named_test_exists():
             file, *parts = test.split("[")[0].split("::")
             assert (ROOT / file).is_file() or ((ROOT / file).is_dir() and not parts), mutant.name
             assert not parts or "::".join(parts) in names_in(ROOT / file), f"{mutant.name}: there is no {test}"
+
+
+def test_long_is_said_of_records_that_only_long_tests_find(pytestconfig):
+    """TE-6: else such a record is an error, or runs long tests for nothing. All tests of this run are looked at."""
+    are_long: defaultdict[str, dict[str, bool]] = defaultdict(dict)
+    for nodeid, is_long in pytestconfig.stash[ARE_LONG].items():
+        are_long[nodeid.split("::")[0]][nodeid] = is_long
+    for mutant in records():
+        found = [
+            [is_long for nodeid, is_long in are_long[test.split("::")[0]].items() if mutants.covers(test, nodeid)]
+            for test in mutant.tests
+        ]
+        needs_it, uses_it = any(one and all(one) for one in found), any(map(any, found))
+        assert mutant.long or not needs_it, f"{mutant.name}: one of its tests is long"
+        assert uses_it or not mutant.long or not all(found), f"{mutant.name}: none of its tests is long"
 
 
 def test_each_package_has_two():

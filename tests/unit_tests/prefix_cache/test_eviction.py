@@ -42,7 +42,9 @@ def test_none_goes_that_was_left_after_a_time():
     order = LeafFirstLru(iter([4, 6, 8]))
     order.hold([1, 2, 3])
     assert order.next_priority() == 4
-    assert order.evict(3, 6) == [1, 2]
+    assert order.evict(3, 4) == [1]
+    assert order.next_priority() == 6, "what stays keeps its place"
+    assert order.evict(3, 6) == [2]
     assert order.evict(3, 7) == []
     assert order.next_priority() == 8
     order.check()

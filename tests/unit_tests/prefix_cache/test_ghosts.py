@@ -87,6 +87,12 @@ def test_only_so_much_is_remembered():
     assert ghosts.lost(3, [bytes([0])], 0, 0, 2, None).for_blocks == 0  # the oldest is forgotten
     assert ghosts.lost(3, [bytes([9])], 0, 0, 2, None).for_blocks == 2
     assert MAX_GHOSTS <= 2**16
+    for name in (7, 10):
+        ghosts.on_blocks_removed([bytes([name])])
+    assert [ghosts.block_ago(bytes([i])) is not None for i in (7, 8, 9, 10)] == [True, False, True, True], "gone again"
+    for i in range(10):
+        ghosts.on_snapshot_removed_with_block(bytes([i]))
+    ghosts.check(set(), set())
 
 
 def test_slots_that_were_missing():

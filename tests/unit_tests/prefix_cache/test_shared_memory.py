@@ -8,7 +8,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
-from megatron_ext.prefix_cache.slabs import Arena
+from megatron_ext.prefix_cache.slabs import NO_CHANGES, Arena
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from tests.priority import TestPriority
 
@@ -101,15 +101,123 @@ def test_blocks_in_use_move_together_with_their_contents():
     assert len(moves) == 1
 
 
-def test_a_snapshot_whose_block_is_in_use_is_passed_over():
+def test_a_block_that_moves_twice_is_found_where_it_lies_last():
+    """HY-5: block tables follow both moves at once; an old place has another request's contents."""
+    cache = make(3, blocks=3)
+    blocks = cache.allocate(9)  # all slabs hold blocks
+    kept = blocks[0]
+    cache.release([*blocks[1:3], blocks[5], blocks[8]])
+    assert cache.states.reserve(key("x")) is not None  # the block left in the first slab moves
+    (place,) = cache.border._moved
+    others = [block for block in range(place // 3 * 3, place // 3 * 3 + 3) if block != place]
+    cache.release(others)
+    assert cache.states.reserve(key("y")) is not None  # and again, together with no other
+    moves = cache.border.take_moves()
+    assert moves.keys() == {kept}
+    assert moves[kept] != place
+    assert cache.pool.references(moves[kept]) == 1
+    assert dict(cache.changes.block_copies) == moves
+    cache.release([moves[kept]])
+    assert not cache.changes.block_copies, "nothing is copied to a free place"
+    assert cache.border.take_moves() == {}
+
+
+def test_a_snapshot_that_nobody_asked_for_goes_before_blocks_move():
+    """SI-1: room for another snapshot costs no copy then."""
     cache = make(3)
+    first = cache.allocate(5)  # all slabs hold blocks
+    cache.release(first[:1] + first[2:4])
+    assert cache.states.reserve(key("x"), Rank.OPPORTUNISTIC) is not None
+    cache.states.commit(key("x"))
+    assert cache.states.reserve(key("y")) is not None
+    assert cache.border.take_moves() == {}
+    assert cache.states.opportunistic.given_up == 1
+
+
+def with_two_slabs_of_snapshots() -> PrefixCache:
+    """A cache whose snapshots lie in two slabs, two in one and one in the other, and whose blocks are in use."""
+    cache = make(4, snapshots=3)
+    leave(cache, "a", "b", "c", "d")
+    for name in "abcd":
+        assert take(cache, name)
+    cache.states.drop(key("c"))
+    cache.pin(cache.match([key(name) for name in "abcd"]))
+    return cache
+
+
+def test_snapshots_move_together_for_blocks():
+    """HY-5: one snapshot goes, and the others lie in one slab; each is found where it lies, at once and later."""
+    cache = with_two_slabs_of_snapshots()
+    before = {block_hash: cache.states.find(block_hash) for block_hash in cache.states.visible()}
+    cache.allocate(1)
+    cache.check()
+    left = {block_hash: cache.states.find(block_hash) for block_hash in cache.states.visible()}
+    (moved,) = [block_hash for block_hash, slot in left.items() if slot != before[block_hash]]
+    assert len(left) == 2
+    assert cache.changes.snapshot_copies == ((before[moved], left[moved]),)
+    assert cache.entries.find(moved, is_snapshot=True).slot == before[moved], "it is still to be copied"
+    cache.changes_told()
+    assert cache.entries.find(moved, is_snapshot=True).slot == left[moved]
+    cache.changes_told()  # with nothing to tell
+    assert cache.are_copies_pending, "the copies of the message before may fail yet"
+    assert cache.changes == NO_CHANGES
+
+
+def test_slabs_that_are_written_to_are_not_moved_for_blocks():
+    """HY-5: where these are the only ones left, blocks take the slab that is free by then."""
+    cache = make(3, blocks=4, snapshots=2, spare=3)
     leave(cache, "a")
-    leave(cache, "b")  # in the same slab
-    assert take(cache, "a")
-    assert take(cache, "b")
+    for name in "wxyz":
+        assert cache.states.reserve(key(name)) is not None
+    assert cache.states.reserve(key("a")) is not None
+    cache.states.commit(key("a"))
+    for name in "xz":
+        cache.states.cancel(key(name))
     cache.pin(cache.match([key("a")]))
+    assert len(cache.allocate(4)) == 4
+    assert cache.states.reserved_count == 2
+    assert not cache.states.visible()
+
+
+def test_a_reset_lets_slabs_that_are_written_to_go():
+    """EX-4: they would never hold blocks again; snapshots that were never used are counted as given up."""
+    cache = make(4)
+    leave(cache, "a", "b")
+    assert take(cache, "a", Rank.OPPORTUNISTIC)
+    assert cache.states.reserve(key("b")) is not None
+    cache.reset()
+    cache.check()
+    assert cache.available_count == 8
+    assert cache.states.opportunistic.given_up == 1
+
+
+def test_free_blocks_make_room_for_snapshots_together_with_unused_ones():
+    cache = make(1)
+    leave(cache, "a")
+    assert cache.states.obtainable_count == 1
+
+
+def test_what_a_request_has_used_is_as_new_as_its_blocks():
+    """HY-5: the snapshot that it resumed from would go long before them."""
+    cache = make(3)
+    leave(cache, "a", "b")
+    assert take(cache, "b")
+    table = cache.match([key("a"), key("b")])
+    cache.pin(table)
+    cache.release(list(table), [key("b")])
+    assert cache.states.next_victim()[0] > cache._unused.next_priority()
+
+
+def test_snapshots_whose_blocks_are_in_use_are_passed_over():
+    cache = make(6)
+    for name in "abc":
+        leave(cache, name)
+    for name in "abc":
+        assert take(cache, name)
+    for name in "ab":
+        cache.pin(cache.match([key(name)]))
     assert cache.border._next_snapshot() < float("inf")
-    assert cache.states.next_victim()[1] == key("b")
+    assert cache.states.next_victim()[1] == key("c")
 
 
 def test_the_part_of_a_slab_never_holds_snapshots():

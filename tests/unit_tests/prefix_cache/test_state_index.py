@@ -269,7 +269,9 @@ def test_a_provisional_one_takes_a_free_slot_only():
     """SI-1: an opportunistic one does not take the slot of another, which has equal rank."""
     index = StateIndex(1)
     index.reserve(b"a", Rank.OPPORTUNISTIC)
+    assert index.opportunistic_count == 1, "their number is bounded, with those that are being written"
     index.commit(b"a")
+    assert index.opportunistic_count == 1
     assert index.reserve(b"b", Rank.OPPORTUNISTIC) is None
     assert visible(index) == {b"a"}
     assert (index.skipped, index.opportunistic.given_up) == (0, 0)
@@ -285,6 +287,14 @@ def test_slots_for_a_step_are_given_out_at_once_in_order():
     assert visible(index) == {b"b"}
     assert (index.evicted, index.skipped) == (1, 1)
     assert index.obtainable_count == 1
+
+
+def test_the_request_that_took_an_optional_one_does_not_make_it_worth_more():
+    """HY-5: only one that resumes from it does."""
+    index = filled(2, b"ab", optional=b"b")
+    index.touch(b"b")
+    index.reserve(b"c")
+    assert visible(index) == {b"a"}
 
 
 def test_an_optional_one_gives_way_to_the_next_of_its_request():

@@ -48,10 +48,11 @@ async def test_weights_are_replaced_once(replica: ReplicaHooks, monkeypatch: pyt
 
 @pytest.mark.parametrize("config", [{}, {"weights": 3}, {"weights": "new", "more": 1}, {"weights": "spoilt"}])
 async def test_mistakes_change_nothing(replica: ReplicaHooks, config: object):
-    """RP-6: the deployment fails with the reason."""
+    """RP-6: the deployment fails with the reason, also when Ray tries it again."""
     before = replica._serving.weights
-    with pytest.raises(ConfigError):
-        await replica.reconfigure(config)
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            await replica.reconfigure(config)
     assert replica._serving.weights == before
 
 

@@ -162,6 +162,52 @@ def test_a_limit_of_prefills_is_no_room():
     assert [planned.step()[1] for _ in range(3)] == [[(1, 8, 16)], [(1, 16, 21)], []]
 
 
+def test_a_paused_request_is_waited_for():
+    """CU-6: steps planned ahead resume nothing, so it would starve; what it waits for is a block."""
+    planned = Planned(total_blocks=5)
+    for start in (0, 50):
+        planned.add(range(start, start + 7), num_tokens_to_generate=8)
+    found = []
+    while len(planned.scheduler.queues):
+        _, ahead = planned.step()
+        found.append((len(planned.scheduler.queues.paused), ahead))
+    assert any(paused for paused, _ in found)
+    assert any(ahead for _, ahead in found)
+    assert not any(paused and ahead for paused, ahead in found)
+
+
+def test_a_request_that_cannot_enter_is_not_waited_for():
+    """CU-6: the batch is full, or as many blocks are missing as when it was turned away."""
+    for limits, prompt in (({"max_requests": 1}, 3), ({"total_blocks": 4}, 16)):
+        planned = Planned(**limits)
+        planned.add(range(5))
+        planned.add(range(50, 50 + prompt))
+        assert [planned.step()[1] for _ in range(3)] == [[(1, 5, 6)], [(1, 6, 7)], [(1, 7, 8)]]
+
+
+def test_loads_from_disk_are_waited_for_once_they_are_due():
+    """CU-6, EX-11: the request that waits for one cannot enter before; a plan places or ends it."""
+    planned = Planned(slots=None)
+    planned.add(range(3))
+    waiting = planned.add(range(50, 60))
+    planned.scheduler.disk_loads.begin(1, waiting, 2, has_snapshot=False)
+    assert planned.step() == ([(1, 0, 3)], [(1, 3, 4)])
+    planned.scheduler.disk_loads.is_due = True
+    assert planned.step() == ([(1, 3, 4)], [])
+
+
+def test_a_request_of_before_a_reset_leaves_no_states():
+    """CU-6, EX-4: its step needs no slot, and is planned ahead without one."""
+    planned = Planned(async_states=0)
+    planned.add(range(6))
+    assert [planned.step()[1] for _ in range(2)] == [[(1, 6, 7)], []]
+    planned = Planned(async_states=0)
+    planned.add(range(6))
+    planned.step()
+    planned.scheduler.reset_prefix_cache()
+    assert planned.step()[1] == [(1, 7, 8)]
+
+
 @pytest.mark.parametrize("slots", [None, 20])
 def test_followers_that_wake_are_waited_for(slots):
     """CU-6, KV-6: the step that computes their prefix is followed by a plan, earlier ones are not."""

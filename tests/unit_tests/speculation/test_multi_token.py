@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.speculation.drafter import DraftAsk
-from megatron_ext.speculation.multi_token import MultiTokenDrafter
+from megatron_ext.speculation.multi_token import LayeredDrafter, MultiTokenDrafter
 
 LIMITS = SchedulerLimits(4, 40, None, 2, 16, 200, chunked_prefill=True)
 
@@ -60,14 +62,16 @@ def test_it_begins_with_the_first_hidden_state_and_goes_on():
     drafter.check()
 
 
-def test_a_text_begins_again_after_a_gap():
-    """SP-10: tokens whose hidden states are gone cannot be read."""
+@pytest.mark.parametrize(("kept", "start"), [(9, 10), (10, 11), (12, 13)])
+def test_a_text_begins_again_after_a_gap(kept, start):
+    """SP-10: tokens whose hidden states are gone cannot be read, if it is the one before the next token alone."""
     drafter, states = made()
     states.ranges[0] = range(9)
     drafter.propose([ask(10)])
-    states.ranges[0], states.read = range(12, 19), []
+    states.ranges[0], states.read = range(kept, 19), []
     assert drafter.propose([ask(20)]) == {0: (1, 1)}
-    assert states.read == [(13, 7, 0), (20, 1, 1)]
+    assert states.read == [(start, 20 - start, 0), (20, 1, 1)]
+    drafter.check()
 
 
 def test_long_texts_are_read_over_several_proposals():
@@ -88,6 +92,35 @@ def test_there_are_no_drafts_without_hidden_states():
     assert drafter.propose([ask(10)]) == {0: (1, 1)}
     drafter.forget(0)
     assert drafter.propose([ask(10)]) == {}
+    states.ranges[0] = range(9, 9)
+    assert drafter.propose([ask(10)]) == {}
+    states.ranges[0] = range(3, 9)
+    drafter.reset()
+    assert drafter.propose([ask(10)]) == {}, "after a reset they are those of other weights"
+    drafter.check()
+
+
+def test_layers_live_and_end_together():
+    """SP-14: a depth drafts after those before it have, and none keeps a request that has ended."""
+    states = [Kept(), Kept()]
+    layers = [MultiTokenDrafter(LIMITS, False, one.execute, one) for one in states]
+    drafter = LayeredDrafter(layers)
+
+    def draft() -> object:
+        for one in states:
+            one.ranges = {0: range(5), 1: range(5)}
+        return drafter.propose([ask(6, 3), DraftAsk(1, list(range(6)), 1)])
+
+    assert draft() == {0: (1, 1), 1: (1,)}
+    states[0].ranges[0] = range(0)
+    assert drafter.propose([ask(6, 3)]) == {0: ()}
+    draft()
+    drafter.forget(0)
+    assert [one.ranges.keys() for one in states] == [{1}] * 2
+    drafter.reset()
+    assert [one.ranges for one in states] == [{}, {}]
+    for one in layers:
+        assert not one._readers
     drafter.check()
 
 

@@ -20,7 +20,8 @@ from megatron_ext.models.huggingface.tensors import EMBEDDING
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update.naming import MegatronNames, OwnNames, naming_of
-from megatron_ext.models.update.weight_update import update_weights, weight_shapes
+from megatron_ext.models.update.success import require_success
+from megatron_ext.models.update.weight_update import exchange, update_weights, weight_shapes
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, nemotron_h_oracle, qwen3_next_oracle
 from tests.unit_tests.models.megatron import megatron_lm
@@ -297,6 +298,43 @@ class TestRefused:
             update_weights(loaded.model, naming, new)
         with pytest.raises(AssertionError):
             assert_equal(tensors_of(loaded.model), before)
+
+    def test_an_exchange_that_fails_leaves_both_as_they_were(self):
+        """SE-5: the second tensor can be read and not written to, so it fails after the first was exchanged."""
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        before = tensors_of(model)
+        first, second = list(before)[:2]
+        new = {first: torch.zeros_like(before[first]), second: torch.zeros(1, *before[second].shape[1:])}
+        with pytest.raises(RuntimeError):
+            exchange(model, new)
+        assert_equal(tensors_of(model), before)
+        assert not any(one.any() for one in new.values())
+
+    def test_the_first_rank_that_failed_is_named_once_all_are_back(self):
+        """PY-6: every rank writes its old weights back, and tells the same error."""
+        done: list[int] = []
+        with pytest.raises(WeightUpdateError, match=r"rank 1: a; the old weights are back"):
+            require_success([None, "a", "b"], lambda: done.append(1), None)
+        assert done == [1]
+        require_success([None, None], lambda: pytest.fail("nothing has failed"), None)
+
+    @pytest.mark.parametrize("naming", [OwnNames(False), MegatronNames(False, (4, 4), False)], ids=["own", "Megatron"])
+    def test_layers_that_the_model_does_not_have_are_left_out(self, naming):
+        """SP-10: a trainer gives those of multi-token prediction, too."""
+        assert naming.sorted_out({"mtp.layers.0.norm.weight": torch.ones(2)}) == {}
+
+    def test_a_tensor_with_and_without_its_prefix(self, llamas):
+        """PY-6: one of the two values would be dropped without a word."""
+        directory = llamas("mha")[1]
+        source = SourceConfig(load_hf=str(directory), **NULL)
+        loaded = load_model(source, {}, device=CPU)
+        new = hf_tensors(directory)
+        with pytest.raises(ConfigError, match=r"embed_tokens.weight is given twice, with a prefix and without"):
+            update_weights(
+                loaded.model,
+                naming_of(source, loaded.config),
+                new | {"embed_tokens.weight": new["model.embed_tokens.weight"]},
+            )
 
 
 def _without(tensors: dict, name: str) -> dict:

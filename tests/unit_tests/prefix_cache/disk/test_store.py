@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron_ext.prefix_cache.disk.entry import EntryKind, NewEntry
+from megatron_ext.prefix_cache.disk.entry import EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.store import DiskStore
@@ -90,6 +90,95 @@ def test_what_was_used_longer_ago_than_all_is_not_taken(store):
     assert not store.put(page(101, used=9.0), [bytes(PAGES * PAGE_BYTES + 1)])
     assert len(store) == PAGES
     assert fill(store, page(102, used=1.0))
+    store.check()
+
+
+def test_pages_of_what_was_removed_are_used_first(store):
+    """An entry would be evicted for nothing, or one that has room be refused."""
+    for number in range(PAGES):
+        assert fill(store, page(number, used=1.0))
+    store.remove(page(3).key)
+    assert fill(store, page(100, used=0.5))
+    assert (len(store), store.use.drops) == (PAGES, {})
+    store.check()
+
+
+def test_what_is_written_is_committed_after_some_bytes(store, directory, monkeypatch):
+    """DC-1: a crash loses no more; each commit waits for the device, so that it comes not after each entry."""
+    monkeypatch.setattr("megatron_ext.prefix_cache.disk.store.PENDING_BYTES", 3 * PAGE_BYTES)
+    commits = []
+    apply = store._index.apply
+    monkeypatch.setattr(store._index, "apply", lambda *rows: (commits.append(len(store)), apply(*rows)))
+    for number in range(7):
+        fill(store, page(number))
+    assert commits == [3, 6]
+    store.touch(page(0).key, 5.0)
+    for _ in range(2):
+        store.commit()
+    assert commits == [3, 6, 7], "nothing has changed since"
+
+
+def test_an_entry_that_was_used_and_is_removed_leaves_no_row(store):
+    """DC-3: a commit of its use would find no row, which ends the use of the store."""
+    for number in range(2):
+        fill(store, page(number))
+    store.touch(page(0).key, 4.0)
+    store.commit()
+    for number in range(2):
+        store.touch(page(number).key, 5.0)
+    store.remove(page(0).key)
+    store.commit()
+    store.remove(page(1).key)
+    store.commit()
+    assert store.use.is_on
+
+
+class Seen:
+    """Observer of a store."""
+
+    def __init__(self) -> None:
+        self.keys: set[object] = set()
+
+    def on_stored(self, stored: StoredEntry) -> None:
+        self.keys.add(stored.entry.key)
+
+    def on_removed(self, keys: Iterable[object]) -> None:
+        self.keys.difference_update(keys)
+
+
+@pytest.mark.parametrize("end", [DiskStore.clear, DiskStore.erase])
+def test_observers_know_what_is_stored(store, end):
+    """A router would send requests to entries that are gone; counts are those of what is left."""
+    store.observers.append(seen := Seen())
+    entries = [page(number, used=float(number)) for number in range(PAGES + 3)]
+    for one in entries:
+        fill(store, one)
+        store.touch(one.key, 100.0 - one.used)
+    assert seen.keys == {one.key for one in entries if one.key in store}
+    assert len(seen.keys) == PAGES
+    end(store)
+    assert (seen.keys, store.use.blocks, store.use.bytes) == (set(), 0, 0)
+
+
+def test_a_part_of_the_budget_is_freed_at_once(store, monkeypatch):
+    """Each eviction is committed before its pages are used, and waits for the device."""
+    monkeypatch.setattr("megatron_ext.prefix_cache.disk.store.EVICTION_SHARE", 4)
+    for number in range(PAGES + 1):
+        assert fill(store, page(number, used=float(number)))
+    assert numbers(store) == list(range(PAGES, 3, -1))
+
+
+def test_an_entry_has_its_last_place_in_the_order_alone(store):
+    """What was used again stays, whatever place it had before; what was never used again goes."""
+    for number in range(PAGES):
+        fill(store, page(number, used=float(number)))
+    for number in (0, 1):
+        store.touch(page(number).key, 50.0)
+    assert fill(store, page(100, used=60.0))
+    assert set(range(PAGES)) - set(numbers(store)) == {2}
+    assert not fill(store, page(101, used=1.0)), "older than all"
+    for number in range(PAGES):
+        assert fill(store, page(110 + number, used=90.0 - number)), "those that were used again go, too, in the end"
     store.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.tier_storage import Gone, Loaded, LoadItem
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after
 
-PATIENCE = 300  # seconds
+PATIENCE = 30  # seconds
 
 
 class Gate:
@@ -117,6 +118,87 @@ def test_entries_that_are_evicted_on_disk_are_named(store):
     assert gone.keys[0] == entries[0].key
 
 
+def test_an_entry_that_the_store_refuses_is_named(store):
+    """EX-11: a load that waits for it would begin, and fail."""
+    thread = StoreThread(store)
+    for number in range(300):
+        give(thread, entry_after(None, [number] * 4, used=float(number)))
+    snapshots = (entry_after(None, [number] * 4, EntryKind.SNAPSHOT, used=-1.0) for number in range(99))
+    refused = next(one for one in snapshots if len(content(one.key)) > LIMIT // 32)
+    give(thread, refused)
+    assert thread.stop(PATIENCE)
+    assert thread.take()[0].keys[-1] == refused.key
+
+
+def test_bytes_that_wait_are_those_of_the_queue(store, monkeypatch):
+    """EX-11: bytes that stay counted leave a queue without room; what waits no longer is named as gone."""
+    gate, entries = Gate(monkeypatch), chain(5)
+    thread = StoreThread(store)
+
+    def waiting() -> int:
+        assert thread._waiting_bytes == sum(len(content(key)) for key in thread._writes)
+        return len(thread._writes)
+
+    give(thread, entries[0])
+    assert gate.is_reached.wait(PATIENCE)
+    for one in (entries[1], entries[1], entries[2]):
+        give(thread, one)
+    assert waiting() == 2
+    thread.drop([entries[1].key])
+    assert waiting() == 1
+    thread.forget_writes()
+    assert (waiting(), thread.take()) == (0, [Gone([entries[2].key])])
+    give(thread, entries[3])
+    threading.Timer(0.05, gate.is_open.set).start()
+    thread.clear()
+    assert waiting() == 0
+    gate.is_reached.clear()
+    thread.hurry()
+    give(thread, entries[4])
+    assert gate.is_reached.wait(PATIENCE), "without a stop there is nothing to hurry"
+    assert thread.stop(PATIENCE)
+    assert [one.key in store for one in entries] == [False] * 4 + [True]
+    assert not store.observers
+
+
+def test_what_is_on_disk_already_is_used_again(store):
+    """EX-11: its time decides when it leaves the disk."""
+    thread, (entry,) = StoreThread(store), chain(1)
+    give(thread, entry)
+    assert thread.stop(PATIENCE)
+    thread = StoreThread(store)
+    give(thread, dataclasses.replace(entry, used=5.0))
+    assert thread.stop(PATIENCE)
+    assert store.find(entry.key).entry.used == 5.0
+
+
+def test_a_clear_forgets_what_has_happened(store):
+    """EX-11: entries of before it are neither placed, nor dropped from those that come after it."""
+    thread, (entry,) = StoreThread(store), chain(1)
+    give(thread, entry)
+    assert thread.stop(PATIENCE)
+    thread = StoreThread(store)
+    thread.load(1, [item(entry)])
+    thread.wait(PATIENCE)
+    thread.run(lambda: store.remove(entry.key))
+    thread.clear()
+    assert thread.take() == []
+    assert thread.stop(PATIENCE)
+
+
+def test_a_stop_reads_nothing_more(store, monkeypatch):
+    """EX-11: loads that wait would use up the time to write."""
+    gate, entries = Gate(monkeypatch), chain(2)
+    thread = StoreThread(store)
+    give(thread, entries[0])
+    assert gate.is_reached.wait(PATIENCE)
+    thread.load(1, [item(entries[1])])
+    join = thread._thread.join
+    monkeypatch.setattr(thread._thread, "join", lambda timeout: (gate.is_open.set(), join(timeout)))
+    assert thread.stop(PATIENCE)
+    assert thread.take() == []
+
+
 def test_a_load_of_an_entry_that_is_gone_fails_as_a_whole(store):
     """EX-11: as one whose tokens differ does."""
     thread, entries = StoreThread(store), chain(2)
@@ -145,10 +227,13 @@ def test_a_load_that_is_given_up_is_not_told(store, monkeypatch):
 
     monkeypatch.setattr(store, "read", wait_and_read)
     thread = StoreThread(store)
-    thread.load(1, [item(entries[0])])
+    thread.load(1, [item(entries[0]), item(entries[0])])
     assert is_reading.wait(PATIENCE)
     thread.cancel(1)
+    is_reading.clear()
     may_read.set()
+    thread.run(lambda: None)
+    assert not is_reading.is_set(), "it reads on"
     thread.load(2, [item(entries[0])])
     assert [one.number for one in loaded(thread)] == [2]
     thread.load(3, [item(entries[0])])
@@ -228,7 +313,7 @@ def test_a_failure_of_the_directory_holds_up_no_caller(store, monkeypatch, forge
 
     def fail(*_: object) -> None:
         asking.start()
-        while not thread._jobs:
+        while not thread._jobs and asking.is_alive():
             pass
         has_begun.set()
         raise OSError(28, "No space left on device")
@@ -236,7 +321,7 @@ def test_a_failure_of_the_directory_holds_up_no_caller(store, monkeypatch, forge
     monkeypatch.setattr(DataFile, "write", fail)
     give(thread, chain(1)[0])
     assert has_begun.wait(PATIENCE)
-    asking.join(60.0)
+    asking.join(PATIENCE)
     assert not asking.is_alive(), "the caller waits for ever"
     assert thread.stop(PATIENCE)
 

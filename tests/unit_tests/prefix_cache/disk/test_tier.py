@@ -167,6 +167,22 @@ def test_loads_are_bounded_in_number_and_bytes():
     assert not tier.has_room(run)
 
 
+def test_what_is_decided_by_time_is_counted():
+    """EX-11: loads that are read already take no more time of the disk; without time for loads there are none."""
+    tier, disk, _ = tier_with(blocks="ab", has_states=False)
+    run = tier.find_run(NAMES, 0, 4)
+    tier.estimates.reading.note(run.size, 1.0)
+    tier.estimates.prefill.note(100, 1.0)
+    tier.begin(run, NAMES, TOKENS, 4)
+    assert not tier.pays(run, 150)
+    disk.finish(1, is_read=True)
+    tier.follow()
+    assert tier.pays(run, 150)
+    assert tier.counts.loads_slower == 1
+    tier._load_seconds = 0.0
+    assert tier.find_run(NAMES, 0, 4) is None
+
+
 def test_a_load_begins_only_where_reading_is_quicker_than_computing():
     """EX-11: both rates are measured; as long as one is unknown, it is to become known."""
     estimates = LoadEstimates()
@@ -219,7 +235,11 @@ def test_quarantine_drops_an_entry_and_what_was_computed_from_it(wrong, states_o
     }
     assert found == left
     assert {key for key in disk.entries if key in tier} == disk.entries.keys()
+    assert (len(tier), tier.drops) == (len(left), {"quarantined": 8 - len(left)})
     assert disk.cancelled == [number]
+    tier.begin(tier.find_run(NAMES, 0, 4) or LoadableRun(1, 0, False, 1), NAMES, TOKENS, 4)
+    tier.clear()
+    assert (len(tier), tier.loads, disk.cancelled) == (0, {}, [number, number + 1])
 
 
 def test_quarantine_follows_parents_that_are_in_memory_only():
@@ -259,7 +279,8 @@ def test_a_load_is_complete_when_all_ranks_have_read_it():
     assert begun(OtherRank(READING))[0].complete() == []
     tier, _ = begun(OtherRank(READ, nanoseconds=4 * 10**9))
     assert tier.complete() == [1]
-    assert tier.counts.load_seconds == 4.0
+    tier.agree([1])  # again, as long as there is no room for it
+    assert (tier.counts.load_seconds, tier.counts.load_bytes) == (4.0, 1200)
 
 
 def test_an_entry_that_another_rank_cannot_read_is_dropped():
@@ -281,6 +302,8 @@ def test_a_rank_whose_disk_has_failed_ends_the_use_of_all():
     tier, _ = begun(OtherRank(READ))
     tier.turn_off()
     assert tier.complete() == [1]
+    assert len(tier) == 0, "nothing is loaded any more"
+    tier.check()
 
 
 def test_a_rank_without_recurrent_layers_asks_for_snapshots_of_others():

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_ext.server.anthropic.chat_translation import as_chat
+from megatron_ext.server.anthropic.message_fields import MessagesRequest
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
 from tests.unit_tests.server.test_errors import CHAT
 from tests.unit_tests.support.agent_loop import TOOLS, run
@@ -568,6 +570,32 @@ class TestWithoutEffect:
         }
         plain = {"system": SYSTEM, "tools": FUNCTIONS, "messages": contents(QUESTION)}
         assert counted(embedded, **marked) == counted(embedded, **plain)
+
+    def test_a_mark_of_the_body_is_that_of_the_last_message(self):
+        """What is cached up to it is the whole conversation, and not its first turn."""
+        fields = {"model": "m", "max_tokens": 1, "messages": contents(QUESTION, "To", "Where?")}
+        body = MessagesRequest.model_validate(fields | {"cache_control": {"type": "ephemeral"}})
+        assert [one.cache_control is not None for one in as_chat(body).messages] == [False, False, True]
+
+    def test_a_mark_of_calls_is_that_of_the_last_marked_one(self):
+        """Two calls are one message, and a mark in the middle of it could not be kept."""
+        calls = [
+            {
+                "type": "tool_use",
+                "id": name,
+                "name": "f",
+                "input": {},
+                "cache_control": {"type": "ephemeral", "ttl": ttl},
+            }
+            for name, ttl in (("a", "5m"), ("b", "1h"))
+        ]
+        turns = [
+            {"role": "user", "content": QUESTION},
+            {"role": "assistant", "content": calls},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": name} for name in "ab"]},
+        ]
+        body = MessagesRequest.model_validate({"model": "m", "max_tokens": 1, "messages": turns})
+        assert as_chat(body).messages[1].cache_control.ttl == "1h"
 
     def test_text_about_the_bill_is_left_out(self, embedded):
         """Text about the bill differs from request to request, and would hide the cached prefix."""

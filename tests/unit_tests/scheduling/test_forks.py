@@ -1,0 +1,81 @@
+"""KV-6: which samples of a group take over a prompt, and what they own then. `mcore/test_forks.py` has their tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.scheduling.record import Status
+from tests.unit_tests.scheduling.test_async_planning import Planned
+
+GROUP = 7
+
+
+def fork(**limits: object) -> tuple[Planned, list[int]]:
+    """Three samples of a prompt of six tokens, two blocks, after a step; and the ids of its forks."""
+    planned = Planned(**limits)
+    for _ in range(3):
+        planned.add(range(6), group=GROUP)
+    plan = planned.scheduler.schedule()
+    planned.commit(plan)
+    return planned, [one.request.request_id for one in plan.forks]
+
+
+@pytest.mark.parametrize(
+    ("limits", "forks"),
+    [({}, [2, 3]), ({"max_requests": 2}, [2]), ({"total_blocks": 3}, [2]), ({"total_blocks": 2}, [])],
+)
+def test_as_many_fork_as_there_is_room_for(limits, forks):
+    """Each needs a row of the batch, and a block for its copy of the partial one."""
+    assert fork(**limits)[1] == forks
+
+
+@pytest.mark.parametrize("differs", [{"num_tokens_to_generate": 0}, {"cache_salt": "b"}])
+def test_a_sample_that_must_not_take_over(differs):
+    """One that generates nothing would get a token; another salt's contents are another tenant's."""
+    planned = Planned()
+    planned.add(range(6), group=GROUP, cache_salt="a")
+    other = planned.add(range(6), group=GROUP, **({"cache_salt": "a"} | differs))
+    plan = planned.scheduler.schedule()
+    assert plan.forks == ()
+    planned.commit(plan)
+    while not other.is_ended:
+        planned.step()
+    assert other.generated_count == other.params.num_tokens_to_generate
+
+
+def test_a_prompt_that_is_computed_again_yields_no_first_token():
+    """Its last token is known, so the step samples nothing that a fork could take."""
+    planned = Planned()
+    planned.add(range(8), group=GROUP)
+    for _ in range(2):
+        planned.step()
+    planned.scheduler.suspend()
+    planned.add(range(8), group=GROUP)
+    assert planned.scheduler.schedule().forks == ()
+
+
+def test_blocks_of_a_fork_can_be_found():
+    """After a reset, too: a fork belongs to the present contents of the cache."""
+    planned = Planned()
+    planned.scheduler.reset_prefix_cache()
+    planned.add(range(6), group=GROUP, num_tokens_to_generate=1)
+    sample = planned.add(range(6), group=GROUP)
+    while not sample.is_ended:
+        planned.step()
+    assert sample.sequence.ledger.skipped == 6, "it has forked"
+    assert len(planned.scheduler.cache.match(sample.block_hashes)) == 2, "one of the prompt, and its own"
+
+
+def test_a_later_step_that_fails_is_not_that_of_the_forks():
+    """They keep what they own; those of a step that has failed start again once."""
+    planned, _ = fork()
+    scheduler = planned.scheduler
+    scheduler.abandon([], "a step launched ahead")
+    assert [one.request_id for one in scheduler.queues.running] == [1, 2, 3]
+    planned = Planned()
+    requests = [planned.add(range(6), group=GROUP) for _ in range(2)]
+    scheduler, plan = planned.scheduler, planned.scheduler.schedule()
+    scheduler.abandon(plan.chunks, "failed")
+    scheduler.end(requests[1], Status.ABORTED)
+    scheduler.abandon([], "failed again")
+    assert list(scheduler.queues) == requests[:1]
