@@ -49,12 +49,15 @@ class Notes(FakeMemory):
     def __init__(self, layout: SlabLayout | None = None) -> None:
         super().__init__(layout)
         self.calls: list[str] = []
+        self.written: list[object] = []
 
     def write_block(self, block: int, buffers: list[object]) -> None:
         self.calls.append("block")
+        self.written += buffers[0]
 
     def write_snapshot(self, slot: int, block_hash: BlockHash, buffers: list[object]) -> None:
         self.calls.append("snapshot")
+        self.written += buffers[0]
 
     def make_changes(self, changes: ArenaChanges) -> None:
         self.calls.append("changes")
@@ -84,11 +87,11 @@ class Situation:
         for depth, block_hash in enumerate(request.block_hashes[:on_disk], 1):
             key = EntryKey(EntryKind.BLOCK, block_hash)
             self.tier.hold({key: request.block_hashes[depth - 2] if depth > 1 else None})
-            self.disk.entries[key] = ()
+            self.disk.entries[key] = (depth,)
         if on_disk and self.scheduler.cache.states is not None:
             snapshot = EntryKey(EntryKind.SNAPSHOT, request.block_hashes[on_disk - 1])
             self.tier.hold({snapshot: None})
-            self.disk.entries[snapshot] = ()
+            self.disk.entries[snapshot] = ("states",)
         return request
 
     def serve(self, request: Request) -> None:
@@ -111,7 +114,7 @@ def test_a_load_whose_beginning_was_evicted_is_given_up():
     found.scheduler.cache.release(found.scheduler.cache.allocate(8))
     found.decide()
     assert not found.disk.loads.get(1)
-    assert found.tier.counts.loads_useless == 1
+    assert (found.tier.counts.loads_useless, found.tier.counts.load_waits) == (1, 1)
     assert found.scheduler.disk_loads.awaited_by(waiting, 0) == 2, "it begins a load of what is missing now"
 
 
@@ -182,4 +185,93 @@ def test_pending_copies_are_made_before_loaded_entries_are_written():
     found.decide()
     assert found.tier.counts.loads_placed == 1
     assert found.memory.calls == ["changes", "block", "snapshot"]
+    assert found.memory.written == [1, "states"]
     assert cache.changes == NO_CHANGES
+    assert not cache.are_copies_pending, "they are made, so a step that fails loses nothing"
+
+
+def test_what_came_into_memory_meanwhile_is_not_written_again():
+    """EX-11: the entries after it are those of the later blocks."""
+    found = Situation(blocks=8)
+    cache, waiting = found.scheduler.cache, found.request(0, range(20), on_disk=4)
+    found.decide()
+    cache.release(cache.publish(waiting.block_hashes[:1], cache.allocate(1), None))
+    found.disk.finish(1, is_read=True)
+    found.decide()
+    assert found.memory.written == [2, 3, 4]
+
+
+def test_a_load_that_cannot_be_written_gives_its_places_back():
+    """EX-11: what was moved for it may be lost, so that all requests start again."""
+    found = Situation(blocks=8)
+    found.request(0, range(50, 53))
+    found.scheduler.schedule()
+    found.request(1, range(20), on_disk=4)
+    found.decide()
+    found.disk.finish(1, is_read=True)
+    found.memory.write_block = None
+    with pytest.raises(TypeError):
+        found.decide()
+    assert not found.scheduler.queues.holding()
+    assert found.scheduler.cache.available_count == 8
+    found.scheduler.check()
+
+
+def test_a_disk_that_has_failed_holds_up_no_request():
+    """EX-11: loads that the tier has given up are over for the scheduler, too."""
+    found = Situation()
+    waiting = found.request(0, range(20), on_disk=5)
+    found.decide()
+    assert found.scheduler.waits_for_disk(waiting)
+    found.tier.turn_off()
+    found.decide()
+    assert not found.scheduler.disk_loads
+
+
+def test_one_load_is_placed_before_each_step():
+    """EX-11: the next one could evict it before its request has had its turn; until then a step must be planned."""
+    found = Situation(blocks=12)
+    for arrival in range(2):
+        found.request(arrival, range(100 * arrival, 100 * arrival + 20), on_disk=5)
+    found.decide()
+    for number in (1, 2):
+        found.disk.finish(number, is_read=True)
+    found.loading.follow()
+    assert found.scheduler.disk_loads.is_due
+    found.loading.decide(may_wait=False)
+    assert found.tier.counts.loads_placed == 1
+
+
+def test_the_engine_waits_for_the_disk_only_if_it_has_nothing_to_compute():
+    """EX-11: and forgets how often a request has tried once it has ended."""
+    found, waits = Situation(blocks=12), []
+    found.disk.wait = waits.append
+    waiting = found.request(1, range(20), on_disk=5)
+    found.decide()
+    assert len(waits) == 1
+    running = found.request(0, range(50, 53))
+    found.scheduler.schedule()
+    found.decide()
+    assert len(waits) == 1
+    for request in (running, waiting):
+        found.scheduler.end(request, Status.ABORTED)
+    found.decide()
+    assert not found.loading._attempts
+
+
+def test_a_request_that_cannot_be_admitted_yet_begins_no_load(monkeypatch):
+    """EX-11, SE-10: its entries could be evicted before its mask is known."""
+    found = Situation()
+    found.request(0, range(20), on_disk=5)
+    monkeypatch.setattr(Request, "lacks_mask", True)
+    found.decide()
+    assert not found.disk.loads
+
+
+def test_short_prefills_say_nothing_of_their_time():
+    """EX-11: a step of a few tokens takes as long as one of many."""
+    found = Situation()
+    found.request(0, range(50, 53))
+    plan = found.scheduler.schedule()
+    found.loading.note_step(plan.chunks, 1.0)
+    assert found.tier.estimates.prefill.seconds_for(1) is None

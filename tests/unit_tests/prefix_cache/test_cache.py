@@ -139,6 +139,21 @@ def test_reset_forgets_everything_and_leaves_blocks_in_use_alone():
     cache.check()
 
 
+@pytest.mark.parametrize("forget", [lambda cache: cache.allocate(4), PrefixCache.reset], ids=["evict", "reset"])
+def test_what_leaves_takes_along_what_is_known_of_it(forget):
+    """KV-5: log-probs, tokens and origins would be those of blocks that are computed anew, or pile up."""
+    cache = PrefixCache(4, LRU, 2, keeps_tokens=True)
+    cache.release(fill(cache, CHAIN))
+    cache.cached_token_ids.keep_run(CHAIN, b"root", [1, 2, 3], 1, 3)
+    assert list(cache.log_probs.keep(CHAIN)) == CHAIN
+    cache.states.reserve(b"a")
+    cache.states.commit(b"a")
+    cache.origins.add_blocks(CHAIN)
+    cache.origins.add_snapshot(b"a")
+    forget(cache)
+    cache.check()
+
+
 def test_released_together_counts_shared_blocks_once():
     """KV-13: the count is the one on which a plan may rely."""
     cache = PrefixCache(6, LRU)

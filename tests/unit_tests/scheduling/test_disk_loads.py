@@ -10,6 +10,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, LoadCommand
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -176,6 +177,19 @@ def test_a_request_waits_for_states_that_it_can_resume_from_only():
     equal = request_of(10, range(8))
     add(scheduler, equal)
     assert [scheduler.disk_loads.awaited_by(one, 0) for one in (longer, equal)] == [1, None]
+
+
+def test_a_load_is_useless_without_the_blocks_before_it():
+    """Other ranks are told how it ends."""
+    scheduler = make(blocks=2)
+    commands: list[LoadCommand] = []
+    scheduler.disk_loads.record = commands.append
+    begin(scheduler, 2, cached=1)
+    assert not scheduler.disk_loads.is_useless(1)
+    scheduler.cache.allocate(2)
+    assert scheduler.disk_loads.is_useless(1)
+    assert scheduler.disk_loads.end(1) == 1
+    assert commands == [BeginLoad(1, 9, 2, has_snapshot=False), EndLoad(1)]
 
 
 def test_blocks_before_a_load_are_used_when_it_begins():

@@ -29,9 +29,9 @@ def test_as_many_fork_as_there_is_room_for(limits, forks):
     assert fork(**limits)[1] == forks
 
 
-@pytest.mark.parametrize("differs", [{"num_tokens_to_generate": 0}, {"cache_salt": "b"}])
+@pytest.mark.parametrize("differs", [{"num_tokens_to_generate": 0}, {"cache_salt": "b"}, {"return_log_probs": True}])
 def test_a_sample_that_must_not_take_over(differs):
-    """One that generates nothing would get a token; another salt's contents are another tenant's."""
+    """One of no tokens would get one; another salt's contents are another tenant's; a scored one has no scores."""
     planned = Planned()
     planned.add(range(6), group=GROUP, cache_salt="a")
     other = planned.add(range(6), group=GROUP, **({"cache_salt": "a"} | differs))
@@ -51,6 +51,16 @@ def test_a_prompt_that_is_computed_again_yields_no_first_token():
         planned.step()
     planned.scheduler.suspend()
     planned.add(range(8), group=GROUP)
+    assert planned.scheduler.schedule().forks == ()
+
+
+def test_a_prompt_that_is_not_published_is_not_taken_over():
+    """EX-4: its blocks are of before the reset."""
+    planned = Planned()
+    planned.add(range(12), group=GROUP)
+    planned.step()
+    planned.scheduler.reset_prefix_cache()
+    planned.add(range(12), group=GROUP)
     assert planned.scheduler.schedule().forks == ()
 
 
@@ -76,6 +86,7 @@ def test_a_later_step_that_fails_is_not_that_of_the_forks():
     requests = [planned.add(range(6), group=GROUP) for _ in range(2)]
     scheduler, plan = planned.scheduler, planned.scheduler.schedule()
     scheduler.abandon(plan.chunks, "failed")
+    assert list(scheduler.queues.waiting) == requests
     scheduler.end(requests[1], Status.ABORTED)
     scheduler.abandon([], "failed again")
     assert list(scheduler.queues) == requests[:1]

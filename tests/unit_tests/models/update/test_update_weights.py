@@ -19,6 +19,7 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.tensors import EMBEDDING
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
+from megatron_ext.models.update import weight_update
 from megatron_ext.models.update.naming import MegatronNames, OwnNames, naming_of
 from megatron_ext.models.update.success import require_success
 from megatron_ext.models.update.weight_update import exchange, update_weights, weight_shapes
@@ -299,7 +300,7 @@ class TestRefused:
         with pytest.raises(AssertionError):
             assert_equal(tensors_of(loaded.model), before)
 
-    def test_an_exchange_that_fails_leaves_both_as_they_were(self):
+    def test_an_exchange_that_fails_leaves_both_as_they_were(self, monkeypatch):
         """SE-5: the second tensor can be read and not written to, so it fails after the first was exchanged."""
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
         before = tensors_of(model)
@@ -309,6 +310,19 @@ class TestRefused:
             exchange(model, new)
         assert_equal(tensors_of(model), before)
         assert not any(one.any() for one in new.values())
+        swapped: list[Tensor] = []
+
+        def fail_once(one: Tensor, other: Tensor) -> None:
+            swapped.append(one)
+            if len(swapped) == 2:
+                raise torch.cuda.OutOfMemoryError("no memory")
+            swap(one, other)
+
+        swap = weight_update._swap
+        monkeypatch.setattr(weight_update, "_swap", fail_once)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            exchange(model, {name: torch.zeros_like(one) for name, one in before.items()})
+        assert_equal(tensors_of(model), before)
 
     def test_the_first_rank_that_failed_is_named_once_all_are_back(self):
         """PY-6: every rank writes its old weights back, and tells the same error."""
