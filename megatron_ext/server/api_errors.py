@@ -162,6 +162,11 @@ def request_timeout(seconds: float) -> ApiError:
     return ApiError(408, f"the request was not complete after {seconds:g} s")
 
 
+def incomplete_request() -> ApiError:
+    """400: the client has ended its side before its request."""
+    return ApiError(400, "the connection ended before the request did; send all bytes of Content-Length")
+
+
 def connections_full(limit: int) -> ApiError:
     """503: all connections are in use."""
     message = f"all {limit} connections of this server are in use; try again"

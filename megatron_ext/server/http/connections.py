@@ -20,7 +20,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_ext.config import ServerLimits
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.api_errors import ApiError, connections_full, request_timeout, shutting_down
+from megatron_ext.server.api_errors import (
+    ApiError,
+    connections_full,
+    incomplete_request,
+    request_timeout,
+    shutting_down,
+)
+from megatron_ext.server.http.patient_transport import PatientTransport
 from megatron_ext.server.http.request_ids import new_request_id
 from megatron_ext.server.log import BoundedRate
 
@@ -32,6 +39,9 @@ ACCEPT_BATCH = 16
 # ... and a connection's file is closed two rounds later; the rest is for other open files.
 SPARE_FILES = 64
 LISTEN_BACKLOG = 2048  # connections queued by the kernel
+DRAINED_BYTES = 2**28  # that a client may send after the answer to an unread body; then it is reset
+# Seconds between probes of a client that sends no more: they become four times as long each time.
+FIRST_PROBE, LONGEST_PROBE = 0.005, 60.0
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -108,7 +118,7 @@ class Phase(enum.Enum):
     BODY = enum.auto()
     ANSWER = enum.auto()
     NEXT_REQUEST = enum.auto()  # uvicorn's own timer runs
-    END = enum.auto()  # closed by the server, with bytes that the client has not read
+    END = enum.auto()  # closed by the server, with bytes that the client has not read or not sent
 
 
 class GuardedProtocol(H11Protocol):
@@ -132,26 +142,58 @@ class GuardedProtocol(H11Protocol):
         self._stall_seconds = limits.idle_timeout
         self._timer: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self._probing: asyncio.TimerHandle | None = None
+        self._is_refused = False
+        self._has_ended = False  # the client's side
+        self._drained = 0  # bytes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit the connection of a client, or refuse it."""
-        super().connection_made(transport)
+        self._patient = PatientTransport(transport, self._may_receive)
+        super().connection_made(self._patient)  # type: ignore[arg-type]  # it has all methods of one
         if not self._guard.admit(self):
-            self._refuse(connections_full(self._guard.limit))
+            self._refuse(connections_full(self._guard.limit), drains=False)  # its file is needed
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection, which is closed."""
         super().connection_lost(exc)
         self._guard.forget(self)
-        for timer in (self._timer, self._stall):
+        for timer in (self._timer, self._stall, self._probing):
             if timer is not None:
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a request, and update the timer."""
+        """Take bytes of a request, and update the timer; after the last answer they are dropped."""
+        if self.transport.is_closing():
+            self._drained += len(data)
+            if self._drained > DRAINED_BYTES:
+                self.transport.abort()
+            return
         super().data_received(data)
         self._watch()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer what has arrived whole: HTTP lets a client end its side before the answer.
+
+        Returns:
+            Whether the connection stays open for the answer.
+        """
+        self._has_ended = True
+        self._watch()
+        return not self.transport.is_closing()
+
+    def _may_receive(self) -> bool:
+        """Return whether a client may still send a request that has got its answer."""
+        is_sending = self._is_refused or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return is_sending and not self._has_ended
+
+    def _probe(self, seconds: float = FIRST_PROBE) -> None:
+        """Find out whether a client that sends no more is gone: only writing tells, and then the request is aborted."""
+        cycle = self.cycle
+        if not cycle.response_complete:
+            self._patient.probe(has_begun=cycle.response_started)
+            self._probing = self.loop.call_later(seconds, self._probe, min(4 * seconds, LONGEST_PROBE))
 
     def on_response_complete(self) -> None:
         """Update the timer after a response."""
@@ -165,7 +207,7 @@ class GuardedProtocol(H11Protocol):
 
     def shutdown(self) -> None:
         """Begin to close at the server's end; a request whose headers have begun to arrive gets a 503."""
-        if self._current_phase() is Phase.HEAD and self.conn.trailing_data[0]:
+        if self._current_phase() is Phase.HEAD and self._waits_for_rest():
             self._refuse(shutting_down())
         else:
             super().shutdown()
@@ -184,6 +226,15 @@ class GuardedProtocol(H11Protocol):
     def _watch(self) -> None:
         """Start the timer of the phase that has just begun, if it has one."""
         phase = self._current_phase()
+        if self._has_ended and phase is Phase.ANSWER:
+            if self._probing is not None:
+                self._probing.cancel()
+            self._probe()
+        elif self._has_ended and phase is not Phase.END:
+            if self._waits_for_rest():
+                self._refuse(incomplete_request())
+            self.transport.close()
+            phase = Phase.END
         if phase is self._phase:
             return
         self._phase = phase
@@ -208,15 +259,20 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
             return
         assert self._phase is not None, "a timer runs for a phase"
-        has_begun = self._phase is Phase.BODY or bool(self.conn.trailing_data[0])
-        is_unanswered = self._phase is Phase.HEAD or not self.cycle.response_started
-        if has_begun and is_unanswered:
+        if self._waits_for_rest():
             self._refuse(request_timeout(self._seconds[self._phase]))
         self.transport.close()
         self._watch()
 
-    def _refuse(self, error: ApiError) -> None:
+    def _waits_for_rest(self) -> bool:
+        """Return whether a request has begun to arrive, is not complete, and has no answer."""
+        if self._current_phase() is Phase.BODY:
+            return not self.cycle.response_started
+        return self._current_phase() is not Phase.ANSWER and bool(self.conn.trailing_data[0])
+
+    def _refuse(self, error: ApiError, *, drains: bool = True) -> None:
         """Send the error and close; writes raw bytes, since uvicorn's state may not allow a response."""
+        self._is_refused = drains
         error.log_reason()
         body = json.dumps(error.to_dict()).encode()
         fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}

@@ -187,6 +187,7 @@ def test_while_a_step_takes_long_the_server_answers(serve):
         assert begun.wait(PATIENCE)
     for path in ("/health", "/metrics", "/v1/models", "/"):
         assert server.http.get(path).status_code == 200
+    server.wait_until(lambda: not server._server.server_state.tasks)
     go_on.set()
     server.check_idle()
     assert len(steps) <= 2

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import http.client
+import io
+import json
 import logging
+import re
 import resource
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 
 import httpx
@@ -205,6 +211,95 @@ class TestTimeOuts:
             client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             quick.wait_until(lambda: len(quick._server.server_state.tasks) == 1)
             quick.wait_until(lambda: not quick._server.server_state.tasks and open_connections(quick) <= 1)
+
+
+def request(**fields: object) -> bytes:
+    content = json.dumps({"prompt": [1, 2], "ignore_eos": True} | fields).encode()
+    return BEGUN + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+
+
+class TestEndOfTheClientsSide:
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+    def test_whole_requests_are_answered(self, capped, monkeypatch, stream):
+        """Also one that waits for long, and one behind another; bytes that probe the client are those of the answer."""
+        monkeypatch.setattr(guarded, "LONGEST_PROBE", 0.001)
+        said = request(max_tokens=3, stream=stream, logprobs=0)
+        with sockets(capped, 1, said + said) as (client,):
+            client.shutdown(socket.SHUT_WR)
+            both = read_all(client)
+        with capped.held() as holding, sockets(capped, 1, said) as (client,):
+            client.shutdown(socket.SHUT_WR)
+            start, probed = b"", re.compile(rb"\r\n0+\Z" if stream else rb"HTTP/1.1 \Z")
+            while not probed.search(start):
+                start += client.recv(65536)
+            holding.close()
+            waited = http.client.HTTPResponse(client)
+            waited.fp = io.BytesIO(start + read_all(client))
+            waited.begin()
+            content = waited.read()
+        assert waited.status == 200
+        assert both.count(b"HTTP/1.1 200 OK\r\n") == 2
+        assert content.count(b'"token_logprobs"') == (3 if stream else 1)
+        capped.check_idle()
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+    def test_of_one_that_is_gone_the_request_is_aborted(self, capped, stream):
+        """Although nothing is generated that could be sent."""
+        with capped.held():
+            with sockets(capped, 1, request(max_tokens=100, stream=stream)) as (client,):
+                capped.wait_until(lambda: capped.metric("requests_running") == 1)
+                client.shutdown(socket.SHUT_WR)
+                assert client.recv(1) == b"H"
+            capped.wait_until(lambda: capped.serving.requests.living == 0)
+
+    @pytest.mark.parametrize("said", [BEGUN, BODY_BEGUN], ids=["half a head", "half a body"])
+    def test_half_a_request_is_400(self, capped, said):
+        with sockets(capped, 1, said) as (client,):
+            client.shutdown(socket.SHUT_WR)
+            answer = read_all(client)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"the connection ended before the request did" in answer
+
+    def test_without_a_request_the_connection_is_closed(self, capped):
+        with sockets(capped, 1) as (client,):
+            client.shutdown(socket.SHUT_WR)
+            assert read_all(client) == b""
+
+
+class TestAnswersToUnreadBodies:
+    """E26: bytes that the kernel holds when a connection is closed reset it, and the answer is lost."""
+
+    @pytest.fixture(scope="class")
+    def small(self, serve) -> LiveServer:
+        return serve(tiny_engine(), limits=ServerLimits(max_body_mb=0.1), api_key="sk-one")
+
+    @pytest.mark.parametrize(
+        ("path", "headers", "status"),
+        [
+            (COMPLETIONS, {"Authorization": "Bearer sk-one"}, 413),
+            (COMPLETIONS, {}, 401),
+            ("/v1/nowhere", {"Authorization": "Bearer sk-one"}, 404),
+            (COMPLETIONS, {"Transfer-Encoding": "wrong"}, 400),
+        ],
+    )
+    def test_can_be_read_by_clients_that_send_first(self, small, path, headers, status):
+        """Python's urllib asks for `Connection: close` and reads nothing before it has sent all."""
+        asked = urllib.request.Request(small.url + path, b"x" * 30_000_000, headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=PATIENCE)
+        assert refused.value.status == status
+        assert refused.value.read()
+
+    def test_up_to_a_number_of_bytes(self, small, monkeypatch):
+        monkeypatch.setattr(guarded, "DRAINED_BYTES", 1_000_000)
+        head = BEGUN + b"Connection: close\r\nContent-Length: 4000000000\r\n\r\n"
+        with sockets(small, 1, head) as (client,), pytest.raises((ConnectionResetError, BrokenPipeError)):
+            client.sendall(b"x" * 500_000_000)
+
+    def test_for_some_time(self, quick):
+        with sockets(quick, 1, BEGUN + b"Connection: close\r\nContent-Length: 4000000000\r\n\r\n") as (client,):
+            assert read_all(client).startswith(b"HTTP/1.1 413 ")
+            quick.wait_until(lambda: open_connections(quick) <= 1)
 
 
 class TestFiles:
