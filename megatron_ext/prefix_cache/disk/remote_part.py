@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.agreement import Agreement
@@ -26,8 +26,9 @@ class RemoteStorage:
         """Return True: the ranks that have the bytes write them."""
         return True
 
-    def touch(self, keys: Sequence[EntryKey], used: float) -> None:
-        """Do nothing; see `TierStorage`, also for the others."""
+    def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
+        """Return nothing: no entry goes; see `TierStorage`, also for the others."""
+        return ()
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
         """Do nothing."""

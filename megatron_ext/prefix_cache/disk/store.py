@@ -15,6 +15,7 @@ import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -58,8 +59,8 @@ class DiskStore:
     Attributes:
         slot: The slot.
         problem: Failure that ended the use of the store; None while it is in use.
-        observer: Told of each entry of this identity that is stored or removed from now on.
         observers: Told of each entry of this identity that is stored or gone.
+        evicting: Makes a context in which entries to evict are chosen and removed.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class DiskStore:
         assert len(identity) == HASH_BYTES, "an identity is a digest"
         self.problem: str | None = None
         self.observers: list[StoreObserver] = []
+        self.evicting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_closed = False
         self.slot, self._index, self._data = slot, index, data
         self._identity = identity
@@ -175,13 +177,13 @@ class DiskStore:
         if missing <= 0:
             return True
         enough = max(missing, self._limit_pages // EVICTION_SHARE)
-        chosen = self._victims.take(missing, enough, entry)
-        if not chosen:
-            return False
-        for known in chosen:
-            self._remove(known, EVICTED if known.identity == self._identity else OTHER_IDENTITY)
-        self._commit()
-        return True
+        with self.evicting():
+            chosen = self._victims.take(missing, enough, entry)
+            for known in chosen:
+                self._remove(known, EVICTED if known.identity == self._identity else OTHER_IDENTITY)
+        if chosen:
+            self._commit()
+        return bool(chosen)
 
     def read(self, key: EntryKey, into: Sequence[Buffer], tokens: Sequence[int] | None = None) -> bool:
         """Fill writable buffers with an entry's bytes, and verify all that is stored of it.

@@ -5,13 +5,15 @@ Removals come first, then loads, then writes; so an entry that waits to be writt
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 from megatron_ext.prefix_cache.disk.data_file import Buffer
@@ -48,11 +50,13 @@ class StoreThread:
         self._writes: OrderedDict[EntryKey, Content] = OrderedDict()
         self._waiting_bytes = 0
         self._loaded: list[Loaded] = []
-        self._gone: list[EntryKey] = []
+        self._gone: dict[EntryKey, None] = {}
+        self._touched: dict[EntryKey, float] = {}  # what the store is to be told
         self._is_off = self._is_off_told = False
         self._stop_at: float | None = None
         self.use: StoreUse = store.use  # after the last change
         store.observers.append(self)
+        store.evicting = self._evicting
         self._thread = threading.Thread(target=self._run, name="prefix cache on disk", daemon=True)
         self._thread.start()
 
@@ -71,9 +75,18 @@ class StoreThread:
             self._changed.notify_all()
         return True
 
-    def touch(self, keys: Sequence[EntryKey], used: float) -> None:
-        """Set the time of last use of entries."""
-        self._add(lambda: self._touch(keys, used))
+    def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
+        """Set times of last use; return the entries that the store has evicted before, which counts as told."""
+        with self._changed:
+            gone = [key for key in used if key in self._gone]
+            for key in gone:
+                del self._gone[key]
+            for key in used.keys() & self._writes.keys():
+                entry, buffers = self._writes[key]
+                self._writes[key] = replace(entry, used=used[key]), buffers
+            self._touched.update(used)
+            self._add(self._pass_touches)
+        return gone
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
         """Remove entries, those that wait to be written, too, and wait until the medium has forgotten them."""
@@ -114,12 +127,12 @@ class StoreThread:
     def take(self) -> list[Event]:
         """Return and forget what has happened."""
         with self._changed:
-            taken: list[Event] = [Gone(self._gone)] if self._gone else []
+            taken: list[Event] = [Gone(list(self._gone))] if self._gone else []
             if self._is_off and not self._is_off_told:
                 taken.append(Gone(None))
                 self._is_off_told = True
             taken += self._loaded
-            self._gone, self._loaded = [], []
+            self._gone, self._loaded = {}, []
         return taken
 
     def wait(self, seconds: float) -> None:
@@ -153,7 +166,7 @@ class StoreThread:
     def forget_writes(self) -> None:
         """Forget entries that wait to be written; for any thread."""
         with self._changed:
-            self._gone += self._writes
+            self._gone |= dict.fromkeys(self._writes)
             self._writes.clear()
             self._waiting_bytes = 0
 
@@ -189,6 +202,7 @@ class StoreThread:
         if self._thread.is_alive():
             return False
         self._store.observers.remove(self)
+        self._store.evicting = contextlib.nullcontext
         return True
 
     def hurry(self) -> None:
@@ -251,9 +265,18 @@ class StoreThread:
         elif not self._store.put(entry, buffers):
             self.on_removed([key])
 
-    def _touch(self, keys: Sequence[EntryKey], used: float) -> None:
-        for key in keys:
-            self._store.touch(key, used)
+    def _pass_touches(self) -> None:
+        with self._changed:
+            for key, used in self._touched.items():
+                self._store.touch(key, used)
+            self._touched.clear()
+
+    @contextlib.contextmanager
+    def _evicting(self) -> Iterator[None]:
+        """Context without new touches: each comes before the choice of what goes, or after that is known to be gone."""
+        with self._changed:
+            self._pass_touches()
+            yield
 
     def on_stored(self, stored: StoredEntry) -> None:
         """Do nothing: what is to be written counts as stored; see `StoreObserver`, also for the next one."""
@@ -261,7 +284,7 @@ class StoreThread:
     def on_removed(self, keys: Iterable[EntryKey]) -> None:
         """Note what is gone, for the engine's thread."""
         with self._changed:
-            self._gone += keys
+            self._gone |= dict.fromkeys(keys)
 
     def _load(self, number: int, items: Sequence[LoadItem]) -> None:
         started = time.perf_counter()

@@ -133,22 +133,21 @@ class DiskTier:
         self._held.clear()
 
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
-        """Have entries written; those on disk count as used now."""
+        """Have entries written; those on disk count as used now, and those gone in the meantime are written again."""
         if self.is_off:
             return
-        held: list[EntryKey] = []
+        used: dict[EntryKey, float] = {}
         for entry in entries:
-            key = key_of(entry)
-            used = self._last_used = max(self._wall_clock(), self._last_used + TICK)
+            used[key_of(entry)] = self._last_used = max(self._wall_clock(), self._last_used + TICK)
+        self._drop(self._storage.touch({key: at for key, at in used.items() if key in self._held}))
+        for entry, (key, at) in zip(entries, used.items(), strict=True):
             if key in self._held:
-                held.append(key)
-            elif self._storage.write(key, sum(self._sizes.of(key)), lambda one=entry, at=used: self._copy(one, at)):  # type: ignore[misc]
+                continue
+            if self._storage.write(key, sum(self._sizes.of(key)), lambda one=entry, at=at: self._copy(one, at)):  # type: ignore[misc]
                 self._held[key] = entry.parent
                 self.counts.evicted += 1
             else:
                 self.drops[QUEUE_FULL] += 1
-        if held:
-            self._storage.touch(held, self._last_used)
 
     def quarantine(self, block_hash: BlockHash, index: BlockIndex, *, states_only: bool) -> None:
         """Drop a wrong entry and all that was computed from it, from the medium too when this returns.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -68,8 +68,8 @@ class TierStorage(Protocol):
             False if too many bytes wait to be written; then the entry is not taken.
         """
 
-    def touch(self, keys: Sequence[EntryKey], used: float) -> None:
-        """Set the time of last use of entries."""
+    def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
+        """Set times of last use; return the entries that have gone since the last `take`, which then omits them."""
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
         """Remove entries; they are gone from the medium when this returns."""

@@ -9,7 +9,7 @@ the disk answers no more.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -57,8 +57,12 @@ class FakeDisk:
         self.entries[key] = content()[1][0]
         return True
 
-    def touch(self, keys: Sequence[EntryKey], used: float) -> None:
-        """No entry is evicted in an order here."""
+    def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
+        """Name the entries that are gone and not told of; no entry is evicted in an order here."""
+        gone = [key for key in used if key not in self.entries]
+        told = [Gone([key]) for key in gone]
+        self.events = [one for one in self.events if one not in told]
+        return gone
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
         for key in keys:

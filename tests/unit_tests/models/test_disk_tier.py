@@ -53,12 +53,10 @@ def push_out(driver: Driver, count: int = 3) -> None:
 
 
 def settle(driver: Driver) -> None:
-    """Wait until all that was evicted is in the files."""
-    thread, is_done = driver.engine.core.disk._thread, threading.Event()
-    while thread.left_out:
-        is_done.wait(0.01)
-    thread._add(is_done.set)
-    assert is_done.wait(PATIENCE)
+    """Wait until all that was evicted is in the files, and counted."""
+    thread, is_done = driver.engine.core.disk._thread, False
+    while not is_done:  # jobs go before writes
+        is_done = thread.call(lambda: not thread.left_out)
 
 
 def small(get_driver: GetDriver, directory: Path, kind: str = "hybrid", **cache: object) -> Driver:
@@ -115,8 +113,10 @@ def test_a_snapshot_on_disk_serves_blocks_in_memory(get_driver, tmp_path):
     use = driver.engine.statistics().use
     assert use.blocks_evicted == 0
     assert use.slots_evicted > 0
+    settle(driver)  # what waits to be written is not read from the file
     read = driver.engine.core.disk.counts()["read"]
     again, _, skipped = serve(driver, prompt)
+    settle(driver)
     assert (again, skipped) == (tokens, in_memory)
     assert driver.engine.core.disk.counts()["read"] == read + 1
     driver.engine.close()
@@ -163,11 +163,13 @@ def test_the_end_of_a_prefix_on_disk_continues_its_start_in_memory(get_driver, t
     tokens, *_ = serve(driver, prompt)
     _, _, in_memory = serve(driver, prompt)
     serve(driver, make_prompt(140, seed=1))  # evicts the last blocks of the prompt, whose first ones stay
+    settle(driver)  # what waits to be written is not read from the file
     cached = driver.engine.statistics().use.blocks_cached
     evicted = driver.engine.core.disk.counts()["evicted"]
     assert 0 < evicted < 14
     again, _, skipped = serve(driver, prompt)
     assert (again, skipped) == (tokens, in_memory)
+    settle(driver)
     counts = driver.engine.core.disk.counts()
     assert counts["loads_placed"] == 1
     assert 0 < counts["read"] < 8, cached
@@ -282,6 +284,7 @@ def test_damaged_entries_on_disk_are_misses(get_driver, tmp_path):
     data.write_bytes(bytes(255 - byte for byte in raw))
     again, _, skipped = serve(driver, prompt)
     assert (again, skipped) == (tokens, 0)
+    settle(driver)
     counts = driver.engine.core.disk.counts()
     assert counts["loads_failed"] == 1
     assert counts["drops"]["checksum"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.tier_storage import Gone, Loaded, LoadItem
-from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after
+from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, put
 
 PATIENCE = 30  # seconds
 
@@ -199,13 +200,45 @@ def test_a_stop_reads_nothing_more(store, monkeypatch):
     assert thread.take() == []
 
 
+def test_a_use_comes_before_the_choice_of_what_goes_or_names_what_is_gone(store, monkeypatch):
+    """EX-11: so no entry that leaves memory is in neither tier."""
+    entries = [entry_after(None, [number] * 4, used=float(number)) for number in range(400)]
+    assert all(put(store, one) for one in entries[:300])
+    old = [one for one in entries[:300] if one.key in store]
+    thread, chooses, may_choose, evicting = StoreThread(store), threading.Event(), threading.Event(), store.evicting
+
+    @contextlib.contextmanager
+    def wait_and_evict() -> Iterator[None]:
+        chooses.set()
+        assert may_choose.wait(PATIENCE)
+        with evicting():
+            yield
+
+    store.evicting = wait_and_evict
+    for one in entries[300:]:
+        give(thread, one)
+    assert chooses.wait(PATIENCE)
+    assert thread.touch({old[0].key: 1000.0, entries[-1].key: 1001.0}) == []
+    gate = Gate(monkeypatch)
+    may_choose.set()
+    assert gate.is_reached.wait(PATIENCE)
+    assert old[0].key in store
+    assert old[1].key not in store
+    assert thread.touch({old[1].key: 1002.0}) == [old[1].key]
+    gate.is_open.set()
+    assert thread.stop(PATIENCE)
+    (gone,) = thread.take()
+    assert old[1].key not in gone.keys
+    assert {*gone.keys} == {one.key for one in (*old[2:], *entries[300:]) if one.key not in store}
+    assert [store.find(one.key).entry.used for one in (old[0], entries[-1])] == [1000.0, 1001.0]
+
+
 def test_a_load_of_an_entry_that_is_gone_fails_as_a_whole(store):
     """EX-11: as one whose tokens differ does."""
     thread, entries = StoreThread(store), chain(2)
     give(thread, entries[0])
     thread.load(1, [item(entries[0]), item(entries[1])])
     assert [(one.number, one.contents) for one in loaded(thread)] == [(1, None)]
-    thread.touch([entries[0].key], 1.0)
     thread.stop(PATIENCE)
     thread = StoreThread(store)
     thread.load(2, [item(entries[0], [9] * 4)])

@@ -95,12 +95,23 @@ def test_entries_are_used_in_the_order_in_which_they_leave_memory():
 def test_what_is_on_disk_is_not_written_again_but_is_used_now():
     """EX-11."""
     tier, disk, _ = tier_with(blocks="ab")
-    touched = []
-    disk.touch = lambda keys, used: touched.extend(keys)
+    touched = {}
+    disk.touch = lambda used: touched.update(used) or []
     first = dict(disk.entries)
-    tier.on_evicted([CachedEntry(b"b", b"a", 2, 1, None)])
+    tier.on_evicted([CachedEntry(b"b", b"a", 2, 1, None), CachedEntry(b"a", None, 1, 0, None)])
     assert (disk.entries, tier.counts.evicted) == (first, 2)
-    assert touched == [EntryKey(EntryKind.BLOCK, b"b")]
+    assert sorted(touched, key=touched.__getitem__) == [EntryKey(EntryKind.BLOCK, name) for name in (b"b", b"a")]
+
+
+def test_what_left_the_disk_in_the_meantime_is_written_again():
+    """EX-11: it would be in neither tier."""
+    tier, disk, _ = tier_with(blocks="ab")
+    disk.evict(EntryKey(EntryKind.BLOCK, b"b"))
+    tier.on_evicted([CachedEntry(b"b", b"a", 2, 1, None)])
+    tier.follow()
+    assert tier.counts.evicted == 3
+    assert EntryKey(EntryKind.BLOCK, b"b") in tier
+    assert EntryKey(EntryKind.BLOCK, b"b") in disk.entries
 
 
 def test_entries_that_find_no_place_in_the_queue_are_counted():
