@@ -55,6 +55,9 @@ def is_long_world(item: pytest.Item) -> bool:
     return mark is not None and not mark.kwargs.get("smoke", False) and item.get_closest_marker(SOAK) is None
 
 
+ARE_LONG = pytest.StashKey[dict[str, bool]]()  # by the id of each test that was collected, also of those left out
+
+
 def is_in_sample(item: pytest.Item) -> bool:
     """Return whether a test is not long, or in the sample of long tests, which are all of them without a seed."""
     seed = os.environ.get(SEED)
@@ -78,6 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(LONG)
         is_kept = all(item.get_closest_marker(mark) is None for mark in unnamed) and is_in_sample(item)
         (kept if is_kept else left_out).append(item)
+    config.stash[ARE_LONG] = {item.nodeid: item.get_closest_marker(LONG) is not None for item in items}
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept

@@ -14,15 +14,6 @@ if TYPE_CHECKING:  # megatron-core is imported with the tests, when its warnings
     from tests.unit_tests.support.oracle import Oracle
 
 
-ARE_LONG = pytest.StashKey[dict[str, bool]]()  # by the id of each test that was collected
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note which tests are long, before `-m` deselects them; `test_mutants.py` reads it."""
-    config.stash[ARE_LONG] = {item.nodeid: item.get_closest_marker("long") is not None for item in items}
-
-
 @functools.cache
 def _oracle(kind: str) -> Oracle:
     from tests.unit_tests.support.models import CONFIGS, build_slow_decay

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit_tests.conftest import ARE_LONG
+from tests.on_request import ARE_LONG
 from tools import mutants
 from tools.mutants import ROOT, Change, Mutant, MutantError
 
