@@ -11,10 +11,14 @@ from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_p
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 LENGTHS = (1, 3, 4, 63, 64, 65, 127, 129, 1000)  # block 16 or 64, kernel chunk 16 or 32, convolution window 4
-KINDS = ("hybrid", "attention_only")
 CHUNKED = {"max_tokens": 80}  # cuts prompts off the grid of blocks and kernel chunks
 WHOLE = {"max_tokens": 1200, "enable_chunked_prefill": False}
-PREFILLS = [pytest.param(CHUNKED, id="chunked"), pytest.param(WHOLE, id="whole")]
+CASES = [
+    pytest.param("hybrid", CHUNKED, id="hybrid-chunked"),
+    pytest.param("hybrid", WHOLE, id="hybrid-whole"),
+    pytest.param("attention_only", CHUNKED, id="attention_only-chunked"),
+    pytest.param("attention_only", WHOLE, id="attention_only-whole", marks=pytest.mark.long),
+]
 
 
 def check_all(driver: Driver, oracle: object) -> None:
@@ -23,8 +27,7 @@ def check_all(driver: Driver, oracle: object) -> None:
         assert_equals_oracle(driver, request_id, oracle)
 
 
-@pytest.mark.parametrize("prefill", PREFILLS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "prefill"), CASES)
 class TestAgainstRecompute:
     def test_alone_in_a_pool_without_a_block_to_spare(self, get_driver, get_oracle, kind, prefill):
         for length in LENGTHS:

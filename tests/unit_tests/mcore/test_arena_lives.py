@@ -86,7 +86,7 @@ def assert_moved(driver: Driver) -> None:
     assert driver.retyped_slabs > 0
 
 
-@pytest.mark.parametrize("seed", seeds([0, 1], 9))
+@pytest.mark.parametrize("seed", seeds([0], 9))
 def test_random_lives(get_driver, get_oracle, few_slabs, seed: int):
     """HY-2 to HY-6, EX-1 to EX-5, EX-8, KV-3."""
     source, kind = random.Random(f"arena {seed}"), KINDS[seed % 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_ext.engine.cache_audit import MAX_DUE, AuditCounts, CacheAudit
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.memory import budget
 from megatron_ext.scheduling.sequence import Sequence
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life, seeds
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
@@ -44,8 +46,10 @@ def assert_complete(counts: AuditCounts) -> None:
     assert counts.due == counts.completed + left_out + counts.wrong_blocks + counts.wrong_snapshots
 
 
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+SOUND = [("hybrid", True), *((kind, i % 2 == 1) for i, kind in enumerate(KINDS))]
+
+
+@pytest.mark.parametrize(("kind", "shares"), long_except(SOUND, itertools.product(KINDS, (False, True))))
 def test_a_sound_cache(get_driver, get_oracle, monkeypatch, kind: str, *, shares: bool):
     """Every hit is audited, K/V and states are compared, and nothing is found; the requests know nothing of it."""
     monkeypatch.setattr(budget, "SHARES_MEMORY", shares)
@@ -82,9 +86,14 @@ def snapshot_slot(driver: Driver, blocks: int) -> int:
     return cache.states.find(found)
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
-@pytest.mark.parametrize("index", [0, 2, 5])
-@pytest.mark.parametrize("value", [3.0, torch.nan])
+@pytest.mark.parametrize(
+    ("kind", "index", "value"),
+    [
+        (kind, index, (3.0, torch.nan)[(i + j) % 2])
+        for i, kind in enumerate(KINDS[:2])
+        for j, index in enumerate((0, 2, 5))
+    ],
+)
 def test_a_wrong_block(get_driver, get_oracle, kind: str, index: int, value: float, caplog):
     """The block and all that continues it are dropped, no block before it; later requests are right again."""
     driver = get_driver(kind, cache=EACH)
@@ -241,7 +250,7 @@ def test_random_lives(get_driver, get_oracle, seed: int):
         max_tokens=requests + source.choice([14, 20, 40]),
     )
     life = Life(driver, source)
-    for _ in range(3):
+    for _ in range(2):
         life.live(get_oracle(kind))
     assert audit_of(driver).counts.due > 0
     assert not audit_of(driver).findings

@@ -5,11 +5,13 @@ Cases without a kind have both, in a hybrid model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 
 from megatron_ext.scheduling.record import Status
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
@@ -149,10 +151,10 @@ ABORTS: dict[str, tuple[Callable[[CachingDriver], None], int, dict[int, int]]] =
     "decoding_owner_of_shared_blocks": (lambda driver: None, 0, {1: 64, 2: 144, 3: 0}),
     "decoding_after_a_boundary": (lambda driver: until(driver, 0, 81), 0, {1: 64, 2: 144, 3: 0}),
 }
+EACH_ABORT = list(zip(itertools.cycle(FAILING), ABORTS, strict=False))
 
 
-@pytest.mark.parametrize("stage", ABORTS)
-@pytest.mark.parametrize("kind", FAILING)
+@pytest.mark.parametrize(("kind", "stage"), long_except(EACH_ABORT, itertools.product(FAILING, ABORTS)))
 def test_aborts(get_oracle, kind, stage):
     """EX-8: own blocks, reserved slots, pins and the running slot are free at once; what was published stays."""
     prepare, victim, skipped = ABORTS[stage]

@@ -189,9 +189,7 @@ def load(driver: Driver) -> None:
     driver.run()
 
 
-@pytest.mark.parametrize(
-    ("slots", "max_tokens", "policy"), [(0, 30, "lru"), (1, 30, "ref_zero"), (1, 400, "lru"), (2, 30, "lru")]
-)
+@pytest.mark.parametrize(("slots", "max_tokens", "policy"), [(0, 30, "lru"), (1, 400, "ref_zero"), (2, 30, "lru")])
 def test_few_slots_under_load(get_oracle, slots, max_tokens, policy):
     """HY-5: snapshots are in fact skipped and given up, and everything else is as it should be."""
     driver = build_driver(get_oracle, policy=policy, slots=slots, max_tokens=max_tokens, max_requests=6)

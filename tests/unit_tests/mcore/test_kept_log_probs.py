@@ -13,6 +13,7 @@ import torch
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.runner import step_output
 from megatron_ext.scheduling.record import Status
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_caching_matrix import (
     BLOCK,
@@ -66,10 +67,10 @@ def rule_of_scored(kind: str, length: int, policy: str, slots: int) -> list[int]
 @pytest.mark.parametrize(
     ("kind", "batching", "cache"),
     [
-        ("attention_only", CHUNKED, LRU),
+        pytest.param("attention_only", CHUNKED, LRU, marks=pytest.mark.long),
         ("attention_only", WHOLE, REF_ZERO),
         ("hybrid", CHUNKED, LRU),
-        ("hybrid", WHOLE, REF_ZERO),
+        pytest.param("hybrid", WHOLE, REF_ZERO, marks=pytest.mark.long),
         ("hybrid", CHUNKED, NO_SLOTS),
         ("attention_free", WHOLE, LRU),
     ],
@@ -99,7 +100,12 @@ def explained(driver: Driver, name: int) -> tuple[str, dict[str, int]]:
     return record.prefix_cache_explanation.reason, record.prefill_reasons
 
 
-@pytest.mark.parametrize("kind", ["attention_only", "hybrid", "gated_delta_net", "mamba1", "short_conv"])
+@pytest.mark.parametrize(
+    "kind",
+    long_except(
+        ["attention_only", "hybrid", "mamba1"], ["attention_only", "hybrid", "gated_delta_net", "mamba1", "short_conv"]
+    ),
+)
 def test_places_where_prompts_diverge(get_oracle, kind):
     """RL-10: around a boundary of blocks, in small chunks; the third request with a beginning has states there."""
     scored = build_driver(get_oracle, kind, log_probs=True, max_tokens=21)

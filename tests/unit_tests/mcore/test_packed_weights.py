@@ -295,8 +295,13 @@ WRITES = [by_update, by_disk, by_shards, by_state_dict, by_parts, by_assignment,
 class TestUpdates:
     """New weights compute from the next step on, packed again; old ones are nowhere."""
 
-    @pytest.mark.parametrize("write", WRITES)
-    @pytest.mark.parametrize("config", [CONFIGS["hybrid"], TIED], ids=["own", "tied"])
+    @pytest.mark.parametrize(
+        ("config", "write"),
+        [
+            *(pytest.param(CONFIGS["hybrid"], write, id=f"own-{write.__name__}") for write in WRITES),
+            *(pytest.param(TIED, write, id=f"tied-{write.__name__}") for write in (by_update, by_edits)),
+        ],
+    )
     def test_outputs_follow(self, config, write):
         """PY-6, EX-4."""
         new = build_slow_decay(config, seed=6)

@@ -31,9 +31,10 @@ def lived_in(kind: str, script: Script, *, in_pieces: bool) -> Lived:
         ("hybrid", "align", "none"),
         ("hybrid", "kernel", "local"),
         ("gated_delta_net", "kernel", "none"),
-        ("mamba1", "kernel", "none"),
-        ("attention_only", "kernel", "none"),
-        ("attention_free", "kernel", "none"),
+        *(
+            pytest.param(kind, "kernel", "none", marks=pytest.mark.long)
+            for kind in ("mamba1", "attention_only", "attention_free")
+        ),
     ],
 )
 def test_a_whole_life(kind: str, cache: str, graphs: str):

@@ -87,7 +87,7 @@ def in_simulator(lives: list[Life], limits, policy: str, slots: int) -> tuple[li
     return replay.outcome.skipped, replay.statistics().prefix_cache()
 
 
-@pytest.mark.parametrize(("policy", "slots"), [("lru", 12), ("lru", 5)])
+@pytest.mark.parametrize(("policy", "slots"), long_except([("lru", 5)], [("lru", 12), ("lru", 5)]))
 def test_request_by_request(get_oracle, policy: str, slots: int):
     lives, statistics, limits = in_engine(get_oracle("hybrid").model, policy, slots)
     skipped, simulated = in_simulator(lives, limits, policy, slots)

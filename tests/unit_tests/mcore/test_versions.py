@@ -104,7 +104,9 @@ class TestUnsupportedVersion:
         "command",
         [
             ["-m", "megatron_ext", "run"],
-            ["-c", "import megatron_ext; megatron_ext.load_engine(load='nowhere')"],
+            pytest.param(
+                ["-c", "import megatron_ext; megatron_ext.load_engine(load='nowhere')"], marks=pytest.mark.long
+            ),
         ],
     )
     def test_use_is_refused_in_one_line(self, environment: dict[str, str], command: list[str]):

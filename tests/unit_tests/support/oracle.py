@@ -63,17 +63,28 @@ class Oracle:
         found: Tensor = self.model(ids, torch.arange(len(tokens), device=ids.device)[None], None)
         return found
 
-    def greedy(self, prompt: Sequence[int], count: int) -> Expected:
-        """Generate `count` tokens, each by a full forward over everything before it."""
+    def greedy(self, prompt: Sequence[int], count: int, guess: Sequence[int] = ()) -> Expected:
+        """Generate `count` tokens, each by a full forward over everything before it.
+
+        Args:
+            guess: Tokens that may be the generated ones. If each is the best after those before it, which one forward
+                shows, they are the result.
+        """
+        if len(guess) == count > 1:
+            logits = self.logits([*prompt, *guess[:-1]])
+            rows = logits[len(prompt) - 1 :]
+            if rows.argmax(-1).tolist() == list(guess):
+                return Expected(tuple(guess), rows, self.prompt_log_probs(prompt, logits))
         tokens, rows = list(prompt), []
         for _ in range(count):
             rows.append(self.logits(tokens)[-1])
             tokens.append(int(rows[-1].argmax()))
         return Expected(tuple(tokens[len(prompt) :]), torch.stack(rows), self.prompt_log_probs(prompt))
 
-    def prompt_log_probs(self, prompt: Sequence[int]) -> Tensor:
-        """[P - 1] log-probs of the prompt's own tokens after the first."""
-        scores = self.logits(prompt)[:-1].log_softmax(-1)
+    def prompt_log_probs(self, prompt: Sequence[int], logits: Tensor | None = None) -> Tensor:
+        """[P - 1] log-probs of the prompt's own tokens after the first; `logits` are of a text that it begins."""
+        logits = self.logits(prompt) if logits is None else logits
+        scores = logits[: len(prompt) - 1].log_softmax(-1)
         return scores.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0]
 
     def states(self, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
