@@ -16,6 +16,7 @@ from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.ops import cpp
 from megatron_ext.runner import recorded_steps
 from megatron_ext.runner.model_input import ModelInput
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.support.drafters import caching
 from tests.unit_tests.support.driver import Driver, make_prompt
@@ -109,8 +110,8 @@ def test_random_lives_equal_to_the_bit(get_oracle, kind):
     assert recording.python_steps < 0.8 * plain.python_steps
 
 
-@pytest.mark.parametrize("mode", ["kernel", pytest.param("align", marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", long_except(["kernel"], ["kernel", "align"]))
+@pytest.mark.parametrize("kind", long_except(["hybrid", "gated_delta_net", "mamba1", "attention_only"], KINDS))
 def test_steps_with_drafts_equal_to_the_bit(get_oracle, kind, mode):
     """SP-18: various numbers of drafts, decodes beside them, states kept after each token, and rejections."""
     drafts = SpeculationConfig("ngram", 3, speculative_adaptive=False, speculative_ngram_shortest=1)
@@ -141,7 +142,7 @@ def test_drafts_whose_forward_reads_lengths_leave_decodes_recorded(get_oracle):
     assert_equal(recording, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", long_except([torch.bfloat16], [torch.bfloat16, torch.float16]))
 def test_types_of_16_bits(dtype):
     model = build_slow_decay(CONFIGS["hybrid"]).to(dtype)
     recording, plain = pair(model, "hybrid", dtype=dtype)
@@ -214,7 +215,7 @@ def test_changes_of_the_model_are_seen(change, packs_weights, monkeypatch):
     drivers = [pair(model, "hybrid", **options)[i] for i, model in enumerate(pairs)]
     for driver, model in zip(drivers, pairs, strict=True):
         monkeypatch.setattr(driver.engine.core.resources._weights, "has_changed", lambda: False)
-        driver.add(0, make_prompt(20), num_tokens_to_generate=30, **PLAIN)
+        driver.add(0, make_prompt(20), num_tokens_to_generate=16, **PLAIN)
         for _ in range(8):
             driver.step()
         assert (driver.python_steps < 8) == (driver is drivers[0])
