@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.response_format import CHOICE, JSON_SCHEMA, LARK, REGEX, ResponseFormat
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.matcher import Matcher, TokenMatcher, short_reason
+from megatron_ext.text.patterns import with_patterns
 from megatron_ext.text.thinking_budget import BudgetMatcher
 from megatron_ext.text.tokenizer import Tokenizer, ends_of
 
@@ -114,6 +115,8 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_lark(form.source)
             else:
                 schema = form.source if form.kind == JSON_SCHEMA else _ANY_OBJECT
+                if '"pattern' in schema:
+                    schema = json.dumps(with_patterns(json.loads(schema)), ensure_ascii=False)
                 grammar = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:
             raise _refused(form, str(error)) from None
@@ -155,9 +158,10 @@ class Grammars:
 
 
 def _refused(form: ResponseFormat, reason: str) -> ConfigError:
-    shown = short_reason(_compilation_reason(reason))
-    if form.kind == LARK:
-        return ConfigError(f"tools: the schema of a function is not supported: {shown}")
+    shown = short_reason(compilation_reason(reason))
+    if form.kind == LARK:  # the schemas are supported one by one; the library shows lines of the grammar after a reason
+        shown = short_reason(compilation_reason(reason).partition("\n")[0])
+        return ConfigError(f"tools: the grammar of the calls is not supported: {shown}")
     return ConfigError(f"response_format: the {form.kind} is not supported: {shown}")
 
 
@@ -166,7 +170,7 @@ def _alternatives(texts: Sequence[str]) -> str:
     return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 
-def _compilation_reason(text: str) -> str:
+def compilation_reason(text: str) -> str:
     """Return a reason of the library without its own grammar around an expression, and without its drawing."""
     drawn = _REGEX_ERROR.search(text)
     if drawn is not None:

@@ -77,8 +77,14 @@ class ReasoningReader:
         self.is_inside = is_inside
         self.has_thought = is_inside
 
-    def feed(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Return the thinking and the answer's text that have become certain."""
+    def feed(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> tuple[str, str]:
+        """Return the thinking and the answer's text that have become certain.
+
+        Args:
+            text: New text since the last call.
+            is_last: Whether the text ends here.
+            is_cut: Whether a limit ended the text, and not the model: the beginning of the opening marker is no answer.
+        """
         self._held += text
         thinking = ""
         if self._is_before:
@@ -86,7 +92,7 @@ class ReasoningReader:
             if start.startswith(self._form.opening):
                 self._held = start.removeprefix(self._form.opening)
                 self._is_before, self.is_inside, self.has_thought, self._skips = False, True, True, True
-            elif not is_last and self._form.opening.startswith(start):
+            elif (not is_last or (is_cut and start)) and self._form.opening.startswith(start):
                 return "", ""
             else:
                 self._is_before = False
@@ -113,8 +119,8 @@ class ReasoningReader:
             self._held = self._held[end + len(self._form.closing) :]
             self.is_inside, self._skips = False, True
             return thinking
-        certain = len(self._held) if is_last else len(self._held) - overlap(self._held, self._form.closing)
+        certain = len(self._held) - overlap(self._held, self._form.closing)
         text = self._held[:certain]
-        kept = text if is_last else text.rstrip()
+        kept = text if is_last and text == self._held else text.rstrip()
         self._held = self._held[len(kept) :]
         return kept

@@ -60,7 +60,7 @@ class MessageBuilder:
 
     def blocks(self, piece: Piece) -> Iterator[Event]:
         """Yield the events of a piece of the answer."""
-        yield from self._blocks.feed(piece.text, is_last=piece.reason is not None)
+        yield from self._blocks.feed(piece.text, piece.reason)
 
     def end(self, record: RequestRecord) -> Event:
         """Return the event with the usage, and the reason why the answer has ended."""
@@ -141,9 +141,9 @@ class _Blocks:
         """Number of calls so far."""
         return self._reader.call_count
 
-    def feed(self, text: str, *, is_last: bool) -> Iterator[Event]:
-        """Yield the events that have become certain with a new piece of text."""
-        for part in self._reader.parts(text, is_last=is_last):
+    def feed(self, text: str, reason: str | None) -> Iterator[Event]:
+        """Yield the events that have become certain with a new piece of text; the finish reason ends the last block."""
+        for part in self._reader.parts(text, reason):
             if isinstance(part, Thinking):
                 self._thinking.update(part.text.encode())
                 yield from self._part("thinking", {"thinking": "", "signature": ""}, {"thinking": part.text})
@@ -151,7 +151,7 @@ class _Blocks:
                 yield from self._part("text", {"text": ""}, {"text": part.text})
             else:
                 yield from self._call(part)
-        if is_last:
+        if reason is not None:
             yield from self._close()
 
     def _call(self, part: CallPart) -> Iterator[Event]:

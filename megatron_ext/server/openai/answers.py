@@ -32,6 +32,7 @@ class AnswerFormat:
 
 
 PLAIN = AnswerFormat()
+STOP = "stop"  # finish reason of an answer that the model has ended
 
 
 @dataclass
@@ -82,15 +83,21 @@ class AnswerReader:
         """True if the answer so far ends inside of thinking."""
         return self._thinking is not None and self._thinking.is_inside
 
-    def parts(self, text: str, *, is_last: bool) -> list[Thinking | Content | CallPart]:
-        """Return what has become certain with a new piece of text, in the order in which the model wrote it."""
+    def parts(self, text: str, reason: str | None) -> list[Thinking | Content | CallPart]:
+        """Return what has become certain with a new piece of text, in the order in which the model wrote it.
+
+        Args:
+            text: New text since the last call.
+            reason: Finish reason; None if more text follows.
+        """
+        is_last, is_cut = reason is not None, reason not in (None, STOP)
         found: list[Thinking | Content | CallPart] = []
         if self._thinking is not None:
-            thinking, text = self._thinking.feed(text, is_last=is_last)
+            thinking, text = self._thinking.feed(text, is_last=is_last, is_cut=is_cut)
             found += [Thinking(thinking)] if thinking else []
         if self._calls is None:
             return [*found, Content(text)] if text else found
-        for event in self._calls.feed(text, is_last=is_last):
+        for event in self._calls.feed(text, is_last=is_last, is_cut=is_cut):
             if isinstance(event, Content):
                 found.append(event)
             elif isinstance(event, CallBegun):

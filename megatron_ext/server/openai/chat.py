@@ -41,7 +41,9 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._parse_control = parse_control
         template = _template_of(tokenizer)
-        self.tool_calls = formats.format_of(template) if tool_calls == AUTO else formats.format_named(tool_calls)
+        self.tool_calls = (
+            formats.format_of(template) if tool_calls == AUTO else formats.format_named(tool_calls, template)
+        )
         self.reasoning: reasoning.ReasoningFormat | None = None
         if reasoning_name == AUTO:
             self.reasoning = reasoning.format_of(template)

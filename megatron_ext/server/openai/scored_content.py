@@ -96,7 +96,7 @@ class ScoredReader:
         texts = list(_by_characters(scores)) if scores else [(piece.text, [])]
         for index, (text, tokens) in enumerate(texts, start=1):
             was_thinking = self.reader.is_thinking
-            parts = self.reader.parts(text, is_last=piece.reason is not None and index == len(texts))
+            parts = self.reader.parts(text, piece.reason if index == len(texts) else None)
             self._waiting += tokens
             for part in parts:
                 found.append((part, self._taken(part.text) if isinstance(part, Content) else []))

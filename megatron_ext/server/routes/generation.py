@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -86,7 +87,8 @@ async def chat_work(body: ChatRequest, request: Request, serving: Serving) -> tu
     handed_on = handed_on_tokens(request.scope)
     prompt = handed_on[0] if handed_on else await serving.tokenize_chat(body.messages, body.chat_options)
     answer = answer_format(body, prompt, serving.chat)
-    form = guided_form(body, answer, serving.chat)
+    functions = await serving.forms.supported(answer.functions, must_call=body.tool_choice.mode == "required")
+    form = guided_form(body, replace(answer, functions=functions), serving.chat)
     if form is not body.form:
         await serving.forms.check(form)
     marks = await serving.marked_positions(body, prompt)

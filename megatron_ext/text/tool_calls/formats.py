@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.tool_calls.functions import Function, GrammarRules
 from megatron_ext.text.tool_calls.json_calls import JsonCalls
+from megatron_ext.text.tool_calls.mistral_calls import MistralCalls
 from megatron_ext.text.tool_calls.pythonic_calls import PythonicCalls
 from megatron_ext.text.tool_calls.source import Parser, Source
 from megatron_ext.text.tool_calls.xml_calls import XmlCalls
 
 
 class CallSyntax(Protocol):
-    """Syntax of what stands between the markers of a format.
-
-    Attributes:
-        is_json: Whether the model writes arguments as JSON, so that they are returned as they are.
-    """
-
-    is_json: ClassVar[bool]
+    """Syntax of what stands between the markers of a format."""
 
     def parse(self, source: Source, functions: dict[str, Function]) -> Parser:
         """Parse the calls; see `Source` for the protocol.
@@ -44,7 +40,7 @@ class ToolCallFormat:
         closing: Marker after them; may be empty.
         bare: First characters of an answer that is a call without the opening marker; empty if every call has it.
         template: Text in chat templates of the family that no record before this one has.
-        repeats: Whether every call has markers of its own.
+        between: Text between calls that have markers of their own; None if all calls are between one pair.
     """
 
     name: str
@@ -53,17 +49,18 @@ class ToolCallFormat:
     closing: str = ""
     bare: str = ""
     template: str = ""
-    repeats: bool = False
+    between: str | None = None
 
 
 HERMES = ToolCallFormat(
-    "hermes", JsonCalls(space="\n"), "<tool_call>", "</tool_call>", template="<tool_call>", repeats=True
+    "hermes", JsonCalls(space="\n"), "<tool_call>", "</tool_call>", template="<tool_call>", between="\n"
 )
 # In the order in which templates are searched: <tool_call> is in those of several families.
 FORMATS = (
-    ToolCallFormat("qwen3_coder", XmlCalls(), "<tool_call>", "</tool_call>", template="<function=", repeats=True),
+    ToolCallFormat("qwen3_coder", XmlCalls(), "<tool_call>", "</tool_call>", template="<function=", between="\n"),
     ToolCallFormat("nemotron", JsonCalls(is_list=True), "<TOOLCALL>", "</TOOLCALL>", template="<TOOLCALL>"),
-    ToolCallFormat("mistral", JsonCalls(is_list=True), "[TOOL_CALLS]", template="[TOOL_CALLS]"),
+    ToolCallFormat("mistral", MistralCalls(), "[TOOL_CALLS]", template="[ARGS]", between=""),
+    ToolCallFormat("mistral", MistralCalls(is_list=True), "[TOOL_CALLS]", template="[TOOL_CALLS]"),
     ToolCallFormat("lfm2", PythonicCalls(), "<|tool_call_start|>", "<|tool_call_end|>", template="<|tool_call_start|>"),
     ToolCallFormat("granite", JsonCalls(is_list=True), "<|tool_call|>", template="<|tool_call|>"),
     HERMES,
@@ -76,21 +73,25 @@ FORMATS = (
     ),
     ToolCallFormat("pythonic", PythonicCalls(), "<|python_start|>", "<|python_end|>", bare="[", template="[func_name"),
 )
-NAMES = tuple(one.name for one in FORMATS)
+NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
 
 
-def format_named(name: str) -> ToolCallFormat:
-    """Return the format of a name.
+def format_named(name: str, template: str | None = None) -> ToolCallFormat:
+    """Return the format of a name; of several, the one that a chat template shows.
 
     Raises:
         ConfigError: The name is not known.
     """
-    found = next((one for one in FORMATS if one.name == name), None)
-    if found is None:
+    found = [one for one in FORMATS if one.name == name]
+    if not found:
         raise ConfigError(f"there is no format {name!r} of tool calls; {', '.join(sorted(NAMES))} are known")
-    return found
+    return _shown(found, template) or found[-1]
 
 
 def format_of(template: str | None) -> ToolCallFormat:
     """Return the format that a chat template shows; that of Hermes if it shows none."""
-    return next((one for one in FORMATS if template is not None and one.template in template), HERMES)
+    return _shown(FORMATS, template) or HERMES
+
+
+def _shown(given: Iterable[ToolCallFormat], template: str | None) -> ToolCallFormat | None:
+    return next((one for one in given if template is not None and one.template in template), None)

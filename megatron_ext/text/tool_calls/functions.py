@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megatron_ext.text.grammars import JSON_OPTIONS
+from megatron_ext.text.patterns import ANY, literal, searched, with_patterns
 
 # Arguments are spelled as `json.dumps` and the filter `tojson` of templates do, so that the next turn's prompt repeats
 # the answer to the letter, and its tokens are found in the cache.
@@ -68,7 +69,8 @@ class GrammarRules:
 
     def json(self, schema: Mapping[str, object]) -> str:
         """Return the name of a rule for JSON of a schema."""
-        text = json.dumps({**schema, "x-guidance": _OPTIONS}, ensure_ascii=False)
+        converted = with_patterns({**schema, "x-guidance": _OPTIONS})
+        text = json.dumps(converted, ensure_ascii=False)
         return self.add(f"%json {text}")
 
     def add(self, expression: str, options: str = "") -> str:
@@ -81,6 +83,18 @@ class GrammarRules:
         """Return the expression of any text up to a marker, and the marker."""
         token = self._token_of(marker)
         return f"TEXT? <[{token}]>" if token is not None else self.add("TEXT", f"[suffix={self.literal(marker)}]")
+
+    def string_up_to(self, marker: str, schema: Mapping[str, object]) -> str:
+        """Return the expression of a text of a schema's pattern and lengths up to a marker, and the marker."""
+        pattern, least, most = (schema.get(key) for key in ("pattern", "minLength", "maxLength"))
+        parts = [f"/({searched(pattern)})/"] if isinstance(pattern, str) else []
+        if isinstance(least, int) or isinstance(most, int):
+            parts.append(f"/(?s:.){{{least or 0},{'' if most is None else most}}}/")
+        if not parts:
+            return self.up_to(marker)
+        name = f"TEXT{len(self._rules)}"
+        self._rules.append(f"{name}: {' & '.join((*parts, f'~/{ANY}{literal(marker)}{ANY}/'))}")
+        return self.add(name, f"[suffix={self.literal(marker)}]")
 
     def text(self, start: str) -> str:
         """Return the grammar, whose first rule is `start`."""

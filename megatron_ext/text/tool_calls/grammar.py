@@ -65,9 +65,9 @@ def _answer(guidance: Guidance, form: ToolCallFormat, rules: GrammarRules) -> st
     closing = rules.marker(form.closing) if form.closing and not form.bare else ""
     rest = rules.add(f"({calls}) {closing}")
     opened = rest if form.bare else f"{rules.marker(form.opening)} {rest}"
-    repeats = form.repeats and guidance.is_parallel
+    repeats = form.between is not None and guidance.is_parallel
     block = rules.add(opened)
-    several = f'{block} ("\\n" {block})*' if repeats else block
+    several = f"{block} ({rules.literal(form.between or '')} {block})*" if repeats else block
     if guidance.must_call:
         return several
     if guidance.answer is not None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_ext.text.tool_calls.events import Arguments, CallBegun
 from megatron_ext.text.tool_calls.functions import Function, GrammarRules
-from megatron_ext.text.tool_calls.source import NotACall, Parser, Part, Source
+from megatron_ext.text.tool_calls.source import BrokenArguments, NotACall, Parser, Part, Source
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_BARE_KEYS = frozenset({"name", "type", "id", *_ARGUMENT_KEYS})  # of an object that is a call without a marker
 _CONTAINERS = {"{": 1, "[": 1, "}": -1, "]": -1}
-_OUTSIDE = frozenset(':,+-."')  # characters of JSON outside of strings, beside letters, digits, spaces and containers
+_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
+_PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_BETWEEN = re.compile(r"[ \t\r\n:,]+")
+_WORD = re.compile(r"[\w.+-]+")
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # of Python, to JSON
+_WORDS |= {word: f'"{word}"' for word in ("NaN", "Infinity", "-Infinity")}  # of which JSON has none
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,11 @@ class JsonCalls:
     separator: str = ""
     space: str = ""
 
-    is_json: ClassVar[bool] = True
-
     def parse(self, source: Source, functions: dict[str, Function]) -> Parser:
         """Parse one object, or several."""
         if not self.is_list:
             yield from _call(source)
-            while self.separator and (yield from _continues(source, self.separator)):
+            while self.separator and (yield from _continues(source, self.separator.strip())):
                 yield from _call(source)
             return
         yield from source.expect("[")
@@ -73,23 +76,25 @@ def _call(source: Source) -> Parser:
     """Parse an object; the call begins with its arguments, since an object without any may be none."""
     yield from source.expect("{")
     name: str | None = None
-    held: str | None = None  # arguments that precede the name
-    has_arguments = False
+    held = "{}"  # arguments that are not a plain object after the name
+    has_begun = has_arguments = False
     while (yield from source.skip_spaces()) != "}":
         key = yield from _text(source)
+        if source.names is not None and not has_begun and key not in _BARE_KEYS:
+            raise NotACall(key)
         yield from source.expect(":")
         first = yield from source.skip_spaces()
-        if key == "name":
+        if key == "name" and name is None:
             name = yield from _text(source)
+            source.check_name(name)
         elif key in _ARGUMENT_KEYS and not has_arguments:
-            if first != "{":
-                raise NotACall(key)
             has_arguments = True
-            if name is None:
-                held = yield from _whole(source)
-            else:
+            if first == "{" and name is not None:
+                has_begun = True
                 yield CallBegun(name)
-                yield from _arguments(source)
+                yield from json_arguments(source)
+            else:
+                held = _object((yield from _whole(source)))
         else:
             yield from _whole(source)
         if not (yield from _continues(source, ",")) and (yield from source.skip_spaces()) != "}":
@@ -97,25 +102,45 @@ def _call(source: Source) -> Parser:
     source.position += 1
     if name is None:
         raise NotACall("name")
-    if held is not None or not has_arguments:
+    if not has_begun:
         yield CallBegun(name)
-        yield Arguments(held or "{}")
+        yield Arguments(held)
+    source.settled = source.position
 
 
-def _arguments(source: Source) -> Parser:
-    for piece in _pieces(source):
-        yield None if piece is None else Arguments(piece)
+def json_arguments(source: Source) -> Parser:
+    """Parse the arguments of a call that has begun.
+
+    Raises:
+        BrokenArguments: They do not continue as JSON.
+    """
+    try:
+        yield from json_value(source)
+    except NotACall as error:
+        raise BrokenArguments(str(error)) from None
+    source.settled = source.position
+
+
+def _object(text: str) -> str:
+    """Return the arguments that a value means: an object, its text in a string, or none.
+
+    Raises:
+        NotACall: The value is another one.
+    """
+    if text.startswith('"'):
+        text = json.loads(text).strip()
+    if text.startswith("{"):
+        return text
+    if text in ("", "null"):
+        return "{}"
+    raise NotACall("arguments")
 
 
 def _text(source: Source) -> Part[str]:
     """Consume a string and return its value."""
-    yield from source.skip_spaces()
-    if (yield from source.peek()) != '"':
+    if (yield from source.skip_spaces()) != '"':
         raise NotACall('"')
-    try:
-        value = json.loads((yield from _whole(source)))
-    except ValueError:
-        raise NotACall("string") from None
+    value = json.loads((yield from _whole(source)))
     assert isinstance(value, str), "it begins with a quote"
     return value
 
@@ -123,73 +148,77 @@ def _text(source: Source) -> Part[str]:
 def _whole(source: Source) -> Part[str]:
     """Consume a value and return its JSON text."""
     pieces = []
-    for piece in _pieces(source):
-        if piece is None:
-            yield None
+    for piece in json_value(source):
+        if isinstance(piece, Arguments):
+            pieces.append(piece.text)
         else:
-            pieces.append(piece)
+            yield piece
     return "".join(pieces)
 
 
 class _ValueScanner:
-    """Scanner that finds the end of a JSON value; it checks characters, not the whole grammar."""
+    """Scanner that finds the end of a JSON value; it checks words, strings and brackets, not the whole grammar."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
-        self._is_escaped = False
-        self._has_begun = False
+        self.is_complete = False
 
-    def ends_before(self, char: str) -> bool:
-        """Return whether the value has ended before `char`: a number or a word."""
-        return self._has_begun and not self._in_string and self._depth == 0 and (char in ",]}" or char.isspace())
+    def take(self, text: str, start: int) -> tuple[str, int] | None:
+        """Return the JSON of the next part of the text and the part's length; None where more text is needed.
 
-    def take(self, char: str) -> bool:
-        """Take the next character; return whether the value ends with it.
+        Words of Python become JSON, and `NaN` and infinity strings. In strings, control characters and backslashes
+        that escape nothing are escaped.
 
         Raises:
-            NotACall: The character cannot stand there.
+            NotACall: The text cannot stand there.
         """
-        self._has_begun = True
+        char = text[start : start + 1]
+        if not char or (self._in_string and _PARTIAL_ESCAPE.match(text, start)):
+            return None
         if self._in_string:
-            self._in_string = self._is_escaped or char != '"'
-            self._is_escaped = char == "\\" and not self._is_escaped
-            return not self._in_string and self._depth == 0
-        if char in _CONTAINERS:
-            self._depth += _CONTAINERS[char]
-            return self._depth <= 0
-        if not (char.isspace() or char.isalnum() or char in _OUTSIDE):
-            raise NotACall(char)
+            part = _STRING.match(text, start)
+            if part is not None:
+                return part[0], len(part[0])
+            self._in_string = char != '"'
+            self.is_complete = self._depth == 0 and not self._in_string
+            return json.dumps(char)[1:-1] if self._in_string else char, 1
+        word = _WORD.match(text, start)
+        if word is not None and word.end() == len(text):
+            return None
         self._in_string = char == '"'
-        return False
+        self._depth += _CONTAINERS.get(char, 0)
+        self.is_complete = self._depth == 0 and not self._in_string
+        if self._depth < 0:
+            raise NotACall(char)
+        if word is not None:
+            return _WORDS.get(word[0], word[0]), len(word[0])
+        if self._in_string or char in _CONTAINERS:
+            return char, 1
+        between = _BETWEEN.match(text, start)
+        if between is None or self.is_complete:
+            raise NotACall(char)
+        return between[0], len(between[0])
 
 
-def _pieces(source: Source) -> Generator[str | None, None, None]:
-    """Yield the JSON text of a value in pieces, and None where more text is needed.
+def json_value(source: Source) -> Parser:
+    """Yield the JSON text of a value in pieces.
 
     Raises:
         NotACall: The text is not JSON. What precedes the place has been yielded.
     """
     scanner = _ValueScanner()
-    is_complete, problem = False, None
-    while not is_complete and problem is None:
-        start = source.position
-        while not is_complete and problem is None and source.position < len(source.text):
-            char = source.text[source.position]
-            is_complete = scanner.ends_before(char)
-            if is_complete:
-                break
-            try:
-                is_complete = scanner.take(char)
-            except NotACall as error:
-                problem = error
-                break
-            source.position += 1
-        if start < source.position:
-            yield source.text[start : source.position]
-        if not is_complete and problem is None:
-            if source.is_last:
-                raise NotACall("end")
-            yield None
-    if problem is not None:
-        raise problem
+    while not scanner.is_complete:
+        pieces, problem = [], None
+        try:
+            while not scanner.is_complete and (taken := scanner.take(source.text, source.position)) is not None:
+                pieces.append(taken[0])
+                source.position += taken[1]
+        except NotACall as error:
+            problem = error
+        if pieces:
+            yield Arguments("".join(pieces))
+        if problem is not None:
+            raise problem
+        if not scanner.is_complete and not (yield from source.more()):
+            raise NotACall("end")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megatron_ext.text.tool_calls.events import Arguments, CallBegun
 from megatron_ext.text.tool_calls.functions import Function, GrammarRules
-from megatron_ext.text.tool_calls.source import NotACall, Parser, Part, Source
+from megatron_ext.text.tool_calls.source import NotACall, Parser, Part, Source, json_text
 
 _OPENING, _CLOSING = "([{", ")]}"
-_JSON_WORDS = {"true": True, "false": False, "null": None}
 _WORDS = {"boolean": '"True" | "False"', "null": '"None"'}
 
 
@@ -20,18 +20,13 @@ _WORDS = {"boolean": '"True" | "False"', "null": '"None"'}
 class PythonicCalls:
     """Syntax of calls as a Python list of calls with keyword arguments, whose values are literals."""
 
-    is_json: ClassVar[bool] = False
-
     def parse(self, source: Source, functions: dict[str, Function]) -> Parser:
         """Parse the list."""
         yield from source.expect("[")
         while True:
             yield from source.skip_spaces()
-            name = yield from _name(source, "(")
-            yield CallBegun(name)
-            yield Arguments("{")
-            yield from _arguments(source)
-            yield Arguments("}")
+            yield from _call(source)
+            source.settled = source.position
             if (yield from source.skip_spaces()) != ",":
                 break
             source.position += 1
@@ -50,27 +45,31 @@ class PythonicCalls:
         return f'"[" {call} (", " {call})* "]"' if is_parallel else f'"[" {call} "]"'
 
 
-def _arguments(source: Source) -> Parser:
-    is_first = True
+def _call(source: Source) -> Parser:
+    """Parse a call, which begins with its first argument: until then it may be text."""
+    name = yield from _name(source, "(")
+    source.check_name(name)
+    head = "{"
     while (yield from source.skip_spaces()) != ")":
         key = yield from _name(source, "=")
+        if head == "{":
+            yield CallBegun(name)
         value = yield from _value(source)
-        head = "" if is_first else ", "
-        yield Arguments(f"{head}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}")
-        is_first = False
+        yield Arguments(f"{head}{json_text(key)}: {json_text(value)}")
+        head = ", "
         if (yield from source.skip_spaces()) == ",":
             source.position += 1
         elif (yield from source.peek()) != ")":
             raise NotACall(")")
     source.position += 1
+    if head == "{":
+        yield CallBegun(name)
+    yield Arguments("{}" if head == "{" else "}")
 
 
 def _name(source: Source, end: str) -> Part[str]:
-    """Consume a name, with dots and dashes, and the character that ends it."""
-    start = source.position
-    while (char := (yield from source.peek())) and (char.isalnum() or char in "_.-"):
-        source.position += 1
-    name = source.text[start : source.position]
+    """Consume a name, and the character that ends it."""
+    name = yield from source.word()
     yield from source.expect(end)
     if not name:
         raise NotACall("name")
@@ -99,19 +98,13 @@ def _value(source: Source) -> Part[Any]:
 
 
 def _literal(text: str) -> Any:
-    """Return the value of a literal of Python, or of JSON, which models mix up.
-
-    Raises:
-        NotACall: The text is neither, or has no counterpart in JSON.
-    """
+    """Return the value of a literal of Python, or of JSON, which models mix up; the text itself if it is neither."""
     for read in (json.loads, ast.literal_eval):
-        try:
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             value = read(text)
-            json.dumps(value, allow_nan=False)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            continue
-        return value
-    raise NotACall(text[:20])
+            json_text(value)
+            return value
+    return text
 
 
 def _keywords(function: Function, rules: GrammarRules) -> str:

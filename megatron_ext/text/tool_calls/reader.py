@@ -1,8 +1,10 @@
 """Incremental parser of generated text: content, and tool calls in the format of a family.
 
 Content and calls do not depend on how the text is split into pieces. Text that is not a call stays content, markers
-included; spaces between content and calls are dropped. A call is announced when its name and the beginning of its
-arguments are certain; from then on its arguments are what the model writes, valid or not.
+included; spaces between content and calls are dropped. Without a marker, only the name of a given function makes a
+call. A call is announced when its name and the beginning of its arguments are certain; from then on its arguments are
+what the model writes. A call or marker that the end of the text leaves incomplete is dropped, as far as it was held
+back.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from megatron_ext.text.tool_calls.events import Arguments, CallBegun, Content, Event
 from megatron_ext.text.tool_calls.formats import ToolCallFormat
 from megatron_ext.text.tool_calls.functions import Function
-from megatron_ext.text.tool_calls.source import NotACall, Parser, Source, overlap
+from megatron_ext.text.tool_calls.source import BrokenArguments, NotACall, Parser, Source, overlap
 
 
 class ToolCallReader:
@@ -20,7 +22,7 @@ class ToolCallReader:
 
     Args:
         form: Format of the calls.
-        functions: Functions that the model may call, whose schemas say which arguments are texts.
+        functions: Functions that the model may call. Their schemas say which arguments are texts.
         max_calls: Maximum number of calls returned; later ones are dropped.
 
     Attributes:
@@ -38,17 +40,20 @@ class ToolCallReader:
         self._has_content = False
         self._source: Source | None = None  # of the calls that are being parsed
         self._parser: Iterator[Event | None] = iter(())
-        self._opened = ""  # spaces and marker before it
+        self._opened = ""  # the spaces or the marker before it
+        self._is_cut = False  # the whole text
         self._has_begun = False  # one of its calls
         self._is_kept = True  # the latest call
 
-    def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
+    def feed(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> list[Event]:
         """Return the events that have become certain.
 
         Args:
             text: New text since the last call.
             is_last: Whether the text ends here. A call that is not closed then counts as far as it goes.
+            is_cut: Whether a limit ended the text, and not the model: a beginning of a marker at its end is no content.
         """
+        self._is_cut = is_cut
         events = list(self._events(text, is_last=is_last))
         if is_last and not self.count and self._spaces:
             events.append(Content(self._spaces))
@@ -76,32 +81,48 @@ class ToolCallReader:
             if not start and not is_last:
                 return
             if start.startswith(form.bare):
-                self._begin(self._held[: len(self._held) - len(start)])
+                self._begin(self._held[: len(self._held) - len(start)], Source(self._functions))
                 return
         opening = self._held.find(form.opening)
         certain = opening
         if opening < 0:
-            certain = len(self._held) - (0 if is_last else overlap(self._held, form.opening))
+            certain = len(self._held) - (0 if is_last and not self._is_cut else overlap(self._held, form.opening))
         yield from self._kept(self._held[:certain])
         self._held = self._held[certain:]
         if opening >= 0:
-            self._begin(form.opening)
+            self._begin(form.opening, Source())
+        elif is_last and self._held:
+            self._drop()
 
-    def _begin(self, opened: str) -> None:
+    def _begin(self, opened: str, source: Source) -> None:
         self._opened, self._held = opened, self._held.removeprefix(opened)
-        self._source, self._has_begun = Source(), False
-        self._parser = self._parsed(self._source)
+        self._source, self._has_begun = source, False
+        self._parser = self._parsed(source)
+
+    def _drop(self) -> None:
+        """Drop what the end of the text leaves incomplete, and the spaces before it."""
+        self._source, self._held, self._spaces = None, "", ""
 
     def _parsed(self, source: Source) -> Parser:
-        """Parse calls and their closing marker; a call that breaks off ends at the marker."""
+        """Parse calls and their closing marker.
+
+        Arguments that break off end at the marker, or with the text. What is no call after a whole one is content, or
+        dropped up to the marker.
+        """
         form = self._form
         try:
             yield from form.syntax.parse(source, self._functions)
             yield from source.skip_closing(form.closing)
-        except NotACall:
+        except NotACall as error:
             if not self._has_begun:
                 raise
-            yield from _broken(source, form)
+            is_broken = isinstance(error, BrokenArguments)
+            if source.has_ended:
+                return
+            if is_broken or (form.closing and source.names is None):
+                yield from _broken(source, form.closing, is_kept=is_broken)
+            else:
+                source.position = source.settled
 
     def _calls(self, source: Source) -> Iterator[Event]:
         """Yield the events of the calls as far as the text goes."""
@@ -116,12 +137,15 @@ class ToolCallReader:
                 if self._is_kept:
                     yield event
         except NotACall:  # the marker is content, and so is what follows up to the next one
+            if source.has_ended and (source.names is None or self._is_cut):
+                self._drop()
+                return
             self._source, self._held = None, source.text
             self._has_content = True
             yield from self._kept(self._opened)
             return
-        self._source, self._held = None, source.rest
-        self._spaces, self._follows_call = "", True
+        self._drop()
+        self._held, self._follows_call = "" if source.has_ended else source.rest, True
 
     def _kept(self, text: str) -> Iterator[Event]:
         """Yield the text as content, less the spaces at its end, which may precede a call."""
@@ -136,17 +160,17 @@ class ToolCallReader:
             yield Content(content)
 
 
-def _broken(source: Source, form: ToolCallFormat) -> Parser:
-    """Consume the rest of a call up to its closing marker; in JSON it is what the model wrote as arguments."""
-    closing = form.closing
+def _broken(source: Source, closing: str, *, is_kept: bool) -> Parser:
+    """Consume the rest of a call up to its closing marker; keep it if it is what the model wrote as arguments."""
     while True:
         rest = source.rest
         end = rest.find(closing) if closing else -1
-        certain = end if end >= 0 else len(rest) - (0 if source.is_last else overlap(rest, closing))
-        if certain and form.syntax.is_json:
+        certain = end if end >= 0 else len(rest) - overlap(rest, closing)
+        if certain and is_kept:
             yield Arguments(rest[:certain])
         source.position += certain
-        if end >= 0 or source.is_last:
-            source.position += len(closing) if end >= 0 else 0
+        if end >= 0:
+            source.position += len(closing)
             return
-        yield None
+        if not (yield from source.more()):
+            return

@@ -6,7 +6,8 @@ generator is resumed. At the end of the text `peek` returns an empty string.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import json
+from collections.abc import Container, Generator
 from typing import Any, TypeVar
 
 from megatron_ext.text.tool_calls.events import Event
@@ -21,13 +22,28 @@ class NotACall(ValueError):
     """The text does not continue as a call."""
 
 
-class Source:
-    """Text so far, and the position of the parser in it."""
+class BrokenArguments(NotACall):
+    """The arguments do not continue as JSON."""
 
-    def __init__(self) -> None:
+
+class Source:
+    """Text so far, and the position of the parser in it.
+
+    Args:
+        names: Names that a call may have; None for any.
+
+    Attributes:
+        has_ended: Whether the parser needed more text than there is.
+        settled: Position after the latest whole call.
+    """
+
+    def __init__(self, names: Container[str] | None = None) -> None:
+        self.names = names
         self.text = ""
         self.position = 0
+        self.settled = 0
         self.is_last = False
+        self.has_ended = False
 
     def add(self, text: str, *, is_last: bool) -> None:
         """Append text; `is_last` if none follows."""
@@ -39,12 +55,19 @@ class Source:
         """Text that has not been parsed."""
         return self.text[self.position :]
 
+    def more(self) -> Part[bool]:
+        """Wait for more text; return False at the end."""
+        if not self.is_last:
+            yield None
+            return True
+        self.has_ended = True
+        return False
+
     def peek(self) -> Part[str]:
         """Return the next character, which is not consumed; empty at the end."""
         while self.position >= len(self.text):
-            if self.is_last:
+            if not (yield from self.more()):
                 return ""
-            yield None
         return self.text[self.position]
 
     def skip_spaces(self) -> Part[str]:
@@ -53,6 +76,13 @@ class Source:
             self.position += 1
         return char
 
+    def word(self) -> Part[str]:
+        """Consume letters, digits, and what else names have; return them."""
+        start = self.position
+        while (char := (yield from self.peek())) and (char.isalnum() or char in "_.-"):
+            self.position += 1
+        return self.text[start : self.position]
+
     def starts_with(self, literal: str) -> Part[bool]:
         """Return whether the text continues with `literal`; consume it if so."""
         while True:
@@ -60,9 +90,8 @@ class Source:
             if found == literal:
                 self.position += len(literal)
                 return True
-            if self.is_last or not literal.startswith(found):
+            if not literal.startswith(found) or not (yield from self.more()):
                 return False
-            yield None
 
     def expect(self, literal: str) -> Part[None]:
         """Consume white space and `literal`.
@@ -82,20 +111,47 @@ class Source:
         """
         searched = self.position
         while (end := self.text.find(literal, searched)) < 0:
-            if self.is_last:
-                raise NotACall(literal)
             searched = max(self.position, len(self.text) - len(literal) + 1)
-            yield None
+            if not (yield from self.more()):
+                raise NotACall(literal)
         found = self.text[self.position : end]
         self.position = end + len(literal)
         return found
 
     def skip_closing(self, closing: str) -> Part[None]:
-        """Consume white space and the closing marker, if they follow; else nothing."""
+        """Consume the closing marker, white space and needless brackets before it, if they follow; else nothing."""
         start = self.position
-        yield from self.skip_spaces()
+        while closing and (char := (yield from self.peek())) and (char.isspace() or char in "]}"):
+            self.position += 1
         if not closing or not (yield from self.starts_with(closing)):
             self.position = start
+
+    def check_name(self, name: str) -> None:
+        """Check the name of a call.
+
+        Raises:
+            NotACall: It is empty, cannot be sent, or names no function that may be called.
+        """
+        if not name or not _is_unicode(name) or not (self.names is None or name in self.names):
+            raise NotACall(name)
+
+
+def json_text(value: object) -> str:
+    """Return the JSON text of a value, which can be sent: lone surrogates stay escaped.
+
+    Raises:
+        ValueError: JSON has no such number.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if _is_unicode(text) else json.dumps(value)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def overlap(text: str, *markers: str) -> int:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Final
 
 from megatron_ext.text.tool_calls.events import Arguments, CallBegun
 from megatron_ext.text.tool_calls.functions import Function, GrammarRules
-from megatron_ext.text.tool_calls.source import NotACall, Parser, Source, overlap
+from megatron_ext.text.tool_calls.source import NotACall, Parser, Source, json_text, overlap
 
 _FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_OF_PARAMETER = "<parameter=", "</parameter>"
@@ -38,24 +38,26 @@ _JSON_TYPES: Final[Mapping[type, str]] = {
 class XmlCalls:
     """Syntax of one call as tags."""
 
-    is_json: ClassVar[bool] = False
-
     def parse(self, source: Source, functions: dict[str, Function]) -> Parser:
         """Parse a call; texts are returned as they come."""
         yield from source.expect(_FUNCTION)
         name = (yield from source.until(">")).strip()
-        if not name or "\n" in name:
+        if "\n" in name:
             raise NotACall("name")
+        source.check_name(name)
         yield CallBegun(name)
         function = functions.get(name, Function(name))
         head = "{"
         while (yield from source.skip_spaces()) and (yield from source.starts_with(_PARAMETER)):
             key = (yield from source.until(">")).strip()
-            yield Arguments(f"{head}{json.dumps(key, ensure_ascii=False)}: ")
+            yield Arguments(f"{head}{json_text(key)}: ")
             head = ", "
             yield from _value(source, _types(function.properties.get(key, {})))
-        yield from source.expect(_END_OF_FUNCTION)
-        yield Arguments("{}" if head == "{" else "}")
+        is_closed = yield from source.starts_with(_END_OF_FUNCTION)
+        if is_closed or not source.has_ended:
+            yield Arguments("{}" if head == "{" else "}")
+        if not is_closed:
+            raise NotACall(_END_OF_FUNCTION)
 
     def grammar(self, functions: list[Function], rules: GrammarRules, *, is_parallel: bool) -> str:
         """Return the expression of a call; arguments follow the function's schema, in the order of this."""
@@ -70,15 +72,13 @@ class XmlCalls:
 def _argument(function: Function, name: str, rules: GrammarRules) -> str:
     schema = function.schema_of(name)
     end = f"\n{_END_OF_PARAMETER}\n"
-    texts, pattern = schema.get("enum", [schema.get("const")]), schema.get("pattern")
+    texts = schema.get("enum", [schema.get("const")])
     if "string" not in _types(schema):
         value = f"{rules.json(schema)} {rules.literal(end)}"
     elif isinstance(texts, list) and texts != [None]:
         value = f"({' | '.join(rules.literal(_spelled(text)) for text in texts)}) {rules.literal(end)}"
-    elif isinstance(pattern, str):
-        value = f"{rules.add(_whole_pattern(pattern))} {rules.literal(end)}"
     else:
-        value = rules.up_to(end)
+        value = rules.string_up_to(end, schema)
     head = rules.literal(f"{_PARAMETER}{name}>\n")
     whole = rules.add(f"{head} {value}")
     return whole if name in function.required else f"{whole}?"
@@ -86,14 +86,6 @@ def _argument(function: Function, name: str, rules: GrammarRules) -> str:
 
 def _spelled(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _whole_pattern(pattern: str) -> str:
-    """Return the expression of texts in which a schema's pattern, which is searched, occurs."""
-    inner = pattern.removeprefix("^").removesuffix("$").replace("/", "\\/")
-    before = "" if pattern.startswith("^") else "(.|\\n)*"
-    after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\\n)*"
-    return f"/{before}({inner}){after}/"
 
 
 def _types(schema: Mapping[str, object]) -> frozenset[str]:
@@ -118,7 +110,7 @@ def _value(source: Source, types: frozenset[str]) -> Parser:
         source.position += 1
     if types != _STRING:
         text = yield from source.until(_END_OF_PARAMETER)
-        yield Arguments(json.dumps(_typed(text.removesuffix("\n"), types), ensure_ascii=False))
+        yield Arguments(_typed(text.removesuffix("\n"), types))
         return
     yield Arguments('"')
     while True:
@@ -126,14 +118,13 @@ def _value(source: Source, types: frozenset[str]) -> Parser:
         end = rest.find(_END_OF_PARAMETER)
         text = rest[:end].removesuffix("\n") if end >= 0 else rest[: len(rest) - _held(rest)]
         if text:
-            yield Arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+            yield Arguments(json_text(text)[1:-1])
         if end >= 0:
             source.position += end + len(_END_OF_PARAMETER)
             break
         source.position += len(text)
-        if source.is_last:
+        if not (yield from source.more()):
             raise NotACall(_END_OF_PARAMETER)
-        yield None
     yield Arguments('"')
 
 
@@ -141,15 +132,13 @@ def _held(text: str) -> int:
     return overlap(text, "\n" + _END_OF_PARAMETER, _END_OF_PARAMETER)
 
 
-def _typed(text: str, types: frozenset[str]) -> Any:
-    """Return a value that is not only a text by its schema: JSON, a word of Python, or the text itself."""
-    value: Any = text
+def _typed(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value that is not only a text by its schema: JSON, a word of Python, or the text itself."""
     try:
         value = _WORDS[text] if text in _WORDS else json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    if "string" not in types:
-        return value
+        written = json_text(value)
+    except (ValueError, RecursionError):  # not JSON, or a number that JSON does not have
+        return json_text(text)
     name = "string" if isinstance(value, str) else _JSON_TYPES[type(value)]
     is_named = name in types or (name == "integer" and "number" in types)
-    return value if is_named and name != "string" else text
+    return written if "string" not in types or (is_named and name != "string") else json_text(text)

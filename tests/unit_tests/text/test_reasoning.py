@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Iterable
 
 import pytest
 
-from megatron_ext.text.reasoning import FORMATS, ReasoningReader, begins_inside, format_of
+from megatron_ext.text.reasoning import FORMATS, ReasoningFormat, ReasoningReader, begins_inside, format_of
 
 TEXTS = [
     ("{o}\nabc d\n\n{c}\n\nhello <t> x ", False, ("abc d", "hello <t> x ")),
@@ -19,22 +19,30 @@ TEXTS = [
     ("  plain", False, ("", "  plain")),
     ("abc \n", True, ("abc \n", "")),
     ("a{c}b{c}", True, ("a", "b{c}")),
+    (" {h}", False, ("", " {h}")),
+    ("<", False, ("", "<")),
+    ("{o} a < b\n{c}\n\n{o}", False, ("a < b", "{o}")),
 ]
+
+
+def read(form: ReasoningFormat, pieces: Iterable[str], is_inside: bool, *, is_cut: bool = False) -> list[str]:
+    """Thinking and answer of a text that comes in pieces."""
+    reader, given = ReasoningReader(form, is_inside=is_inside), list(pieces) or [""]
+    found = [reader.feed(one) for one in given[:-1]] + [reader.feed(given[-1], is_last=True, is_cut=is_cut)]
+    return ["".join(parts) for parts in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize(("text", "is_inside", "parts"), TEXTS, ids=lambda value: repr(value)[:20])
 def test_parts_do_not_depend_on_pieces(form, text, is_inside, parts):
-    text, *parts = (one.format(o=form.opening, c=form.closing) for one in (text, *parts))
-    assert ReasoningReader(form, is_inside=is_inside).feed(text, is_last=True) == tuple(parts)
-    for seed in range(30):
-        sizes, reader, found, start = random.Random(seed), ReasoningReader(form, is_inside=is_inside), ["", ""], 0
-        while start < len(text) or start == 0:
-            end = min(len(text), start + sizes.randrange(1, 5))
-            for i, new in enumerate(reader.feed(text[start:end], is_last=end == len(text))):
-                found[i] += new
-            start = max(end, 1)
-        assert found == parts
+    text, *parts = (one.format(o=form.opening, c=form.closing, h=form.opening[:4]) for one in (text, *parts))
+    assert read(form, [text], is_inside) == parts
+    assert read(form, text, is_inside) == parts
+    for i in range(1, len(text)):
+        assert read(form, [text[:i], text[i:]], is_inside) == parts
+        thinking, answer = read(form, [text[:i]], is_inside, is_cut=True)
+        assert parts[0].startswith(thinking.rstrip()), "no part of a marker"
+        assert parts[1].startswith(answer.rstrip())
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)

@@ -109,6 +109,15 @@ class TestAnswers:
         count = len(says(text).serving.tokenizer.tokenize(CALL))
         assert ask(says(text), stream=stream, max_tokens=count) == [(None, [WEATHER_CALL], "length")]
 
+    def test_cut_inside_a_marker(self, says, stream):
+        """S14: nothing of a marker is content. What a stop ends is all text."""
+        for text, answer in ((f"a{CALL[:5]}", "a"), (CALL[:-3], None), (CALL[:20], "")):
+            server = says(text + " and more")
+            count = len(server.serving.tokenizer.tokenize(text))
+            calls = [WEATHER_CALL] if answer is None else []
+            assert ask(server, stream=stream, max_tokens=count) == [(answer, calls, "length")]
+        assert ask(says("a <"), stream=stream) == [("a <", [], "stop")]
+
 
 FORECAST = {
     "type": "function",
@@ -196,6 +205,35 @@ def test_a_stream_returns_pieces_early(says):
     assert json.loads("".join(one.function.arguments for one in pieces)) == json.loads(long)["arguments"]
 
 
+COLOR = {"type": "object", "properties": {"a": {"type": "string", "format": "color"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "required"),
+    [
+        (CHAT, {"type": "function", "function": {"name": "f", "parameters": COLOR}}, "required"),
+        ("/v1/responses", {"type": "function", "name": "f", "parameters": COLOR}, "required"),
+        ("/v1/messages", {"name": "f", "input_schema": COLOR}, {"type": "any"}),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_what_no_grammar_enforces(embedded, path, tool, required):
+    """S19: a format that is not known does not matter where a tool is not strict, and is named where it is."""
+    limit = "max_output_tokens" if "responses" in path else "max_tokens"
+    given = {"input": "a"} if "responses" in path else {"messages": QUESTION}
+    body = {"model": "embedded", **given, limit: 60, "temperature": 0, "tools": [tool], "tool_choice": required}
+    answer = embedded.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert '\\"a\\": ' in answer.text or '"a":' in answer.text, "the rest of the schema holds"
+    strict = tool | {"function": tool["function"] | {"strict": True}} if "function" in tool else tool | {"strict": True}
+    for choice in (required, {"type": "auto"} if "messages" in path else "auto"):
+        answer = embedded.http.post(path, json=body | {"tools": [strict], "tool_choice": choice})
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert "function 'f' cannot be enforced at properties.a.format: \"color\" (Unknown format" in message
+        assert "rule" not in message, "of the grammar"
+
+
 def test_without_the_extra(embedded, monkeypatch):
     """Calls that are demanded name the missing package; calls that the model may make do not need it."""
     find = importlib.util.find_spec
@@ -278,7 +316,7 @@ def function(**fields: object) -> dict:
                     function(strict=True, parameters={"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}})
                 ]
             },
-            "tools: the schema",
+            "tools: the parameters of the strict function 'f' cannot be enforced at properties.a.$ref: \"#/nowhere\" (",
             "tools",
         ),
         (

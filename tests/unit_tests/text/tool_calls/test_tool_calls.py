@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
+from collections.abc import Iterable
 
 import pytest
 
@@ -13,6 +13,7 @@ from megatron_ext.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from megatron_ext.errors import ConfigError
 from megatron_ext.text import reasoning
 from megatron_ext.text.grammars import Grammars
+from megatron_ext.text.schema_support import supported_part
 from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.template_worker import Rendering
 from megatron_ext.text.tokenizer import TextTokenizer
@@ -37,6 +38,9 @@ TEMPLATES = {
     "hermes": _HEAD + _CALLS + "<tool_call>\n" + _OBJECT.replace("KEY", "arguments") + "\n</tool_call>" + _BETWEEN,
     "nemotron": _HEAD + "<TOOLCALL>[" + _CALLS + _LISTED + "]</TOOLCALL>",
     "mistral": _HEAD + "[TOOL_CALLS][" + _CALLS + _LISTED + "]",
+    "mistral named": _HEAD
+    + _CALLS
+    + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{% endfor %}{# [CALL_ID] #}",
     "granite": _HEAD + "<|tool_call|>[" + _CALLS + _LISTED + "]",
     "llama3_json": _HEAD + _CALLS + _OBJECT.replace("KEY", "parameters") + "{{ '' if loop.last else '; ' }}{% endfor %}"
     '{# "parameters": dictionary of argument name and its value #}',
@@ -62,6 +66,7 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 WEATHER, TIME = Function("weather", PARAMETERS, is_strict=True), Function("time-now", {"type": "object"})
+FUNCTIONS = (WEATHER, TIME)
 ARGUMENTS = {
     "one": {"city": "Oslo"},
     "all": {"city": "Oslo", "days": -2, "exact": True, "note": None, "place": {"at": [59.9, 10.75e0]}},
@@ -79,34 +84,42 @@ def written(name: str, calls: list[tuple[str, dict]], content: str = "") -> str:
     return RENDERER.render(Rendering(TEMPLATES[name], [message], {"add_generation_prompt": False}, {}))
 
 
-def read(name: str, text: str, sizes: random.Random | None = None, max_calls: int = 9) -> tuple[str, list]:
-    """Content and calls of a text, in one piece or cut at random."""
-    reader = ToolCallReader(formats.format_named(name), (WEATHER, TIME), max_calls)
-    start, content, calls = 0, "", []
-    while start < len(text) or start == 0:
-        end = len(text) if sizes is None else min(len(text), start + sizes.randrange(1, 9))
-        for event in reader.feed(text[start:end], is_last=end == len(text)):
+def form_of(name: str) -> formats.ToolCallFormat:
+    return formats.format_of(TEMPLATES[name])
+
+
+def read(name: str, pieces: Iterable[str], max_calls: int = 9, *, is_cut: bool = False) -> tuple[str, list]:
+    """Content and calls, with the text of their arguments, of an answer that comes in pieces."""
+    reader, content, calls = ToolCallReader(form_of(name), FUNCTIONS, max_calls), "", []
+    given = list(pieces) or [""]
+    for i, piece in enumerate(given):
+        is_last = i == len(given) - 1
+        for event in reader.feed(piece, is_last=is_last, is_cut=is_cut and is_last):
             if isinstance(event, Content):
                 content += event.text
             elif isinstance(event, CallBegun):
-                calls.append([event.name, ""])
+                calls.append((event.name, ""))
             else:
                 assert isinstance(event, Arguments)
-                calls[-1][1] += event.text
-        start = max(end, 1)
+                calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
     assert reader.count == len(calls)
-    return content, [tuple(one) for one in calls]
+    return content, calls
 
 
-def parsed(name: str, text: str, sizes: random.Random | None = None) -> tuple[str, list]:
-    content, calls = read(name, text, sizes)
-    return content, [(one, json.loads(arguments)) for one, arguments in calls]
+def parsed(found: tuple[str, list]) -> tuple[str, list]:
+    """Content and calls with the values of their arguments, which are JSON by RFC 8259."""
+    content, calls = found
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return content, [(name, json.loads(arguments, parse_constant=refuse)) for name, arguments in calls]
 
 
 def test_names_are_those_of_the_flags():
     assert {"auto", *formats.NAMES} == set(TOOL_CALL_PARSERS)
     assert {"auto", "none", *reasoning.NAMES} == set(REASONING_PARSERS)
-    assert set(TEMPLATES) == set(formats.NAMES)
+    assert {form_of(name).name for name in TEMPLATES} == set(formats.NAMES)
     for find in (formats.format_named, reasoning.format_named):
         with pytest.raises(ConfigError, match="'what'"):
             find("what")
@@ -115,83 +128,174 @@ def test_names_are_those_of_the_flags():
 @pytest.mark.parametrize("name", TEMPLATES)
 class TestFormats:
     def test_found_from_the_template(self, name):
-        assert formats.format_of(TEMPLATES[name]).name == name
+        assert form_of(name).name == name.partition(" ")[0]
+        assert formats.format_named(form_of(name).name, TEMPLATES[name]) is form_of(name)
         assert formats.format_of("{{ tools }}").name == "hermes"
-
-    @pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
-    def test_what_a_template_writes_is_read_back(self, name, arguments):
-        for calls in ([("weather", arguments)], [("weather", arguments), ("time-now", {}), ("weather", {"city": "x"})]):
-            text = written(name, calls)
-            assert parsed(name, text) == ("", calls)
-            for seed in range(10):
-                assert parsed(name, text, random.Random(seed)) == ("", calls)
-
-    def test_text_around_calls_is_kept(self, name):
-        calls = [("weather", {"city": "Oslo"}), ("time-now", {})]
-        text = written(name, calls, "I look it up. ")
-        if name in BARE:
-            assert parsed(name, text) == (text, [])
-            return
-        after = "" if name in {"mistral", "granite"} else "\n Done."
-        for seed in (None, 1, 2, 3):
-            sizes = None if seed is None else random.Random(seed)
-            assert parsed(name, text + after, sizes) == ("I look it up." + after.strip(), calls)
 
     def test_pieces_come_early(self, name):
         """Name and arguments are returned before the call ends: arguments as JSON or text, a value at least."""
         text = written(name, [("weather", {"city": "a long name of a city", "days": 3})])
-        reader = ToolCallReader(formats.format_named(name), (WEATHER,))
+        reader = ToolCallReader(form_of(name), (WEATHER,))
         found = [type(event) for event in reader.feed(text[: text.index("3")])]
         assert found[0] is CallBegun
         assert Arguments in found
 
     def test_as_many_calls_as_are_wanted(self, name):
         text = written(name, [("weather", {"city": "Oslo"}), ("time-now", {})])
-        assert [one for one, _ in read(name, text, max_calls=1)[1]] == ["weather"]
-
-    @pytest.mark.parametrize("at", [0.2, 0.5, 0.8, 0.95])
-    def test_a_call_that_breaks_off(self, name, at):
-        """Certain parts stay, however the text came; nothing is raised."""
-        text = written(name, [("weather", ARGUMENTS["all"]), ("time-now", {})])
-        text = text[: int(at * len(text))]
-        for ending in ("", " <>>"):
-            whole = read(name, text + ending)
-            for seed in range(10):
-                assert read(name, text + ending, random.Random(seed)) == whole
+        assert [one for one, _ in read(name, [text], max_calls=1)[1]] == ["weather"]
 
 
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-OTHER = '<tool_call>{"arguments": {}, "name": "time"}</tool_call>'
-WEATHER_CALL, TIME_CALL = ("weather", {"city": "Oslo"}), ("time", {})
+OSLO, NOW, ROME = ("weather", {"city": "Oslo"}), ("time-now", {}), ("weather", {"city": "Rome"})
+JSON_OSLO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+JSON_NOW = '{"name": "time-now", "arguments": {}}'
+HERMES = f"<tool_call>\n{JSON_OSLO}\n</tool_call>"
+XML = "<tool_call>\n<function=weather>\n{}</function>\n</tool_call>"
+XML_OSLO = XML.format("<parameter=city>\nOslo\n</parameter>\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("Hello < world \n", "Hello < world \n", []),
-        ("", "", []),
-        (CALL, "", [WEATHER_CALL]),
-        (f"I look.\n{CALL}\n", "I look.", [WEATHER_CALL]),
-        (f"a {CALL}\n{OTHER} b  c ", "ab  c", [WEATHER_CALL, TIME_CALL]),
-        (CALL.removesuffix("</tool_call>"), "", [WEATHER_CALL]),
-        ("<tool_call>\nnothing</tool_call> x", "<tool_call>\nnothing</tool_call> x", []),
-        (f'<tool_call>{{"name": 5}}</tool_call>{OTHER}', '<tool_call>{"name": 5}</tool_call>', [TIME_CALL]),
-        ("<tool_call>{", "<tool_call>{", []),
-        ("x <tool_cal", "x <tool_cal", []),
-        ('<tool_call>{"name": "f", "parameters": {"a": "ä"}, "id": 5}</tool_call>', "", [("f", {"a": "ä"})]),
-        (
-            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-            [],
-        ),
-        ("<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, []),
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_a_text_is_taken_apart_however_it_comes(text, content, calls):
-    assert parsed("hermes", text) == (content, calls)
-    for seed in range(20 if len(text) < 1000 else 1):
-        assert parsed("hermes", text, random.Random(seed)) == (content, calls)
+def hermes(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+
+
+def xml(**values: str) -> str:
+    return XML.format("".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()))
+
+
+# Answers as models write them: format, text, content, calls.
+ANSWERS: list[tuple[str, str, str, list]] = [
+    ("hermes", "Hello < world \n", "Hello < world \n", []),
+    ("hermes", "", "", []),
+    ("hermes", "a <", "a <", []),
+    ("hermes", "x <tool_cal", "x <tool_cal", []),
+    ("hermes", HERMES, "", [OSLO]),
+    ("hermes", f"I look.\n\n{HERMES}\n", "I look.", [OSLO]),
+    ("hermes", f"a {HERMES}\n<tool_call>{JSON_NOW}</tool_call> b  c ", "ab  c", [OSLO, NOW]),
+    ("hermes", HERMES.removesuffix("</tool_call>"), "", [OSLO]),
+    ("hermes", HERMES.replace("\n</", "}\n</"), "", [OSLO]),
+    ("hermes", '<tool_call>{"name": "time-now"}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"arguments": {}, "name": "time-now"}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"name": "time-now", "arguments": null}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"a": "ä"}, "id": 5}</tool_call>', "", [("f", {"a": "ä"})]),
+    ("hermes", hermes('"{\\"a\\": [1]}"'), "", [("f", {"a": [1]})]),
+    ("hermes", hermes('{"a": {"b": [1, -2.5e3, {}], "c": []}}'), "", [("f", {"a": {"b": [1, -2500, {}], "c": []}})]),
+    ("hermes", hermes('{"a": "C:\\\\x\\\\", "b": "\\"}\\u00e9"}'), "", [("f", {"a": "C:\\x\\", "b": '"}é'})]),
+    (
+        "hermes",
+        hermes('{"a": NaN, "b": [-Infinity, True, None]}'),
+        "",
+        [("f", {"a": "NaN", "b": ["-Infinity", True, None]})],
+    ),
+    ("hermes", hermes('{"a": "1\n2\t\\d"}'), "", [("f", {"a": "1\n2\t\\d"})]),
+    ("hermes", hermes('""'), "", [("f", {})]),
+    ("hermes", hermes("[1, }"), hermes("[1, }"), []),
+    ("hermes", "<tool_call>\nnothing</tool_call> x", "<tool_call>\nnothing</tool_call> x", []),
+    ("hermes", f'<tool_call>{{"name": 5}}</tool_call>{HERMES}', '<tool_call>{"name": 5}</tool_call>', [OSLO]),
+    ("hermes", hermes("[1]"), hermes("[1]"), []),
+    ("hermes", '<tool_call>{"name": "\\ud83d"}', '<tool_call>{"name": "\\ud83d"}', []),
+    ("nemotron", f"<TOOLCALL>[{JSON_OSLO}, {JSON_NOW}]</TOOLCALL>\n\nDone.", "Done.", [OSLO, NOW]),
+    ("nemotron", f"<TOOLCALL> [ {JSON_OSLO} ] </TOOLCALL>", "", [OSLO]),
+    ("nemotron", f"<TOOLCALL>[{JSON_OSLO} and more]</TOOLCALL> x", "x", [OSLO]),
+    ("granite", f"<|tool_call|>[{JSON_OSLO}, {JSON_NOW}]", "", [OSLO, NOW]),
+    ("granite", f"<|tool_call|> [\n{JSON_OSLO}\n]\n", "", [OSLO]),
+    ("mistral", f"I look. [TOOL_CALLS] [{JSON_OSLO}, {JSON_NOW}] bye", "I look.bye", [OSLO, NOW]),
+    ("mistral", '[TOOL_CALLS][{"name": "time-now", "arguments": {}, "id": "a1B2c3D4e"}]', "", [NOW]),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}', "", [OSLO]),
+    ("mistral", 'Hm.[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]time-now[ARGS]{}', "Hm.", [OSLO, NOW]),
+    ("mistral", '[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Oslo"}', "", [OSLO]),
+    ("mistral", '[TOOL_CALLS]weather{"city": "Oslo"}', "", [OSLO]),
+    ("mistral", "[TOOL_CALLS] is a marker [x]", "[TOOL_CALLS] is a marker [x]", []),
+    ("llama3_json", JSON_OSLO.replace("arguments", "parameters"), "", [OSLO]),
+    ("llama3_json", f"\n{JSON_OSLO}; {JSON_NOW}", "", [OSLO, NOW]),
+    ("llama3_json", f"{JSON_OSLO};{JSON_NOW}", "", [OSLO, NOW]),
+    ("llama3_json", f"<|python_tag|>{JSON_OSLO}", "", [OSLO]),
+    ("llama3_json", '<|python_tag|>{"name": "other", "parameters": {}}', "", [("other", {})]),
+    ("llama3_json", '{"type": "function", "name": "time-now", "parameters": {}}', "", [NOW]),
+    ("llama3_json", '{"name": "Alice", "age": 30}', '{"name": "Alice", "age": 30}', []),
+    ("llama3_json", '{"name": "Alice", "parameters": {}}', '{"name": "Alice", "parameters": {}}', []),
+    ("llama3_json", '{"name": "weather", "age": 30}', '{"name": "weather", "age": 30}', []),
+    ("llama3_json", '{"title": 1, "name": "weather"}', '{"title": 1, "name": "weather"}', []),
+    ("llama3_json", f'{JSON_OSLO}; {{"name": "Alice"}}', '; {"name": "Alice"}', [OSLO]),
+    ("llama3_json", f"So: {JSON_OSLO}", f"So: {JSON_OSLO}", []),
+    ("pythonic", "[weather(city='Oslo'), time-now()]", "", [OSLO, NOW]),
+    ("pythonic", '<|python_start|>[weather(city="Oslo")]<|python_end|>', "", [OSLO]),
+    ("pythonic", "<|python_start|>[other()]<|python_end|>", "", [("other", {})]),
+    ("pythonic", "[link(a=1)](http://x)", "[link(a=1)](http://x)", []),
+    ("pythonic", "[weather(as of now)](http://x)", "[weather(as of now)](http://x)", []),
+    ("pythonic", "[weather(city='Oslo'), link(a=1)]", ", link(a=1)]", [OSLO]),
+    ("pythonic", "[1, 2]", "[1, 2]", []),
+    ("lfm2", "<|tool_call_start|>[weather(city='Oslo')]<|tool_call_end|>I look.", "I look.", [OSLO]),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(a={'b': [1, None]}, c=True, d=null, e=\"x\\\\\", g=-1.5, h=nan, i='a, b)')]"
+        "<|tool_call_end|>",
+        "",
+        [("f", {"a": {"b": [1, None]}, "c": True, "d": None, "e": "x\\", "g": -1.5, "h": "nan", "i": "a, b)"})],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(a='\\ud83d', b=[1e999])]<|tool_call_end|>",
+        "",
+        [("f", {"a": "\ud83d", "b": "[1e999]"})],
+    ),
+    ("qwen3_coder", f"I look.\n{XML_OSLO}\n{XML.format('')}", "I look.", [OSLO, ("weather", {})]),
+    ("qwen3_coder", XML_OSLO.replace("</function>\n", ""), "", [OSLO]),
+    (
+        "qwen3_coder",
+        xml(city="a < b\n</para> \\", days="3"),
+        "",
+        [("weather", {"city": "a < b\n</para> \\", "days": 3})],
+    ),
+    (
+        "qwen3_coder",
+        xml(city="", note="null", exact="True"),
+        "",
+        [("weather", {"city": "", "note": None, "exact": True})],
+    ),
+    ("qwen3_coder", xml(days="NaN", city="NaN"), "", [("weather", {"days": "NaN", "city": "NaN"})]),
+    ("qwen3_coder", xml(days="-Infinity"), "", [("weather", {"days": "-Infinity"})]),
+    ("qwen3_coder", xml(days="1e999"), "", [("weather", {"days": "1e999"})]),
+    ("qwen3_coder", xml(place='{"at": [NaN, 1]}'), "", [("weather", {"place": '{"at": [NaN, 1]}'})]),
+    ("qwen3_coder", xml(place='{"at": "\\ud83d"}'), "", [("weather", {"place": {"at": "\ud83d"}})]),
+    ("qwen3_coder", "<tool_call>\nno tags", "<tool_call>\nno tags", []),
+]
+for _name in TEMPLATES:  # and as templates write them
+    _calls = [*(("weather", one) for one in ARGUMENTS.values()), ("time-now", {})]
+    _text, _after = (
+        ("", "")
+        if _name in BARE
+        else ("I look. ", "" if _name in {"mistral", "mistral named", "granite"} else "\n Done.")
+    )
+    ANSWERS.append((_name, written(_name, _calls, _text) + _after, _text.strip() + _after.strip(), _calls))
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), ANSWERS, ids=lambda value: repr(value)[:40])
+class TestAnswers:
+    def test_does_not_depend_on_pieces(self, name, text, content, calls):
+        whole = read(name, [text])
+        assert parsed(whole) == (content, calls)
+        json.dumps(whole, ensure_ascii=False).encode()  # it can be sent
+        assert read(name, text) == whole
+        for i in range(1, len(text)):
+            assert read(name, [text[:i], text[i:]]) == whole, i
+
+    def test_cut_anywhere(self, name, text, content, calls):
+        """Nothing leaks: content and arguments are beginnings of the whole's."""
+        whole_content, whole_calls = read(name, [text])
+        for i in range(len(text)):
+            found_content, found_calls = read(name, [text[:i]], is_cut=True)
+            assert whole_content.startswith(found_content.rstrip()), i
+            assert [one for one, _ in found_calls] == [one for one, _ in whole_calls[: len(found_calls)]], i
+            for (_, found), (_, whole) in zip(found_calls, whole_calls, strict=False):
+                assert whole.startswith(found), i
+            if not calls:
+                continue
+            stopped = read(name, [text[:i]])  # by the model: the beginning of an opening marker is text then
+            assert stopped[1] == found_calls, i
+
+
+def test_a_long_text_that_is_no_call():
+    text = "<tool_call>" + "[" * 100_000
+    assert read("hermes", [text[:50_000], text[50_000:]]) == (text, [])
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +307,7 @@ def grammars() -> Grammars:
 
 def is_accepted(grammars: Grammars, guidance: Guidance, name: str, text: str) -> bool:
     """Return whether a grammar accepts a whole text."""
-    form = ResponseFormat(LARK, grammar_of(guidance, formats.format_named(name), lambda _: None))
+    form = ResponseFormat(LARK, grammar_of(guidance, form_of(name), lambda _: None))
     matcher, tokenizer = grammars.matcher(form), grammars._given
     try:
         matcher.take(tokenizer.tokenize_plain(text))
@@ -307,7 +411,7 @@ def test_prescribed_text_has_the_tokens_of_the_next_prompt(grammars, name):
     """Prescribed text can be generated in the tokenizer's own tokens only."""
     schema = {"type": "object", "properties": {"level": {"enum": ["low", "high"]}}, "required": ["level"]}
     guidance = Guidance((Function("note", schema),), must_call=True, is_parallel=False)
-    source = grammar_of(guidance, formats.format_named(name), lambda _: None)
+    source = grammar_of(guidance, form_of(name), lambda _: None)
     tokenizer, matcher = grammars._given, grammars.matcher(ResponseFormat(LARK, source))
     expected = tokenizer.tokenize_plain(written(name, [("note", {"level": "low"})]))
     choices = 0
@@ -331,3 +435,98 @@ def test_arguments_that_refer_to_definitions(grammars):
     for name in TEMPLATES:
         assert is_accepted(grammars, guidance, name, written(name, [("go", {"at": {"x": 1}})])), name
         assert not is_accepted(grammars, guidance, name, written(name, [("go", {"at": {"x": "1"}})])), name
+
+
+# Patterns of JSON schemas (ECMA-262), texts that have them, and texts that have not.
+PATTERNS = [
+    (r"^\/api\/x$", ["/api/x"], ["x/api/x", "/api/"]),
+    (r"^[^/]+/[^\/]+$", ["a/b"], ["a", "a/b/c"]),
+    (r"a\-b", ["a-b", "xa-by"], ["ab"]),
+    (r"^\d\D$", ["1a"], ["٣a", "11"]),
+    (r"^\w+\W$", ["a_1 "], ["é", "a"]),
+    (r"^[\w\-.]+$", ["a-b.c"], ["é", "a b"]),
+    (r"^[\d-x]$", ["-", "3", "x"], ["a"]),
+    (r"^[a-\d]$", ["a", "-", "5"], ["b"]),
+    (r"^[a-z-9]$", ["b", "-", "9"], ["A"]),
+    (r"^[!-/]$", ["/", "-"], ["a"]),
+    (r"^[\]\\[]$", ["]", "\\", "["], ["a"]),
+    (r"^[a&&b]+$", ["a&b"], ["c"]),
+    (r"^[^]$", ["a", "é"], ["", "ab"]),
+    (r"^\u0041[\u4e00-\u9fff]\x41$", ["A東A"], ["A東", "東A"]),
+    (r"^\ud83d\ude00$", ["😀"], ["x"]),
+    (r"^\e\_\<\>\#\%\@\!\'\"\ \:\;\,\=\`\~\&$", ["e_<>#%@!'\" :;,=`~&"], ["e"]),
+    (r"^\p{Lu}+$", ["ÄB"], ["a"]),
+    (r"^a\$", ["a$", "a$b"], ["a"]),
+    (r"a\\$", ["a\\", "xa\\"], ["a", "a\\b"]),
+    ("^a{,3}$", ["a{,3}"], ["aa"]),
+    ("^{a}$", ["{a}"], ["a"]),
+    ("^.{2,3}$", ["ab"], ["a", "abcd"]),
+    ("foo", ["foo", "a foo b"], ["fo"]),
+    ("^a$|^b$", ["a", "b"], ["xb", "ax", "xbx"]),
+    ("a|^b", ["a", "xa", "bx"], ["xb"]),
+    ("(^a$)", ["a"], ["xa", "ax"]),
+    ("(^|,)x", ["x", ",x", "y,xz"], ["yx"]),
+    ("^(?:x($|,))", ["x", "x,b"], ["xb", "ax"]),
+    (r"\Aa\Z", ["a"], ["ba", "ab"]),
+    ("^(?<y>a)(b|c)?$", ["ab", "a"], ["b"]),
+    ("", ["", "a"], []),
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize(("pattern", "good", "bad"), PATTERNS, ids=lambda value: repr(value)[:20])
+def test_patterns(grammars, name, pattern, good, bad):
+    """A pattern is searched and not translated to another: in JSON, and in texts that no quotes surround."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+    guidance = Guidance((Function("f", schema, is_strict=True),), must_call=True)
+    for text in (*good, *bad):
+        call = written(name, [("f", {"a": text})])
+        assert is_accepted(grammars, guidance, name, call) == (text in good), text
+
+
+@pytest.mark.parametrize("fields", [{"minLength": 2, "maxLength": 3}, {"pattern": "a", "maxLength": 3}], ids=str)
+def test_lengths_of_texts_without_quotes(grammars, fields):
+    schema = {"type": "object", "properties": {"a": {"type": "string", **fields}}, "required": ["a"]}
+    guidance = Guidance((Function("f", schema),), must_call=True)
+    found = [
+        one
+        for one in ("", "a", "ab", "bab", "bbab")
+        if is_accepted(grammars, guidance, "qwen3_coder", written("qwen3_coder", [("f", {"a": one})]))
+    ]
+    assert found == (["ab", "bab"] if "minLength" in fields else ["a", "ab", "bab"])
+    text = "ba\n</parameter>\n"
+    assert not is_accepted(grammars, guidance, "qwen3_coder", written("qwen3_coder", [("f", {"a": text})]))
+
+
+@pytest.mark.parametrize(
+    ("schema", "places", "kept"),
+    [
+        ({"type": "string", "format": "color"}, ['format: "color" (Unknown format: color)'], {"type": "string"}),
+        ({"type": "string", "pattern": "(?=a)b"}, ["pattern: "], {"type": "string"}),
+        ({"type": "string", "format": 5, "minLength": -1}, ["format: 5", "minLength: -1"], {"type": "string"}),
+        ({"type": "string", "format": "date", "pattern": "^2"}, [], None),
+        (
+            {"type": "array", "items": {"not": {}, "type": "string"}},
+            ["items.not: {}"],
+            {"type": "array", "items": {"type": "string"}},
+        ),
+        (
+            {"oneOf": [{"type": "string"}, {"minLength": 2}]},
+            ["oneOf: "],
+            {"anyOf": [{"type": "string"}, {"minLength": 2}]},
+        ),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, [': {"type": "integer"'], {}),
+        ({"$ref": "#/nowhere"}, ['$ref: "#/nowhere"'], {}),
+        ({"$ref": "#/properties/b"}, [], None),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_what_is_not_supported_is_found_by_its_place(schema, places, kept):
+    pytest.importorskip("llguidance")
+    b = {"type": "object", "properties": {"format": {"type": "string"}, "not": {"$ref": "#"}}}
+    whole = {"type": "object", "properties": {"a": schema, "b": b}, "required": ["a"]}
+    part, found = supported_part(whole)
+    assert part == whole | {"properties": {"a": schema if kept is None else kept, "b": b}}
+    assert len(found) == len(places)
+    for place, one in zip(places, found, strict=True):
+        assert str(one).startswith(f"properties.a{'' if place[0] == ':' else '.'}{place}")
