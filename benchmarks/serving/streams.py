@@ -144,9 +144,11 @@ async def serving_process(
 
 
 @contextlib.asynccontextmanager
-async def request(port: int, path: str, body: dict[str, object] | None = None) -> AsyncIterator[asyncio.StreamReader]:
+async def request(
+    port: int, path: str, body: dict[str, object] | bytes | None = None
+) -> AsyncIterator[asyncio.StreamReader]:
     """Send a request, with a body by POST; the answer can be read inside this context."""
-    content = b"" if body is None else json.dumps(body).encode()
+    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     if body is not None:
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
@@ -317,12 +319,12 @@ def grammar(run: Run, seconds: float = 20.0, choices: int = CHOICES, letters: in
 
     async def measure() -> None:
         async with serving_process({}, choices + 16, 4 * choices) as (port, _):
-            await _watch(port, [], time.perf_counter() + 1)  # warms up
+            await watch(port, [], time.perf_counter() + 1)  # warms up
             for name, fields in loads.items():
                 gaps: list[float] = []
                 statuses: Counter[int] = Counter()
                 load = asyncio.ensure_future(_load(port, {"n": choices, **fields}, statuses)) if fields else None
-                await _watch(port, gaps, time.perf_counter() + seconds)
+                await watch(port, gaps, time.perf_counter() + seconds)
                 if load is not None:
                     load.cancel()
                     await asyncio.gather(load, return_exceptions=True)
@@ -339,7 +341,7 @@ def grammar(run: Run, seconds: float = 20.0, choices: int = CHOICES, letters: in
 PROMPT = [17, 230, 41, 512, 77, 90, 1033, 8]
 
 
-async def _watch(port: int, gaps: list[float], until: float) -> None:
+async def watch(port: int, gaps: list[float], until: float) -> None:
     """Run one stream after the other and record the times between their events."""
     while time.perf_counter() < until:
         body = {"prompt": PROMPT, "max_tokens": WATCHED, "stream": True, "ignore_eos": True, "temperature": 0}

@@ -190,6 +190,12 @@ def no_such_response(identifier: str, param: str, *, is_on: bool) -> ApiError:
     return ApiError(404, message, param=param, code="response_not_found")
 
 
+def stored_too_long(size: int, limit: int) -> ApiError:
+    """400: a stored conversation is longer than a body may be."""
+    message = f"the stored conversation has {size} bytes; the limit is {limit} (--max-body-mb); send less as input"
+    return ApiError(400, message, param="previous_response_id")
+
+
 def not_explained(why: str) -> ApiError:
     """400: the client asks for an explanation of its cached prefix, which this server does not give."""
     message = f"explain_prefix_cache: {why}; leave it out"

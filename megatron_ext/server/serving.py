@@ -76,7 +76,9 @@ class Serving:
             tool_calls=self.settings.tool_call_parser,
             reasoning_name=self.settings.reasoning_parser,
         )
-        self.responses = ResponseStore(self.settings.limits.store_bytes)
+        self.responses = ResponseStore(
+            self.settings.limits.store_bytes, max_conversation=self.settings.limits.body_bytes
+        )
         geometry = self.engine.geometry
         longest = self.engine.context.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)

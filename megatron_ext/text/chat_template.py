@@ -37,7 +37,8 @@ _RESERVED = frozenset(
         *_SPECIAL_TOKENS,
     )
 )
-_TOOLS = re.compile(r"\btools\b")
+LONGEST_VARIABLE = 64  # characters
+_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,17 @@ class ChatOptions:
     def known_to(self, template: str) -> tuple[dict[str, object], list[str]]:
         """Return the variables that a template is rendered with, and the names of those that it does not mention."""
         given = dict(self.variables)
-        unknown = [name for name in given if not _mentions(template, name)]
+        mentioned = _words_of(template)
+        unknown = [name for name in given if name not in mentioned]
         if self.reasoning_effort is not None:
-            if _mentions(template, REASONING_EFFORT):
+            if REASONING_EFFORT in mentioned:
                 given.setdefault(REASONING_EFFORT, self.reasoning_effort)
-            elif self.reasoning_effort == "none" and _mentions(template, ENABLE_THINKING):
+            elif self.reasoning_effort == "none" and ENABLE_THINKING in mentioned:
                 given.setdefault(ENABLE_THINKING, False)
             else:
                 unknown.append(REASONING_EFFORT)
         if self.verbosity is not None:
-            if _mentions(template, VERBOSITY):
+            if VERBOSITY in mentioned:
                 given.setdefault(VERBOSITY, self.verbosity)
             else:
                 unknown.append(VERBOSITY)
@@ -82,12 +84,20 @@ class ChatOptions:
         """Check that the template accepts these options.
 
         Raises:
-            ConfigError: There are tools but the template takes none, reserved variables, or two contradictory ends.
+            ConfigError: There are tools but the template takes none, variables that are reserved or no identifiers, or
+                two contradictory ends.
         """
+        odd = next((name for name in self.variables if not name.isidentifier() or len(name) > LONGEST_VARIABLE), None)
+        if odd is not None:
+            shown = f"{odd[:LONGEST_VARIABLE]!r}{'...' * (len(odd) > LONGEST_VARIABLE)}"
+            raise ConfigError(
+                f"chat_template_kwargs: {shown} is no name of a variable; give letters, digits and _, at most "
+                f"{LONGEST_VARIABLE} characters"
+            )
         reserved = sorted(_RESERVED & set(self.variables))
         if reserved:
             raise ConfigError(f"chat_template_kwargs: {reserved[0]} is reserved; leave it out")
-        if self.tools and not _TOOLS.search(template):
+        if self.tools and "tools" not in _words_of(template):
             raise ConfigError("tools: the model's chat template does not support tools; leave them out")
         if self.add_generation_prompt and self.continue_final_message:
             raise ConfigError(
@@ -164,8 +174,10 @@ def render_chat(
     return RENDERER.render(Rendering(template, chat, settings, {**special_tokens, **variables}))
 
 
-def _mentions(template: str, name: str) -> bool:
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+@functools.lru_cache(maxsize=4)
+def _words_of(template: str) -> frozenset[str]:
+    """Return the words of a template, variables among them."""
+    return frozenset(_WORD.findall(template))
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,18 +11,29 @@ import logging
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from megatron_ext.server.anthropic.error_envelope import THREADS_REFUSED
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.log import printable
-from megatron_ext.server.openai.protocol import LONGEST_EFFORT, LONGEST_TOOL_NAME, MAX_TOOLS, MAX_VARIABLES
-from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, Text, few_words, option_bounds
+from megatron_ext.server.openai.protocol import LONGEST_EFFORT, LONGEST_TOOL_NAME, MAX_PARTS, MAX_TOOLS, Variables
+from megatron_ext.server.openai.request_fields import (
+    MAX_MESSAGES,
+    Body,
+    JsonObject,
+    JsonValue,
+    ModelName,
+    Name,
+    Schema,
+    Text,
+    Words,
+    option_bounds,
+)
 
 logger = logging.getLogger(__name__)
 
-MAX_BLOCKS = 10_000  # of one message
 _LONGEST_NAME = 100  # characters
+_MAX_BETAS = 32  # of a header that are logged
 _WITHOUT_EFFECT = frozenset(("metadata", "service_tier"))  # about the client and its bill, not about the answer
 
 
@@ -32,7 +43,7 @@ class _Object(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
 
-Mark = dict[str, object] | None  # as in {"type": "ephemeral", "ttl": "5m"}
+Mark = JsonObject | None  # as in {"type": "ephemeral", "ttl": "5m"}
 
 
 class TextBlock(_Object):
@@ -67,7 +78,7 @@ class ToolUseBlock(_Object):
     """Id of the call."""
     name: Text
     """Name of the function."""
-    input: dict[str, object]
+    input: JsonObject
     """Arguments of the call."""
     cache_control: Mark = None
     """Other prompts may have everything up to here in common."""
@@ -89,7 +100,7 @@ def _blocks_of(*known: str) -> BeforeValidator:
     return BeforeValidator(convert, json_schema_input_type=str | list[dict[str, Any]])
 
 
-_Texts = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), _blocks_of("text")]
+_Texts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), _blocks_of("text")]
 
 
 class ToolResultBlock(_Object):
@@ -111,7 +122,7 @@ Block = Annotated[
 ]
 _Blocks = Annotated[
     list[Block],
-    Field(max_length=MAX_BLOCKS, fail_fast=True),
+    Field(max_length=MAX_PARTS, fail_fast=True),
     _blocks_of("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
 _OF_ROLE = {
@@ -142,7 +153,7 @@ class ToolParam(_Object):
 
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
     """Name of the function."""
-    input_schema: dict[str, object]
+    input_schema: Schema
     """JSON schema of the arguments."""
     description: Text | None = None
     """Purpose of the function, for the model."""
@@ -196,7 +207,7 @@ class OutputFormatParam(_Object):
     """JSON schema of the answer."""
 
     type: Literal["json_schema"]
-    json_schema: dict[str, object] = Field(alias="schema")
+    json_schema: Schema = Field(alias="schema")
     """JSON schema that the answer follows."""
 
 
@@ -214,7 +225,7 @@ class CountTokensRequest(Body):
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = None
+    model: ModelName | None = None
     """Name of the served model, or its root."""
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """The conversation, oldest message first."""
@@ -232,11 +243,11 @@ class CountTokensRequest(Body):
     """Effort and format of the answer."""
     cache_control: Mark = None  # of the last message
     """Other prompts may have everything up to here in common."""
-    thread: object = None  # refused by `refuse_threads`
+    thread: JsonValue = None  # refused by `refuse_threads`
     """Refused: conversations are not kept between requests."""
 
     # Extensions of this engine
-    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+    chat_template_kwargs: Variables | None = None
     """Variables of the chat template."""
 
     @model_validator(mode="after")
@@ -250,7 +261,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     """Most tokens to generate."""
-    stop_sequences: list[Text] | None = None
+    stop_sequences: Words | None = None
     """Words that end an answer; the one found is named."""
     stream: bool | None = None
     """Send the answer in parts, as server-sent events; false by default."""
@@ -262,17 +273,12 @@ class MessagesRequest(CountTokensRequest):
     """Draw from so many of the most likely tokens; 0 and -1 are off; 0 by default."""
 
     # Extensions of this engine
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     """Requests share cached prefixes with those of the same salt only."""
     enable_prefix_caching: bool | None = None
     """Use the prefix cache; true by default."""
     seed: int | None = None
     """Seed of sampling; equal seeds give equal answers."""
-
-    @field_validator("stop_sequences", mode="before")
-    @classmethod
-    def _has_few_stop_words(cls, value: object) -> object:
-        return few_words(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _leaves_tokens_for_the_answer(self) -> MessagesRequest:
@@ -308,7 +314,7 @@ def _note_ignored(name: str) -> None:
 
 def note_betas(header: str) -> None:
     """Log once for each feature of an `anthropic-beta` header that it has no effect."""
-    note_ignored(f"beta {one}" for one in map(str.strip, header.split(",")) if one)
+    note_ignored(f"beta {one}" for one in map(str.strip, header.split(",", _MAX_BETAS)[:_MAX_BETAS]) if one)
 
 
 Fields = dict[str, Any]

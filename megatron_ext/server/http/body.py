@@ -16,16 +16,18 @@ from starlette.responses import Response
 
 from megatron_ext.server.api_errors import ApiError, ClientGone, body_too_large
 
+MAX_QUOTES = 1_000_000
 # Marks outside of strings and their maximum number, by what they stand for: parsing, which blocks the event loop, takes
 # at most 0.1 s for each of them.
 LIMITS = {
+    "quotation marks of texts": (b'"', MAX_QUOTES),
     "lists and objects": (b"[{", 100_000),
     "members of objects": (b":", 200_000),
     "numbers with a fraction or an exponent, true and false": (b".eE", 100_000),
     "values": (b",", 1_050_000),  # a prompt of a million ids fits
 }
 MAX_LEVELS = 64  # nesting depth
-_NO_MARKS = bytes(sorted(set(range(256)) - set(b'"'.join(marks for marks, _ in LIMITS.values()))))
+_NO_MARKS = bytes(sorted(set(range(256)) - set(b"".join(marks for marks, _ in LIMITS.values()))))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CONTAINERS = frozenset((list, dict))
 
@@ -223,10 +225,10 @@ def _count(text: bytes, marks: bytes) -> int:
 
 
 def without_strings(text: bytes) -> bytes:
-    """Return the marks of `LIMITS` in a JSON text that are outside of its strings."""
+    """Return the marks of `LIMITS` in a JSON text that are outside of its strings, and their quotation marks."""
     unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = unescaped.translate(None, _NO_MARKS).replace(b'""', b"")
-    return b"".join(marks.split(b'"')[::2])
+    return b"".join(marks.split(b'"', MAX_QUOTES)[::2]) + b'"' * unescaped.count(b'"')
 
 
 def _has_depth(content: object, limit: int) -> bool:

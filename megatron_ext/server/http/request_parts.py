@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Path, Request
 
 from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
 
 SENDER_HEADER = "x-megatron-ext-router"  # replicas tell a router's requests from others by it
 MAX_SENDER = 64  # characters
+LONGEST_PATH_PART = 8192  # characters
+
+ShortPath = Annotated[str, Path(max_length=LONGEST_PATH_PART)]
 
 
 def only_queries(*names: str) -> Callable[[Request], Awaitable[None]]:

@@ -15,7 +15,7 @@ from megatron_ext.scheduling.record import RequestRecord
 MAX_REQUESTS = 10_000
 MAX_TOKENS = 2**22  # prompts and outputs together: 16 MB
 TRACE_BLOCK = 16  # tokens that a hash of the trace stands for: block sizes are multiples of it
-_HASH_BYTES = 8
+_HASH_BYTES, _SALT_BYTES = 8, 16
 _DOMAIN = b"mext.trace"
 
 
@@ -24,7 +24,7 @@ class _Past:
     """Request that has ended."""
 
     arrival: float  # seconds since the epoch
-    salt: str | None
+    salt: bytes  # digest: clients choose long ones
     tokens: array[int]  # prompt, then output
     answer: int  # output tokens
 
@@ -43,7 +43,7 @@ class _Past:
         """Yield the chained hash of each whole block, salted like the request."""
         content = self.tokens.tobytes()
         size = TRACE_BLOCK * self.tokens.itemsize
-        state = blake2b(repr(self.salt).encode(), digest_size=_HASH_BYTES, key=secret, person=_DOMAIN)
+        state = blake2b(self.salt, digest_size=_HASH_BYTES, key=secret, person=_DOMAIN)
         for start in range(0, len(content) - size + 1, size):
             state.update(content[start : start + size])
             yield state.hexdigest()
@@ -72,7 +72,8 @@ class RequestTrace:
         tokens.extend(record.generated_tokens)
         if not answer or len(tokens) > self._max_tokens:
             return
-        self._past.append(_Past(record.arrival_wall_time, salt, tokens, answer))
+        digest = blake2b(repr(salt).encode(), digest_size=_SALT_BYTES).digest()
+        self._past.append(_Past(record.arrival_wall_time, digest, tokens, answer))
         self._tokens += len(tokens)
         while len(self._past) > self._max_requests or self._tokens > self._max_tokens:
             self._tokens -= len(self._past.popleft().tokens)

@@ -14,9 +14,14 @@ from megatron_ext.server.openai.request_fields import (
     MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
     Body,
+    BoundedBy,
     GenerationRequest,
+    JsonObject,
+    JsonValue,
+    Name,
     Neutral,
     Prompts,
+    Schema,
     Text,
 )
 from megatron_ext.text.chat_template import ChatOptions
@@ -24,6 +29,7 @@ from megatron_ext.text.chat_template import ChatOptions
 MAX_MARKS = 4  # `cache_control` marks in a conversation: each costs a tokenization
 MAX_TOOLS = 128
 MAX_CALLS = 1024  # tool calls in an answer
+MAX_PARTS = 10_000  # of one message
 MAX_VARIABLES = 64  # variables of a chat template
 LONGEST_TOOL_NAME = 128  # characters
 LONGEST_EFFORT = 32  # characters
@@ -90,15 +96,15 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
-    role: Text
+    role: Name
     """Author of the message: `system`, `user`, `assistant`, `tool` and others."""
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     """Text of the message, or its parts."""
-    name: str | None = None
+    name: Name | None = None
     """Name of the author, or of the function that answered."""
-    tool_calls: Annotated[list[dict[str, object]], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """Calls of an assistant's message."""
-    tool_call_id: str | None = None
+    tool_call_id: Text | None = None
     """Call that a tool's message answers."""
     reasoning_content: Text | None = None
     """Thinking of an assistant's message, for templates that keep it."""
@@ -164,7 +170,7 @@ class Function(Body):
     """Name of the function."""
     description: Text | None = None
     """Purpose of the function, for the model."""
-    parameters: dict[str, object] | None = None
+    parameters: Schema | None = None
     """JSON schema of the arguments."""
     strict: bool | None = None
     """Make arguments follow the schema where the model may also answer with text; false by default."""
@@ -209,6 +215,8 @@ class ToolChoice:
             allowed = value.get("allowed_tools")
             listed = allowed.get("tools") if isinstance(allowed, dict) else None
             mode = allowed.get("mode") if isinstance(allowed, dict) else None
+            if isinstance(listed, list) and len(listed) > MAX_TOOLS:
+                raise ValueError(f"lists {len(listed)} tools; at most {MAX_TOOLS} are taken")
             if isinstance(listed, list) and listed and mode in ("auto", "required"):
                 return cls(mode, tuple(_function_name(one) for one in listed))
         raise ValueError(
@@ -243,7 +251,11 @@ def _function_name(value: object) -> str:
 Choice = Annotated[
     ToolChoice,
     PlainValidator(ToolChoice.of, json_schema_input_type=Literal["auto", "none", "required"] | dict[str, Any] | None),
+    BoundedBy("MAX_TOOLS"),
 ]
+
+
+Variables = Annotated[JsonObject, Field(max_length=MAX_VARIABLES)]  # `ChatOptions.check` checks their names
 
 
 class TemplateFields(Body):
@@ -255,7 +267,7 @@ class TemplateFields(Body):
     """End the prompt with the beginning of an answer; true by default."""
     continue_final_message: bool | None = None
     """Continue the last message instead of answering it; false by default."""
-    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+    chat_template_kwargs: Variables | None = None
     """Variables of the chat template."""
     reasoning_effort: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
     """Effort of thinking, for templates that know it; `none` turns thinking off."""
@@ -312,7 +324,7 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     function_call: Neutral = None
     modalities: Neutral = None
     audio: Neutral = None
-    prediction: object = None  # without effect: drafts are the engine's
+    prediction: JsonValue = None  # without effect: drafts are the engine's
     """Accepted without effect."""
     separate_reasoning: bool | None = None
     """Return thinking apart from the content; true by default."""

@@ -36,7 +36,8 @@ MAX_MESSAGES = 10_000
 MAX_STOP_WORDS = 64  # each is searched after every token, in the engine's thread
 LONGEST_STOP_WORD = 1024  # characters
 MAX_BIASES = 1024
-LONGEST_CACHE_KEY = 256  # characters
+LONGEST_NAME = 512  # characters of names that clients give: users, keys, salts
+LONGEST_MODEL = 4096  # characters; a path may be a name
 
 # Neutral values of fields, which change nothing; None is always neutral.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -97,6 +98,11 @@ def checked_prompts(value: object) -> object:
 
 
 Text = Annotated[str, BoundedBy("--max-body-mb")]
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
+ModelName = Annotated[str, Field(min_length=1, max_length=LONGEST_MODEL)]
+JsonValue = Annotated[object, BoundedBy("LIMITS and MAX_LEVELS of bodies")]
+JsonObject = Annotated[dict[str, object], BoundedBy("LIMITS and MAX_LEVELS of bodies")]
+Schema = Annotated[dict[str, object], BoundedBy("--max-schema-kb where it is compiled")]
 _Word = Annotated[str, Field(min_length=1)]
 _Row = Annotated[list[int], Field(min_length=1)]
 _Filled = _Word | Annotated[list[_Word], Field(min_length=1)] | _Row | Annotated[list[_Row], Field(min_length=1)]
@@ -104,6 +110,7 @@ _Filled = _Word | Annotated[list[_Word], Field(min_length=1)] | _Row | Annotated
 Prompts = Annotated[
     str | list[str] | list[int] | list[list[int]],
     PlainValidator(checked_prompts, json_schema_input_type=_Filled),
+    BoundedBy("--max-waiting-requests and the longest sequence"),
 ]
 
 
@@ -118,21 +125,6 @@ class Body(BaseModel):
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are taken")
         return value
-
-
-def few_words(value: object) -> object:
-    """Return a text or a list of texts, within the limits of stop words.
-
-    Raises:
-        ValueError: There are too many, or one is too long.
-    """
-    words = value if isinstance(value, list) else [value]
-    if len(words) > MAX_STOP_WORDS:
-        raise ValueError(f"has {len(words)} words; at most {MAX_STOP_WORDS} are taken")
-    longest = max((len(word) for word in words if isinstance(word, str)), default=0)
-    if longest > LONGEST_STOP_WORD:
-        raise ValueError(f"has a word of {longest} characters; at most {LONGEST_STOP_WORD} are taken")
-    return value
 
 
 def few_ids(value: object) -> object:
@@ -186,12 +178,15 @@ def option_bounds(name: str) -> FieldInfo:
     return found
 
 
-Neutral = Annotated[object, Field(description="Unsupported field, accepted with a value that changes nothing.")]
-Form = Annotated[Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any])]
-Words = Annotated[list[Text], Field(fail_fast=True)]
-TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int])]
+Neutral = Annotated[JsonValue, Field(description="Unsupported field, accepted with a value that changes nothing.")]
+Form = Annotated[
+    Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any]), BoundedBy("--max-schema-kb")
+]
+Word = Annotated[str, Field(max_length=LONGEST_STOP_WORD)]
+Words = Annotated[list[Word], Field(max_length=MAX_STOP_WORDS, fail_fast=True)]
+TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int]), BoundedBy("MAX_STOP_WORDS")]
 Checkpoints = Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=MAX_CHECKPOINTS)]
-Biases = Annotated[Any, PlainValidator(biases, json_schema_input_type=dict[str, float])]
+Biases = Annotated[Any, PlainValidator(biases, json_schema_input_type=dict[str, float]), BoundedBy("MAX_BIASES")]
 
 
 class StreamOptions(Body):
@@ -205,16 +200,21 @@ class StreamOptions(Body):
     """Unsupported field, accepted with a value that changes nothing."""
 
 
+Choices = Annotated[
+    list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True), BoundedBy("--max-schema-kb")
+]
+
+
 class StructuredOutputs(Body):
     """Structured output in vLLM's form; exactly one field is set."""
 
-    json_schema: dict[str, object] | None = Field(None, alias="json")
+    json_schema: Schema | None = Field(None, alias="json")
     """JSON schema that the answer follows."""
     regex: Annotated[Text, Field(min_length=1)] | None = None
     """Regular expression that the answer matches."""
     json_object: bool | None = None
     """The answer is a JSON object; false by default."""
-    choice: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)] | None = None
+    choice: Choices | None = None
     """The answer is one of these texts."""
 
     @model_validator(mode="after")
@@ -288,7 +288,7 @@ class SamplingFields(Body):
     """Return token ids of prompt and answer, too; false by default."""
     return_weights_version: bool | None = None
     """Return the versions of the weights that made the tokens; false by default."""
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     """Requests share cached prefixes with those of the same salt only."""
     enable_prefix_caching: bool | None = None
     """Use the prefix cache; true by default."""
@@ -300,36 +300,31 @@ class SamplingFields(Body):
     """Token positions after which other requests may go on differently."""
 
     # Metadata of the client, without effect on the output
-    user: str | None = None
+    user: Name | None = None
     """Accepted without effect."""
-    metadata: dict[str, object] | None = None
+    metadata: JsonObject | None = None
     """Accepted without effect."""
     store: bool | None = None
     """Store the answer: `/v1/responses` with `--responses-store-mb`; elsewhere without effect."""
-    service_tier: str | None = None
+    service_tier: Name | None = None
     """Accepted without effect."""
-    safety_identifier: str | None = None
+    safety_identifier: Name | None = None
     """Accepted without effect."""
-    prompt_cache_key: Annotated[str, Field(max_length=LONGEST_CACHE_KEY)] | None = None
+    prompt_cache_key: Name | None = None
     """Accepted without effect."""
-    cache_hints: Annotated[dict[str, object], Field(max_length=MAX_FIELDS)] | None = None  # of version 0.2
+    cache_hints: Annotated[JsonObject, Field(max_length=MAX_FIELDS)] | None = None  # of version 0.2
     """Accepted without effect."""
-
-    @field_validator("bad_words", mode="before")
-    @classmethod
-    def _has_few_bad_words(cls, value: object) -> object:
-        return few_words(value) if isinstance(value, list) else value
 
 
 class GenerationRequest(SamplingFields):
     """Fields that completions and chat completions share. The client gets the first error in order."""
 
     # OpenAI's fields
-    model: str | None = None
+    model: ModelName | None = None
     """Name of the served model, or its root."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Choices of each prompt; choice i has the seed `seed` + i; 1 by default."""
-    stop: Text | list[Text] | None = None
+    stop: Word | Words | None = None
     """Words that end an answer; they are removed from it."""
     stream: bool | None = None
     """Send the answer in parts, as server-sent events; false by default."""
@@ -355,11 +350,6 @@ class GenerationRequest(SamplingFields):
     spaces_between_special_tokens: Neutral = None
     truncate_prompt_tokens: Neutral = None
     use_beam_search: Neutral = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _has_few_stop_words(cls, value: object) -> object:
-        return few_words(value)
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> GenerationRequest:

@@ -17,7 +17,7 @@ from megatron_ext.server.api_errors import ApiError, aborted, no_memory, no_such
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import only_queries
 from megatron_ext.server.log import printable
-from megatron_ext.server.openai.request_fields import Body, Text
+from megatron_ext.server.openai.request_fields import Body, Name
 from megatron_ext.server.serving import ServerDependency
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Nothing(Body):
 class AbortRequest(Body):
     """Answers to abort."""
 
-    request_id: Text | None = None
+    request_id: Name | None = None
     """The `id` of the answer to abort; or `abort_all`."""
     abort_all: bool | None = None
     """Abort all requests; false by default."""
@@ -54,7 +54,7 @@ class AbortRequest(Body):
 class UpdateRequest(Body):
     """Location of new weights."""
 
-    model_path: Annotated[Text, Field(min_length=1, max_length=LONGEST_PATH)]
+    model_path: Annotated[str, Field(min_length=1, max_length=LONGEST_PATH)]
     """Directory of the new weights, below `--weights-root`."""
     in_flight: Literal["recompute", "finish", "abort", "continue"] = "recompute"
     """Treatment of requests in flight; "recompute" by default."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from megatron_ext.server.http.request_parts import ShortPath
 from megatron_ext.server.serving import ServerDependency
 
 router = APIRouter()
@@ -19,7 +20,7 @@ router.add_api_route("/v1/models", list_models, methods=["HEAD"], include_in_sch
 
 
 @router.get("/v1/models/{model:path}")
-async def retrieve_model(model: str, serving: ServerDependency) -> dict[str, object]:
+async def retrieve_model(model: ShortPath, serving: ServerDependency) -> dict[str, object]:
     """Return the model by one of its names."""
     serving.check_name(model)
     return serving.describe(serving.answered_name(model))

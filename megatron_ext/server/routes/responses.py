@@ -13,7 +13,7 @@ from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
-from megatron_ext.server.http.request_parts import only_queries
+from megatron_ext.server.http.request_parts import ShortPath, only_queries
 from megatron_ext.server.openai.responses import finished
 from megatron_ext.server.openai.responses_api.answer_events import Event, ResponseAnswer
 from megatron_ext.server.openai.responses_api.continuing import conversation_of
@@ -81,14 +81,14 @@ async def count_input_tokens(body: ResponsePrompt, request: Request, serving: Se
 
 
 @router.get("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
-async def retrieve_response(response_id: str, request: Request, serving: ServerDependency) -> Response:
+async def retrieve_response(response_id: ShortPath, request: Request, serving: ServerDependency) -> Response:
     """Return a stored response."""
     stored = serving.responses.get((_tenant(request), response_id), "response_id")
     return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
-async def delete_response(response_id: str, request: Request, serving: ServerDependency) -> dict[str, object]:
+async def delete_response(response_id: ShortPath, request: Request, serving: ServerDependency) -> dict[str, object]:
     """Delete a stored response; those that continue it keep its turn."""
     serving.responses.delete((_tenant(request), response_id))
     return {"id": response_id, "object": "response", "deleted": True}

@@ -13,7 +13,7 @@ from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import only_queries
 from megatron_ext.server.openai.protocol import Message, TemplateFields
-from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, Text
+from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, BoundedBy, ModelName, Text
 from megatron_ext.server.serving import ServerDependency, Serving
 from megatron_ext.text.tokenizer import TextTokenizer
 
@@ -31,13 +31,17 @@ def whole_numbers(value: object) -> object:
     return value
 
 
-Ids = Annotated[list[int], PlainValidator(whole_numbers, json_schema_input_type=list[int])]
+Ids = Annotated[
+    list[int],
+    PlainValidator(whole_numbers, json_schema_input_type=list[int]),
+    BoundedBy("the longest sequence"),
+]
 
 
 class TokenizeRequest(TemplateFields):
     """A text, or a conversation with its template options."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """Name of the served model, or its root."""
     prompt: Text | None = None
     """Text to tokenize; or `messages`."""
@@ -62,7 +66,7 @@ class TokenizeRequest(TemplateFields):
 class DetokenizeRequest(Body):
     """Token ids."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """Name of the served model, or its root."""
     tokens: Ids
     """Token ids."""

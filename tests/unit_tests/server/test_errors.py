@@ -54,7 +54,7 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [1], "cache_checkpoint": [1] * 65}, 400, ["cache_checkpoint", "64"], "cache_checkpoint"),
     (COMPLETIONS, {"prompt": [1], "cache_hints": "a"}, 400, ["cache_hints"], "cache_hints"),
     (CHAT, {"messages": HELLO, "cache_hints": dict.fromkeys(map(str, range(129)))}, 400, ["128"], "cache_hints"),
-    (CHAT, {"messages": HELLO, "prompt_cache_key": "a" * 257}, 400, ["prompt_cache_key", "256"], "prompt_cache_key"),
+    (CHAT, {"messages": HELLO, "prompt_cache_key": "a" * 513}, 400, ["prompt_cache_key", "512"], "prompt_cache_key"),
     (CHAT, {"messages": [MARKED] * 5}, 400, ["5 cache_control marks", "at most 4"], None),
     (COMPLETIONS, {"prompt": [1], "colour": "red"}, 400, ["colour"], "colour"),
     (COMPLETIONS, {"prompt": [1], "stream_options": {}}, 400, ["stream_options", "stream"], None),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import random
+import time
 
 import hypothesis.strategies as st
 import pytest
@@ -17,7 +20,7 @@ from schemathesis.checks import (
 )
 from schemathesis.generation import GenerationMode
 
-from megatron_ext.config import SourceConfig
+from megatron_ext.config import ServerLimits, SourceConfig
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.http.auth import open_paths
@@ -48,7 +51,7 @@ def target(serve) -> LiveServer:
 
 @pytest.fixture(scope="module")
 def talking(serve) -> LiveServer:
-    return serve(embedded_engine(), "embedded")
+    return serve(embedded_engine(max_sequence_length=512), "embedded", limits=ServerLimits(responses_store_mb=1))
 
 
 def described(routers: tuple[APIRouter, ...], *, has_keys: bool = False) -> list:
@@ -110,134 +113,201 @@ def test_described_requests_of_administrators(governed, operation, mode, data):
     case.call_and_validate(base_url=governed.url, checks=CONFORMS, timeout=60, headers=headers)
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("<1><2>"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
-    max_leaves=4,
+# Hostile bodies: fields that are sound alone, some of which are spoilt, as text that may be spoilt once more
+
+DIGITS, LETTERS = "@digits@", "@letters@"  # of a number and a text that are put into the text of a body
+HOSTILE = (
+    *(None, True, -1, 0.5, 1e300, 10**300, float("nan"), float("inf"), DIGITS),
+    *("", "a", "\0", "\ud83d", "\U0001f600", "<1><2>", "<|end|>", LETTERS, "NaN", "[" * 65 + "]" * 65),
+    *([], {}, [None], [""], [[]], [{}], {"": None}, {"\ud83d": 1}, {"a" * 65: 1}, {"type": "text"}, list(range(70))),
+    functools.reduce(lambda inner, _: [inner], range(70), 1),
+    {"$ref": "#"},
 )
-FORMS = [
-    {"type": "text"},
-    {"type": "json_object"},
-    {"type": "regex", "regex": "[0-9]{2}"},
-    {"type": "regex", "regex": "("},
-    {"type": "json_schema", "json_schema": {"schema": {"enum": [1, "a"]}}},
-    {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
-]
-FIELDS = {
-    "n": st.integers(-1, 4),
-    "stop": st.just("<") | st.lists(st.just(">"), max_size=3),
-    "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries(
-        {"include_usage": st.booleans()}, optional={"continuous_usage_stats": st.booleans()}
-    ),
-    "max_tokens": st.integers(0, 60),
-    "min_tokens": st.integers(-1, 20),
-    "temperature": st.floats(0, 3) | st.just(1e-300) | st.just(1e300),
-    "top_p": st.floats(0, 1) | st.just(5e-324),
-    "top_k": st.integers(-2, 200) | st.just(10**30),
-    "seed": st.integers() | st.just(10**300),
-    "ignore_eos": st.booleans(),
-    "echo": st.booleans(),
-    "logprobs": st.integers(-1, 21) | st.booleans(),
-    "top_logprobs": st.integers(0, 20),
-    "cache_salt": st.text(max_size=5),
-    "prompt_cache_key": st.text(max_size=5),
-    "cache_hints": st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=3),
-}
-SHAPING = {
-    "min_p": st.floats(0, 1),
-    "presence_penalty": st.floats(-2, 2),
-    "frequency_penalty": st.floats(-2.5, 2.5),
-    "repetition_penalty": st.floats(0, 3) | st.just(1e-300) | st.just(1e300),
-    "logit_bias": st.dictionaries(st.sampled_from(["0", "7", "96", "97", "-1", "x"]), st.floats(-101, 101)),
-    "bad_words": st.lists(st.sampled_from(["<7>", "<3><4>", "x", ""]), max_size=3),
-    "stop_token_ids": st.lists(st.integers(-1, 100), max_size=3),
-    "response_format": st.sampled_from(FORMS),
-    "structured_outputs": st.sampled_from([{"regex": "[a-c]+"}, {"json": {"type": "null"}}, {"json": True}, {}]),
-    "return_token_ids": st.booleans(),
-    "skip_special_tokens": st.booleans(),
-    "best_of": st.integers(0, 4),
-}
-TEMPLATES = {
-    "tools": st.just([]) | st.just([{"type": "function", "function": {"name": "f", "description": "<|end|>"}}]),
-    "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function"}]),
-    "parallel_tool_calls": st.booleans(),
-    "add_generation_prompt": st.booleans(),
-    "continue_final_message": st.booleans(),
-    "chat_template_kwargs": st.dictionaries(st.sampled_from(["x", "messages", "<|end|>"]), VALUES, max_size=2),
-}
-PROMPTS = st.lists(st.integers(0, 98), max_size=50) | st.just("<5><6>") | st.just(["<5>", "<7><8>"])
-
-
-def bodies(required: dict):
-    """Mostly sound fields, some of which are spoilt."""
-    optional = {name: values for name, values in FIELDS.items() if name not in required}
-    sound = st.fixed_dictionaries(required, optional=optional)
-    names = st.sampled_from([*required, *FIELDS, "model", "tools", "logit_bias", "what"])
-    return st.builds(lambda body, spoilt: body | spoilt, sound, st.dictionaries(names, VALUES, max_size=1))
-
-
-def post(server: LiveServer, path: str, body: dict) -> None:
-    content = json.dumps(body).encode()  # with NaN, and halves of characters
-    response = server.http.post(path, content=content, headers=HEADERS)
-    assert response.status_code < 500, response.text
-    if response.status_code >= 400:
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-    elif body.get("stream"):
-        assert response.text.endswith("data: [DONE]\n\n"), response.text
-    else:
-        usage = response.json()["usage"]
-        assert isinstance(usage["prompt_tokens_details"]["cached_tokens"], int)
-
-
-@settings(max_examples=150, **COMMON)
-@given(body=bodies({"prompt": PROMPTS}))
-def test_completions(target, body):
-    post(target, "/v1/completions", body)
-
-
-def few(required: dict, fields: dict):
-    """Select some of the fields, so that not each body has a refused one; one may be spoilt."""
-    names = st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True)
-    sound = names.flatmap(lambda chosen: st.fixed_dictionaries(required | {name: fields[name] for name in chosen}))
-    spoilt = st.dictionaries(st.sampled_from(sorted(fields)), VALUES, max_size=1)
-    return st.builds(lambda body, others, stream: body | others | {"stream": stream}, sound, spoilt, st.booleans())
-
-
-@settings(max_examples=80, **COMMON)
-@given(body=few({"prompt": PROMPTS, "max_tokens": st.integers(1, 9)}, SHAPING))
-def test_completions_that_shape_logits(talking, body):
-    post(talking, "/v1/completions", body)
-
-
-MESSAGES = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["system", "user", "assistant", "tool", ""]), "content": st.text(max_size=12) | VALUES}
-    ),
-    max_size=3,
+ARGUMENTS = ("", "{}", "{", '{"a": NaN}', '"\\ud83d"', "[" * 65 + "]" * 65, '{"a": 1e999}', "1" * 5000, "[]" * 3)
+SCHEMAS = (
+    {},
+    {"enum": [1, "a"]},
+    {"not": {}},
+    {"$ref": "#"},
+    {"type": "object", "properties": {"a": {"type": "null"}}},
 )
+SAMPLING = {
+    "temperature": (0, 1e-300, 2),
+    "top_p": (0, 5e-324, 1),
+    "top_k": (-1, 0, 10**30),
+    "seed": (1, -1, 10**300),
+    "stream": (True, False),
+    "cache_salt": ("", "a"),
+    "enable_prefix_caching": (True, False),
+}
+SHAPING = SAMPLING | {
+    "n": (1, 4),
+    "stop": ("<", [">", "a"]),
+    "stream_options": ({"include_usage": True}, {"continuous_usage_stats": True}),
+    "min_tokens": (0, 2),
+    "ignore_eos": (True,),
+    "min_p": (0.5,),
+    "presence_penalty": (-2,),
+    "repetition_penalty": (1e-300, 1.5, 1e300),
+    "logit_bias": ({"7": 100, "96": -100}, {"x": 1}),
+    "bad_words": (["<7>", "x"],),
+    "stop_token_ids": ([1, 97],),
+    "response_format": (
+        {"type": "json_object"},
+        {"type": "regex", "regex": "[0-9]{2}"},
+        {"type": "regex", "regex": "("},
+        *({"type": "json_schema", "json_schema": {"schema": one}} for one in SCHEMAS),
+    ),
+    "structured_outputs": ({"regex": "[a-c]+"}, {"json": {"type": "null"}}, {"choice": ["a", "b"]}),
+    "metadata": ({"a": "b"},),
+    "user": ("a",),
+    "cache_checkpoint": ([1, 5],),
+    "return_token_ids": (True,),
+    "skip_special_tokens": (False,),
+    "num_speculative_tokens": (0, 2),
+}
+MESSAGES = (
+    [{"role": "user", "content": "a"}],
+    [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}],
+    *(
+        [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": one}}],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": "x"},
+        ]
+        for one in ARGUMENTS
+    ),
+)
+TOOLS = tuple([{"type": "function", "function": {"name": "f", "parameters": one, "strict": True}}] for one in SCHEMAS)
+CONTROLS = {"chat_template_kwargs": ({"enable_thinking": True}, {"x": 1}), "reasoning_effort": ("none", "high")}
+CHAT = CONTROLS | {
+    "tools": TOOLS,
+    "tool_choice": ("auto", "none", "required"),
+    "parallel_tool_calls": (False,),
+    "continue_final_message": (True,),
+    "thinking_budget_tokens": (1,),
+    "logprobs": (True,),
+    "top_logprobs": (2,),
+}
+ITEMS = (
+    "a",
+    [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+    *(
+        [
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": one},
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+        ]
+        for one in ARGUMENTS
+    ),
+)
+FLAT_TOOLS = tuple([{"type": "function", "name": "f", "parameters": one}] for one in SCHEMAS)
+TURNS = (
+    [{"role": "user", "content": "a"}],
+    [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "x"}]},
+    ],
+)
+PARAMS = {
+    "system": ("a", [{"type": "text", "text": "a"}]),
+    "tools": tuple([{"name": "f", "input_schema": one}] for one in SCHEMAS),
+    "thinking": ({"type": "enabled", "budget_tokens": 1}, {"type": "disabled"}),
+    "output_config": tuple({"format": {"type": "json_schema", "schema": one}} for one in SCHEMAS),
+    "tool_choice": ({"type": "any"}, {"type": "tool", "name": "f"}),
+}
+PROMPTS = ("a", ["a", "b"], [1, 2], [[1], [2, 3]])
+# By path: required fields and others, each with sound values; None for a server of administrators.
+BODIES = {
+    "/v1/completions": ({"prompt": PROMPTS, "max_tokens": (1, 3)}, SHAPING | {"echo": (True,), "logprobs": (0, 2)}),
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": (1, 3)}, SHAPING | CHAT),
+    "/v1/responses": (
+        {"input": ITEMS, "max_output_tokens": (1, 3)},
+        SAMPLING
+        | {
+            "tools": FLAT_TOOLS,
+            "text": tuple({"format": {"type": "json_schema", "name": "x", "schema": one}} for one in SCHEMAS),
+            "reasoning": ({"effort": "low"},),
+            "metadata": ({"a": "b"},),
+            "user": ("a",),
+            "previous_response_id": ("resp_1",),
+        },
+    ),
+    "/v1/responses/input_tokens": ({"input": ITEMS}, {"tools": FLAT_TOOLS, "instructions": ("a",)}),
+    "/v1/messages": ({"messages": TURNS, "max_tokens": (2, 3)}, SAMPLING | PARAMS | {"stop_sequences": (["a"],)}),
+    "/v1/messages/count_tokens": ({"messages": TURNS}, PARAMS),
+    "/tokenize": ({"messages": MESSAGES}, CONTROLS | {"tools": TOOLS, "return_token_strs": (True,)}),
+    "/detokenize": ({"tokens": ([1, 2],)}, {}),
+    "/abort": ({"request_id": ("a",)}, {"abort_all": (True,)}),
+    "/update_weights_from_disk": ({"model_path": ("a",)}, {"weights_version": (1,), "in_flight": ("finish",)}),
+    **dict.fromkeys(("/sleep", "/wake_up", "/pause", "/resume", "/flush_cache"), ({}, {"a": (1,)})),
+}
 
 
-@settings(max_examples=60, **COMMON)
-@given(body=bodies({"messages": MESSAGES, "max_tokens": st.integers(1, 6)}))
-def test_chat(talking, body):
-    post(talking, "/v1/chat/completions", body)
+def spoil(source: random.Random, value: object) -> object:
+    """Return a value with a hostile one in place of it or of a part of it; a part may also go, or have another name."""
+    if isinstance(value, dict | list) and value and source.random() < 0.8:
+        copy = value.copy()
+        place = source.choice(list(copy)) if isinstance(copy, dict) else source.randrange(len(copy))
+        part = copy.pop(place)
+        if isinstance(copy, list):
+            copy.insert(place, spoil(source, part))
+        elif (kind := source.random()) < 0.8:
+            copy[place] = spoil(source, part)
+        elif kind < 0.9:
+            copy[source.choice(("", "a", "\ud83d", "a" * 65))] = part
+        return copy
+    return source.choice(HOSTILE)
 
 
-@settings(max_examples=80, **COMMON)
-@given(body=few({"messages": MESSAGES, "max_tokens": st.integers(1, 6)}, SHAPING | TEMPLATES))
-def test_chat_with_tools_and_forms(talking, body):
-    post(talking, "/v1/chat/completions", body)
+def hostile_body(source: random.Random, path: str) -> bytes:
+    required, others = BODIES[path]
+    chosen = required | {name: others[name] for name in source.sample(sorted(others), min(len(others), 3))}
+    body: object = {name: source.choice(values) for name, values in chosen.items()}
+    for _ in range(source.choice((0, 1, 1, 2))):
+        body = spoil(source, body)
+    text = json.dumps(body, ensure_ascii=source.random() < 0.7)
+    text = text.replace(f'"{DIGITS}"', "9" * 5000).replace(LETTERS, "a" * 5000)
+    kind = source.random()
+    if kind < 0.05:
+        return text.encode(source.choice(("utf-16", "utf-16-le", "utf-32-be", "utf-8-sig")), "surrogatepass")
+    if kind < 0.1:
+        text = text.replace("{", '{"model": 1, "model": null, ', 1)
+    content = bytearray(text.encode("utf-8", "surrogatepass"))
+    if kind > 0.9 and content:
+        start = source.randrange(len(content))
+        content[start : start + source.randrange(4)] = source.randbytes(source.randrange(3))
+    return bytes(content)
 
 
-@settings(max_examples=100, **COMMON)
-@given(content=st.binary(max_size=60) | st.text(alphabet='{}[]":,0123456789eE+-.tfn\\u', max_size=60).map(str.encode))
-def test_bytes(target, content):
-    response = target.http.post("/v1/completions", content=content, headers=HEADERS)
-    assert response.status_code == 400
+@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_hostile_bodies(talking, governed, caplog, count):
+    """SE-2, SE-6: no 5xx and no traceback, and where many are sent none that takes 2 s of processor time."""
+    source = random.Random(53)
+    for number in range(count):
+        path = source.choice(sorted(BODIES))
+        server = talking if path.startswith(("/v1", "/tok", "/detok")) else governed
+        content = hostile_body(source, path)
+        begun = time.process_time()
+        response = server.http.post(path, content=content, headers=HEADERS | {"Authorization": f"Bearer {KEY}"})
+        spent = time.process_time() - begun
+        shown = f"{number}: {path} {content[:2000]!r}"
+        assert response.status_code < 500, f"{shown}: {response.text}"
+        assert [record.getMessage() for record in caplog.records if record.exc_info] == [], shown
+        assert spent < 2 or count < 20_000, f"{shown}: {spent} s"
+        caplog.clear()
+        if response.status_code >= 400:
+            error = response.json()["error"]
+            assert {"message", "type"} <= set(error), shown
+        elif response.headers["content-type"].startswith("text/event-stream"):
+            assert response.text.endswith(("data: [DONE]\n\n", "}\n\n")), shown
 
 
-def test_afterwards_nothing_is_left(target, talking):
+def test_afterwards_nothing_is_left(target, talking, governed):
+    for path in ("/wake_up", "/resume"):
+        assert governed.http.post(path, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
     for server in (target, talking):
         server.check_idle()
         assert server.metric("step_failures_total") == 0

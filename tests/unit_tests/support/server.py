@@ -144,11 +144,12 @@ def tiny_engine(
     )
 
 
-def embedded_engine(**cache: object) -> InferenceEngine:
+def embedded_engine(max_sequence_length: int | None = None, **cache: object) -> InferenceEngine:
     """The model of the package, whose blocks are small enough for short conversations."""
     platform.initialize()
     loaded = load_model(SourceConfig(), {})
-    batching = BatchingConfig(block_size=16, block_count=400, max_requests=8)
+    longest = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
+    batching = BatchingConfig(block_size=16, block_count=400, max_requests=8, **longest)
     return build_engine(
         loaded.model,
         loaded.config,

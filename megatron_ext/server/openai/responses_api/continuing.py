@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.server.api_errors import ApiError
@@ -37,7 +36,7 @@ def conversation_of(body: ResponsePrompt, store: ResponseStore, tenant: str) -> 
         tenant: Tenant of the request.
 
     Raises:
-        ApiError: What it names is not stored, or it is no conversation.
+        ApiError: What it names is not stored, it is no conversation, or it is too long.
     """
     name = body.previous_response_id
     before = None if name is None else store.get((tenant, name), "previous_response_id")
@@ -45,7 +44,7 @@ def conversation_of(body: ResponsePrompt, store: ResponseStore, tenant: str) -> 
         store.item((tenant, item.id), "input") if isinstance(item, ItemReference) else item.model_dump()
         for item in body.input
     ]
-    known: Sequence[object] = () if before is None else before.conversation()
+    known = store.conversation(before)
     count = len(known) + len(own)
     if count > MAX_MESSAGES:
         raise ApiError(400, f"the conversation has {count} items; at most {MAX_MESSAGES} are taken", param="input")

@@ -155,7 +155,7 @@ Item = Annotated[
     Discriminator(_tag_of),
 ]
 Items = Annotated[
-    Annotated[list[Item], Field(fail_fast=True)],
+    Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)],
     BeforeValidator(input_items, json_schema_input_type=str | list[dict[str, Any]]),
 ]
 

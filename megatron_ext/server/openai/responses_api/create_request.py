@@ -14,19 +14,25 @@ from megatron_ext.server.openai.protocol import (
     LONGEST_EFFORT,
     LONGEST_TOOL_NAME,
     MAX_TOOLS,
-    MAX_VARIABLES,
     ChatRequest,
     Function,
     Message,
     TemplateFields,
     Tool,
     ToolChoice,
+    Variables,
 )
 from megatron_ext.server.openai.request_fields import (
+    MAX_FIELDS,
     MAX_TOP_LOGPROBS,
     Body,
+    BoundedBy,
+    JsonObject,
+    ModelName,
+    Name,
     Neutral,
     SamplingFields,
+    Schema,
     Text,
     only_neutral,
     response_format,
@@ -34,6 +40,7 @@ from megatron_ext.server.openai.request_fields import (
 from megatron_ext.server.openai.responses_api.conversation import Items
 from megatron_ext.text.chat_template import ChatOptions
 
+MAX_METADATA, LONGEST_METADATA_NAME, LONGEST_METADATA = 16, 64, 512
 LOGPROBS = "message.output_text.logprobs"
 # Items that the other values ask about never occur here.
 _Included = Literal[
@@ -83,6 +90,23 @@ def tool_choice(value: object) -> ToolChoice:
     return ToolChoice.of(value)
 
 
+def few_texts(value: dict[str, object]) -> dict[str, object]:
+    """Return metadata, which responses repeat and stores keep.
+
+    Raises:
+        ValueError: They exceed OpenAI's limits, or are not texts.
+    """
+    if len(value) > MAX_METADATA:
+        raise ValueError(f"has {len(value)} fields; at most {MAX_METADATA} are taken")
+    for name, text in value.items():
+        if len(name) > LONGEST_METADATA_NAME:
+            raise ValueError(f"has a name of {len(name)} characters; at most {LONGEST_METADATA_NAME} are taken")
+        if not isinstance(text, str) or len(text) > LONGEST_METADATA:
+            found = f"a text of {len(text)} characters" if isinstance(text, str) else "no text"
+            raise ValueError(f"{name} has {found}; give a text of at most {LONGEST_METADATA} characters")
+    return value
+
+
 def _text_format(value: dict[str, object]) -> dict[str, object]:
     response_format(_chat_format(value))
     return value
@@ -106,7 +130,7 @@ class FunctionTool(Body):
     """Name of the function."""
     description: Text | None = None
     """Purpose of the function, for the model."""
-    parameters: dict[str, object] | None = None
+    parameters: Schema | None = None
     """JSON schema of the arguments."""
     strict: bool | None = None
     """Make arguments follow the schema where the model may also answer with text; false by default."""
@@ -132,7 +156,7 @@ class Reasoning(Body):
 class TextOptions(Body):
     """Options of the text."""
 
-    format: Annotated[dict[str, object], AfterValidator(_text_format)] | None = None
+    format: Annotated[Schema, AfterValidator(_text_format)] | None = None
     """Format of the answer."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """Length of answers, for templates that know it."""
@@ -151,19 +175,20 @@ Tools = Annotated[
 Choice = Annotated[
     ToolChoice,
     PlainValidator(tool_choice, json_schema_input_type=Literal["auto", "none", "required"] | dict[str, Any] | None),
+    BoundedBy("MAX_TOOLS"),
 ]
 
 
 class ResponsePrompt(Body):
     """Fields of a request that make its prompt: the body of `/v1/responses/input_tokens`."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """Name of the served model, or its root."""
     input: Items = Field(default_factory=list)
     """A text, or items: messages, calls, their results, thinking."""
     instructions: Text | None = None
     """The system's message."""
-    previous_response_id: Text | None = None
+    previous_response_id: Name | None = None
     """Stored response to continue; with `--responses-store-mb`."""
     tools: Tools | None = None
     """Functions that the model may call."""
@@ -171,7 +196,7 @@ class ResponsePrompt(Body):
     """Options of thinking."""
     text: TextOptions | None = None
     """Format and length of the answer."""
-    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+    chat_template_kwargs: Variables | None = None
     """Variables of the chat template."""
     return_token_ids: bool | None = None
     """Return token ids of prompt and answer, too; false by default."""
@@ -204,7 +229,7 @@ class ResponsesRequest(SamplingFields, ResponsePrompt):
     """`none`, `auto`, `required`, or the function that must be called; "auto" by default."""
     parallel_tool_calls: bool | None = None
     """Permission for several calls in an answer; true by default."""
-    include: Annotated[list[_Included], Field(fail_fast=True)] | None = None
+    include: Annotated[list[_Included], Field(max_length=MAX_FIELDS, fail_fast=True)] | None = None
     """Parts to add; log-probs are."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Number of best tokens at each position; `include` must name log-probs; 0 by default."""
@@ -214,8 +239,10 @@ class ResponsesRequest(SamplingFields, ResponsePrompt):
     """Truncation of prompts, which happens with neither value; "disabled" by default."""
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     """Accepted without effect: it limits tools that run on a server."""
-    prompt_cache_retention: str | None = None
+    prompt_cache_retention: Name | None = None
     """Accepted without effect."""
+    metadata: Annotated[JsonObject, AfterValidator(few_texts)] | None = None
+    """Texts by name, which the response repeats."""
     background: Neutral = None
     conversation: Neutral = None
     prompt: Neutral = None

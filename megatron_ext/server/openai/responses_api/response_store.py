@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_ext.server.api_errors import no_such_response
+from megatron_ext.server.api_errors import no_such_response, stored_too_long
 
 LONGEST_AGE = 24 * 3600.0  # seconds
 _PERIOD = 60.0  # seconds between two looks for old ones
@@ -45,15 +46,6 @@ class StoredResponse:
         """Bytes that it takes."""
         return len(self.items) + len(self.response) + _OVERHEAD + _ITEM_OVERHEAD * len(self.item_ids)
 
-    def conversation(self) -> list[object]:
-        """Return the items of the whole conversation up to this response."""
-        turns = []
-        turn: StoredResponse | None = self
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.before
-        return [item for one in reversed(turns) for item in json.loads(one.items)]
-
 
 class ResponseStore:
     """Store of responses; the oldest ones make room. Used in the event loop only.
@@ -61,13 +53,17 @@ class ResponseStore:
     Args:
         max_bytes: Maximum size of all stored responses; 0 for no store.
         clock: Returns seconds.
+        max_conversation: Maximum bytes of a conversation that is continued: what a body may have.
 
     Attributes:
         used_bytes: Size of the stored responses, those that only others refer to included.
     """
 
-    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_bytes: int, clock: Callable[[], float] = time.monotonic, *, max_conversation: int = sys.maxsize
+    ) -> None:
         self._max = max_bytes
+        self._max_conversation = max_conversation
         self._clock = clock
         self._stored: dict[Key, StoredResponse] = {}  # the oldest first
         self._items: dict[Key, Key] = {}  # response of each output item
@@ -141,6 +137,21 @@ class ResponseStore:
         """
         self.get(key, "response_id")
         self._drop(key)
+
+    def conversation(self, last: StoredResponse | None) -> list[object]:
+        """Return the items of the whole conversation up to a response; none without one.
+
+        Raises:
+            ApiError: It is longer than a body may be.
+        """
+        turns = []
+        while last is not None:
+            turns.append(last.items)
+            last = last.before
+        size = sum(map(len, turns))
+        if size > self._max_conversation:
+            raise stored_too_long(size, self._max_conversation)
+        return [item for items in reversed(turns) for item in json.loads(items)]
 
     async def run(self) -> None:
         """Drop old responses until the task is cancelled."""

@@ -56,6 +56,15 @@ class TestFollowUps:
         items += [*second["output"], {"role": "user", "content": NEXT}]
         assert third["prompt_token_ids"] == create(storing, input=items, **fields)["prompt_token_ids"]
 
+    def test_a_conversation_is_as_long_as_a_body_at_most(self, storing, monkeypatch):
+        """Each turn may have a whole body, and a follow-up reads all of them."""
+        first = create(storing, input=QUESTION, max_output_tokens=1)
+        monkeypatch.setattr(storing.serving.responses, "_max_conversation", 100)
+        body = BASE | {"previous_response_id": first["id"], "input": NEXT}
+        error = check_error(storing.http.post(RESPONSES, json=body), 400)
+        assert "the limit is 100 (--max-body-mb)" in error["message"]
+        assert error["param"] == "previous_response_id"
+
     def test_instructions_are_not_taken_over(self, storing):
         first = create(storing, input=QUESTION, instructions="Be brief.", max_output_tokens=2)
         second = create(
@@ -195,7 +204,7 @@ class TestBounds:
         assert store.used_bytes < 2.5 * alone
         for name in "abcd":
             store.delete(("", name))
-        assert store.get(("", "e"), "x").conversation() == ["x" * 4000, "y", "y", "y", "y"]
+        assert store.conversation(store.get(("", "e"), "x")) == ["x" * 4000, "y", "y", "y", "y"]
         assert store.used_bytes > alone
         store.delete(("", "e"))
         assert store.used_bytes == 0
