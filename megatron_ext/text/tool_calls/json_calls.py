@@ -64,12 +64,8 @@ class JsonCalls:
 
 
 def _continues(source: Source, separator: str) -> Part[bool]:
-    start = source.position
     yield from source.skip_spaces()
-    if (yield from source.starts_with(separator)):
-        return True
-    source.position = start
-    return False
+    return (yield from source.starts_with(separator))
 
 
 def _call(source: Source) -> Parser:

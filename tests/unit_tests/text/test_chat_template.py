@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.tokenizer import TextTokenizer
 from megatron_ext.text.tokenizer_files import copy_tokenizer_files
 from tests.unit_tests.support import hf_tokenizers
@@ -159,6 +160,18 @@ def test_special_tokens_of_older_files(directory: Path) -> None:
     assert TextTokenizer(directory).apply_chat_template(QUESTION) == " and False"
     (directory / "special_tokens_map.json").write_text(json.dumps(tokens))
     assert TextTokenizer(directory).apply_chat_template(QUESTION) == expected
+    file.write_text(json.dumps(fields | tokens))
+    (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<old>"}))
+    assert TextTokenizer(directory).apply_chat_template(QUESTION) == expected
+
+
+def test_no_effort_is_no_thinking() -> None:
+    """Templates that know the switch only get the switch; what a request sets itself stays."""
+    template, none = "{{ enable_thinking }}", {"reasoning_effort": "none"}
+    assert ChatOptions(**none).known_to(template) == ({"enable_thinking": False}, [])
+    own = {"enable_thinking": True}
+    assert ChatOptions(variables=own, **none).known_to(template) == (own, [])
+    assert ChatOptions(reasoning_effort="high").known_to(template) == ({}, ["reasoning_effort"])
 
 
 def refused(directory: Path, template: str | None, messages: object) -> str:
