@@ -228,7 +228,8 @@ def without_strings(text: bytes) -> bytes:
     """Return the marks of `LIMITS` in a JSON text that are outside of its strings, and their quotation marks."""
     unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = unescaped.translate(None, _NO_MARKS).replace(b'""', b"")
-    return b"".join(marks.split(b'"', MAX_QUOTES)[::2]) + b'"' * unescaped.count(b'"')
+    outside = b"".join(marks.split(b'"', MAX_QUOTES)[::2])  # of more texts the rest, which does not matter
+    return outside.replace(b'"', b"") + b'"' * unescaped.count(b'"')
 
 
 def _has_depth(content: object, limit: int) -> bool:
