@@ -193,7 +193,7 @@ def no_such_response(identifier: str, param: str, *, is_on: bool) -> ApiError:
 def stored_too_long(size: int, limit: int) -> ApiError:
     """400: a stored conversation is longer than a body may be."""
     message = f"the stored conversation has {size} bytes; the limit is {limit} (--max-body-mb); send less as input"
-    return ApiError(400, message, param="previous_response_id")
+    return ApiError(400, message, param="input")
 
 
 def not_explained(why: str) -> ApiError:

@@ -122,6 +122,12 @@ class Message(BaseModel):
             raise ValueError(f"has a part of type {other!r}; only parts of type 'text' are supported")
         return value
 
+    @property
+    def marks(self) -> int:
+        """Return the number of `cache_control` marks."""
+        parts = self.content if isinstance(self.content, list) else []
+        return sum(part.cache_control is not None for part in parts) + (self.cache_control is not None)
+
     def marked_prefixes(self) -> Iterator[Message]:
         """Yield the message up to each of its parts with a `cache_control` mark, and whole if it has one itself."""
         parts = self.content if isinstance(self.content, list) else []
@@ -339,7 +345,7 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
             raise ValueError("top_logprobs needs logprobs; set it or leave top_logprobs out")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens contradict each other; give one of them")
-        marks = len(self.marked_prefixes)
+        marks = sum(message.marks for message in self.messages)
         if marks > MAX_MARKS:
             raise ValueError(f"messages have {marks} cache_control marks; at most {MAX_MARKS} are taken")
         return self

@@ -58,8 +58,10 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
 
     def store() -> None:
         if is_stored:
-            key, items = (tenant, answer.id), [*conversation.items, *answer.output]
-            answer.response["store"] = serving.responses.put(key, items, answer.response, conversation.before)
+            key = (tenant, answer.id)
+            answer.response["store"] = serving.responses.put(
+                key, conversation.items, answer.response, conversation.before
+            )
 
     pieces = PieceReader(group.handles[0], serving.decoder(specs[0].params), splits_tokens=body.has_scores)
     events = _events(group, answer, pieces, store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from megatron_ext.server.api_errors import ApiError
@@ -40,11 +41,10 @@ def conversation_of(body: ResponsePrompt, store: ResponseStore, tenant: str) -> 
     """
     name = body.previous_response_id
     before = None if name is None else store.get((tenant, name), "previous_response_id")
-    own: list[object] = [
-        store.item((tenant, item.id), "input") if isinstance(item, ItemReference) else item.model_dump()
-        for item in body.input
-    ]
-    known = store.conversation(before)
+    named = [store.item((tenant, one.id), "input") for one in body.input if isinstance(one, ItemReference)]
+    known = store.conversation(before, sum(map(len, named)))
+    found = iter(named)
+    own = [json.loads(next(found)) if isinstance(one, ItemReference) else one.model_dump() for one in body.input]
     count = len(known) + len(own)
     if count > MAX_MESSAGES:
         raise ApiError(400, f"the conversation has {count} items; at most {MAX_MESSAGES} are taken", param="input")

@@ -25,26 +25,31 @@ class StoredResponse:
 
     Attributes:
         key: Tenant and id of the response.
-        items: The turn's input and output, as a JSON list.
+        items: The turn's input, as a JSON list.
+        output: The turn's output items by id, each as JSON.
         response: The response object, as JSON.
         before: Response that it follows.
-        item_ids: Ids of its output items.
         expires: Time at which it is dropped.
         uses: Number of references: one while it can be named, and one for each stored response that follows it.
     """
 
     key: Key
     items: bytes
+    output: Mapping[str, bytes]
     response: bytes
     before: StoredResponse | None
-    item_ids: tuple[str, ...]
     expires: float
     uses: int = field(default=0, init=False)
 
     @property
     def size(self) -> int:
         """Bytes that it takes."""
-        return len(self.items) + len(self.response) + _OVERHEAD + _ITEM_OVERHEAD * len(self.item_ids)
+        return self.length + len(self.response) + _OVERHEAD + _ITEM_OVERHEAD * len(self.output)
+
+    @property
+    def length(self) -> int:
+        """Bytes of its input and output."""
+        return len(self.items) + sum(map(len, self.output.values()))
 
 
 class ResponseStore:
@@ -84,7 +89,7 @@ class ResponseStore:
 
         Args:
             key: Tenant and new id.
-            items: The turn's input and output items, as JSON values.
+            items: The turn's input items, as JSON values.
             response: The response object.
             before: Response that it follows.
 
@@ -93,12 +98,12 @@ class ResponseStore:
         """
         output = response["output"]
         assert isinstance(output, list), "it is a list of items"
-        ids = tuple(str(item["id"]) for item in output)
+        items_out = {str(item["id"]): _json(item) for item in output}
         expires = self._clock() + LONGEST_AGE
-        new = StoredResponse(key, _json(items), _json(response), before, ids, expires)
+        new = StoredResponse(key, _json(items), items_out, _json(response), before, expires)
         self._hold(new)
         self._stored[key] = new
-        self._items |= {(key[0], one): key for one in ids}
+        self._items |= {(key[0], one): key for one in items_out}
         self.drop_old()
         while self.used_bytes > self._max and self._stored:
             self._drop(next(iter(self._stored)))
@@ -120,14 +125,12 @@ class ResponseStore:
             raise no_such_response(key[1], param, is_on=self.is_on)
         return found
 
-    def item(self, key: Key, param: str) -> dict[str, object]:
-        """Return an output item of a stored response; arguments and errors as in `get`."""
+    def item(self, key: Key, param: str) -> bytes:
+        """Return an output item of a stored response as JSON; arguments and errors as in `get`."""
         found = self.get(self._items.get(key, key), param)
-        output = json.loads(found.response)["output"]
-        item: dict[str, object] | None = next((one for one in output if one["id"] == key[1]), None)
-        if item is None:  # the id of a response
+        if key[1] not in found.output:  # the id of a response
             raise no_such_response(key[1], param, is_on=self.is_on)
-        return item
+        return found.output[key[1]]
 
     def delete(self, key: Key) -> None:
         """Drop a stored response; those that follow it keep its turn.
@@ -138,20 +141,28 @@ class ResponseStore:
         self.get(key, "response_id")
         self._drop(key)
 
-    def conversation(self, last: StoredResponse | None) -> list[object]:
-        """Return the items of the whole conversation up to a response; none without one.
+    def conversation(self, last: StoredResponse | None, more: int = 0) -> list[object]:
+        """Return the items of the whole conversation up to a response.
+
+        Args:
+            last: The response; None for no items.
+            more: Bytes of other stored items of the conversation.
 
         Raises:
             ApiError: It is longer than a body may be.
         """
         turns = []
         while last is not None:
-            turns.append(last.items)
+            turns.append(last)
             last = last.before
-        size = sum(map(len, turns))
+        size = more + sum(turn.length for turn in turns)
         if size > self._max_conversation:
             raise stored_too_long(size, self._max_conversation)
-        return [item for items in reversed(turns) for item in json.loads(items)]
+        return [
+            item
+            for turn in reversed(turns)
+            for item in (*json.loads(turn.items), *map(json.loads, turn.output.values()))
+        ]
 
     async def run(self) -> None:
         """Drop old responses until the task is cancelled."""
@@ -178,7 +189,7 @@ class ResponseStore:
     def _drop(self, key: Key) -> None:
         """Forget the id of a response, and free the turns that no other response follows."""
         dropped = self._stored.pop(key)
-        for one in dropped.item_ids:
+        for one in dropped.output:
             self._items.pop((key[0], one), None)
         turn: StoredResponse | None = dropped
         while turn is not None:

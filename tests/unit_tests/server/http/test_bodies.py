@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megatron_ext.config import ServerLimits
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http import body as bodies
-from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
+from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest, Message
 from megatron_ext.server.openai.tokenization import LONG_TEXT, TextEncoder
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, HEADERS, check_alive, check_error
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
@@ -298,6 +298,14 @@ class TestRequestLimits:
         assert (error["param"], named in error["message"]) == ("stop", True)
         taken = [*(f"<{i}x" for i in range(63)), "a" * 1024]
         assert tiny.http.post(COMPLETIONS, json=GOOD | {"stop": taken}).status_code == 200
+
+    def test_marks_are_counted_before_prefixes_are_built(self, monkeypatch):
+        """With 10,000 marked parts of 700 characters the prefixes have 35 GB."""
+        monkeypatch.setattr(Message, "marked_prefixes", None)
+        part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+        messages = [{"role": "user", "content": [part] * 10_000, "cache_control": {"type": "ephemeral"}}]
+        with pytest.raises(ValidationError, match="10001 cache_control marks; at most 4"):
+            ChatRequest.model_validate({"messages": messages})
 
     def test_messages(self):
         with pytest.raises(ValidationError, match="at most 10000"):

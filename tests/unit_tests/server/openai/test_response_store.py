@@ -63,7 +63,11 @@ class TestFollowUps:
         body = BASE | {"previous_response_id": first["id"], "input": NEXT}
         error = check_error(storing.http.post(RESPONSES, json=body), 400)
         assert "the limit is 100 (--max-body-mb)" in error["message"]
-        assert error["param"] == "previous_response_id"
+        references = [{"type": "item_reference", "id": first["output"][0]["id"]}] * 2
+        assert (
+            "the limit is 100"
+            in check_error(storing.http.post(RESPONSES, json=BASE | {"input": references}), 400)["message"]
+        )
 
     def test_instructions_are_not_taken_over(self, storing):
         first = create(storing, input=QUESTION, instructions="Be brief.", max_output_tokens=2)
@@ -204,7 +208,9 @@ class TestBounds:
         assert store.used_bytes < 2.5 * alone
         for name in "abcd":
             store.delete(("", name))
-        assert store.conversation(store.get(("", "e"), "x")) == ["x" * 4000, "y", "y", "y", "y"]
+        conversation = store.conversation(store.get(("", "e"), "x"))
+        assert conversation[::2] == ["x" * 4000, "y", "y", "y", "y"]
+        assert [item["id"] for item in conversation[1::2]] == [f"msg_{name}" for name in "abcde"]
         assert store.used_bytes > alone
         store.delete(("", "e"))
         assert store.used_bytes == 0
@@ -247,7 +253,7 @@ class TestBounds:
     def test_items_go_with_their_response(self):
         store = ResponseStore(20_000)
         self.put(store, "a")
-        assert store.item(("", "msg_a"), "input")["id"] == "msg_a"
+        assert json.loads(store.item(("", "msg_a"), "input"))["id"] == "msg_a"
         for key in (("bob", "msg_a"), ("", "a")):
             with pytest.raises(ApiError):
                 store.item(key, "input")
