@@ -92,6 +92,32 @@ INSTRUCTOR = with_errors(  # no loop: each answer is one or more calls, or follo
 )
 PYDANTIC_AI = with_errors("ModelNotFoundError", "ModelContextWindowExceededError", forced=None)
 LITELLM = with_errors(errors={"model": "NotFoundError 404", "length": "ContextWindowExceededError 400"})
+OPENCODE = {  # always streamed
+    "stream": FACTS["stream"],
+    "stream_text": FACTS["stream_text"],
+    "follow_up": FACTS["parallel"],
+    "errors": {
+        "model": "APIError 404 model_not_found",
+        "length": "ContextOverflowError undefined context_length_exceeded",
+    },
+}
+LLM = with_errors(errors={"model": "NotFoundError 404", "length": "ContextWindowExceededError 400"})
+OPENCODE = {  # always streamed
+    "stream": FACTS["stream"],
+    "stream_text": FACTS["stream_text"],
+    "follow_up": FACTS["parallel"],
+    "errors": {
+        "model": "APIError 404 model_not_found",
+        "length": "ContextOverflowError undefined context_length_exceeded",
+    },
+}
+CODEX = {  # always streamed; what its own tools do is not shown
+    "stream_text": FACTS["stream_text"],
+    "follow_up": FACTS["stream_text"],
+    "errors": {"model": "does not exist", "length": "ran out of room"},
+}
+LLM = with_errors(one_by_one=None, forced=None)  # it always allows parallel calls
+SMOLAGENTS = with_errors(forced=None, stream_in_pieces=None)  # its answer is a call, too
 ANTHROPIC = with_errors(
     counts_agree=True,
     errors={
@@ -120,6 +146,10 @@ ROWS = (
     Row("openai-agents", "openai-agents", "openai-agents", "openai-agents/loop.py", "responses"),
     Row("openai-agents", "openai-agents", "openai-agents", "openai-agents/loop.py", "chat"),
     Row("litellm", "litellm", "litellm", "litellm/loop.py", "chat", LITELLM),
+    Row("opencode", "opencode", "opencode-linux-x64", "opencode/run.mjs", "chat", OPENCODE),
+    Row("llm", "llm", "llm", "llm/loop.py", "chat", LLM),
+    Row("smolagents", "smolagents", "smolagents", "smolagents/loop.py", "chat", SMOLAGENTS),
+    Row("haystack", "haystack", "haystack-ai", "haystack/loop.py", "chat"),
     Row("anthropic", "anthropic", "anthropic", "anthropic/loop.py", "messages", ANTHROPIC),
 )
 

@@ -13,7 +13,7 @@ from megatron_ext.text.tool_calls.functions import Function
 from megatron_ext.text.tool_calls.grammar import Guidance
 from tests.clients import run
 from tests.clients.expected import FACTS, TEXT
-from tests.clients.server import called, prescribed_grammar
+from tests.clients.server import called, leaves_no_choice, prescribed_grammar
 
 FOLDERS = sorted({(row.folder, row.is_node) for row in run.ROWS})
 MESSAGES = [
@@ -73,6 +73,24 @@ def test_calls_since_the_last_question_count():
     messages = [Message.model_validate(message) for message in MESSAGES]
     assert called(messages) == {"new"}
     assert called(messages[:3]) == set()
+
+
+def test_calls_that_are_written_as_texts_count():
+    texts = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Calling tools:\n[{'function': {'name': 'new', 'arguments': {}}}]"},
+        {"role": "user", "content": "Observation:\nclear"},
+    ]
+    assert called([Message.model_validate(message) for message in texts]) == {"new"}
+
+
+@pytest.mark.parametrize(
+    ("properties", "is_called"),
+    [({}, True), ({"city": {"enum": ["Oslo"]}}, True), ({"city": {"const": "Oslo"}}, True), ({"cmd": {}}, False)],
+)
+def test_functions_with_free_arguments_are_not_called(properties, is_called):
+    """An agent would run a command of an untrained model."""
+    assert leaves_no_choice({"properties": properties}) is is_called
 
 
 @pytest.mark.parametrize(("is_parallel", "names"), [(True, ["a", "b"]), (False, ["a"])])
