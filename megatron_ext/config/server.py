@@ -39,6 +39,7 @@ class ServerConfig:
     chat_control_tokens: str = "text"  # one of CONTROL_TOKENS
     tool_call_parser: str = "auto"  # one of TOOL_CALL_PARSERS
     reasoning_parser: str = "auto"  # one of REASONING_PARSERS
+    strict_fields: bool = False  # refuse unknown fields of bodies
     cors_allowed_origins: tuple[str, ...] = ()  # origins of web pages; default: none
     enable_admin_routes: bool = False
     weights_root: str | None = None  # directory of new weights; default: weights cannot be replaced

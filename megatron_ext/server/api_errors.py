@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
+from itertools import takewhile
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -359,7 +360,9 @@ def describe(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
         return f"{_dotted(place)}: {_sentence(first)}", str(field)
     of_field = [error for error in errors if _place(error)[:1] == (field,)]
     sentences = list(dict.fromkeys(_sentence(error) for error in of_field))
-    return f"{field}: {', or '.join(sentences)}", str(field)
+    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*map(_place, of_field), strict=False))
+    common = [parts[0] for parts in same]
+    return f"{_dotted(common)}: {', or '.join(sentences)}", str(field)
 
 
 def _place(error: Mapping[str, object]) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json, read_text
+from megatron_ext.text.raw_arguments import with_placeholders, with_texts
 from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.template_worker import Rendering
 
@@ -171,7 +172,8 @@ def render_chat(
     variables, unknown = options.known_to(template)
     for name in unknown:
         _note_unknown(name)
-    return RENDERER.render(Rendering(template, chat, settings, {**special_tokens, **variables}))
+    chat, raw = with_placeholders(chat)
+    return with_texts(RENDERER.render(Rendering(template, chat, settings, {**special_tokens, **variables})), raw)
 
 
 @functools.lru_cache(maxsize=4)

@@ -18,10 +18,10 @@ from megatron_ext.server.anthropic.message_fields import (
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
-    note_ignored,
 )
 from megatron_ext.server.api_errors import ApiError, describe
 from megatron_ext.server.openai.protocol import ChatRequest
+from megatron_ext.server.unknown_fields import note_ignored
 from megatron_ext.text.chat_template import ENABLE_THINKING
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -83,7 +83,7 @@ def _generation(body: MessagesRequest, *, can_think: bool) -> Fields:
         if can_think:
             fields["thinking_budget_tokens"] = body.thinking.budget_tokens
         else:
-            note_ignored(["thinking, which the model's chat template does not have"])
+            note_ignored("thinking, which the model's chat template does not have")
     form = None if body.output_config is None else body.output_config.format
     if form is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.json_schema}}
@@ -93,7 +93,7 @@ def _generation(body: MessagesRequest, *, can_think: bool) -> Fields:
 def _system(system: Sequence[TextBlock] | None) -> list[Fields]:
     kept = [block for block in system or () if not block.text.startswith(_BILLING)]
     if len(kept) < len(system or ()):
-        note_ignored([f"system text that begins with {_BILLING}"])
+        note_ignored(f"system text that begins with {_BILLING}")
     return [{"role": "system", "content": _parts(kept)}] if kept else []
 
 

@@ -94,7 +94,7 @@ class AnthropicClients:
             if _API_KEY in headers and _AUTHORIZATION not in headers:
                 bearer = _AUTHORIZATION, b"Bearer " + headers[_API_KEY]
                 scope["headers"] = [*scope["headers"], bearer]
-            if route_path(scope) in (MESSAGES_PATH, COUNT_PATH):
+            if f"{route_path(scope)}/".startswith(f"{MESSAGES_PATH}/"):
                 send = _Answer(send).send
         await self._app(scope, receive, send)
 

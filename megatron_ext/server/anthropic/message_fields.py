@@ -6,12 +6,9 @@ each name; contents that cannot be ignored, such as images, are refused by name.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from megatron_ext.server.anthropic.error_envelope import THREADS_REFUSED
 from megatron_ext.server.api_errors import ApiError
@@ -29,12 +26,10 @@ from megatron_ext.server.openai.request_fields import (
     Words,
     option_bounds,
 )
-
-logger = logging.getLogger(__name__)
+from megatron_ext.server.unknown_fields import note_ignored
 
 _LONGEST_NAME = 100  # characters
 _MAX_BETAS = 32  # of a header that are logged
-_WITHOUT_EFFECT = frozenset(("metadata", "service_tier"))  # about the client and its bill, not about the answer
 
 
 class _Object(BaseModel):
@@ -117,8 +112,18 @@ class ToolResultBlock(_Object):
     """Other prompts may have everything up to here in common."""
 
 
+def _tag_of(block: object) -> str:
+    """Return the tag of a block; error messages leave names with spaces out of places."""
+    return f"type {block.get('type') if isinstance(block, dict) else getattr(block, 'type', None)}"
+
+
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    Annotated[TextBlock, Tag("type text")]
+    | Annotated[ThinkingBlock, Tag("type thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("type redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("type tool_use")]
+    | Annotated[ToolResultBlock, Tag("type tool_result")],
+    Discriminator(_tag_of),
 ]
 _Blocks = Annotated[
     list[Block],
@@ -223,7 +228,7 @@ class OutputConfigParam(_Object):
 class CountTokensRequest(Body):
     """Body of `/v1/messages/count_tokens`: the fields that make the prompt."""
 
-    model_config = ConfigDict(extra="allow")
+    answers: ClassVar[bool] = False
 
     model: ModelName | None = None
     """Name of the served model, or its root."""
@@ -245,19 +250,20 @@ class CountTokensRequest(Body):
     """Other prompts may have everything up to here in common."""
     thread: JsonValue = None  # refused by `refuse_threads`
     """Refused: conversations are not kept between requests."""
+    metadata: JsonValue = None
+    """Accepted without effect."""
+    service_tier: JsonValue = None
+    """Accepted without effect."""
 
     # Extensions of this engine
     chat_template_kwargs: Variables | None = None
     """Variables of the chat template."""
 
-    @model_validator(mode="after")
-    def _log_what_is_ignored(self) -> CountTokensRequest:
-        note_ignored(f"field {name}" for name in self.model_extra or () if name not in _WITHOUT_EFFECT)
-        return self
-
 
 class MessagesRequest(CountTokensRequest):
     """Body of `/v1/messages`."""
+
+    answers: ClassVar[bool] = True
 
     max_tokens: Annotated[int, Field(ge=1)]
     """Most tokens to generate."""
@@ -301,20 +307,11 @@ def refuse_threads(body: CountTokensRequest) -> None:
         raise ApiError(400, message, param="thread", code=THREADS_REFUSED)
 
 
-def note_ignored(names: Iterable[str]) -> None:
-    """Log once for each name that it has no effect."""
-    for name in names:
-        _note_ignored(printable(name, _LONGEST_NAME))
-
-
-@functools.lru_cache(maxsize=64)
-def _note_ignored(name: str) -> None:
-    logger.info("the Messages API here does not use %s; it is ignored", name)
-
-
 def note_betas(header: str) -> None:
     """Log once for each feature of an `anthropic-beta` header that it has no effect."""
-    note_ignored(f"beta {one}" for one in map(str.strip, header.split(",", _MAX_BETAS)[:_MAX_BETAS]) if one)
+    for one in map(str.strip, header.split(",", _MAX_BETAS)[:_MAX_BETAS]):
+        if one:
+            note_ignored(f"the beta {one} of the Messages API")
 
 
 Fields = dict[str, Any]

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from megatron_ext.server.api_errors import ApiError, ClientGone, body_too_large
+from megatron_ext.server.unknown_fields import IS_STRICT
 
 MAX_QUOTES = 1_000_000
 # Marks outside of strings and their maximum number, by what they stand for: parsing, which blocks the event loop, takes
@@ -43,7 +44,9 @@ class JsonRoute(APIRoute):
         may_be_empty = not self.body_field.field_info.is_required()
 
         async def limited(request: Request) -> Response:
-            body = await read_body(request, request.app.state.serving.settings.limits.body_bytes)
+            settings = request.app.state.serving.settings
+            body = await read_body(request, settings.limits.body_bytes)
+            IS_STRICT.set(settings.strict_fields)
             if body:
                 check_content_type(request.headers.get("content-type"))
             return await handle(_Parsed(request, body, may_be_empty=may_be_empty))
@@ -123,7 +126,7 @@ def parse_json(body: bytes) -> object:
 
 
 class NotJson(ApiError):
-    """400: a text is not JSON, or JSON that has no meaning here: half of a surrogate pair, an infinite number."""
+    """400: a text is not JSON, or JSON without a meaning here: half of a surrogate pair, an infinite number, depth."""
 
 
 class JsonReader:
@@ -142,9 +145,8 @@ class JsonReader:
         """Parse a text, within limits that are checked before.
 
         Raises:
-            NotJson: It is not JSON in UTF-8.
-            ApiError: Together with the texts before, it exceeds one of `LIMITS`, or it is nested too deeply for later
-                stages.
+            NotJson: It is not JSON in UTF-8, or nested too deeply for later stages.
+            ApiError: Together with the texts before, it exceeds one of `LIMITS`.
         """
         self._count(text)
         try:
@@ -187,7 +189,7 @@ class JsonReader:
                 raise error from None
 
     def _too_deep(self) -> ApiError:
-        return self._error(f"is nested too deeply; the limit is {MAX_LEVELS} levels")
+        return self._error(f"is nested too deeply; the limit is {MAX_LEVELS} levels", NotJson)
 
     def _error(self, message: str, kind: type[ApiError] = ApiError) -> ApiError:
         return kind(400, f"{self._what} {message}", param=self._param)

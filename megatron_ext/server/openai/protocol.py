@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
-from megatron_ext.server.http.body import JsonReader
+from megatron_ext.server.http.body import JsonReader, NotJson
 from megatron_ext.server.openai.request_fields import (
     MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
@@ -19,12 +19,12 @@ from megatron_ext.server.openai.request_fields import (
     JsonObject,
     JsonValue,
     Name,
-    Neutral,
     Prompts,
     Schema,
     Text,
 )
-from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.chat_template import ENABLE_THINKING, ChatOptions
+from megatron_ext.text.raw_arguments import INVALID_JSON
 
 MAX_MARKS = 4  # `cache_control` marks in a conversation: each costs a tokenization
 MAX_TOOLS = 128
@@ -36,14 +36,7 @@ LONGEST_EFFORT = 32  # characters
 TOOL_MODES = ("auto", "none", "required")
 
 
-class GatewayFields(Body):
-    """Fields that SGLang's gateway adds to every body; only neutral values are accepted."""
-
-    no_stop_trim: Neutral = None
-    return_hidden_states: Neutral = None
-
-
-class CompletionRequest(GatewayFields, GenerationRequest):
+class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
 
     prompt: Prompts
@@ -54,7 +47,6 @@ class CompletionRequest(GatewayFields, GenerationRequest):
     """Begin the text with the prompt; false by default."""
     best_of: int | None = None
     """Accepted if it equals `n`."""
-    suffix: Neutral = None
 
     @field_validator("best_of")
     @classmethod
@@ -104,6 +96,10 @@ class Message(BaseModel):
     """Name of the author, or of the function that answered."""
     tool_calls: Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """Calls of an assistant's message."""
+    function_call: Annotated[JsonObject | None, Field(exclude=True)] = None
+    """Call of an assistant's message in OpenAI's older form, without an id."""
+    refusal: Annotated[Text | None, Field(exclude=True)] = None
+    """Text of an assistant's message without a content."""
     tool_call_id: Text | None = None
     """Call that a tool's message answers."""
     reasoning_content: Text | None = None
@@ -116,6 +112,8 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _is_text(cls, value: object) -> object:
+        if isinstance(value, list):
+            value = [_refusal_as_text(part) for part in value]
         parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
         other = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
         if other is not None:
@@ -150,22 +148,44 @@ class Message(BaseModel):
         if isinstance(content, list):
             content = "".join(part.text for part in content)
         fields = self.model_dump(exclude_none=True) | ({} if content is None else {"content": content})
-        if self.tool_calls is not None:
-            fields["tool_calls"] = [_with_object(call, arguments) for call in self.tool_calls]
+        calls = self.tool_calls
+        if self.function_call is not None and not calls:
+            calls = [{"type": "function", "function": self.function_call}]
+        if calls is not None:
+            fields["tool_calls"] = [_with_object(call, arguments) for call in calls]
+        if content is None and not calls and (self.refusal or self.reasoning_content or self.reasoning):
+            fields["content"] = self.refusal or ""
+        if self.role == "function":  # the result of such a call
+            fields["role"] = "tool"
         thinking = fields.pop("reasoning", None)  # templates know the older name
         return fields if thinking is None else {"reasoning_content": thinking} | fields
 
 
+def _refusal_as_text(part: object) -> object:
+    """Return a part of a content; a refusal is the text that the assistant has said."""
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
+
+
 def _with_object(call: dict[str, object], reader: JsonReader) -> dict[str, object]:
-    """Return a tool call with its arguments, JSON text in OpenAI's form, parsed.
+    """Return a tool call with its arguments, JSON text in OpenAI's form, as an object; see `raw_arguments` for others.
 
     Raises:
-        ApiError: See `JsonReader.read`; `NotJson` if the arguments are not JSON.
+        ApiError: See `JsonReader.read`.
     """
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
-    arguments = reader.read((function["arguments"] or "{}").encode())
+    given = function.get("arguments")
+    if isinstance(given, dict):
+        return call
+    text = given if isinstance(given, str) else json.dumps({} if given is None else given, ensure_ascii=False)
+    try:
+        parsed = reader.read((text or "{}").encode())
+    except NotJson:
+        parsed = None
+    arguments = parsed if isinstance(parsed, dict) else {INVALID_JSON: text}
     return call | {"function": function | {"arguments": arguments}}
 
 
@@ -275,6 +295,8 @@ class TemplateFields(Body):
     """Continue the last message instead of answering it; false by default."""
     chat_template_kwargs: Variables | None = None
     """Variables of the chat template."""
+    enable_thinking: bool | None = None
+    """Variable of the chat template, as in `chat_template_kwargs`, which come first."""
     reasoning_effort: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
     """Effort of thinking, for templates that know it; `none` turns thinking off."""
     verbosity: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
@@ -296,17 +318,18 @@ class TemplateFields(Body):
     def chat_options(self) -> ChatOptions:
         """Return the template options as `ChatOptions`."""
         adds = self.add_generation_prompt is not False and not self.continue_final_message
+        thinking = {} if self.enable_thinking is None else {ENABLE_THINKING: self.enable_thinking}
         return ChatOptions(
             add_generation_prompt=adds,
             continue_final_message=bool(self.continue_final_message),
             tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
-            variables=self.chat_template_kwargs or {},
+            variables=thinking | (self.chat_template_kwargs or {}),
             reasoning_effort=self.reasoning_effort,
             verbosity=self.verbosity,
         )
 
 
-class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
+class ChatRequest(TemplateFields, GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -323,21 +346,12 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     """`none`, `auto`, `required`, or the function that must be called; "auto" by default."""
     parallel_tool_calls: bool | None = None
     """Permission for several calls in an answer; true by default."""
-    echo: Literal[False] | None = None
-    """Unsupported field, accepted with a value that changes nothing."""
-    documents: Neutral = None
-    functions: Neutral = None
-    function_call: Neutral = None
-    modalities: Neutral = None
-    audio: Neutral = None
     prediction: JsonValue = None  # without effect: drafts are the engine's
     """Accepted without effect."""
     separate_reasoning: bool | None = None
     """Return thinking apart from the content; true by default."""
     thinking_budget_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens of thinking; by default as many as the answer may have."""
-    stream_reasoning: Neutral = None
-    web_search_options: Neutral = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:

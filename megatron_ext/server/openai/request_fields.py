@@ -1,17 +1,15 @@
 """Fields that the bodies of both routes share: OpenAI's, and extensions of this engine; `protocol.py` has the bodies.
 
-Types are strict ("5" is not a number) and unknown fields are refused. Fields for unsupported features are accepted with
-neutral values, because clients send them with every request. Lists that a client can make long are counted first:
-pydantic would create an error for each item.
+Types are strict ("5" is not a number). Lists that a client can make long are counted first: pydantic would create an
+error for each item.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -28,6 +26,7 @@ from megatron_ext.config.options import options_of
 from megatron_ext.config.request import MAX_CHECKPOINTS, RequestParams
 from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.server.unknown_fields import check_unknown
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -38,29 +37,6 @@ LONGEST_STOP_WORD = 1024  # characters
 MAX_BIASES = 1024
 LONGEST_NAME = 512  # characters of names that clients give: users, keys, salts
 LONGEST_MODEL = 4096  # characters; a path may be a name
-
-# Neutral values of fields, which change nothing; None is always neutral.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (True,),
-    "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "suffix": ("",),
-    "documents": ([],),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),  # SGLang's gateway adds these and the next
-    "stream_reasoning": (True, False),
-}
 
 
 @dataclass(frozen=True)
@@ -115,16 +91,25 @@ Prompts = Annotated[
 
 
 class Body(BaseModel):
-    """Base of bodies: strict types and known fields only."""
+    """Base of bodies and their parts: strict types. Unknown fields are ignored and noted; see `unknown_fields`."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True)
+    answers: ClassVar[bool] = True  # False where only the prompt counts
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are taken")
+    def _has_known_fields(cls, value: object) -> object:
+        if isinstance(value, dict):
+            if len(value) > MAX_FIELDS:
+                raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are taken")
+            if cls.model_config["extra"] == "ignore":
+                check_unknown(value, _names_of(cls), answers=cls.answers)
         return value
+
+
+@cache
+def _names_of(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def few_ids(value: object) -> object:
@@ -178,7 +163,6 @@ def option_bounds(name: str) -> FieldInfo:
     return found
 
 
-Neutral = Annotated[JsonValue, Field(description="Unsupported field, accepted with a value that changes nothing.")]
 Form = Annotated[
     Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any]), BoundedBy("--max-schema-kb")
 ]
@@ -231,23 +215,6 @@ class StructuredOutputs(Body):
         if self.choice is not None:
             return ResponseFormat.choice(self.choice)
         return ResponseFormat(JSON_OBJECT) if self.json_schema is None else ResponseFormat.json_schema(self.json_schema)
-
-
-def only_neutral(value: object, neutral: Sequence[object]) -> object:
-    """Return the value of a field that is not supported, if it changes nothing.
-
-    Args:
-        value: Value of the field.
-        neutral: Values besides None that change nothing.
-
-    Raises:
-        ValueError: The value is another one.
-    """
-    is_one = any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
-    if value is not None and not is_one:
-        shown = " and ".join(json.dumps(one) for one in neutral)
-        raise ValueError("is not supported; leave it out" + (f" ({shown} is what happens anyway)" if neutral else ""))
-    return value
 
 
 class SamplingFields(Body):
@@ -312,7 +279,7 @@ class SamplingFields(Body):
     """Accepted without effect."""
     prompt_cache_key: Name | None = None
     """Accepted without effect."""
-    cache_hints: Annotated[JsonObject, Field(max_length=MAX_FIELDS)] | None = None  # of version 0.2
+    prompt_cache_retention: Name | None = None
     """Accepted without effect."""
 
 
@@ -339,28 +306,11 @@ class GenerationRequest(SamplingFields):
     structured_outputs: StructuredOutputs | None = None
     """Format of the answer in vLLM's form; one of its fields."""
 
-    # Fields of unsupported features, accepted with neutral values; see `_NEUTRAL`. Checked here for both routes.
-    add_special_tokens: Neutral = None
-    early_stopping: Neutral = None
-    include_stop_str_in_output: Neutral = None
-    length_penalty: Neutral = None
-    logits_processors: Neutral = None
-    priority: Neutral = None
-    prompt_logprobs: Neutral = None
-    spaces_between_special_tokens: Neutral = None
-    truncate_prompt_tokens: Neutral = None
-    use_beam_search: Neutral = None
-
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream; set it or leave stream_options out")
         return self
-
-    @field_validator(*_NEUTRAL, check_fields=False)
-    @classmethod
-    def _asks_for_nothing(cls, value: object, info: ValidationInfo) -> object:
-        return only_neutral(value, _NEUTRAL[str(info.field_name)])
 
     @field_validator("structured_outputs")
     @classmethod

@@ -7,7 +7,7 @@ import logging
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from megatron_ext.config.in_flight import MAX_VERSION, InFlight
 from megatron_ext.engine.pausing import PauseMode
@@ -32,11 +32,17 @@ _LEVELS: dict[str, SuspendLevel] = {"0": "keep", "keep": "keep", "offload": "off
 router = APIRouter(route_class=JsonRoute)
 
 
-class Nothing(Body):
+class Order(Body):
+    """Base of bodies of administrators, whose mistakes concern all clients: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Nothing(Order):
     """Empty object, or no body at all."""
 
 
-class AbortRequest(Body):
+class AbortRequest(Order):
     """Answers to abort."""
 
     request_id: Name | None = None
@@ -51,7 +57,7 @@ class AbortRequest(Body):
         return self
 
 
-class UpdateRequest(Body):
+class UpdateRequest(Order):
     """Location of new weights."""
 
     model_path: Annotated[str, Field(min_length=1, max_length=LONGEST_PATH)]

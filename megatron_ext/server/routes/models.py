@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from megatron_ext.server.api_errors import unknown_model
 from megatron_ext.server.http.request_parts import ShortPath
 from megatron_ext.server.serving import ServerDependency
 
@@ -22,5 +23,6 @@ router.add_api_route("/v1/models", list_models, methods=["HEAD"], include_in_sch
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: ShortPath, serving: ServerDependency) -> dict[str, object]:
     """Return the model by one of its names."""
-    serving.check_name(model)
+    if not serving.is_name(model):
+        raise unknown_model(model, *serving.names)
     return serving.describe(serving.answered_name(model))

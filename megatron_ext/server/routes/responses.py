@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from megatron_ext.config import RequestParams
-from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import ShortPath, only_queries
+from megatron_ext.server.log import printable
 from megatron_ext.server.openai.responses import finished
 from megatron_ext.server.openai.responses_api.answer_events import Event, ResponseAnswer
 from megatron_ext.server.openai.responses_api.continuing import conversation_of
@@ -22,9 +23,11 @@ from megatron_ext.server.openai.responses_api.response_ids import tag_of
 from megatron_ext.server.openai.streaming import EventStream, PieceReader, event, failure_of
 from megatron_ext.server.routes.generation import chat_work, json_response, run_requests
 from megatron_ext.server.serving import ServerDependency
+from megatron_ext.server.unknown_fields import note_ignored
 
 router = APIRouter(route_class=JsonRoute)
 
+_MAX_WARNED = 10  # kinds in a warning
 # Fields of a chat request that errors are about, and their names here.
 _NAMES = {
     "max_tokens": "max_output_tokens",
@@ -66,10 +69,14 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
     pieces = PieceReader(group.handles[0], serving.decoder(specs[0].params), splits_tokens=body.has_scores)
     events = _events(group, answer, pieces, store)
     if body.stream:
-        return EventStream(group, _sent(events, answer))
-    async for _ in events:  # of one piece
-        pass
-    return json_response(answer.response)
+        response: Response = EventStream(group, _sent(events, answer))
+    else:
+        async for _ in events:  # of one piece
+            pass
+        response = json_response(answer.response)
+    if body.left_out:
+        response.headers["Warning"] = _warning(body.left_out)
+    return response
 
 
 @router.post("/v1/responses/input_tokens", dependencies=[Depends(only_queries())])
@@ -94,6 +101,14 @@ async def delete_response(response_id: ShortPath, request: Request, serving: Ser
     """Delete a stored response; those that continue it keep its turn."""
     serving.responses.delete((_tenant(request), response_id))
     return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _warning(kinds: Sequence[str]) -> str:
+    """Return the header that says what has been left out of a request, and note it once."""
+    shown = ", ".join(ascii(printable(kind, LONGEST_NAME))[1:-1].replace('"', "") for kind in kinds[:_MAX_WARNED])
+    for kind in kinds:
+        note_ignored(f"tools and items of type {kind}")
+    return f'299 - "left out, since this server does not have them: {shown}"'
 
 
 def _tenant(request: Request) -> str:
@@ -141,7 +156,7 @@ def _named(one: Event) -> bytes:
 def _fields(body: ResponsesRequest, params: RequestParams, model: str, *, is_stored: bool) -> dict[str, object]:
     """Return the fields of a response that repeat its request, with what holds for those left out."""
     given = body.model_dump(
-        mode="json", include={"tools", "reasoning", "text", "metadata", "user", "safety_identifier", "prompt_cache_key"}
+        mode="json", include={"reasoning", "text", "metadata", "user", "safety_identifier", "prompt_cache_key"}
     )
     choice = body.tool_choice
     named = [{"type": "function", "name": name} for name in choice.names or ()]
@@ -158,7 +173,7 @@ def _fields(body: ResponsesRequest, params: RequestParams, model: str, *, is_sto
         "top_p": params.top_p or 1.0,
         "top_logprobs": body.top_logprobs or 0,
         "tool_choice": {"type": "allowed_tools", "mode": choice.mode, "tools": named} if named else choice.mode,
-        "tools": given["tools"] or [],
+        "tools": [tool.model_dump(mode="json") for tool in body.functions],
         "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity") or "medium"},
         "reasoning": {"effort": None, "summary": None} | (given["reasoning"] or {}),
         "truncation": "disabled",

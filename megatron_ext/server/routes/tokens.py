@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, PlainValidator, model_validator
@@ -40,6 +40,8 @@ Ids = Annotated[
 
 class TokenizeRequest(TemplateFields):
     """A text, or a conversation with its template options."""
+
+    answers: ClassVar[bool] = False
 
     model: ModelName | None = None
     """Name of the served model, or its root."""

@@ -118,7 +118,7 @@ WITHOUT_FLAG = {
 
 SERVER_OPTIONS = """
 --host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
---log-level --access-log --no-access-log --profile
+--log-level --access-log --no-access-log --strict-fields --no-strict-fields --profile
 --kv-events-endpoint --kv-events-topic --kv-events-replay-endpoint
 --kv-events-states-endpoint --kv-events-states-replay-endpoint --kv-events-buffer-steps
 --max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout --max-schema-kb --grammar-timeout

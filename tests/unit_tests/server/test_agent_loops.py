@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.server.anthropic.message_builder import MessageBuilder
+from megatron_ext.server.openai.answers import AnswerFormat
+from megatron_ext.server.openai.response_builders import ChatResponseBuilder
+from megatron_ext.server.openai.responses import Piece
+from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
+from megatron_ext.text import reasoning
+from megatron_ext.text.tool_calls.formats import format_named
+from megatron_ext.text.tool_calls.functions import Function
+from megatron_ext.text.vocabulary import Vocabulary
 from tests.unit_tests.parallel.test_failures import be_patient
 from tests.unit_tests.parallel.test_server import stop
 from tests.unit_tests.support.agent_loop import COMPACTION, TURNS, check_cache, play
 from tests.unit_tests.support.ranks import run_world
+from tests.unit_tests.text.tool_calls.test_tool_calls import ARGUMENTS, BARE, PARAMETERS, written
 
 BLOCK = 16
 FLAGS = ("--inference-dynamic-batching-block-size", str(BLOCK), "--inference-dynamic-batching-block-count", "400")
@@ -28,6 +41,94 @@ def test_one_process(embedded):
     assert [turn.answer for turn in again] == [turn.answer for turn in first]
     assert all(turn.cached == (len(turn.prompt) - 1) // BLOCK * BLOCK for turn in again)
     assert [turn.calls for turn in first] == [2] * COMPACTION + [1] * (TURNS - COMPACTION - 1) + [0]
+
+
+# Writes arguments as JSON and each of their members, as templates do the one or the other.
+BOTH_WAYS = """{%- for m in messages -%}<|user|>{{ m.content or "" }}{{ m.reasoning_content or "" }}
+{%- for call in m.tool_calls or () %}{"arguments": {{ call.function.arguments | tojson }}}
+{%- for key, value in call.function.arguments | items %}<{{ key }}={{ value }}>{% endfor %}
+{%- endfor %}<|end|>{% endfor %}
+{#- tools -#}"""
+FUNCTIONS = (Function("weather", PARAMETERS), Function("time-now", {"type": "object"}))
+ASKED, NEXT = {"role": "user", "content": "How is the weather?"}, {"role": "user", "content": "Go on."}
+THOUGHT = "<think>\nThe <|end|> city.\n</think>\n\n"
+
+
+def histories(answer: RequestRecord, form: AnswerFormat, vocabulary: Vocabulary) -> Iterator[tuple[str, dict]]:
+    """Routes with the conversation that an answer continues there, as it came, and what its calls were given."""
+    message = ChatResponseBuilder("m", vocabulary, 1, has_scores=False, form=form).choice(0, answer, answer)["message"]
+    calls = [one["id"] for one in message.get("tool_calls", ())]
+    results = [{"role": "tool", "tool_call_id": one, "content": "cut off"} for one in calls]
+    yield "/tokenize", {"messages": [ASKED, message, *results, NEXT]}
+
+    response = ResponseAnswer({}, form, vocabulary, "0" * 8)
+    for _ in response.feed(Piece(answer.generated_text, reason=answer.finish_reason)):
+        pass
+    calls = [one["call_id"] for one in response.output if one["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": one, "output": "cut off"} for one in calls]
+    yield "/v1/responses/input_tokens", {"input": [ASKED, *response.output, *results, NEXT]}
+
+    content = MessageBuilder("m", vocabulary, form).whole(answer)["content"]
+    calls = [one["id"] for one in content if one["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": one, "content": "cut off"} for one in calls]
+    said = {"role": "assistant", "content": content}
+    yield "/v1/messages/count_tokens", {"messages": [ASKED, said, {"role": "user", "content": [*results, TEXT]}]}
+
+
+TEXT = {"type": "text", "text": "Go on."}
+NOTHING_ELSE = {"generated_log_probs": None, "generated_top_n_log_probs": None, "prompt_tokens": (), "stop_word": None}
+NOTHING_ELSE |= {"skipped_prefill_token_count": 0, "prefill_reasons": {}}
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json", "lfm2", "qwen3_coder"])
+def test_an_answer_cut_anywhere_is_accepted_back(embedded, monkeypatch, name):
+    """Arguments that are no JSON are shown as the model wrote them, the same on all routes."""
+    tokenizer, vocabulary = embedded.serving.tokenizer, embedded.serving.vocabulary
+    monkeypatch.setattr(tokenizer, "_chat_template", BOTH_WAYS)
+    calls = [("weather", ARGUMENTS["unicode"]), ("time-now", {"a": [{"b": None}]})]
+    text = THOUGHT + written(name, calls, "" if name in BARE else "I look.")
+    ids = tokenizer.tokenize(text)
+    form = AnswerFormat(format_named(name), FUNCTIONS, 9, reasoning.format_named("think"))
+    for count in range(1, len(ids) + 1):
+        reason = "length" if count < len(ids) else "stop"
+        cut = tokenizer.detokenize(ids[:count], skip_special_tokens=False)
+        fields = {"generated_text": cut, "generated_tokens": tuple(ids[:count]), "finish_reason": reason}
+        answer = SimpleNamespace(**NOTHING_ELSE | fields)  # of a request
+        prompts = []
+        for route, body in histories(answer, form, vocabulary):
+            response = embedded.http.post(route, json=body)
+            assert response.status_code == 200, (route, cut, response.text)
+            prompts.append(response.json().get("count") or response.json()["input_tokens"])
+        assert len(set(prompts)) == 1, (cut, prompts)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"c', '"text"', "[1, 2]", "7", '{"a": NaN}', '{"a": "\\ud83d"}', "[" * 1100, '{"a": 1} and', "{'a': 1}"],
+)
+def test_arguments_that_are_no_object_are_shown_as_they_are(embedded, monkeypatch, arguments):
+    """A template that writes JSON shows the text itself; one that writes members has one for it."""
+    tokenizer = embedded.serving.tokenizer
+    monkeypatch.setattr(tokenizer, "_chat_template", BOTH_WAYS)
+    function = {"name": "f", "arguments": arguments}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    items = [{"type": "function_call", "call_id": "c"} | function]
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {"INVALID_JSON": arguments}}
+    older = {"role": "assistant", "content": None, "function_call": function}
+    shown = f'{{"arguments": {arguments}}}<INVALID_JSON={arguments}>'
+    results = [{"role": "tool", "tool_call_id": "c", "content": "x"}, {"role": "function", "name": "f", "content": "x"}]
+    for message, result in zip((call, older), results, strict=True):
+        found = embedded.http.post("/tokenize", json={"messages": [ASKED, message, result]}).json()["tokens"]
+        assert shown in tokenizer.detokenize(found, skip_special_tokens=False)
+    for route, body in (
+        ("/v1/chat/completions", {"messages": [ASKED, call, results[0]], "max_tokens": 1, "return_token_ids": True}),
+        ("/v1/responses", {"input": [ASKED, *items], "max_output_tokens": 1, "return_token_ids": True}),
+        ("/v1/messages", {"messages": [ASKED, {"role": "assistant", "content": [use]}, NEXT], "max_tokens": 1}),
+    ):
+        response = embedded.http.post(route, json=body)
+        assert response.status_code == 200, response.text
+        ids = response.json().get("prompt_token_ids")
+        assert ids is None or shown in tokenizer.detokenize(ids, skip_special_tokens=False)
 
 
 def serve_and_play() -> None:

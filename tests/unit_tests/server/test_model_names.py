@@ -19,8 +19,9 @@ def test_the_root_is_a_name_of_the_model(serve):
         answer = server.http.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["model"]) == (200, "served")
         assert server.http.get(f"/v1/models/{name}").json() == listed
-    for name in ("/data", "/data/checkpoint/", ""):
-        check_error(server.http.post("/v1/completions", json={"model": name, "prompt": [1, 2]}), 404)
+    for name, status in (("/data", 404), ("/data/checkpoint/", 404), ("", 400)):
+        error = check_error(server.http.post("/v1/completions", json={"model": name, "prompt": [1, 2]}), status)
+        assert error["param"] == "model"
 
 
 def test_without_a_root_the_served_name_alone(serve):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
@@ -101,6 +101,30 @@ class ItemReference(InputItem):
     """Id of a stored item."""
 
 
+class HostedItem(InputItem):
+    """Work of a tool that only other servers have; it is left out of the conversation."""
+
+    type: Literal[
+        "web_search_call",
+        "file_search_call",
+        "computer_call",
+        "computer_call_output",
+        "code_interpreter_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "compaction",
+    ]
+
+
 _KINDS: dict[str, type[InputItem]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
@@ -108,10 +132,13 @@ _KINDS: dict[str, type[InputItem]] = {
     "reasoning": ReasoningItem,
     "item_reference": ItemReference,
 }
+_HOSTED = frozenset(get_args(HostedItem.model_fields["type"].annotation))
 
 
 def _kind_of(value: object) -> object:
     """Return the type of an item; those of messages and references may be left out."""
+    if isinstance(value, HostedItem):
+        return value.type
     if isinstance(value, InputItem):
         return next(name for name, kind in _KINDS.items() if isinstance(value, kind))
     if not isinstance(value, dict):
@@ -123,7 +150,10 @@ def _kind_of(value: object) -> object:
 
 
 def _tag_of(value: object) -> str:
-    return f"type {_kind_of(value)}"  # error messages leave names with spaces out of places
+    kind = _kind_of(value)
+    return (
+        "type hosted" if isinstance(kind, str) and kind in _HOSTED else f"type {kind}"
+    )  # error messages leave names with spaces out of places
 
 
 def input_items(value: object) -> object:
@@ -138,12 +168,22 @@ def input_items(value: object) -> object:
         raise ValueError("must be a text or a list of items")
     if len(value) > MAX_MESSAGES:
         raise ValueError(f"has {len(value)} items; at most {MAX_MESSAGES} are taken")
+    value = [_as_function(item) for item in value]
     for item in value:
         kind = _kind_of(item)
-        if not isinstance(kind, str) or kind not in _KINDS:
+        if not isinstance(kind, str) or kind not in {*_KINDS, *_HOSTED}:
             shown = "that is no object" if kind is None else f"of type {json.dumps(kind)[:LONGEST_NAME]}"
             raise ValueError(f"has an item {shown}; the types that are supported are {', '.join(_KINDS)}")
     return value
+
+
+def _as_function(item: object) -> object:
+    """Return a custom tool's call or result as a function's; its text is the argument `input`."""
+    if isinstance(item, dict) and item.get("type") == "custom_tool_call" and isinstance(item.get("input"), str):
+        return item | {"type": "function_call", "arguments": json.dumps({"input": item["input"]}, ensure_ascii=False)}
+    if isinstance(item, dict) and item.get("type") == "custom_tool_call_output":
+        return item | {"type": "function_call_output"}
+    return item
 
 
 Item = Annotated[
@@ -151,7 +191,8 @@ Item = Annotated[
     | Annotated[FunctionCallItem, Tag("type function_call")]
     | Annotated[FunctionOutputItem, Tag("type function_call_output")]
     | Annotated[ReasoningItem, Tag("type reasoning")]
-    | Annotated[ItemReference, Tag("type item_reference")],
+    | Annotated[ItemReference, Tag("type item_reference")]
+    | Annotated[HostedItem, Tag("type hosted")],
     Discriminator(_tag_of),
 ]
 Items = Annotated[
@@ -190,6 +231,8 @@ def messages_of(items: Sequence[InputItem], instructions: str | None = None) -> 
     known: set[str] = set()  # ids of calls
     answer: _Answer | None = None  # to which the next item may belong
     for item in rest:
+        if isinstance(item, HostedItem):
+            continue
         if isinstance(item, FunctionOutputItem):
             if item.call_id not in known:
                 raise _no_call(item.call_id)

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.server.api_errors import LONGEST_NAME
@@ -30,14 +40,12 @@ from megatron_ext.server.openai.request_fields import (
     JsonObject,
     ModelName,
     Name,
-    Neutral,
     SamplingFields,
     Schema,
     Text,
-    only_neutral,
     response_format,
 )
-from megatron_ext.server.openai.responses_api.conversation import Items
+from megatron_ext.server.openai.responses_api.conversation import HostedItem, Items
 from megatron_ext.text.chat_template import ChatOptions
 
 MAX_METADATA, LONGEST_METADATA_NAME, LONGEST_METADATA = 16, 64, 512
@@ -53,41 +61,40 @@ _Included = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-# Fields of features that are not supported, and their neutral values; None is always neutral.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "context_management": ([],),
-    "moderation": (),
-}
 
 
-def function_tools(value: object) -> object:
-    """Return a list of tools, which are all functions.
-
-    Raises:
-        ValueError: One has another type.
-    """
-    for tool in value if isinstance(value, list) else ():
-        kind = tool.get("type") if isinstance(tool, dict) else "function"
-        if kind != "function":
-            shown = json.dumps(kind)[:LONGEST_NAME]
-            raise ValueError(f"has a tool of type {shown}; there are no built-in tools here, only type 'function'")
-    return value
+def _is_hosted(tool: object) -> bool:
+    """Return whether a tool is of a kind that this server does not have."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return isinstance(kind, str) and kind != "function"
 
 
 def tool_choice(value: object) -> ToolChoice:
     """Return a tool choice, in the flat form of the Responses API or in that of chat completions.
 
     Raises:
-        ValueError: The value has another form, or chooses a built-in tool.
+        ValueError: The value has another form, or forces a tool that this server does not have.
     """
     if isinstance(value, dict) and value.get("type") == "allowed_tools" and "allowed_tools" not in value:
-        function_tools(value.get("tools"))
-        listed = {"mode": value.get("mode"), "tools": value.get("tools")}
-        return ToolChoice.of({"type": "allowed_tools", "allowed_tools": listed})
+        listed, mode = value.get("tools"), value.get("mode")
+        hosted = list(filter(_is_hosted, listed)) if isinstance(listed, list) else []
+        if not hosted:
+            return ToolChoice.of({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}})
+        functions = [tool for tool in listed or () if tool not in hosted]
+        if functions:
+            return tool_choice(value | {"tools": functions})
+        if mode == "auto":
+            return ToolChoice("none")
+        raise _no_such_tool(hosted[0]["type"])
+    if _is_hosted(value):
+        assert isinstance(value, dict), "it has a type"
+        if not (value["type"] == "allowed_tools" and "allowed_tools" in value):
+            raise _no_such_tool(value["type"])
     return ToolChoice.of(value)
+
+
+def _no_such_tool(kind: str) -> ValueError:
+    return ValueError(f"forces a tool of type {json.dumps(kind)[:LONGEST_NAME]}, which this server does not have")
 
 
 def few_texts(value: dict[str, object]) -> dict[str, object]:
@@ -142,6 +149,15 @@ class FunctionTool(Body):
         return Tool(type="function", function=Function(**fields))
 
 
+class HostedTool(BaseModel):
+    """Tool of another kind, such as `web_search` or `custom`, which this server does not have; it is left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    type: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
+    """Kind of the tool."""
+
+
 class Reasoning(Body):
     """Options of thinking. There are no summaries, so nothing else than the effort has an effect."""
 
@@ -169,9 +185,14 @@ class ResponseStreamOptions(Body):
     """Unsupported field, accepted with a value that changes nothing."""
 
 
-Tools = Annotated[
-    Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)], BeforeValidator(function_tools)
+def _tag_of(tool: object) -> str:
+    return "a hosted tool" if _is_hosted(tool) else "a function"  # error messages leave names with spaces out of places
+
+
+_Tool = Annotated[
+    Annotated[FunctionTool, Tag("a function")] | Annotated[HostedTool, Tag("a hosted tool")], Discriminator(_tag_of)
 ]
+Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Choice = Annotated[
     ToolChoice,
     PlainValidator(tool_choice, json_schema_input_type=Literal["auto", "none", "required"] | dict[str, Any] | None),
@@ -182,6 +203,8 @@ Choice = Annotated[
 class ResponsePrompt(Body):
     """Fields of a request that make its prompt: the body of `/v1/responses/input_tokens`."""
 
+    answers: ClassVar[bool] = False
+
     model: ModelName | None = None
     """Name of the served model, or its root."""
     input: Items = Field(default_factory=list)
@@ -191,23 +214,37 @@ class ResponsePrompt(Body):
     previous_response_id: Name | None = None
     """Stored response to continue; with `--responses-store-mb`."""
     tools: Tools | None = None
-    """Functions that the model may call."""
+    """Functions that the model may call; tools of other kinds are left out."""
     reasoning: Reasoning | None = None
     """Options of thinking."""
     text: TextOptions | None = None
     """Format and length of the answer."""
     chat_template_kwargs: Variables | None = None
     """Variables of the chat template."""
+    enable_thinking: bool | None = None
+    """Variable of the chat template, as in `chat_template_kwargs`, which come first."""
     return_token_ids: bool | None = None
     """Return token ids of prompt and answer, too; false by default."""
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """Return the tools that are functions."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Return the kinds of tools and items that are left out."""
+        kinds = (one.type for one in (*(self.tools or ()), *self.input) if isinstance(one, HostedTool | HostedItem))
+        return list(dict.fromkeys(kinds))
 
     @property
     def template_fields(self) -> FieldValues:
         """Return the options of the chat template, as fields of a chat request."""
         return {
-            "tools": None if self.tools is None else [tool.tool for tool in self.tools],
+            "tools": None if self.tools is None else [tool.tool for tool in self.functions],
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "enable_thinking": self.enable_thinking,
         }
 
     @property
@@ -218,6 +255,8 @@ class ResponsePrompt(Body):
 
 class ResponsesRequest(SamplingFields, ResponsePrompt):
     """Body of `/v1/responses`."""
+
+    answers: ClassVar[bool] = True
 
     stream: bool | None = None
     """Send the answer in parts, as server-sent events; false by default."""
@@ -239,26 +278,18 @@ class ResponsesRequest(SamplingFields, ResponsePrompt):
     """Truncation of prompts, which happens with neither value; "disabled" by default."""
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     """Accepted without effect: it limits tools that run on a server."""
-    prompt_cache_retention: Name | None = None
-    """Accepted without effect."""
     metadata: Annotated[JsonObject, AfterValidator(few_texts)] | None = None
     """Texts by name, which the response repeats."""
-    background: Neutral = None
-    conversation: Neutral = None
-    prompt: Neutral = None
-    context_management: Neutral = None
-    moderation: Neutral = None
 
     @field_validator("tool_choice")
     @classmethod
     def _chooses_given_tools(cls, value: ToolChoice, info: ValidationInfo) -> ToolChoice:
-        value.check({tool.name for tool in info.data.get("tools") or ()})
+        tools = info.data.get("tools") or ()
+        functions = {tool.name for tool in tools if isinstance(tool, FunctionTool)}
+        if value.mode == "required" and tools and not functions:
+            raise _no_such_tool(tools[0].type)
+        value.check(functions)
         return value
-
-    @field_validator(*_UNSUPPORTED)
-    @classmethod
-    def _asks_for_nothing(cls, value: object, info: ValidationInfo) -> object:
-        return only_neutral(value, _UNSUPPORTED[str(info.field_name)])
 
     @property
     def has_scores(self) -> bool:

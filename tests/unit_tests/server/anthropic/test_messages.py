@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_ext.server import unknown_fields
 from megatron_ext.server.anthropic.chat_translation import as_chat
 from megatron_ext.server.anthropic.message_fields import MessagesRequest
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
@@ -546,8 +547,9 @@ class TestKeys:
 
 
 class TestWithoutEffect:
-    def test_is_said_once(self, embedded, caplog):
+    def test_is_said_once(self, embedded, caplog, monkeypatch):
         """Fields of Anthropic's service alone are accepted, and logged once by name; those about the client never."""
+        monkeypatch.setattr(unknown_fields, "_noted", set())
         fields = {"inference_geo": "eu", "context_management": {"edits": []}, "metadata": {"user_id": "u"}}
         fields["service_tier"] = "auto"
         beta = {"anthropic-beta": "interleaved-thinking-2025-05-14, files-api-2025-04-14"}
@@ -636,3 +638,15 @@ class TestNames:
         answer = create(embedded, stream=stream, messages=contents(QUESTION), model="claude-sonnet")
         assert answer["model"] == "claude-sonnet"
         assert chat(embedded, messages=contents(QUESTION), model="claude-sonnet")["model"] == "claude-sonnet"
+
+
+def test_errors_name_the_place(embedded):
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": None}
+    history = [*contents(QUESTION), {"role": "assistant", "content": [{"type": "text", "text": "a"}, use]}]
+    answer = embedded.http.post(MESSAGES, json={"messages": history, "max_tokens": 1})
+    assert check_envelope(answer, 400, "invalid_request_error")["message"].startswith("messages.1.content.1.input: ")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/messages/msg_1/x"])
+def test_errors_below_the_path_have_the_envelope(embedded, path):
+    check_envelope(embedded.http.post(path, json={}), 404, "not_found_error")

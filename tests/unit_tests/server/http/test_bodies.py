@@ -226,16 +226,14 @@ class TestArguments:
             (["[" + ",".join(["[]"] * 60_000) + "]"] * 2, "120002 lists and objects; the limit is 100000"),
             (["[" + ",".join(["1"] * 600_000) + "]"] * 2, "1199998 values; the limit is 1050000"),
             (["[" + '"[",' * 500_001], "1000002 quotation marks of texts; the limit is 1000000"),
-            (["[" * 65 + "]" * 65], "nested too deeply; the limit is 64 levels"),
         ],
-        ids=["many", "many together", "values together", "texts", "deep"],
+        ids=["many", "many together", "values together", "texts"],
     )
     def test_limits(self, embedded, monkeypatch, path, arguments, named):
         loads, parsed = bodies.json.loads, []
         monkeypatch.setattr(bodies.json, "loads", lambda text, **how: parsed.append(len(text)) or loads(text, **how))
         response = embedded.http.post(path, json=history(path, *arguments))
-        beyond = 0 if "deep" in named else 1  # the text that is too much is not parsed
-        assert len(parsed) == 1 + len(arguments) - beyond
+        assert len(parsed) == len(arguments)  # of these and the body; the text that is too much is not parsed
         error = check_error(response, 400)
         assert named in error["message"]
         assert error["param"] == ("input" if path == RESPONSES else "messages")
@@ -401,6 +399,4 @@ def test_a_model_without_a_name(tiny):
 
 def test_quotes_in_messages_are_short(tiny):
     error = check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"model": "a\x1b[31m" + "b" * 4000}), 404)
-    assert len(error["message"]) < 300
-    error = check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"c" * 100_000: 1}), 400)
     assert len(error["message"]) < 300

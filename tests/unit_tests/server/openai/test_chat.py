@@ -306,3 +306,16 @@ class TestFormat:
         tokenizer = TextTokenizer(tmp_path)
         token = ChatFormat(tokenizer).end_of_turn
         assert (None if token is None else tokenizer.detokenize([token], skip_special_tokens=False)) == end
+
+
+def test_a_refusal_is_a_text(embedded):
+    """In a part, or in the field of a message that has no content."""
+    said = [user("a"), {"role": "assistant", "content": "No."}, user("b")]
+    expected = embedded.http.post("/tokenize", json={"messages": said}).json()["tokens"]
+    for message in (
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": None, "refusal": "No."},
+    ):
+        assert (
+            embedded.http.post("/tokenize", json={"messages": [said[0], message, said[2]]}).json()["tokens"] == expected
+        )

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megatron_ext.config import RequestParams
+from megatron_ext.server import unknown_fields
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support import choice
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
-from tests.unit_tests.support.server import LiveServer
+from tests.unit_tests.support.server import LiveServer, embedded_engine
 
 PROMPT = make_prompt(24)
 COUNT = 10
@@ -261,3 +262,88 @@ def test_defaults_of_the_model(tiny, oracle, monkeypatch, stream):
         params = RequestParams(num_tokens_to_generate=COUNT, seed=3, **wanted)
         (got,) = ask(tiny, COMPLETIONS, body | said, stream=stream)
         assert got["token_ids"] == choice.generate(oracle, PROMPT, params)
+
+
+USER = {"role": "user", "content": [{"type": "text", "text": "Hello", "of_a_part": 1}]}
+NAMED = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": NAMED | {"of_a_function": 1}, "of_a_tool": 1}
+OTHERS = {
+    "keep_alive": -1,
+    "provider": {"order": []},
+    "prompt_cache_retention": "24h",
+    "no\nline" * 40: 1,
+    "nothing": None,
+}
+MESSAGES = {"messages": [{"role": "user", "content": "Hello"}]}
+BODIES = {
+    COMPLETIONS: {"prompt": "Hello", "stream": True, "stream_options": {"include_usage": True, "of_a_stream": 1}},
+    CHAT: {"messages": [USER], "tools": [TOOL], "priority": 3},
+    "/v1/responses": {
+        "input": "Hello",
+        "client_metadata": {"a": "b"},
+        "tools": [{"type": "function"} | NAMED | {"x": 1}],
+    },
+    "/v1/responses/input_tokens": {"input": "Hello", "max_output_tokens": 3, "n": 4},
+    "/v1/messages": MESSAGES | {"max_tokens": 5, "context_management": {"edits": []}},
+    "/v1/messages/count_tokens": MESSAGES | {"max_tokens": 5},
+    "/tokenize": {"messages": [USER], "max_tokens": 5},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+@pytest.fixture(scope="module")
+def strict(serve) -> LiveServer:
+    return serve(embedded_engine(), "embedded", strict_fields=True)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_unknown_fields_are_ignored_and_named_once(embedded, caplog, monkeypatch, path):
+    """Also those of parts, tools and options; the number of names is bounded."""
+    monkeypatch.setattr(unknown_fields, "_noted", set())
+    body = BODIES[path] | OTHERS
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            response = embedded.http.post(path, json=body)
+            assert response.status_code == 200, response.text
+        said = [one for one in caplog.messages if "is ignored" in one]
+        assert len(said) == len(set(said))
+        for name in ("keep_alive", "provider", *(name for name in json.dumps(body).split('"') if name[:5] == "of_a_")):
+            assert len([one for one in said if f"field {name};" in one]) == 1
+        assert not any("\n" in one or len(one) > 250 or "nothing" in one for one in said)
+        for count in range(3):
+            embedded.http.post(path, json=body | {f"x{count}_{i}": 1 for i in range(110)})
+    assert len(unknown_fields._noted) == unknown_fields.MAX_NOTED
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "Hello"}),
+        (CHAT, MESSAGES),
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/messages", MESSAGES | {"max_tokens": 5}),
+        ("/tokenize", MESSAGES),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_strict_fields(strict, path, body):
+    assert strict.http.post(path, json=body | {"nothing": None}).status_code == 200
+    response = strict.http.post(path, json=body | {"keep_alive": 1})
+    assert response.status_code == 400
+    assert "keep_alive is not a known field (--strict-fields)" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("where", ["the body", "the template's variables"])
+def test_thinking_can_be_turned_off(embedded, monkeypatch, where):
+    """`enable_thinking` means the same in both places: a log line would hide that thinking stays on."""
+    tokenizer = embedded.serving.tokenizer
+    template = tokenizer.chat_template + "{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}"
+    monkeypatch.setattr(tokenizer, "_chat_template", template)
+    fields = {"enable_thinking": False}
+    fields = fields if where == "the body" else {"chat_template_kwargs": fields, "enable_thinking": True}
+    expected = tokenizer.tokenize("<|user|>Hello<|end|><|assistant|>quick")
+    assert embedded.http.post("/tokenize", json=MESSAGES | fields).json()["tokens"] == expected
+    body = {"input": "Hello", "return_token_ids": True, "max_output_tokens": 1} | fields
+    assert embedded.http.post("/v1/responses", json=body).json()["prompt_token_ids"] == expected
+    response = embedded.http.post("/v1/messages", json=MESSAGES | {"max_tokens": 1, "enable_thinking": False})
+    assert "use thinking" in response.json()["error"]["message"]

@@ -398,17 +398,17 @@ REFUSED = [
     ({"background": True}, ["background", "not supported"], "background"),
     ({"conversation": "conv_1"}, ["conversation", "not supported"], "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, ["prompt", "not supported"], "prompt"),
-    *(
-        ({"tools": [{"type": kind}]}, [kind, "built-in"], "tools")
-        for kind in (
-            *("web_search", "file_search", "computer_use_preview", "code_interpreter"),
-            *("mcp", "image_generation", "local_shell", "custom"),
-        )
-    ),
     ({"tool_choice": {"type": "web_search_preview"}}, ["web_search_preview"], "tool_choice"),
     ({"tool_choice": "required"}, ["there are no tools"], "tool_choice"),
     ({"tools": FLAT, "tool_choice": {"type": "function", "name": "time"}}, ["'time'"], "tool_choice"),
-    ({"input": [{"type": "web_search_call"}]}, ["web_search_call", "function_call_output"], "input"),
+    (
+        {"tools": [*FLAT, {"type": "custom", "name": "a"}], "tool_choice": {"type": "custom", "name": "a"}},
+        ["custom"],
+        "tool_choice",
+    ),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, ["web_search"], "tool_choice"),
+    ({"input": [{"type": "web_search_call"}]}, ["input", "empty"], "input"),
+    ({"input": [{"type": "sculpture"}]}, ["sculpture", "function_call_output"], "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, ["input.0.content", "input_image"], "input"),
     ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, ["call_id 'x'"], "input"),
     ({"input": []}, ["input", "empty"], "input"),
@@ -417,9 +417,8 @@ REFUSED = [
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#/no"}}}}, ["schema"], "text.format"),
     ({"max_output_tokens": 5000}, ["4096"], "max_output_tokens"),
     ({"include": ["all"]}, ["include", "logprobs"], "include"),
-    ({"colour": "red"}, ["colour"], "colour"),
     ({"messages": []}, ["messages"], "messages"),
-    ({"n": 2}, ["n is not"], "n"),
+    ({"n": 2}, ["n: is not supported"], "n"),
 ]
 
 
@@ -443,3 +442,46 @@ def test_errors_that_the_api_has_codes_for(embedded):
         answer = ResponseAnswer({}, AnswerFormat(), embedded.serving.vocabulary, "0" * 8)
         found.append(answer.fail(error)["response"]["error"]["code"])
     assert found == ["rate_limit_exceeded", "invalid_prompt"]
+
+
+HOSTED = [
+    {"type": kind, "name": "x"} for kind in ("web_search", "custom", "local_shell", "apply_patch", "mcp", "a new one")
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_tools_that_the_server_does_not_have_are_left_out(embedded, stream):
+    """The answer is the one without them, and a header names them."""
+    plain = create(embedded, input=QUESTION, tools=FLAT, max_output_tokens=8)
+    body = BASE | {"input": QUESTION, "tools": [*HOSTED, *FLAT], "max_output_tokens": 8, "stream": stream}
+    body |= {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [*HOSTED, *FLAT]}}
+    answer = embedded.http.post(RESPONSES, json=body | {"client_metadata": {"a": "b"}})
+    assert answer.status_code == 200, answer.text
+    assert all(one["type"] in answer.headers["warning"] for one in HOSTED)
+    response = check_stream(answer.text) if stream else answer.json()
+    assert response["output"][0]["content"] == plain["output"][0]["content"]
+    assert [one["name"] for one in response["tools"]] == [one["name"] for one in FLAT]
+
+
+def test_items_of_other_servers(embedded):
+    """Items without ids, with other states, of tools that are not here: what can be shown is, the rest is left out."""
+    items = [
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {
+            "type": "message",
+            "role": "assistant",
+            "status": "pondering",
+            "content": [{"type": "output_text", "text": "Hm."}],
+        },
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin <|end|>"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+        {"role": "user", "content": QUESTION},
+    ]
+    answer = embedded.http.post(
+        RESPONSES, json=BASE | {"input": items, "max_output_tokens": 1, "return_token_ids": True}
+    )
+    assert answer.status_code == 200, answer.text
+    prompt = embedded.serving.tokenizer.detokenize(answer.json()["prompt_token_ids"], skip_special_tokens=False)
+    assert "*** Begin" in prompt
+    assert "web_search_call" in answer.headers["warning"]
