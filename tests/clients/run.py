@@ -101,21 +101,6 @@ OPENCODE = {  # always streamed
         "length": "ContextOverflowError undefined context_length_exceeded",
     },
 }
-LLM = with_errors(errors={"model": "NotFoundError 404", "length": "ContextWindowExceededError 400"})
-OPENCODE = {  # always streamed
-    "stream": FACTS["stream"],
-    "stream_text": FACTS["stream_text"],
-    "follow_up": FACTS["parallel"],
-    "errors": {
-        "model": "APIError 404 model_not_found",
-        "length": "ContextOverflowError undefined context_length_exceeded",
-    },
-}
-CODEX = {  # always streamed; what its own tools do is not shown
-    "stream_text": FACTS["stream_text"],
-    "follow_up": FACTS["stream_text"],
-    "errors": {"model": "does not exist", "length": "ran out of room"},
-}
 LLM = with_errors(one_by_one=None, forced=None)  # it always allows parallel calls
 SMOLAGENTS = with_errors(forced=None, stream_in_pieces=None)  # its answer is a call, too
 ANTHROPIC = with_errors(
