@@ -150,6 +150,7 @@ def test_types_that_have_no_kernel_are_named() -> None:
 
 
 @needs_triton
+@pytest.mark.long
 def test_a_short_selection_compiles_for_a_gpu(tmp_path: Path) -> None:
     """CU-3, CU-12: the tool compiles one configuration of each kernel without a GPU; nothing spills."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
