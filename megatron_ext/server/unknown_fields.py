@@ -38,10 +38,8 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "stop": ([],),
     # of vLLM, SGLang, llama.cpp and services
     **dict.fromkeys(("allowed_token_ids", "chat_template", "ebnf", "json_schema", "lora_path"), ()),
-    **dict.fromkeys(("prompt_embeds", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(
-        ("grammar", "prompt_logprobs", "regex", "stop_regex", "structural_tag", "truncate_prompt_tokens"), ()
-    ),
+    **dict.fromkeys(("grammar", "regex", "stop_regex", "structural_tag"), ()),
+    **dict.fromkeys(("prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
     **dict.fromkeys(("early_stopping", "include_stop_str_in_output", "use_beam_search"), (False,)),
     **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),
@@ -52,7 +50,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "thinking": ({"type": "enabled"}, {"type": "auto"}, {"type": "adaptive"}),
 }
 _REMEDIES = {
-    "chat_template": "give the server --chat-template",
     "enable_thinking": "use thinking",
     "thinking": "use enable_thinking",
 }

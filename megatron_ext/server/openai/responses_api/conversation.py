@@ -151,9 +151,8 @@ def _kind_of(value: object) -> object:
 
 def _tag_of(value: object) -> str:
     kind = _kind_of(value)
-    return (
-        "type hosted" if isinstance(kind, str) and kind in _HOSTED else f"type {kind}"
-    )  # error messages leave names with spaces out of places
+    is_hosted = isinstance(kind, str) and kind in _HOSTED
+    return f"type {'hosted' if is_hosted else kind}"  # error messages leave names with spaces out of places
 
 
 def input_items(value: object) -> object:
