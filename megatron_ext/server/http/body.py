@@ -17,15 +17,16 @@ from starlette.responses import Response
 from megatron_ext.server.api_errors import ApiError, ClientGone, body_too_large
 from megatron_ext.server.unknown_fields import IS_STRICT
 
-MAX_QUOTES = 1_000_000
+MAX_QUOTES = 500_000
+CONTAINERS, VALUES, FRACTIONS = "lists and objects", "values", "numbers with a fraction or an exponent, true and false"
 # Marks outside of strings and their maximum number, by what they stand for: parsing, which blocks the event loop, takes
 # at most 0.1 s for each of them.
 LIMITS = {
     "quotation marks of texts": (b'"', MAX_QUOTES),
-    "lists and objects": (b"[{", 100_000),
+    CONTAINERS: (b"[{", 100_000),
     "members of objects": (b":", 200_000),
-    "numbers with a fraction or an exponent, true and false": (b".eE", 100_000),
-    "values": (b",", 1_050_000),  # a prompt of a million ids fits
+    FRACTIONS: (b".eE", 100_000),
+    VALUES: (b",", 1_050_000),  # a prompt of a million ids fits
 }
 MAX_LEVELS = 64  # nesting depth
 _NO_MARKS = bytes(sorted(set(range(256)) - set(b"".join(marks for marks, _ in LIMITS.values()))))
@@ -167,14 +168,20 @@ class JsonReader:
         return content
 
     def _count(self, text: bytes) -> None:
-        counts = {named: self._counts[named] + _count(text, marks) for named, (marks, _) in LIMITS.items()}
+        counts = self._counts_with(text)
         if any(counts[named] > limit for named, (_, limit) in LIMITS.items()):
-            outside = without_strings(text)
-            counts = {named: self._counts[named] + _count(outside, marks) for named, (marks, _) in LIMITS.items()}
+            counts = self._counts_with(without_strings(text))
         self._counts = counts
         for named, (_, limit) in LIMITS.items():
             if counts[named] > limit:
                 raise self._error(f"has {counts[named]} {named}; the limit is {limit}")
+
+    def _counts_with(self, text: bytes) -> dict[str, int]:
+        """Return the counts so far and of a text; letters in prose are no fractions, which are values."""
+        counts = {
+            named: self._counts[named] + sum(text.count(mark) for mark in marks) for named, (marks, _) in LIMITS.items()
+        }
+        return counts | {FRACTIONS: min(counts[FRACTIONS], counts[VALUES] + counts[CONTAINERS] + 1)}
 
     def _check_characters(self, content: object) -> None:
         """Check that escapes of surrogates in a text are pairs; the error names the field of an object."""
@@ -220,10 +227,6 @@ def _finite(digits: str) -> float:
     if math.isinf(number):
         raise _BadValue(f"has the number {digits[:30]}, which is too large; the limit is {sys.float_info.max:.4g}")
     return number
-
-
-def _count(text: bytes, marks: bytes) -> int:
-    return sum(text.count(mark) for mark in marks)
 
 
 def without_strings(text: bytes) -> bytes:

@@ -225,9 +225,10 @@ class TestArguments:
             (['{"a": [' + ",".join(["[]"] * 100_001) + "]}"], "100003 lists and objects; the limit is 100000"),
             (["[" + ",".join(["[]"] * 60_000) + "]"] * 2, "120002 lists and objects; the limit is 100000"),
             (["[" + ",".join(["1"] * 600_000) + "]"] * 2, "1199998 values; the limit is 1050000"),
-            (["[" + '"[",' * 500_001], "1000002 quotation marks of texts; the limit is 1000000"),
+            (["[" + '"[",' * 250_001], "500002 quotation marks of texts; the limit is 500000"),
+            (["[" + "[1.5]," * 50_000 + "1.5," * 50_001], "100001 numbers with a fraction or an exponent"),
         ],
-        ids=["many", "many together", "values together", "texts"],
+        ids=["many", "many together", "values together", "texts", "fractions"],
     )
     def test_limits(self, embedded, monkeypatch, path, arguments, named):
         loads, parsed = bodies.json.loads, []

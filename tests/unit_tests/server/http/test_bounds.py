@@ -151,13 +151,13 @@ def test_names_of_template_variables_are_looked_up(embedded):
 
 
 def test_the_trace_keeps_digests_of_salts():
-    """10,000 requests with the longest salts, and 4 million tokens, take 32 MB at most (SECURITY.md)."""
+    """10,000 requests with the longest salts, and 4 million tokens, take 24 MB at most (SECURITY.md)."""
     trace = RequestTrace()
     for i in range(MAX_REQUESTS):
         record = SimpleNamespace(arrival_wall_time=float(i), prompt_tokens=(1,) * 400, generated_tokens=(2,) * 19)
         trace.note(record, f"{i:0{LONGEST_NAME}}")
     assert len(trace) == MAX_REQUESTS
-    assert size_of(trace) < 32 * 2**20
+    assert size_of(trace) < 24 * 2**20
 
 
 def size_of(value: object) -> int:
