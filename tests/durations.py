@@ -29,6 +29,7 @@ _PROPERTY = "duration"  # in a report's user_properties, which pytest-xdist's wo
 _DEPTHS = {"unit_tests": 3, "functional_tests": 2}  # folders that name a package: tests/unit_tests/engine
 _STARTED = pytest.StashKey["Duration"]()
 _MEASURED = pytest.StashKey[dict[str, "Duration | None"]]()
+_FILE = pytest.StashKey["str | None"]()
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def pytest_runtest_makereport(
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_MEASURED] = {}
+    config.stash[_FILE] = os.environ.pop(VARIABLE, None)  # not for runs that tests start
     config.pluginmanager.register(_Collector(config.stash[_MEASURED]), "durations-collector")
 
 
@@ -99,7 +101,7 @@ class _Collector:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    measured = with_earlier(config.stash[_MEASURED])
+    measured = with_earlier(config.stash[_MEASURED], config.stash[_FILE])
     if not measured or config.get_verbosity() < 0:
         return
     known = {nodeid: one for nodeid, one in measured.items() if one is not None}
@@ -124,9 +126,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         )
 
 
-def with_earlier(measured: dict[str, Duration | None]) -> dict[str, Duration | None]:
+def with_earlier(measured: dict[str, Duration | None], file: str | None) -> dict[str, Duration | None]:
     """Return what was measured together with earlier runs of the same file, and write all of it there."""
-    file = os.environ.get(VARIABLE)
     if file is None:
         return measured
     earlier = json.loads(Path(file).read_text("utf-8")) if Path(file).exists() else {}

@@ -126,7 +126,6 @@ class TestTokens:
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "either prompt or messages"),
             ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "special"),
-            ("/tokenize", {"prompt": "a", "truncate": 3}, "truncate"),
             ("/tokenize?what=1", {"prompt": "a"}, "what"),
             ("/tokenize", {"prompt": "a " * 200_000}, "the limit of 4096 tokens"),
             ("/detokenize", {"tokens": "a"}, "integers"),
