@@ -101,6 +101,11 @@ OPENCODE = {  # always streamed
         "length": "ContextOverflowError undefined context_length_exceeded",
     },
 }
+CODEX = {  # always streamed; what its own tools do is not shown
+    "stream_text": FACTS["stream_text"],
+    "follow_up": FACTS["stream_text"],
+    "errors": {"model": "does not exist", "length": "ran out of room"},
+}
 LLM = with_errors(one_by_one=None, forced=None)  # it always allows parallel calls
 SMOLAGENTS = with_errors(forced=None, stream_in_pieces=None)  # its answer is a call, too
 ANTHROPIC = with_errors(
@@ -132,6 +137,7 @@ ROWS = (
     Row("openai-agents", "openai-agents", "openai-agents", "openai-agents/loop.py", "chat"),
     Row("litellm", "litellm", "litellm", "litellm/loop.py", "chat", LITELLM),
     Row("opencode", "opencode", "opencode-linux-x64", "opencode/run.mjs", "chat", OPENCODE),
+    Row("codex", "codex", "@openai/codex", "codex/exec.mjs", "responses", CODEX),
     Row("llm", "llm", "llm", "llm/loop.py", "chat", LLM),
     Row("smolagents", "smolagents", "smolagents", "smolagents/loop.py", "chat", SMOLAGENTS),
     Row("haystack", "haystack", "haystack-ai", "haystack/loop.py", "chat"),
