@@ -118,7 +118,7 @@ class ResponseFormat:
 
 
 def _check_fields(value: Mapping[object, object], known: set[str], kind: str) -> None:
-    unknown = next((name for name in value if name not in known), None)
+    unknown = next((name for name, given in value.items() if name not in known and given is not None), None)
     if unknown is not None:
         raise ValueError(
             f"one that is known: {str(unknown)[:40]!r} is no field of {kind}, which has {', '.join(sorted(known))}"

@@ -277,7 +277,12 @@ OTHERS = {
 MESSAGES = {"messages": [{"role": "user", "content": "Hello"}]}
 BODIES = {
     COMPLETIONS: {"prompt": "Hello", "stream": True, "stream_options": {"include_usage": True, "of_a_stream": 1}},
-    CHAT: {"messages": [USER], "tools": [TOOL], "priority": 3},
+    CHAT: {
+        "messages": [USER],
+        "tools": [TOOL],
+        "priority": 3,
+        "response_format": {"type": "text", "json_schema": None},
+    },
     "/v1/responses": {
         "input": "Hello",
         "client_metadata": {"a": "b"},
