@@ -17,7 +17,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
-    """Yield names, paths and bodies of at most so many bytes."""
+    """Yield the name, the path and the body of each request; at most `size` bytes long."""
     lists, chat = "[" + ",".join(["[]"] * (size // 4)) + "]", {"messages": HELLO, "max_tokens": 2}
     call = {"type": "function", "function": {"name": "f", "arguments": lists}}
     item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": lists}

@@ -10,7 +10,7 @@ ZEROS = b"000000000"  # a chunk's size may begin with zeros
 
 
 class PatientTransport:
-    """asyncio's transport; what is not defined here is done by it.
+    """Wrapper of asyncio's transport, which does whatever is not defined here.
 
     A connection that is closed with unread bytes is reset, and the reset can overtake the answer. So `close` only ends
     the server's side where the client may still send; its protocol drops what comes, and aborts in the end.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
@@ -139,3 +140,12 @@ def followers(plan: StepPlan) -> dict[int, int]:
 def asleep(scheduler: Scheduler) -> dict[int, int]:
     """Leaders by sleeping follower; sleeping requests are not looked at."""
     return {request.request_id: prefix_wait.leader for request, prefix_wait in scheduler.queues.waiting.sleepers()}
+
+
+def cache_blocks_with_snapshots(cache: PrefixCache, count: int) -> None:
+    """Cache blocks that no request uses, each with a snapshot."""
+    hashes = [BlockHash(bytes([i]) * 32) for i in range(count)]
+    cache.release(cache.publish(hashes, cache.allocate(count), None))
+    for block_hash in hashes:
+        assert cache.states.reserve(block_hash) is not None
+        cache.states.commit(block_hash)

@@ -14,7 +14,14 @@ from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, LoadCommand
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.unit_tests.scheduling.builders import add, admitted, make_limits, request_of, step
+from tests.unit_tests.scheduling.builders import (
+    add,
+    admitted,
+    cache_blocks_with_snapshots,
+    make_limits,
+    request_of,
+    step,
+)
 
 X = BlockHash(b"x" * 32)
 
@@ -102,11 +109,7 @@ def test_a_load_leaves_snapshots_alone_only_while_requests_run(is_idle):
     """HY-5: an idle engine would wait until the load's time is over."""
     scheduler = make(SlabLayout(8, 2, 1))
     cache = scheduler.cache
-    hashes = [BlockHash(bytes([i]) * 32) for i in range(2)]
-    cache.release(cache.publish(hashes, cache.allocate(2), None))
-    for block_hash in hashes:
-        assert cache.states.reserve(block_hash) is not None
-        cache.states.commit(block_hash)
+    cache_blocks_with_snapshots(cache, 2)
     if not is_idle:
         add(scheduler, request_of(0, range(90, 93), num_tokens_to_generate=2))
         step(scheduler)

@@ -43,24 +43,15 @@ def test_a_sample_that_must_not_take_over(differs):
     assert other.generated_count == other.params.num_tokens_to_generate
 
 
-def test_a_prompt_that_is_computed_again_yields_no_first_token():
-    """Its last token is known, so the step samples nothing that a fork could take."""
+@pytest.mark.parametrize(("length", "steps", "change"), [(8, 2, "suspend"), (12, 1, "reset_prefix_cache")])
+def test_a_prompt_without_a_first_token_or_present_blocks_is_not_taken_over(length, steps, change):
+    """EX-4: one that is computed again samples nothing; after a reset its blocks are of the contents before."""
     planned = Planned()
-    planned.add(range(8), group=GROUP)
-    for _ in range(2):
+    planned.add(range(length), group=GROUP)
+    for _ in range(steps):
         planned.step()
-    planned.scheduler.suspend()
-    planned.add(range(8), group=GROUP)
-    assert planned.scheduler.schedule().forks == ()
-
-
-def test_a_prompt_that_is_not_published_is_not_taken_over():
-    """EX-4: its blocks are of before the reset."""
-    planned = Planned()
-    planned.add(range(12), group=GROUP)
-    planned.step()
-    planned.scheduler.reset_prefix_cache()
-    planned.add(range(12), group=GROUP)
+    getattr(planned.scheduler, change)()
+    planned.add(range(length), group=GROUP)
     assert planned.scheduler.schedule().forks == ()
 
 

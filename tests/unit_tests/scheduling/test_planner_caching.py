@@ -10,7 +10,14 @@ from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.unit_tests.scheduling.builders import add, admitted, make_limits, request_of, step
+from tests.unit_tests.scheduling.builders import (
+    add,
+    admitted,
+    cache_blocks_with_snapshots,
+    make_limits,
+    request_of,
+    step,
+)
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 
@@ -56,11 +63,7 @@ def test_a_new_request_leaves_snapshots_alone_while_another_runs():
     """HY-5: it waits although their memory could be had, until it is alone."""
     scheduler = Scheduler(make_limits(total_blocks=8, max_tokens=32, slabs=SlabLayout(4, 2, 1)), LRU)
     cache = scheduler.cache
-    hashes = [BlockHash(bytes([i]) * 32) for i in range(2)]
-    cache.release(cache.publish(hashes, cache.allocate(2), None))
-    for block_hash in hashes:
-        assert cache.states.reserve(block_hash) is not None
-        cache.states.commit(block_hash)
+    cache_blocks_with_snapshots(cache, 2)
     add(scheduler, request_of(0, range(3), num_tokens_to_generate=2))
     assert admitted(step(scheduler)) == [(0, 0, 1)]
     add(scheduler, request_of(1, range(50, 78), num_tokens_to_generate=1))
