@@ -15,6 +15,7 @@ from megatron_ext.config import ServerLimits
 from megatron_ext.config.response_format import LARK, ResponseFormat
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_errors import response_format_refused, response_format_too_long, response_format_too_slow
+from megatron_ext.server.unknown_fields import note_ignored
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.schema_support import supported_part
 from megatron_ext.text.tool_calls.functions import Function
@@ -82,7 +83,7 @@ class StructuredOutputChecks:
 
 
 def _supported(functions: Sequence[Function]) -> dict[str, Function]:
-    """Return functions by name, with the part of their schemas that is supported.
+    """Return functions by name, with the part of their schemas that is supported; the log names the rest once.
 
     Raises:
         ConfigError: A strict function needs the whole.
@@ -95,5 +96,7 @@ def _supported(functions: Sequence[Function]) -> dict[str, Function]:
                 f"tools: the parameters of the strict function {one.name!r} cannot be enforced at {unsupported[0]}; "
                 "leave that out, or `strict`"
             )
+        for part in unsupported:
+            note_ignored(f"{part.path.rpartition('.')[2] or 'all'} of a tool's schema")
         found[one.name] = replace(one, schema=schema)
     return found
