@@ -140,9 +140,11 @@ class DiskTier:
         for entry in entries:
             used[key_of(entry)] = self._last_used = max(self._wall_clock(), self._last_used + TICK)
         self._drop(self._storage.touch({key: at for key, at in used.items() if key in self._held}))
-        for entry, (key, at) in zip(entries, used.items(), strict=True):
+        for entry in entries:
+            key = key_of(entry)
             if key in self._held:
                 continue
+            at = used[key]
             if self._storage.write(key, sum(self._sizes.of(key)), lambda one=entry, at=at: self._copy(one, at)):  # type: ignore[misc]
                 self._held[key] = entry.parent
                 self.counts.evicted += 1
