@@ -9,8 +9,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +22,9 @@ from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.cpp import build_cache, library_build
 from megatron_ext.ops.cpp.build_cache import BuildCache
 from megatron_ext.ops.cpp.library_build import BuildError, open_library
+from tests.forked import fork
 from tests.unit_tests.support.foreign import ForeignFiles
-from tests.unit_tests.support.source import PACKAGE, ROOT
+from tests.unit_tests.support.source import PACKAGE
 
 needs_compiler = pytest.mark.skipif(not cpp.can_be_built(), reason="there is no C++ compiler")
 
@@ -75,6 +74,14 @@ def fake(tmp_path, monkeypatch):
 CALLS = 2  # the compiler and the linker
 
 
+def die_with_the_lock(folder: Path, key: str) -> None:
+    """Be killed in the middle of a build."""
+    with BuildCache(folder) as cache, cache.lock(key, print):
+        (folder / f"{key}.building-half").mkdir()
+        (folder / f"{key}.building-half" / "operators.so").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def library_file(say) -> Path:
     """Path of the library, found or built; it is not kept open."""
     library = open_library(say)
@@ -105,19 +112,10 @@ class TestOnce:
     def test_the_lock_dies_with_its_process(self, cache, fake):
         compiler = fake()
         key = library_build.build_key(library_build.toolchain())
-        code = f"""
-import os, signal
-from pathlib import Path
-from megatron_ext.ops.cpp.build_cache import BuildCache, cache_path
-cache = BuildCache(cache_path())
-with cache.lock("{key}", print):
-    (cache.folder / "{key}.building-half").mkdir()
-    (cache.folder / "{key}.building-half" / "operators.so").touch()
-    print("held", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert (done.stdout, done.returncode) == ("held\n", -signal.SIGKILL), done.stderr
+        holder = fork(die_with_the_lock, cache, key)
+        holder.join()
+        assert holder.exitcode == -signal.SIGKILL
+        assert list(cache.glob("*.building-*"))
         assert library_file(lambda line: None).read_text() == "made\n"
         assert compiler.count() == CALLS
         assert not list(cache.glob("*.building-*"))
@@ -363,10 +361,10 @@ class TestSmallLibrary:
     def compiled(self, tmp_path, cache, monkeypatch):
         """Compile one source, that lies in a folder of this name."""
 
-        def make(name: str, line: str) -> build_cache.Library:
+        def make(name: str, text: str) -> build_cache.Library:
             source = tmp_path / name / "ops" / "one" / "kernels.cpp"
             source.parent.mkdir(parents=True)
-            source.write_text(f'#include <c10/util/Exception.h>\nextern "C" {line}\n')
+            source.write_text(text)
             monkeypatch.setattr(library_build, "OPS", source.parents[1])
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
             return open_library(lambda line: None)
@@ -375,8 +373,10 @@ class TestSmallLibrary:
 
     def test_no_path_gets_into_it(self, tmp_path, compiled):
         """TE-5: the library shared by two checkouts contains no path of the one that compiled it."""
-        line = 'const char* place(int x) { TORCH_CHECK(x); TORCH_INTERNAL_ASSERT(x > 1, "no"); return __FILE__; }'
-        libraries = [compiled(name, line) for name in ("one", "two")]
+        text = """#include <c10/util/Exception.h>
+extern "C" const char* place(int x) { TORCH_CHECK(x); TORCH_INTERNAL_ASSERT(x > 1, "no"); return __FILE__; }
+"""
+        libraries = [compiled(name, text) for name in ("one", "two")]
         one, two = (library.path.read_bytes() for library in libraries)
         assert one == two
         assert b"megatron_ext/ops/one/kernels.cpp" in one
@@ -387,7 +387,7 @@ class TestSmallLibrary:
 
     def test_the_checked_file_is_the_loaded_one(self, compiled):
         """SE-7: another file in its place after it was opened changes nothing."""
-        libraries = [compiled(name, f"int number() {{ return {name}; }}") for name in ("1", "2")]
+        libraries = [compiled(name, f'extern "C" int number() {{ return {name}; }}\n') for name in ("1", "2")]
         os.replace(libraries[1].path, libraries[0].path)
         libraries[0].load()
         handle = libraries[0].handle

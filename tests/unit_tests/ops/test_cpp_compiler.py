@@ -38,10 +38,8 @@ def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path, "library", [])
     pids = [int(pid) for pid in started.read_text().split()]
-    deadline = time.monotonic() + 30
-    while not all(is_gone(pid) for pid in pids) and time.monotonic() < deadline:
+    while not all(is_gone(pid) for pid in pids):  # for ever, if they were not ended
         time.sleep(0.01)
-    assert all(is_gone(pid) for pid in pids)
 
 
 def test_a_compiler_that_does_not_end_is_ended(tmp_path, monkeypatch):

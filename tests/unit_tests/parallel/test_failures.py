@@ -29,7 +29,7 @@ def run_tool(arguments: Sequence[str], rank: int, kind: str, step: int = 3) -> N
     given = [] if {"--prompt-file", "--prompts"} & set(arguments) else [*PROMPTS, *ENGINE]
     import torch
 
-    be_patient()
+    be_patient(kind)
     own = torch.distributed.get_rank()
     os.environ |= {"RANK": str(own), "WORLD_SIZE": str(torch.distributed.get_world_size())}
     if own == rank:
@@ -39,11 +39,11 @@ def run_tool(arguments: Sequence[str], rank: int, kind: str, step: int = 3) -> N
     sys.exit(main([*given, *arguments]))
 
 
-def be_patient() -> None:
-    """Let this rank wait longer for the signatures of others, which come late from a loaded machine."""
+def be_patient(kind: str = "nothing") -> None:
+    """Let this rank wait longer for the reports of others, which come late from a loaded machine, or not at all."""
     from megatron_ext.parallel import failure
 
-    failure.PATIENCE = 10.0
+    failure.PATIENCE = 10.0 if kind in WITHOUT_REPORT else 100.0
 
 
 def before_step(step: int, happening) -> None:
@@ -87,6 +87,7 @@ def refuse_to_load(_: int) -> None:
     engine_args.load_model = load
 
 
+WITHOUT_REPORT = {"hang", "kill", "no directory", "die at start", "die when ready"}
 HAPPENINGS = {
     "nothing": lambda _: None,
     "fail": lambda step: before_step(step, fail),
@@ -127,6 +128,7 @@ def test_a_rank_that_raises(size, rank):
     assert not any(one.was_killed for one in outcomes)
 
 
+@pytest.mark.realtime
 def test_a_rank_that_hangs(waiting_worlds):
     outcomes = waiting_worlds["hang"]
     assert [one.exit_code for one in outcomes if one.rank != 1] == [1, 1], [one.describe() for one in outcomes]
@@ -135,6 +137,7 @@ def test_a_rank_that_hangs(waiting_worlds):
     assert said(outcomes) == [f"megatron-ext run: error: {words}"]
 
 
+@pytest.mark.realtime
 def test_a_rank_that_is_killed(waiting_worlds):
     outcomes = waiting_worlds["kill"]
     assert exit_codes(outcomes) == [1, -signal.SIGKILL, 1]
@@ -157,6 +160,7 @@ def test_a_mistake_is_said_once(arguments, words):
     assert line in outcomes[0].stderr
 
 
+@pytest.mark.realtime
 def test_a_mistake_that_one_rank_sees(waiting_worlds):
     outcomes = waiting_worlds["no directory"]
     assert exit_codes(outcomes) == [2, 2], [one.describe() for one in outcomes]

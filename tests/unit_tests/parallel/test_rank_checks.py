@@ -53,14 +53,17 @@ def test_a_step_beside_none():
 
 
 def live_with_naps(parallel: ParallelConfig, whole: Whole) -> tuple[Lived, list[bytes]]:
-    """Run `live` with random sleeps, and return the hash of each step too."""
+    """Run `live` with sleeps, of other lengths on each rank, and return the hash of each step too."""
+    import torch
+
     from megatron_ext.mcore.step_executor import StepExecutor
 
     compute, digests = StepExecutor.compute, []
+    source = random.Random(torch.distributed.get_rank())
 
     def compute_watched(self, step):
         digests.append(digest(step))
-        time.sleep(random.random() * 0.01)
+        time.sleep(source.random() * 0.01)
         return compute(self, step)
 
     StepExecutor.compute = compute_watched

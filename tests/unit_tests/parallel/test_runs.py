@@ -108,14 +108,16 @@ def test_the_cache_compared(tmp_path: Path):
 
 
 STARTED = f"""
-import os, sys, time
+import os, signal, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from tests.unit_tests.parallel.test_failures import before_step, fail
 from megatron_ext.commands.run import main
 
 def signal_torchrun():
-    os.kill(os.getppid(), {signal.SIGINT})
-    time.sleep(1.0)
+    came, handler = threading.Event(), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *arguments: (came.set(), handler(*arguments)))
+    os.kill(os.getppid(), signal.SIGINT)
+    assert came.wait(120)
 
 if __name__ == "__main__":
     happening = sys.argv.pop(1)
@@ -157,6 +159,7 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
         return {"fail": (folders["fail"], failing.result()), "SIGINT": (folders["SIGINT"], ending.result())}
 
 
+@pytest.mark.realtime
 def test_under_torchrun_a_failed_rank_speaks_for_all(under_torchrun):
     _, done = under_torchrun["fail"]
     assert done.returncode == 1
@@ -165,6 +168,7 @@ def test_under_torchrun_a_failed_rank_speaks_for_all(under_torchrun):
     assert "onnection" not in done.stderr
 
 
+@pytest.mark.realtime
 def test_under_torchrun_a_signal_ends_all_in_order(under_torchrun):
     folder, done = under_torchrun["SIGINT"]
     output = folder / "out.json"

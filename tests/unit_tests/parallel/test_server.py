@@ -34,7 +34,7 @@ def run_server(arguments: Sequence[str], client: str, kind: str) -> None:
     from megatron_ext.commands.serve import main
     from megatron_ext.server import run
 
-    be_patient()
+    be_patient(kind)
     rank = torch.distributed.get_rank()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(torch.distributed.get_world_size())}
     run.announce = lambda url: threading.Thread(target=CLIENTS[client], args=(url,), daemon=True).start()
@@ -149,6 +149,7 @@ def ends() -> dict[str, list[Outcome]]:
     )
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("name", ["TP 2", "2 replicas"])
 def test_it_answers_and_outlives_silence(name: str, ends: dict[str, list[Outcome]]):
     """The silence with TP 2 is longer than a rank waits for another one; a signal to rank 0 ends all."""
@@ -169,6 +170,7 @@ def test_a_rank_that_raises_ends_the_server():
     assert said(outcomes) == ["megatron-ext serve: error: rank 1: ZeroDivisionError: planted in two lines"]
 
 
+@pytest.mark.realtime
 def test_a_rank_that_hangs_ends_the_server(ends: dict[str, list[Outcome]]):
     outcomes = ends["hangs"]
     assert outcomes[0].exit_code == 1, outcomes[0].describe()
@@ -176,6 +178,7 @@ def test_a_rank_that_hangs_ends_the_server(ends: dict[str, list[Outcome]]):
     assert said(outcomes) == [f"megatron-ext serve: error: {words}"]
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("name", ["dies at start", "dies when ready"])
 def test_a_rank_that_dies_in_silence_ends_the_server(name: str, ends: dict[str, list[Outcome]]):
     """TE-3: the server also ends if the rank dies before it has connected, where the others wait as for a slow one."""
@@ -206,7 +209,7 @@ def test_megatrons_own_launch_line(tmp_path):
 
 def test_a_restarted_server_skips_what_it_skipped_before(tmp_path):
     """DC-1, DC-4: two ranks, stopped by SIGTERM and started again by the same command."""
-    flags = ["--tensor-model-parallel-size", "2", "--prefix-cache-dir", str(tmp_path / "cache"), *SHORT]
+    flags = ["--tensor-model-parallel-size", "2", "--prefix-cache-dir", str(tmp_path / "cache")]
     lives = [run_world(run_server, 2, flags, "often", "nothing") for _ in range(2)]
     answers = [
         [line.split(" ", 2)[1:] for line in first.stdout.splitlines() if line.startswith("answer")]

@@ -101,6 +101,7 @@ def test_the_message_begins_with_the_rank_that_raised(rank):
     assert "in raise_on" in str(caught.value)
 
 
+@pytest.mark.realtime
 def test_a_rank_that_hangs_is_killed_and_says_where_it_was(tmp_path):
     for deadline in (2.0, 8.0, 64.0):  # on a loaded machine ranks may not even have met after the first ones
         with pytest.raises(RanksFailed) as caught:
@@ -121,9 +122,7 @@ def test_a_signal_is_a_failure():
 
 def test_a_world_that_fails_in_the_middle_of_a_start_leaves_nothing(monkeypatch, tmp_path):
     def interrupted(*_: object) -> None:
-        deadline = time.monotonic() + 30
         while len(pids(tmp_path)) < 2:
-            assert time.monotonic() < deadline
             time.sleep(0.01)
         raise KeyboardInterrupt
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.prefix_cache.disk import store_thread
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.entry import EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.index import DiskIndex
@@ -19,7 +20,7 @@ from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.tier_storage import Gone, Loaded, LoadItem
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, put
 
-PATIENCE = 30  # seconds
+PATIENCE = 100  # seconds; only what hangs takes as long
 
 
 class Gate:
@@ -35,6 +36,11 @@ class Gate:
             write(*arguments)
 
         monkeypatch.setattr(DataFile, "write", wait_and_write)
+
+    def open_with_the_next_job(self, monkeypatch: pytest.MonkeyPatch, thread: StoreThread) -> None:
+        """Let writes through when something else waits for the thread."""
+        add = thread._add
+        monkeypatch.setattr(thread, "_add", lambda job: (add(job), self.is_open.set()))
 
 
 @pytest.fixture
@@ -150,7 +156,7 @@ def test_bytes_that_wait_are_those_of_the_queue(store, monkeypatch):
     thread.forget_writes()
     assert (waiting(), thread.take()) == (0, [Gone([entries[2].key])])
     give(thread, entries[3])
-    threading.Timer(0.05, gate.is_open.set).start()
+    gate.open_with_the_next_job(monkeypatch, thread)
     thread.clear()
     assert waiting() == 0
     gate.is_reached.clear()
@@ -296,7 +302,7 @@ def test_clearing_returns_when_the_medium_has_forgotten(store, tmp_path, monkeyp
     assert gate.is_reached.wait(PATIENCE)
     for one in entries[1:]:
         give(thread, one)
-    threading.Timer(0.05, gate.is_open.set).start()
+    gate.open_with_the_next_job(monkeypatch, thread)
     thread.clear()
     assert (len(store), thread.use.blocks, thread.left_out) == (0, 0, 0)
     assert thread.stop(PATIENCE)
@@ -313,6 +319,7 @@ def test_the_end_leaves_out_what_it_has_no_time_for(store, monkeypatch):
     assert gate.is_reached.wait(PATIENCE)
     join = thread._thread.join
     monkeypatch.setattr(thread._thread, "join", lambda timeout: (gate.is_open.set(), join(timeout)))
+    monkeypatch.setattr(store_thread, "STOP_SECONDS", PATIENCE)
     assert thread.stop(0.0)
     assert thread.left_out == 3
     assert [one.key in store for one in entries] == [True, False, False, False]
