@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -28,16 +29,22 @@ class _Catch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.copy_.default and args[0].data_ptr() == args[1].data_ptr():
             return args[0]  # onto itself: what Triton's interpreter does with every tensor that a kernel was given
-        if func._schema.is_mutable and self._writes_pool(func, args, kwargs or {}):
+        written = _written(func)
+        if written and self._is_pool(args[i] if i < len(args) else (kwargs or {}).get(name) for i, name in written):
             assert func is torch.ops.aten.index_put_.default, f"{func} writes to the KV cache"
             blocks, offsets = args[1]
             self.places.append((blocks * args[0].shape[1] + offsets).cpu().numpy())
         return func(*args, **(kwargs or {}))
 
-    def _writes_pool(self, func, args: tuple, kwargs: dict) -> bool:
-        values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        written = [values.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    def _is_pool(self, written: Iterable[object]) -> bool:
         return any(isinstance(t, Tensor) and t.untyped_storage().data_ptr() == self._pool for t in written)
+
+
+@functools.cache
+def _written(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Places and names of the arguments that an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write]
 
 
 @contextlib.contextmanager

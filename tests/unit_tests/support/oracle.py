@@ -47,16 +47,32 @@ class Oracle:
 
     def __init__(self, model: MambaModel) -> None:
         self.model = model
+        self._mixers = [module for module in model.modules() if isinstance(module, RecurrentMixer)]
         self._logits: dict[tuple[int, ...], Tensor] = {}
         self._states: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        self._inputs: tuple[tuple[int, ...], list[tuple[RecurrentMixer, Tensor]]] = ((), [])  # of the last forward
 
-    @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """[T, V] of one sequence from its beginning."""
         key = tuple(tokens)
         if key not in self._logits:
-            self._logits[key] = self._forward(key)[0].clone().cpu()
+            self._compute(key)
         return self._logits[key]
+
+    @torch.inference_mode()
+    def _compute(self, tokens: tuple[int, ...]) -> None:
+        """Keep the logits of a sequence, and what its recurrent layers received, [T, h] each."""
+        inputs: list[tuple[RecurrentMixer, Tensor]] = []
+        hooks = [
+            module.register_forward_pre_hook(lambda module, args: inputs.append((module, args[0][:, 0])))
+            for module in self._mixers
+        ]
+        try:
+            self._logits[tokens] = self._forward(tokens)[0].clone().cpu()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._inputs = tokens, inputs
 
     def _forward(self, tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([tokens], device=next(self.model.parameters()).device)
@@ -87,28 +103,16 @@ class Oracle:
         scores = logits[: len(prompt) - 1].log_softmax(-1)
         return scores.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0]
 
+    @torch.inference_mode()
     def states(self, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Convolution state [Cn, K-1] and SSM state [H, P, N] of every recurrent layer after all of `tokens`."""
         key = tuple(tokens)
         if key not in self._states:
-            self._states[key] = self._recur_all(key)
+            if self._inputs[0][: len(key)] != key:
+                self._compute(key)
+            found = [RECURRENCES[type(mixer)](mixer, hidden[: len(key)]) for mixer, hidden in self._inputs[1]]
+            self._states[key] = [(conv.cpu(), ssm.cpu()) for conv, ssm in found]
         return self._states[key]
-
-    def _recur_all(self, tokens: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-        inputs: list[tuple[RecurrentMixer, Tensor]] = []
-        hooks = [
-            module.register_forward_pre_hook(lambda module, args: inputs.append((module, args[0][:, 0])))
-            for module in self.model.modules()
-            if isinstance(module, RecurrentMixer)
-        ]
-        try:
-            with torch.inference_mode():
-                self._forward(tokens)
-                found = [RECURRENCES[type(mixer)](mixer, hidden) for mixer, hidden in inputs]
-                return [(conv.cpu(), ssm.cpu()) for conv, ssm in found]
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def recur(mixer: Mamba2Mixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
