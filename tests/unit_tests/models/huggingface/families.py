@@ -32,12 +32,10 @@ class Oracles:
     Attributes:
         module: Module with the shapes.
         lengths: Lengths of compared prompts, in tokens.
-        generated: Number of compared greedy tokens.
     """
 
     module: ModuleType
     lengths: tuple[int, ...] = (1, 3, 65, 300)
-    generated: int = 8
 
     @property
     def names(self) -> list[str]:
@@ -47,7 +45,7 @@ class Oracles:
 
 FAMILIES = {
     "llamas": Oracles(llama_oracle),
-    "oracles": Oracles(oracle, (1, 3, 65, 129), 16),
+    "oracles": Oracles(oracle, (1, 3, 65, 129)),
     "qwens": Oracles(qwen3_next_oracle),
     "mambas": Oracles(mamba_oracle, (1, 3, 65, 300)),
     "hybrids": Oracles(hybrid_oracle, (1, 3, 65, 130)),

@@ -239,14 +239,6 @@ def largest_excess(got: Tensor, reference: Tensor) -> float:
     return ((got - reference).abs() / (ATOL + RTOL * reference.abs())).max().item()
 
 
-def greedy(logits_of, tokens: list[int], count: int) -> list[int]:
-    """Greedy continuation by a full recompute for every token; `logits_of` maps tokens to [T, V]."""
-    tokens, start = list(tokens), len(tokens)
-    for _ in range(count):
-        tokens.append(logits_of(tokens)[-1].argmax().item())
-    return tokens[start:]
-
-
 def edit_config(directory: Path, **changes: object) -> None:
     """Change fields of a saved `config.json`; None takes a field out."""
     path = directory / "config.json"

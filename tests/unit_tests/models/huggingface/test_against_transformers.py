@@ -30,22 +30,20 @@ def made(request: pytest.FixtureRequest) -> Callable:
 
 
 @pytest.mark.parametrize(("fixture", "name"), EVERY_SHAPE)
-def test_logits_and_greedy_tokens_equal(fixture: str, name: str, made) -> None:
-    """FA-1, M1-1, LA-2: full forwards and greedy continuations, fp32."""
+def test_logits_equal(fixture: str, name: str, made) -> None:
+    """FA-1, M1-1, LA-2: full forwards, fp32; the greedy token of each position follows."""
     family = FAMILIES[fixture]
     theirs, directory = made(fixture, name)
     ours = load_hf(directory).model
+    has_experts = any("experts" in parameter for parameter, _ in theirs.named_parameters())
     for length in family.lengths:
         tokens = oracle.prompt(length, seed=length)
-        assert oracle.their_logits(theirs, tokens).std() > 0.3, "flat logits would make this test blind"
-        if hasattr(family.module, "routing_margin"):
+        expected = oracle.their_logits(theirs, tokens)
+        assert expected.std() > 0.3, "flat logits would make this test blind"
+        if has_experts:
             margin = family.module.routing_margin(theirs, tokens)
             assert margin > LEAST_MARGIN, "rounding alone may choose other experts"
-        assert excess(ours, theirs, length) <= 1, length
-    tokens = oracle.prompt(20, seed=20)
-    generated = oracle.greedy(lambda t: oracle.their_logits(theirs, t), tokens, family.generated)
-    assert len(set(generated)) > 3, "a loop would make this test blind"
-    assert oracle.greedy(lambda t: oracle.our_logits(ours, t), tokens, family.generated) == generated
+        assert oracle.largest_excess(oracle.our_logits(ours, tokens), expected) <= 1, length
 
 
 # Of each recurrent family the last shape: what is special is in it.
@@ -55,6 +53,8 @@ LAST = {
     "qwen3_next": ("qwens", FAMILIES["qwens"].names[-1]),
     "nemotron_h": ("oracles", "mha"),
 }
+# Families with every kind of state, mixers beside attention and experts among them.
+KINDS = ("falcon_h1", "lfm2_moe", "olmo_hybrid", "jamba", "qwen3_next")
 RECURRENT = [
     *((fixture, name) for fixture, name in EVERY_SHAPE if fixture in ("hybrids", "mambas", "qwens")),
     *(("oracles", shape.name) for shape in oracle.SHAPES if "M" in shape.pattern and shape.name != "MoE"),
@@ -75,7 +75,7 @@ def play(driver: HybridDriver) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", long_except(["kernel"], ["kernel", "align"]))
-@pytest.mark.parametrize(("fixture", "name"), long_except(LAST.values(), RECURRENT))
+@pytest.mark.parametrize(("fixture", "name"), long_except([LAST[family] for family in KINDS], RECURRENT))
 def test_warm_starts_equal_transformers(fixture: str, name: str, mode: str, made) -> None:
     """FA-1, M1-1, LA-1, LA-2, HY-3, HY-4: chunked prefill and cached beginnings, beside full forwards."""
     theirs, directory = made(fixture, name)
