@@ -5,19 +5,18 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.commands.run import BAD_USAGE, DONE, REQUEST_FAILED, main
 from megatron_ext.console.startup import PHASES
+from tests.forked import fork
+from tests.unit_tests.support.held_server import run_tool
+from tests.unit_tests.support.holding import PATIENCE
 
-ROOT = Path(__file__).resolve().parents[3]
 TINY = """
 --hybrid-override-pattern M-*- --hidden-size 32 --num-attention-heads 2 --mamba-head-dim 16 --mamba-state-dim 16
 --mamba-num-groups 1 --tokenizer-type NullTokenizer --vocab-size 64 --inference-dynamic-batching-block-count 8
@@ -206,19 +205,20 @@ def test_a_saved_model_is_the_same_model(prompt_file, tmp_path):
     assert json.loads((tmp_path / "two.run.json").read_text())["model"] == saved
 
 
-def test_a_process_of_its_own_reads_standard_input():
+def test_a_process_of_its_own_reads_standard_input(tmp_path):
     """The script as a user starts it: exit code; on standard error the phases of the start, and one line."""
     attention_only = ["--hybrid-override-pattern", "*-"]  # about which there is nothing to warn
-    command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *TINY, *attention_only, "--prompt-file", "-"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    good = subprocess.run(command, input=b'{"token_ids": [1]}\n', capture_output=True, env=environment, check=False)
-    assert good.returncode == DONE, good.stderr
-    lines = good.stderr.decode().splitlines()
-    (said,) = [line for line in lines if not line.startswith("start: ")]
-    assert said.endswith("its weights are random")
-    phases = [re.sub(r"[\d.]+ s$", "1 s", line) for line in lines if line != said]
+    said, log, given = (tmp_path / name for name in ("said", "log", "given"))
+    given.write_text('{"token_ids": [1]}\n')
+    process = fork(run_tool, "run_inference.py", [*TINY, *attention_only, "--prompt-file", "-"], said, log, given)
+    process.join(PATIENCE)
+    assert process.exitcode == DONE, log.read_text()
+    lines = log.read_text().splitlines()
+    (warning,) = [line for line in lines if not line.startswith("start: ")]
+    assert warning.endswith("its weights are random")
+    phases = [re.sub(r"[\d.]+ s$", "1 s", line) for line in lines if line != warning]
     assert phases == [*(f"start: {name} in 1 s" for name in PHASES), "start: ready after 1 s"]
-    assert b"1 request: 30 tokens generated" in good.stdout
+    assert "1 request: 30 tokens generated" in said.read_text()
 
 
 def test_standard_input_is_named_in_errors(error_line, monkeypatch):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +22,9 @@ from megatron_ext.mcore import platform
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.server.run import bind, build_serving, model_name
 from megatron_ext.server.serving import Serving
+from tests.unit_tests.support.held_server import HeldServer
 from tests.unit_tests.support.server import PATIENCE, LiveServer, read_all
 
-ROOT = Path(__file__).resolve().parents[3]
 TINY = """
 --hybrid-override-pattern M-*- --hidden-size 32 --num-attention-heads 2 --mamba-head-dim 16 --mamba-state-dim 16
 --mamba-num-groups 1 --tokenizer-type NullTokenizer --vocab-size 64 --inference-dynamic-batching-block-count 64
@@ -92,61 +89,33 @@ def test_tokens_are_those_of_a_run(both, stream):
 
 
 @contextlib.contextmanager
-def started(requests: int = 0) -> Iterator[tuple[subprocess.Popen, str, list[str]]]:
-    """The tool in a process of its own, its URL, and what it printed before that; see `held_server`."""
-    tool = [sys.executable, "-m", "tests.unit_tests.support.held_server", str(requests)]
-    command = [*tool, *TINY, "--port", "0", "--shutdown-timeout", str(PATIENCE)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def started(folder: Path, requests: int | None = None) -> Iterator[tuple[HeldServer, str]]:
+    """The tool in a process of its own, and its URL; see `held_server`."""
+    server = HeldServer(folder, [*TINY, "--port", "0", "--shutdown-timeout", str(PATIENCE)], requests)
     try:
-        lines = []
-        for line in process.stdout:
-            lines.append(line.strip())
-            if lines[-1].startswith("ready: "):
-                break
-        assert lines[-1].startswith("ready: "), process.stderr.read()
-        yield process, lines[-1].removeprefix("ready: "), lines
+        yield server, server.printed(r"\nready: (\S+)\n")[1]
     finally:
-        process.kill()
-        process.communicate()
-
-
-def log_until(process: subprocess.Popen, words: str) -> str:
-    """The log's lines up to one that has these words."""
-    log = ""
-    while words not in log:
-        line = process.stderr.readline()
-        assert line, log
-        log += line
-    return log
+        server.process.kill()
+        server.process.join()
 
 
 class TestProcess:
-    def test_ready_then_a_signal_lets_the_running_request_finish(self):
+    def test_ready_then_a_signal_lets_the_running_request_finish(self, tmp_path):
         """EX-6: sizes are printed; the exit code after a signal is 0. The log says what happened, and when."""
-        with started() as (process, url, lines):
-            assert any("64 blocks of 16 tokens" in line for line in lines)
+        with started(tmp_path) as (server, url):
+            assert server.printed("64 blocks of 16 tokens")
             assert httpx.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "ok"
             body = {"prompt": [1, 2], "max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
                 events = response.iter_lines()
                 next(events)
-                process.send_signal(signal.SIGTERM)
-                log = log_until(process, "shutdown begins")
-                print(file=process.stdin, flush=True)
+                server.signal(signal.SIGTERM)
+                server.logged("shutdown begins")
+                server.release()
                 rest = [line for line in events if line]
             assert rest[-1] == "data: [DONE]"
             assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 40
-            assert process.wait(PATIENCE) == 0
-            log += process.stderr.read()
+            log = server.log_of_the_end()
         assert "Traceback" not in log
         time = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO megatron_ext\.server\.\w+: "
         assert re.findall(r"startup: start: (\w+)", log) == [*PHASES, "ready"]
@@ -159,9 +128,9 @@ class TestProcess:
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
 
-    def test_a_second_signal_ends_every_request_with_an_error(self):
+    def test_a_second_signal_ends_every_request_with_an_error(self, tmp_path):
         """4 streams, 5 requests that wait for a place in the batch, 2 without their bodies and 1 without its head."""
-        with started(requests=4) as (process, url, _), contextlib.ExitStack() as stack:
+        with started(tmp_path, requests=4) as (server, url), contextlib.ExitStack() as stack:
 
             def send(count: int, said: str) -> list[socket.socket]:
                 address = httpx.URL(url).host, httpx.URL(url).port
@@ -183,11 +152,11 @@ class TestProcess:
             assert [client.recv(65536)[:13] for client in bodiless] == [b"HTTP/1.1 100 "] * 2
             (headless,) = send(1, HEAD)
             assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200  # so all have been read
-            process.send_signal(signal.SIGINT)
-            log = log_until(process, "shutdown begins: 11 requests in flight")
-            process.send_signal(signal.SIGINT)
-            log += log_until(process, "a second signal: 11 requests")
-            process.send_signal(signal.SIGINT)
+            server.signal(signal.SIGINT)
+            server.logged("shutdown begins: 11 requests in flight")
+            server.signal(signal.SIGINT)
+            server.logged("a second signal: 11 requests")
+            server.signal(signal.SIGINT)
             for client, start in zip(streams, said, strict=True):
                 events = (start + read_all(client)).split(b"\r\n\r\n", 1)
                 assert events[0].startswith(b"HTTP/1.1 200 ")
@@ -197,9 +166,8 @@ class TestProcess:
                 answer = read_all(client)
                 assert answer.startswith(b"HTTP/1.1 503 "), answer
                 assert b"the server is shutting down" in answer
-            print(file=process.stdin, flush=True)
-            assert process.wait(PATIENCE) == 0
-            log += process.stderr.read()
+            server.release()
+            log = server.log_of_the_end()
         assert "Traceback" not in log
         assert log.count("a second signal") == 1
         assert "shutdown ends: 0 requests finished, 11 cancelled" in log
