@@ -265,13 +265,13 @@ TOKENS = st.lists(
 WORDS = st.lists(st.text(LETTERS + INCOMPLETE, min_size=1, max_size=5), min_size=1, max_size=3)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(tokens=TOKENS, words=WORDS)
 def test_equals_decoding_everything_after_each_token(tokens: list[int], words: list[str]):
     assert first_stop(words, tokens) == brute_force(words, tokens)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), words=WORDS)
 def test_equals_brute_force_in_long_junk(data: st.DataObject, words: list[str]):
     """Runs of bytes longer than the matcher's patience, with text between them."""
@@ -312,7 +312,7 @@ class TestSpecialTokens:
         assert self.find(["Yes, it", "it is"], [0, 2, *[1] * 40, 3]) == ""
         assert self.find([", it.", "is"], [2, 3, 1, 5]) == "Yes"
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(
         tokens=st.lists(st.integers(0, 5), max_size=20),
         words=st.lists(

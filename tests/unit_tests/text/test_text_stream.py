@@ -76,7 +76,7 @@ def test_special_tokens_are_seen_and_not_sent():
     assert "".join(stream([], tokens, tokenizer.detokenize)[0]) == "One twothree"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.sampled_from(["<|end|>", "<|user|>", " word", "é", "a", "b"]), min_size=1, max_size=16),
     st.lists(st.sampled_from(["ab", "a word", "éa", "b<|end|>", "<|user|>"]), max_size=3),
@@ -152,7 +152,7 @@ class TestCost:
         assert max(counts[len(counts) // 2 :]) == max(counts[:40])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["<|end|>", "<|user|>", " word", "é", "a", " ", "\n"]), max_size=24))
 def test_special_tokens_between_do_not_change_the_text(parts):
     """Runs of them at the start, in the middle and at the end."""
@@ -180,7 +180,7 @@ TOKENS = st.lists(
 WORDS = st.lists(st.text("abcdEND €\n", min_size=1, max_size=4), max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TOKENS, WORDS, st.sets(st.integers(1, 40)))
 def test_the_parts_are_the_text(tokens, words, skip):
     parts, text = stream(words, tokens, skip=skip)

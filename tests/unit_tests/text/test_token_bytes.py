@@ -53,7 +53,7 @@ def vocabulary(tokenizer: object) -> Vocabulary:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda one: type(one).__name__)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_the_bytes_are_the_text(tokenizer, data):
     """Whatever tokens come, cut anywhere."""
@@ -66,7 +66,7 @@ def test_the_bytes_are_the_text(tokenizer, data):
     assert len(found) == len(tokens)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(VALID | st.sampled_from(PIECES), max_size=8))
 def test_parts_of_characters_have_their_own_bytes(pieces):
     tokens = spell(*pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 
@@ -261,8 +262,9 @@ ANSWERS: list[tuple[str, str, str, list]] = [
     ("qwen3_coder", xml(place='{"at": "\\ud83d"}'), "", [("weather", {"place": {"at": "\ud83d"}})]),
     ("qwen3_coder", "<tool_call>\nno tags", "<tool_call>\nno tags", []),
 ]
-for _name in TEMPLATES:  # and as templates write them
-    _calls = [*(("weather", one) for one in ARGUMENTS.values()), ("time-now", {})]
+_VALUES = list(ARGUMENTS.values())
+for _name, _some in itertools.product(TEMPLATES, (_VALUES[:2], _VALUES[2:4], _VALUES[4:])):  # as templates write them
+    _calls = [*(("weather", one) for one in _some), ("time-now", {})]
     _text, _after = (
         ("", "")
         if _name in BARE
@@ -394,7 +396,8 @@ def test_thinking_within_a_budget(grammars, inside):
         assert sum(map(int.bit_count, matcher.allowed([end]))) > 100
         matcher.take([token])
     for token in closing:
-        assert [i for i in range(tokenizer.vocab_size) if matcher.copy().allowed([end])[i // 8] >> i % 8 & 1] == [token]
+        allowed = matcher.copy().allowed([end])
+        assert [i for i in range(tokenizer.vocab_size) if allowed[i // 8] >> i % 8 & 1] == [token]
         matcher.take([token])
     assert sum(map(int.bit_count, matcher.allowed([end]))) > 100
     matcher.take(tokenizer.tokenize_plain("</think> free"))
