@@ -44,18 +44,29 @@ def test_arguments_reach_the_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_script_of_tools_starts_its_command(tool):
+def test_a_script_of_tools_starts_its_command(tool, capsys):
     """Under its own name, and by the same code: the help differs in the name only."""
-    names = {f"{tool}.py": [f"tools/{tool}.py"], f"megatron-ext {TOOLS[tool]}": ["-m", "megatron_ext", TOOLS[tool]]}
+    with pytest.raises(SystemExit, match="0"):
+        main([TOOLS[tool], "--help"])
+    helps = {f"{tool}.py": help_of(f"tools/{tool}.py"), f"megatron-ext {TOOLS[tool]}": capsys.readouterr().out}
     shown = set()
-    for name, words in names.items():
-        done = subprocess.run([sys.executable, *words, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
-        assert done.stdout.startswith(f"usage: {name} ")
-        usage = " ".join(done.stdout.split())
-        for other in names:
+    for name, text in helps.items():
+        assert text.startswith(f"usage: {name} ")
+        usage = " ".join(text.split())
+        for other in helps:
             usage = usage.replace(other, "NAME")
         shown.add(usage)
     assert len(shown) == 1
+
+
+def test_the_package_is_the_script():
+    assert help_of("-m", "megatron_ext", "prefix-cache").startswith("usage: megatron-ext prefix-cache ")
+
+
+def help_of(*words: str) -> str:
+    """Help that a process prints."""
+    command = [sys.executable, *words, "--help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(

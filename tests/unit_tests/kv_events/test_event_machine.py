@@ -102,7 +102,7 @@ class HybridEvents(Told, HybridMachine):
 
 
 for machine in (AttentionEvents, HybridEvents):
-    machine.TestCase.settings = settings(max_examples=12, phases=[Phase.generate, Phase.shrink], **COMMON)
+    machine.TestCase.settings = settings(max_examples=7, phases=[Phase.generate, Phase.shrink], **COMMON)
 TestAttention = AttentionEvents.TestCase
 TestHybrid = HybridEvents.TestCase
 

@@ -323,7 +323,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 COMMON = {"deadline": None, "stateful_step_count": 40, "database": None}
-RouterMachine.TestCase.settings = settings(max_examples=50, phases=[Phase.generate, Phase.shrink], **COMMON)
+RouterMachine.TestCase.settings = settings(max_examples=25, phases=[Phase.generate, Phase.shrink], **COMMON)
 TestRouter = RouterMachine.TestCase
 
 
