@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -57,12 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart() -> None:
     """Compile the C++ operators, where that was not done, before a test waits for them or reads what is said then."""
     cpp.are_used()
-
-
-def pytest_collection_finish() -> None:
-    """Spare what was imported: each full collection of garbage would go through all of it, for half a second."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,8 @@ def test_waiting_needs_a_slot_for_the_snapshot(get_oracle, slots, expected, max_
     assert finish(driver, get_oracle).items() >= expected.items()
 
 
-@pytest.mark.parametrize(("kind", "computed"), [("hybrid", 30), ("attention_only", 60), ("hybrid", 60), ("hybrid", 90)])
+@pytest.mark.parametrize("computed", [30, 60, 90])
+@pytest.mark.parametrize("kind", FAILING)
 def test_a_leader_aborted_in_mid_prefill(get_oracle, kind, computed):
     """The successor shares the blocks that the leader left; with states it resumes only at a snapshot."""
     driver = build_driver(get_oracle, kind, max_tokens=30)

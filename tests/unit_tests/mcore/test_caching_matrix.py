@@ -78,10 +78,10 @@ def rule(kind: str, length: int, policy: str, slots: int) -> list[int]:
 
 
 CASES = [
-    pytest.param("attention_only", CHUNKED, LRU, marks=pytest.mark.long),
+    ("attention_only", CHUNKED, LRU),
     ("attention_only", WHOLE, REF_ZERO),
     ("hybrid", CHUNKED, LRU),
-    pytest.param("hybrid", WHOLE, REF_ZERO, marks=pytest.mark.long),
+    ("hybrid", WHOLE, REF_ZERO),
     ("hybrid", CHUNKED, NO_SLOTS),
     ("attention_free", WHOLE, LRU),
 ]

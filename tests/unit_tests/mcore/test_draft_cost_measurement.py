@@ -53,8 +53,9 @@ def engine_of(method: str = "ngram", **batching: object) -> InferenceEngine:
     )
 
 
-def test_each_number_of_requests_has_its_costs(monkeypatch):
-    engine = engine_of("mtp")
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_each_number_of_requests_has_its_costs(monkeypatch, method):
+    engine = engine_of(method)
     drafting = engine.context.drafting
     measure_costs(engine, drafting, StepClock(monkeypatch, step=1e-4))
     rows = [(row.requests, pytest.approx(row.fixed), pytest.approx(row.each)) for row in drafting.costs.rows]

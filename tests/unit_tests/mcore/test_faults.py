@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -135,7 +134,8 @@ def assert_nothing_is_left(driver: Driver) -> None:
     assert not scheduler.pending_blocks.requests()
 
 
-@pytest.mark.parametrize(("place", "kind"), list(zip(ENDS_ONE, itertools.cycle(KINDS), strict=False)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ENDS_ONE)
 def test_an_error_of_one_request_ends_it_and_nothing_else(get_driver, expected, monkeypatch, place, kind):
     """SE-2: the request ends as FAILED with the error's text; the others' tokens equal a run without the error."""
     tokens = expected(kind)

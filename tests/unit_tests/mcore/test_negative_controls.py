@@ -91,11 +91,9 @@ def test_without_corruption_all_is_equal(get_driver, get_oracle, kind):
     assert_equals_oracle(driver, OTHER, get_oracle(kind))
 
 
-@pytest.mark.parametrize(
-    ("which", "layer", "moment"),
-    [("ssm", 0, 132), ("ssm", 1, 80), ("conv", 0, 80), ("conv", 1, 132)],
-    ids=["ssm-first_layer-decode", "ssm-second_layer-prefill", "conv-first_layer-prefill", "conv-second_layer-decode"],
-)
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("which", ["ssm", "conv"])
 def test_a_zeroed_state_is_seen(hybrid, get_oracle, which, layer, moment):
     def zero(driver: Driver) -> None:
         getattr(driver.context.live_states, which)[layer, slot(driver)] = 0.0

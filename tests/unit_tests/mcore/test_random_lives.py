@@ -23,7 +23,7 @@ from tests.unit_tests.support.pools_in_pieces import pools_in_pieces
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-ACTIONS = 45
+ACTIONS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -146,15 +146,11 @@ def test_with_a_cache_of_blocks(get_oracle, monkeypatch, seed):
     batching = tiny(source, [5, 6, 8, 14]) | {"max_requests": source.choice(at_once)}
     batching |= {"max_tokens": batching["max_tokens"] + 5} | few_prefills(monkeypatch, are_few=seed % 2 == 1)
     driver = build_driver(get_oracle, "attention_only", policy=policy, log_probs=True, **batching)
-    life = Life(driver, source)
-    for _ in range(4):
-        life.live(get_oracle("attention_only"))
-        if driver.engine.lifetime_skipped_token_count:
-            break
+    Life(driver, source).live(get_oracle("attention_only"))
     assert driver.engine.lifetime_skipped_token_count > 0
 
 
-@pytest.mark.parametrize("seed", seeds([2, 3], 6))
+@pytest.mark.parametrize("seed", seeds([1, 2], 6))
 def test_with_snapshots(get_oracle, monkeypatch, seed):
     """HY-2 to HY-6, EX-1 to EX-5, EX-8, RL-10."""
     source = random.Random(f"snapshots {seed}")

@@ -24,6 +24,7 @@ from megatron_ext.offline.prompts import TokenizedPrompt
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.scheduling.record import Status
 from megatron_ext.signals import Interruption
+from tests.unit_tests.support.holding import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = """
@@ -259,7 +260,7 @@ def test_a_second_signal_while_the_cache_is_written(
         if left[0]:
             left[0] -= 1
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # so that it ends no wait of the main thread
-            assert handled.acquire(timeout=30)
+            assert handled.acquire(timeout=PATIENCE)
         return write(*arguments)
 
     def notice_and_tell(*arguments: object) -> None:

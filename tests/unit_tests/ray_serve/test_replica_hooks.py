@@ -15,16 +15,24 @@ from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.server.app import create_app
 from megatron_ext.server.serving import Serving
 from megatron_ext.server.weight_updater import WeightsUpdater
-from tests.unit_tests.server.test_admin import tiny_updater
-from tests.unit_tests.support.models import HYBRID
+from tests.unit_tests.server.test_admin import tiny_updater, write_tiny_weights
+from tests.unit_tests.support.server import TWO_LAYERS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of checkpoints."""
+    folder = tmp_path_factory.mktemp("weights")
+    write_tiny_weights(folder)
+    return folder
 
 
 @pytest.fixture
-async def replica(tmp_path: Path) -> AsyncIterator[ReplicaHooks]:
-    updater = tiny_updater(tmp_path)
+async def replica(folder: Path) -> AsyncIterator[ReplicaHooks]:
+    updater = tiny_updater(folder)
     engine = build_engine(
         updater.loaded.model,
-        HYBRID,
+        TWO_LAYERS,
         updater.loaded.tokenizer,
         BatchingConfig(block_size=16, block_count=200, max_requests=8),
         CacheConfig(snapshot_slots=16),

@@ -33,4 +33,11 @@ def tiny(serve) -> LiveServer:
 
 @pytest.fixture(scope="module")
 def embedded(serve) -> LiveServer:
+    """Server whose tokenizer and template are the package's, and whose model writes anything."""
     return serve(embedded_engine(), "embedded")
+
+
+@pytest.fixture(scope="module")
+def trained(serve) -> LiveServer:
+    """Server of the package's model, which ends its turns and writes what grammars leave open."""
+    return serve(embedded_engine(is_whole=True), "embedded")

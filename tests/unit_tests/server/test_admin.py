@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,8 +30,8 @@ from megatron_ext.server.weight_updater import WeightsUpdater
 from tests.priority import TestPriority
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.server.test_errors import check_error
-from tests.unit_tests.support.models import HYBRID, build_slow_decay
-from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
+from tests.unit_tests.support.models import build_slow_decay
+from tests.unit_tests.support.server import PATIENCE, TWO_LAYERS, LiveServer, tiny_engine
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -39,13 +40,17 @@ PROMPT = list(range(40))
 ROUTES = ("/sleep", "/wake_up", "/pause", "/resume", "/flush_cache", "/abort", "/update_weights_from_disk")
 
 
-def tiny_updater(folder: Path) -> WeightsUpdater:
-    """Updater of a checkpoint `old`; beside it `new` has other weights, `spoilt` weights that do not fit."""
-    save_dist_checkpoint(folder / "old", build_slow_decay(HYBRID), HYBRID)
-    save_dist_checkpoint(folder / "new", build_slow_decay(HYBRID, seed=6), HYBRID)
-    save_dist_checkpoint(folder / "spoilt", build_slow_decay(HYBRID, seed=6), HYBRID)
+def write_tiny_weights(folder: Path) -> None:
+    """Write a checkpoint `old`; beside it `new` has other weights, `spoilt` weights that do not fit."""
+    save_dist_checkpoint(folder / "old", build_slow_decay(TWO_LAYERS), TWO_LAYERS)
+    save_dist_checkpoint(folder / "new", build_slow_decay(TWO_LAYERS, seed=6), TWO_LAYERS)
+    save_dist_checkpoint(folder / "spoilt", build_slow_decay(TWO_LAYERS, seed=6), TWO_LAYERS)
     last = "embedding.word_embeddings.weight"
     megatron_lm.edit_tensors(folder / "spoilt", lambda tensors: tensors.update({last: tensors[last].flatten()[1:]}))
+
+
+def tiny_updater(folder: Path) -> WeightsUpdater:
+    """Updater of the checkpoint `old`."""
     source = SourceConfig(load=str(folder / "old"), tokenizer_type="NullTokenizer")
     return WeightsUpdater(WeightsRoot.of(str(folder)), load_model(source, {}), source, {})
 
@@ -53,10 +58,12 @@ def tiny_updater(folder: Path) -> WeightsUpdater:
 @pytest.fixture(scope="module")
 def server(serve, tmp_path_factory) -> LiveServer:
     """Server with a loaded model, one key, which is the administrator's, and all routes."""
-    updater = tiny_updater(tmp_path_factory.mktemp("weights"))
+    folder = tmp_path_factory.mktemp("weights")
+    write_tiny_weights(folder)
+    updater = tiny_updater(folder)
     engine = build_engine(
         updater.loaded.model,
-        HYBRID,
+        TWO_LAYERS,
         updater.loaded.tokenizer,
         BatchingConfig(block_size=16, block_count=200, max_requests=8),
         CacheConfig(snapshot_slots=16),
@@ -322,7 +329,7 @@ class TestUpdate:
         weights = server.serving.weights
         new = tokens(server)
         assert new["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        expected = tiny_engine_with(build_slow_decay(HYBRID, seed=6))
+        expected = tiny_engine_with(build_slow_decay(TWO_LAYERS, seed=6))
         assert new["choices"][0]["text"] == expected != old["choices"][0]["text"]
         ask(server, "POST", "/sleep")
         absolute = str(server.serving.updater.root.path / "old")
@@ -339,7 +346,8 @@ class TestUpdate:
             happened.append(f"read {path}")
             if path == "two":
                 second.set()
-            second.wait(0.5)  # one that comes too early has the time to do so
+            while not (second.is_set() or updater._one_at_a_time._waiters):  # until the second one reads or waits
+                time.sleep(0.001)
             return (lambda: 1), f"hash of {path}"
 
         async def change_weights(in_flight: InFlight, write: object) -> None:
@@ -446,7 +454,7 @@ def tiny_engine_with(model: torch.nn.Module) -> str:
 
     batching = BatchingConfig(block_size=16, block_count=40, max_requests=2)
     cache = CacheConfig(enable_prefix_caching=False)
-    engine = build_engine(model, HYBRID, NullTokenizer(HYBRID.vocab_size), batching, cache, dtype=torch.float32)
+    engine = build_engine(model, TWO_LAYERS, NullTokenizer(TWO_LAYERS.vocab_size), batching, cache, dtype=torch.float32)
     (record,) = engine.generate([PROMPT], RequestParams(num_tokens_to_generate=12))
     return record.generated_text
 

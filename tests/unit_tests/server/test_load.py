@@ -50,7 +50,7 @@ def test_64_clients_a_third_of_which_leave(tiny):
         async with tiny.async_client() as api:
             return await asyncio.gather(*(talk(api, client) for client in range(CLIENTS)))
 
-    with tiny.held(requests=1, tokens=200):
+    with tiny.held(requests=1, tokens=40):
         texts = asyncio.run(talk_all())
         tiny.check_idle()
     for client, text in enumerate(texts):

@@ -273,16 +273,19 @@ class TestPage:
         assert set(paths) == set(fresh.http.get("/openapi.json").json()["paths"]), done.stderr
 
     @needs_chromium
+    @pytest.mark.realtime
     def test_page_draws_the_metrics(self, fresh, tmp_path, monkeypatch):
-        """The page draws ten minutes of history that it has not seen itself."""
+        """Ten minutes of history that the page has not seen itself; the figures that README promises; failures."""
+        fresh.reset_cache()
         history = fresh.serving.history
         take = history.sample
         monkeypatch.setattr(History, "sample", lambda self: None)
         history._samples.clear()
         history._samples.append((time.time() - 570, dict.fromkeys(fresh.serving.metrics.values(), 0)))
         take()
-        complete(fresh, max_tokens=6)
-        complete(fresh, max_tokens=6)
+        for _ in range(3):
+            complete(fresh, max_tokens=6)
+        assert fresh.http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 9999}).status_code == 400
         take()
         page = look(fresh, tmp_path)
         assert page.texts["model"] == "tiny"
@@ -301,15 +304,6 @@ class TestPage:
         assert len(curves) >= 4, "decode tokens/s, KV blocks in use, KV blocks cached, snapshots"
         starts = [float(re.match(r"M([\d.]+)", path).group(1)) for path in curves]
         assert 60 < min(starts) < 90, "570 of 600 seconds to the left, of 52 to 480"
-
-    @needs_chromium
-    def test_geometry_hottest_prefixes_and_failures(self, fresh, tmp_path):
-        """The page shows the figures that README promises; failures are those of the metrics."""
-        fresh.reset_cache()
-        for _ in range(3):
-            complete(fresh, max_tokens=1)
-        assert fresh.http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 9999}).status_code == 400
-        page = look(fresh, tmp_path, milliseconds=3000)
         geometry = fresh.engine.geometry
         assert f"tokens of a block{geometry.block_size_tokens}" in page.texts["geometry"]
         assert f"can hit{geometry.shortest_prompt_that_can_hit}" in page.texts["geometry"]
@@ -322,11 +316,15 @@ class TestPage:
 
     @needs_chromium
     def test_it_asks_for_the_key_and_empties_the_cache(self, serve, tmp_path, monkeypatch):
-        """The page shows only counts before it has the key; its own POST has its own origin, which is allowed."""
+        """The page shows only counts before it has the key; its own POST has its own origin, which is allowed.
+
+        The name of a model is shown as it is, and none of its markup becomes an element.
+        """
+        name = "<img src=x onerror=\"document.title='run'\"><script>1</script>&amp;"
         person = PERSON.replace("GIVEN", json.dumps(["wrong", "the key"]))
         monkeypatch.setattr("megatron_ext.server.routes.observing.PAGE", PAGE.replace("</body>", f"{person}</body>"))
         monkeypatch.setattr("megatron_ext.server.routes.observing.PAGE_HEADERS", {})
-        server = serve(tiny_engine(), api_key="the key")
+        server = serve(tiny_engine(), name, api_key="the key")
         server.http.headers["authorization"] = "Bearer the key"
         for _ in range(3):
             complete(server)
@@ -336,11 +334,5 @@ class TestPage:
         assert "2 × 32 tokens" in page.attributes["model"]["shown"]
         assert "the cache was emptied" in page.attributes["model"]["emptied"]
         assert server.metric("kv_blocks_cached") == 0
-
-    @needs_chromium
-    def test_markup_in_names_stays_text(self, serve, tmp_path):
-        """A name with markup is shown as it is, and none of it becomes an element."""
-        name = "<img src=x onerror=\"document.title='run'\"><script>1</script>&amp;"
-        page = look(serve(tiny_engine(), name), tmp_path, milliseconds=3000)
         assert page.texts["model"] == name
         assert "img" not in page.tags

@@ -60,11 +60,11 @@ def post(url: str, body: dict) -> dict:
         raise AssertionError(error.read().decode()) from None
 
 
-def play(url: str, name: str = "") -> list[Turn]:
-    """Play a whole loop; `name` makes its conversation different from others."""
+def play(url: str, name: str = "", turns: int = TURNS) -> list[Turn]:
+    """Play a loop, or its first turns; `name` makes its conversation different from others."""
     messages = [SYSTEM, {"role": "user", "content": f"Where should {name or 'I'} go, to Oslo or to Rome?"}]
-    turns = []
-    for number in range(TURNS):
+    played = []
+    for number in range(turns):
         is_parallel, is_last = number < COMPACTION, number == TURNS - 1
         if number == COMPACTION:
             messages = [SYSTEM, {"role": "user", "content": f"So far: {name} looked up both cities. Continue."}]
@@ -84,7 +84,7 @@ def play(url: str, name: str = "") -> list[Turn]:
         content = post(url, body)
         choice = content["choices"][0]
         calls = choice["message"].get("tool_calls", [])
-        turns.append(
+        played.append(
             Turn(
                 content["prompt_token_ids"],
                 choice["token_ids"],
@@ -104,7 +104,7 @@ def play(url: str, name: str = "") -> list[Turn]:
         for place, call in enumerate(calls):
             result = run(call["function"]["name"], json.loads(call["function"]["arguments"]), fails=place == 1)
             messages.append({"role": "tool", "content": result, "tool_call_id": call["id"]})
-    return turns
+    return played
 
 
 def run(name: str, arguments: dict, *, fails: bool) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
+import importlib
 import socket
 import threading
 import time
@@ -25,6 +28,15 @@ from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.holding import PATIENCE, held_steps
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+for name in ("httpx", "httpx2"):  # openai's client has the one or the other
+    with contextlib.suppress(ImportError):
+        transports = importlib.import_module(f"{name}._transports.default")
+        # Reading the authorities' certificates takes 20 ms for each client, and no test speaks TLS.
+        transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+
+TWO_LAYERS = dataclasses.replace(HYBRID, hybrid_override_pattern="M*")
+TALKING = dataclasses.replace(TWO_LAYERS, vocab_size=4096, max_position_embeddings=4096)
 
 
 @dataclass
@@ -135,26 +147,37 @@ def tiny_engine(
 ) -> InferenceEngine:
     """A random hybrid model whose tokens read as "<17>"."""
     return build_engine(
-        build_slow_decay(HYBRID),
-        HYBRID,
-        tokenizer or PieceTokenizer(HYBRID.vocab_size),
+        build_slow_decay(TWO_LAYERS),
+        TWO_LAYERS,
+        tokenizer or PieceTokenizer(TWO_LAYERS.vocab_size),
         BatchingConfig(**({"block_size": 16, "block_count": 200, "max_requests": 8} | batching)),
         cache or CacheConfig(snapshot_slots=16),
         dtype=torch.float32,
     )
 
 
-def embedded_engine(max_sequence_length: int | None = None, **cache: object) -> InferenceEngine:
-    """The model of the package, whose blocks are small enough for short conversations."""
+def embedded_engine(
+    max_sequence_length: int | None = None, *, is_whole: bool = False, **cache: object
+) -> InferenceEngine:
+    """The tokenizer and the template of the package's model around two random layers, which take a third of its time.
+
+    Blocks are small enough for short conversations.
+
+    Args:
+        max_sequence_length: Of prompt and answer.
+        is_whole: Whether the model is the package's own.
+        cache: Settings of the cache.
+    """
     platform.initialize()
     loaded = load_model(SourceConfig(), {})
+    config = loaded.config if is_whole else TALKING
     longest = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
     batching = BatchingConfig(block_size=16, block_count=400, max_requests=8, **longest)
     return build_engine(
-        loaded.model,
-        loaded.config,
+        loaded.model if is_whole else build_slow_decay(config),
+        config,
         loaded.tokenizer,
         batching,
         CacheConfig(**({"snapshot_slots": 32} | cache)),
-        dtype=loaded.dtype,
+        dtype=loaded.dtype if is_whole else torch.float32,
     )

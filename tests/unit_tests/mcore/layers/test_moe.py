@@ -178,7 +178,7 @@ MOE_HYBRID = dataclasses.replace(
     moe_router_topk_scaling_factor=2.0,
     moe_router_enable_expert_bias=True,
 )
-LENGTHS = (1, 3, 64, 65, 129)
+LENGTHS = (1, 3, 4, 63, 64, 65, 129, 300)
 CHUNKED = {"max_tokens": 80}
 WHOLE = {"max_tokens": 700, "enable_chunked_prefill": False}
 
@@ -247,7 +247,7 @@ def test_padding_changes_nothing(driver, oracle):
     check_all(driver, oracle)
 
 
-@pytest.mark.parametrize("driver", [{"block_count": 14, **CHUNKED}], indirect=True)
+@pytest.mark.parametrize("driver", [{"block_count": 32, **CHUNKED}], indirect=True)
 def test_under_pressure(driver, oracle):
     """Evicted requests compute everything again."""
     serve_mixed(driver, num_tokens_to_generate=20)

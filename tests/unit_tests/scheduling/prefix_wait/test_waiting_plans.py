@@ -26,7 +26,7 @@ POLICIES = [EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO]
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-LIVES, MOST_LIVES = 8, 40  # seeds of each kind; a planted mistake may need more
+LIVES, MOST_LIVES = 15, 40  # seeds of each kind; a planted mistake may need more
 STEPS = 60
 MAX_ALIVE = 30
 

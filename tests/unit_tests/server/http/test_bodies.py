@@ -359,6 +359,7 @@ class TestTexts:
         asyncio.run(encode_all())
         assert most == [1] * 4
 
+    @pytest.mark.realtime
     def test_others_go_on_while_a_text_becomes_tokens(self, embedded):
         """Python's lock is not kept; the ids are those of the tokenizer's plain call."""
         tokenizer = embedded.serving.tokenizer

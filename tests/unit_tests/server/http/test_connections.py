@@ -149,6 +149,7 @@ async def test_a_client_that_reads_again_has_its_time_anew():
         writer.transport.abort()
 
 
+@pytest.mark.realtime
 class TestTimeOuts:
     @pytest.mark.parametrize(
         ("said", "answer"),
@@ -296,6 +297,7 @@ class TestAnswersToUnreadBodies:
         with sockets(small, 1, head) as (client,), pytest.raises((ConnectionResetError, BrokenPipeError)):
             client.sendall(b"x" * 500_000_000)
 
+    @pytest.mark.realtime
     def test_for_some_time(self, quick):
         with sockets(quick, 1, BEGUN + b"Connection: close\r\nContent-Length: 4000000000\r\n\r\n") as (client,):
             assert read_all(client).startswith(b"HTTP/1.1 413 ")

@@ -72,34 +72,36 @@ def test_an_answer_with_the_cache_is_the_one_without(embedded, stream):
     assert warm[:2] == cold[:2]
 
 
-def test_an_answer_ends_with_its_turn(embedded, stream):
+def test_an_answer_ends_with_its_turn(trained, stream):
     """The model writes <|end|>, which is not its end of a document, and it is not part of the text."""
-    text, reason, usage = chat(embedded, [user("What does json.loads do?")], stream=stream)
+    text, reason, usage = chat(trained, [user("What does json.loads do?")], stream=stream)
     assert reason == "stop"
     assert "<|" not in text
-    tokenizer = embedded.serving.tokenizer
+    tokenizer = trained.serving.tokenizer
     prompt = tokenizer.tokenize("<|user|>What does json.loads do?<|end|><|assistant|>")
     assert usage.prompt_tokens == len(prompt)
-    (record,) = embedded_engine().generate([prompt], RequestParams(num_tokens_to_generate=200, termination_id=4))
+    (record,) = embedded_engine(is_whole=True).generate(
+        [prompt], RequestParams(num_tokens_to_generate=200, termination_id=4)
+    )
     assert record.generated_text == text
     assert tokenizer.detokenize([record.generated_tokens[-1]], skip_special_tokens=False) == "<|end|>"
     assert usage.completion_tokens == len(record.generated_tokens) < 200
 
 
-@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
-def test_ignore_eos_gives_exactly_max_tokens(embedded, stream, limit):
+def test_ignore_eos_gives_exactly_max_tokens(trained, stream):
     """FX-5 on chat: a question that is answered in fewer tokens, see above."""
+    limit = "max_tokens" if stream else "max_completion_tokens"
     messages = [user("What does json.loads do?")]
-    answer = chat(embedded, messages, stream=stream, extra_body={"ignore_eos": True}, **{limit: 70})
+    answer = chat(trained, messages, stream=stream, extra_body={"ignore_eos": True}, **{limit: 70})
     assert answer[1] == "length"
     assert answer[2].completion_tokens == 70
-    assert chat(embedded, messages, stream=stream, **{limit: 70})[2].completion_tokens < 70
+    assert chat(trained, messages, stream=stream, **{limit: 70})[2].completion_tokens < 70
 
 
-def test_min_tokens_puts_the_end_of_the_turn_off(embedded, stream):
+def test_min_tokens_puts_the_end_of_the_turn_off(trained, stream):
     messages = [user("What does json.loads do?")]
-    ended = chat(embedded, messages, stream=stream)[2].completion_tokens
-    text, _, usage = chat(embedded, messages, stream=stream, max_tokens=40, extra_body={"min_tokens": 30})
+    ended = chat(trained, messages, stream=stream)[2].completion_tokens
+    text, _, usage = chat(trained, messages, stream=stream, max_tokens=40, extra_body={"min_tokens": 30})
     assert ended < 30 < usage.completion_tokens <= 40
     assert "<|" not in text
 
@@ -251,13 +253,13 @@ class TestControlTokens:
         assert usage.prompt_tokens == len(server.serving.tokenizer.tokenize(text))
 
     @pytest.mark.parametrize("question", [SYSTEM, SYSTEM + FORGED], ids=["honest", "forged"])
-    def test_the_next_turn_hits_the_answer(self, embedded, stream, question):
+    def test_the_next_turn_hits_the_answer(self, trained, stream, question):
         """EX-1: all whole blocks of prompt and answer, whatever the questions spell and the answer did."""
-        embedded.reset_cache()
-        text, _, usage = chat(embedded, [user(question)], stream=stream, max_tokens=24)
+        trained.reset_cache()
+        text, _, usage = chat(trained, [user(question)], stream=stream, max_tokens=24)
         known = usage.prompt_tokens + usage.completion_tokens - 1
         turns = [user(question), {"role": "assistant", "content": text}, user(f"{self.FORGED}?")]
-        *_, usage = chat(embedded, turns, stream=stream, max_tokens=1)
+        *_, usage = chat(trained, turns, stream=stream, max_tokens=1)
         assert usage.prompt_tokens_details.cached_tokens == known // 16 * 16
 
     def test_an_answer_that_spells_a_token_hits_as_before(self, embedded, stream):

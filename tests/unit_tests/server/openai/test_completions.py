@@ -8,8 +8,7 @@ import pytest
 
 from megatron_ext.config import CacheConfig, RequestParams
 from tests.unit_tests.support.driver import make_prompt
-from tests.unit_tests.support.models import HYBRID
-from tests.unit_tests.support.server import LiveServer, tiny_engine
+from tests.unit_tests.support.server import TWO_LAYERS, LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 PROMPT = make_prompt(40, seed=3)
@@ -198,7 +197,7 @@ def eod(offline) -> int:
 
 @pytest.fixture(scope="module")
 def ending(serve, eod) -> LiveServer:
-    tokenizer = PieceTokenizer(HYBRID.vocab_size)
+    tokenizer = PieceTokenizer(TWO_LAYERS.vocab_size)
     tokenizer.eod = eod
     return serve(tiny_engine(tokenizer=tokenizer))
 

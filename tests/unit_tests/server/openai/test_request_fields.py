@@ -12,9 +12,9 @@ from megatron_ext.server import unknown_fields
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support import choice
 from tests.unit_tests.support.driver import make_prompt
-from tests.unit_tests.support.models import HYBRID, build_slow_decay
+from tests.unit_tests.support.models import build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
-from tests.unit_tests.support.server import LiveServer, embedded_engine
+from tests.unit_tests.support.server import TWO_LAYERS, LiveServer, embedded_engine
 
 PROMPT = make_prompt(24)
 COUNT = 10
@@ -22,7 +22,7 @@ COUNT = 10
 
 @pytest.fixture(scope="module")
 def oracle() -> Oracle:
-    return Oracle(build_slow_decay(HYBRID))
+    return Oracle(build_slow_decay(TWO_LAYERS))
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "streamed"])
@@ -66,7 +66,7 @@ FIELDS: dict[str, dict] = {
     "repetition_penalty": {"repetition_penalty": 1.7, "temperature": 0},
     "logit_bias": {"logit_bias": {"31": -100, "7": 3}, **SAMPLED},
     "min_p": {"min_p": 0.3, **SAMPLED},
-    "bad_words": {"bad_words": ["<31>", "<35><2>"], "temperature": 0},
+    "bad_words": {"bad_words": ["<23>", "<35><2>"], "temperature": 0},
 }
 
 
@@ -276,15 +276,22 @@ OTHERS = {
 }
 MESSAGES = {"messages": [{"role": "user", "content": "Hello"}]}
 BODIES = {
-    COMPLETIONS: {"prompt": "Hello", "stream": True, "stream_options": {"include_usage": True, "of_a_stream": 1}},
+    COMPLETIONS: {
+        "prompt": "Hello",
+        "max_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True, "of_a_stream": 1},
+    },
     CHAT: {
         "messages": [USER],
+        "max_tokens": 3,
         "tools": [TOOL],
         "priority": 3,
         "response_format": {"type": "text", "json_schema": None},
     },
     "/v1/responses": {
         "input": "Hello",
+        "max_output_tokens": 3,
         "client_metadata": {"a": "b"},
         "tools": [{"type": "function"} | NAMED | {"x": 1}],
     },
@@ -324,8 +331,8 @@ def test_unknown_fields_are_ignored_and_named_once(embedded, caplog, monkeypatch
     ("path", "body"),
     [
         (COMPLETIONS, {"prompt": "Hello"}),
-        (CHAT, MESSAGES),
-        ("/v1/responses", {"input": "Hello"}),
+        (CHAT, MESSAGES | {"max_tokens": 5}),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 5}),
         ("/v1/messages", MESSAGES | {"max_tokens": 5}),
         ("/tokenize", MESSAGES),
         ("/detokenize", {"tokens": [5]}),

@@ -27,7 +27,7 @@ NEXT = "And in Rome?"
 
 @pytest.fixture(scope="module")
 def storing(serve) -> LiveServer:
-    return serve(embedded_engine(), "embedded", limits=STORES)
+    return serve(embedded_engine(is_whole=True), "embedded", limits=STORES)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_ext.server.openai.tokenization import SHORT_TEXT
-from tests.unit_tests.support.models import HYBRID
-from tests.unit_tests.support.server import LiveServer, tiny_engine
+from tests.unit_tests.support.server import TWO_LAYERS, LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 PROMPT = [9, 8, 7, 6, 5]
@@ -39,7 +38,7 @@ class CountingTokenizer(PieceTokenizer):
 
 @pytest.fixture(scope="module")
 def server(serve) -> LiveServer:
-    return serve(tiny_engine(tokenizer=CountingTokenizer(HYBRID.vocab_size)))
+    return serve(tiny_engine(tokenizer=CountingTokenizer(TWO_LAYERS.vocab_size)))
 
 
 @pytest.fixture

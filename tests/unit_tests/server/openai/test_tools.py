@@ -140,11 +140,11 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type"
 class TestGuided:
     """SA-6: the embedded model, which was not trained to call functions, calls what a request demands."""
 
-    def test_required(self, embedded, stream):
+    def test_required(self, trained, stream):
         tools = [FORECAST, CLOCK | {"function": CLOCK["function"] | {"parameters": FORECAST["function"]["parameters"]}}]
         for seed in range(3):
             ((content, calls, reason),) = ask(
-                embedded, stream=stream, tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed
+                trained, stream=stream, tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed
             )
             assert (content, len(calls), reason) == (None, 1, "tool_calls")
             name, arguments = calls[0]
@@ -153,13 +153,13 @@ class TestGuided:
             assert 1 <= arguments["days"] <= 9
 
     @pytest.mark.parametrize("allowed", [False, True], ids=["named", "allowed"])
-    def test_named(self, embedded, stream, allowed):
+    def test_named(self, trained, stream, allowed):
         named = {"type": "function", "function": {"name": "clock"}}
         choice = (
             {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}} if allowed else named
         )
         fields = {"tools": [FORECAST, CLOCK], "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0.0}
-        (answer,) = ask(embedded, stream=stream, **fields)
+        (answer,) = ask(trained, stream=stream, **fields)
         assert answer[1][0][0] == "clock"
 
     def test_strict_only_where_a_call_is_made(self, says, embedded, stream):
@@ -174,12 +174,12 @@ class TestGuided:
         with pytest.raises(ValueError):
             matcher.take(embedded.serving.tokenizer.tokenize('{"town"'))
 
-    def test_the_next_turn_finds_the_call(self, embedded, stream):
+    def test_the_next_turn_finds_the_call(self, trained, stream):
         """A guided call is spelled as the template spells it: the blocks of prompt and answer hit."""
-        embedded.reset_cache()
+        trained.reset_cache()
         fields = {"model": "embedded", "tools": [FORECAST], "tool_choice": "required", "parallel_tool_calls": False}
         fields["temperature"] = 0.0
-        client = embedded.client().chat.completions
+        client = trained.client().chat.completions
         first = client.create(messages=QUESTION, **fields)
         (call,) = first.choices[0].message.tool_calls
         history = [
@@ -218,14 +218,14 @@ COLOR = {"type": "object", "properties": {"a": {"type": "string", "format": "col
     ],
     ids=["chat", "responses", "messages"],
 )
-def test_what_no_grammar_enforces(embedded, path, tool, required, monkeypatch, caplog):
+def test_what_no_grammar_enforces(trained, path, tool, required, monkeypatch, caplog):
     """S19: a format that is not known does not matter where a tool is not strict, and is named where it is."""
     monkeypatch.setattr(unknown_fields, "_noted", set())
     caplog.set_level("INFO", unknown_fields.__name__)
     limit = "max_output_tokens" if "responses" in path else "max_tokens"
     given = {"input": "a"} if "responses" in path else {"messages": QUESTION}
     body = {"model": "embedded", **given, limit: 60, "temperature": 0, "tools": [tool], "tool_choice": required}
-    answer = embedded.http.post(path, json=body)
+    answer = trained.http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     assert [record.args for record in caplog.records if "does not use" in record.msg] == [
         ("format of a tool's schema",)
@@ -233,7 +233,7 @@ def test_what_no_grammar_enforces(embedded, path, tool, required, monkeypatch, c
     assert '\\"a\\": ' in answer.text or '"a":' in answer.text, "the rest of the schema holds"
     strict = tool | {"function": tool["function"] | {"strict": True}} if "function" in tool else tool | {"strict": True}
     for choice in (required, {"type": "auto"} if "messages" in path else "auto"):
-        answer = embedded.http.post(path, json=body | {"tools": [strict], "tool_choice": choice})
+        answer = trained.http.post(path, json=body | {"tools": [strict], "tool_choice": choice})
         message = answer.json()["error"]["message"]
         assert answer.status_code == 400
         assert "function 'f' cannot be enforced at properties.a.format: \"color\" (Unknown format" in message
