@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -56,6 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart() -> None:
     """Compile the C++ operators, where that was not done, before a test waits for them or reads what is said then."""
     cpp.are_used()
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector all that imports leave: otherwise each full collection takes 0.3 seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,11 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("workers", [(), ("-p", "xdist.plugin", "-n", "2")], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param((), marks=pytest.mark.long), ("-p", "xdist.plugin", "-n", "2")],
+    ids=["one process", "two workers"],
+)
 def test_tables(tmp_path, workers):
     """The times of workers arrive; computing counts as CPU time, in child processes too, and waiting does not."""
     output = run(tmp_path, *workers)
@@ -102,9 +106,8 @@ def test_tables(tmp_path, workers):
     assert f"{SLOWEST} slowest of {SLOWEST + 6} tests" in output
 
 
-@pytest.mark.parametrize("arguments", [("-q", "--deselect=tests/unit_tests/engine"), ("--collect-only",)], ids=str)
-def test_no_tables(tmp_path, arguments):
-    assert "slowest" not in run(tmp_path, *arguments)
+def test_no_tables(tmp_path):
+    assert "slowest" not in run(tmp_path, "-q", "--deselect=tests/unit_tests/engine")
 
 
 def test_packages():

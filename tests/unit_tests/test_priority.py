@@ -71,8 +71,9 @@ def test_levels_above_are_deselected(run, level, limit):
 
 def test_workers_report_deselected_tests_once(run, pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv(VARIABLE, "HIGH")
-    assert "2 passed, 3 deselected" in pytester.runpytest_subprocess("-n", "2").stdout.str()
+    assert "2 passed, 3 deselected" in pytester.runpytest_subprocess("-p", "xdist.plugin", "-n", "2").stdout.str()
 
 
 @pytest.mark.parametrize("level", ["HUGE", "0", "5"])

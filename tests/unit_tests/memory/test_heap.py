@@ -10,14 +10,15 @@ import pytest
 
 from megatron_ext.memory import heap
 
-# Steps of two tensors of 40 MiB, which glibc would always map by themselves: the page faults of the last of them, and
-# what the process then gives back.
+# Steps of two buffers of 40 MiB, aligned as torch aligns tensors, which glibc would always map by themselves: the page
+# faults of the last of them, and what the process then gives back. A stand-in of torch saves its import.
 STEPS = """
-import logging, resource, sys, threading
-import torch
+import ctypes, logging, resource, sys, threading, types
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(is_available=lambda: False)
 from megatron_ext.memory import heap
 logging.basicConfig(level=logging.DEBUG, format="%(message)s")
-torch.set_num_threads(1)
+libc = ctypes.CDLL(None)
 if "keep" in sys.argv:
     print("kept", heap.keep_freed_memory())
 def faults():
@@ -25,8 +26,12 @@ def faults():
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
 def step():
-    tensors = [torch.ones(10 << 20) for _ in range(2)]
-    del tensors
+    buffers = [ctypes.c_void_p() for _ in range(2)]
+    for buffer in buffers:
+        assert libc.posix_memalign(ctypes.byref(buffer), ctypes.c_size_t(64), ctypes.c_size_t(40 << 20)) == 0
+        libc.memset(buffer, 1, ctypes.c_size_t(40 << 20))
+    for buffer in buffers:
+        libc.free(buffer)
 def steps():
     for _ in range(16):  # the heap finds its shape
         step()

@@ -161,6 +161,12 @@ class TestSessions:
             self.read(tmp_path, session(request(0, [1])), {"timestamp": 0, "hash_ids": [1]})
 
 
+@pytest.fixture(scope="module")
+def agents() -> list[Turn]:
+    """Turns of recorded sessions of agents."""
+    return read_trace(SESSIONS)
+
+
 def play(turns: list[Turn]) -> Outcome:
     """Run turns through a model that all of them fit."""
     return simulate(turns, MODELS["nemotron-h-8b"].reaching(2**20), Settings(64.0, 0.5), Batch(), Machine())
@@ -184,18 +190,18 @@ class TestPlayed:
         assert parent - start == pytest.approx(3.0, abs=0.05)
         assert nested - start > 3000 * Machine().overhead + 4.0
 
-    def test_excerpts_of_real_traces(self):
-        agents, mooncake = read_trace(SESSIONS), read_trace(MOONCAKE)
+    def test_excerpts_of_real_traces(self, agents: list[Turn]):
+        mooncake = read_trace(MOONCAKE)
         assert describe(agents)["sub_agents"] == 12
         assert (describe(agents)["requests"], describe(agents)["sessions"]) == (800, 20)
         assert describe(mooncake)["requests"] == 200
         assert mooncake[-1].time > mooncake[0].time
-        found = play(agents[:40])
+        found = play(agents[:10])
         assert found.refused == 0
         assert found.skipped_share > 0.7
-        assert play(mooncake[:80]).skipped_share > 0.02
+        assert play(mooncake[:20]).skipped_share > 0.02
 
-    def test_no_block_of_a_session_is_hashed_twice(self, monkeypatch: pytest.MonkeyPatch):
+    def test_no_block_of_a_session_is_hashed_twice(self, agents: list[Turn], monkeypatch: pytest.MonkeyPatch):
         """Each block is hashed once, however many prompts begin with it: a long prompt costs its uncached part."""
         hashed: list[int] = []
         hash_run = hash_chain._hashes_of_blocks
@@ -205,7 +211,7 @@ class TestPlayed:
             return hash_run(parent, tokens, first, last, size)
 
         monkeypatch.setattr(hash_chain, "_hashes_of_blocks", counted)
-        turns = [turn for turn in read_trace(SESSIONS) if turn.session == 0]
+        turns = [turn for turn in agents if turn.session == 0][:12]
         play(turns)
         different = len({block for turn in turns for block in _blocks(turn, 64)})
         answers = sum(len(turn.answer) // 64 + 1 for turn in turns)

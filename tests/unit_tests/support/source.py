@@ -70,9 +70,17 @@ def _is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below a node, however deep, without their expressions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            yield child
+            yield from statements(child)
+
+
 def imported_modules(tree: ast.AST) -> Iterator[str]:
     """Full dotted names; `from a import b` counts as a.b as well as a."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -11,7 +11,6 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -197,13 +196,14 @@ def caches_of_functions() -> list[functools._lru_cache_wrapper]:
 
 
 @pytest.fixture(scope="module")
-def caches() -> Iterator[list[functools._lru_cache_wrapper]]:
+def caches() -> list[functools._lru_cache_wrapper]:
     """Caches of functions; what is loaded by now takes no time in full collections."""
+    gc.unfreeze()  # what tests/conftest.py has frozen is found again
     found = caches_of_functions()
     gc.collect()
     gc.freeze()
-    yield found
-    gc.unfreeze()
+    assert found
+    return found
 
 
 KINDS = ["attention_only", "hybrid", "mamba1", "gated_delta_net", "short_conv", "experts"]
