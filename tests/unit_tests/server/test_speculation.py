@@ -6,28 +6,38 @@ import pytest
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig
-from megatron_ext.config.speculation import SpeculationConfig
+from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.server.client.request_handle import TokenClock
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
+from tests.unit_tests.support.server import LiveServer
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 PROMPT = [5, 6, 7, 8] * 10
 NGRAM = SpeculationConfig("ngram", 3, speculative_adaptive=False)
 
 
-@pytest.fixture(scope="module")
-def drafting(serve):
-    engine = build_engine(
+def engine(speculation: SpeculationConfig) -> InferenceEngine:
+    return build_engine(
         build_slow_decay(HYBRID),
         HYBRID,
         PieceTokenizer(HYBRID.vocab_size),
         BatchingConfig(block_size=16, block_count=200, max_requests=8),
         CacheConfig(snapshot_slots=16),
         dtype=torch.float32,
-        speculation=NGRAM,
+        speculation=speculation,
     )
-    return serve(engine)
+
+
+@pytest.fixture(scope="module")
+def drafting(serve) -> LiveServer:
+    return serve(engine(NGRAM))
+
+
+@pytest.fixture(scope="module")
+def plain(serve) -> LiveServer:
+    return serve(engine(NO_SPECULATION))
 
 
 def ask(server, **fields):
@@ -35,11 +45,11 @@ def ask(server, **fields):
     return server.http.post("/v1/completions", json=body)
 
 
-def test_usage_and_metrics_count_accepted_drafts(drafting, tiny):
+def test_usage_and_metrics_count_accepted_drafts(drafting, plain):
     """SP-7: the answer equals that of a server without drafts, whose usage has no draft counts."""
-    plain, drafted = ask(tiny).json(), ask(drafting).json()
-    assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
-    assert "completion_tokens_details" not in plain["usage"]
+    expected, drafted = ask(plain).json(), ask(drafting).json()
+    assert drafted["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+    assert "completion_tokens_details" not in expected["usage"]
     details = drafted["usage"]["completion_tokens_details"]
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
     assert accepted + rejected > 0
@@ -48,8 +58,8 @@ def test_usage_and_metrics_count_accepted_drafts(drafting, tiny):
     by_position = [drafting.metric("draft_tokens_by_position_total", position=str(i)) for i in (1, 2, 3)]
     assert by_position == sorted(by_position, reverse=True)
     assert sum(by_position) == accepted + rejected
-    assert tiny.metric("draft_tokens_total") == 0
-    assert "by_position" not in tiny.http.get("/metrics").text
+    assert plain.metric("draft_tokens_total") == 0
+    assert "by_position" not in plain.http.get("/metrics").text
     assert "by_position" in drafting.http.get("/metrics").text
 
 
