@@ -87,8 +87,11 @@ def test_tokens_are_the_models_own(attach, name: str) -> None:
     assert all(torch.equal(one, after["tensors"][key]) for key, one in before["tensors"].items())
 
 
-@pytest.mark.parametrize("settings", [{}, UNCACHED], ids=["cached", "uncached"])
-@pytest.mark.parametrize("name", ["experts", "hybrid"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("experts", UNCACHED), pytest.param("experts", {}, marks=pytest.mark.long), ("hybrid", {})],
+    ids=["experts, uncached", "experts, cached", "hybrid, cached"],
+)
 def test_training_between_requests(attach, name: str, settings: dict[str, Any]) -> None:
     """Tokens after a step of training are those of a fresh engine that packs nothing."""
     model = models.build(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext import AttachedEngine, RequestParams, attach_engine
+from tests.on_request import long_except
 from tests.unit_tests.support import megatron_models as models
 
 SMALL = {
@@ -60,7 +62,14 @@ def expected_of(model: nn.Module) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("between", ["active", "suspended"])
+@pytest.mark.parametrize(
+    ("model", "between"),
+    long_except(
+        [("hybrid", "suspended"), ("experts", "active")],
+        itertools.product(["llama", "experts", "hybrid"], ["active", "suspended"]),
+    ),
+    indirect=["model"],
+)
 def test_training_between_requests(model: nn.Module, between: str) -> None:
     """Forward, backward and the optimizer's step on the shared parameters; then tokens are those of the new weights."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -100,6 +109,7 @@ def test_requests_between_forward_and_backward(model: nn.Module) -> None:
         assert gradient is None or torch.equal(found[name], gradient), name
 
 
+@pytest.mark.parametrize("model", ["hybrid"], indirect=True)
 def test_an_idle_engine_computes_nothing(model: nn.Module) -> None:
     """Training makes no step of the engine and no call in its thread, and finds no graph of its own."""
     with attach_engine(model, None, **SMALL) as engine:
@@ -119,6 +129,7 @@ def with_graph() -> list[tuple[int, ...]]:
     return [tuple(one.shape) for one in gc.get_objects() if type(one) is Tensor and one.grad_fn is not None]
 
 
+@pytest.mark.parametrize("model", ["hybrid"], indirect=True)
 def test_a_suspension_frees_the_pools(model: nn.Module) -> None:
     """No tensor of the pools stays; the model's tensors all do."""
     with attach_engine(model, None, **SMALL) as engine:

@@ -17,7 +17,7 @@ from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, Pro
 from tests.unit_tests.support.source import ROOT
 
 HYBRID = {
-    "hybrid_override_pattern": "M*-M*-",
+    "hybrid_override_pattern": "M*-",
     "hidden_size": 64,
     "num_attention_heads": 4,
     "mamba_num_groups": 2,
@@ -25,7 +25,7 @@ HYBRID = {
     "vocab_size": 512,
     "tokenizer_type": "NullTokenizer",
 }
-GREEDY = RequestParams(num_tokens_to_generate=24, return_log_probs=True)
+GREEDY = RequestParams(num_tokens_to_generate=8, return_log_probs=True)
 IDS = [[*range(40), 7], [*range(40), 8], [9, 9, 9], [*range(40), 7]]
 
 

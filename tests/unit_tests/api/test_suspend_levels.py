@@ -12,7 +12,7 @@ from megatron_ext.memory.offloading import OffloadedPools, _tensors
 from tests.unit_tests.support.holding import PATIENCE, held_steps
 
 PROMPT = tuple(range(5, 75))
-LONG = RequestParams(num_tokens_to_generate=40, ignore_eos=True)
+LONG = RequestParams(num_tokens_to_generate=30, ignore_eos=True)
 KEPT = pytest.mark.parametrize(("level", "is_kept"), [("keep", True), ("offload", True), ("drop", False)])
 
 
@@ -68,7 +68,7 @@ def test_requests_in_flight_and_the_cache(small, level, is_kept):
 @pytest.mark.parametrize("is_arena", [False, True], ids=["split", "arena"])
 def test_offloaded_pools_take_no_memory(small, monkeypatch, is_arena):
     monkeypatch.setattr(budget, "SHARES_MEMORY", is_arena)
-    free = {"block_count": None, "prefix_caching_mamba_slots": None, "buffer_size_gb": 0.03}
+    free = {"block_count": None, "prefix_caching_mamba_slots": None, "buffer_size_gb": 0.01}
     settings = {f"inference_dynamic_batching_{name}": value for name, value in free.items()}
     engine = small(**settings if is_arena else {})
     assert (pools(engine).pages is not None) is is_arena

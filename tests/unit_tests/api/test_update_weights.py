@@ -9,18 +9,27 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams, RequestRecord, WeightUpdateError
+from megatron_ext import (
+    ConfigError,
+    EngineClosed,
+    LoadedEngine,
+    RequestParams,
+    RequestRecord,
+    WeightUpdateError,
+    load_engine,
+)
 from megatron_ext.models.update import weight_update
 from megatron_ext.ops.linear import Packable, onednn
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.token_versions import Runs, joined
+from tests.unit_tests.api.conftest import SMALL
 from tests.unit_tests.support.holding import held_steps
 from tests.unit_tests.support.new_weights import new_weights, write_checkpoint
 
 SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
 PROMPTS = [SHARED + end for end in ("When it fails", "Packages are", "When it fails")]
 PARAMS = RequestParams(num_tokens_to_generate=10, return_log_probs=True, skip_prompt_log_probs=True)
-LONG = RequestParams(num_tokens_to_generate=100, ignore_eos=True)
+LONG = RequestParams(num_tokens_to_generate=40, ignore_eos=True)
 needs_onednn = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
 
 Outcomes = list[tuple[tuple[int, ...], tuple[float, ...]]]
@@ -43,11 +52,13 @@ def new() -> dict[str, torch.Tensor]:
     return new_weights()
 
 
-@pytest.fixture
-def fresh(load, tmp_path) -> LoadedEngine:
-    """An engine that was loaded with the new weights."""
-    write_checkpoint(tmp_path)
-    return load(load_hf=tmp_path)
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory) -> Outcomes:
+    """Outcomes of an engine that was loaded with the new weights."""
+    directory = tmp_path_factory.mktemp("new")
+    write_checkpoint(directory)
+    with load_engine(**SMALL, load_hf=directory) as engine:
+        return outcomes(engine)
 
 
 def are_packed(engine: LoadedEngine) -> bool:
@@ -61,11 +72,10 @@ def test_equal_to_a_fresh_engine(new, fresh, load, backend):
     assert are_packed(engine) is (backend == "onednn")
     old = outcomes(engine)
     engine.update_weights(new)
-    want = outcomes(fresh)
-    assert_equal(outcomes(engine), want)
+    assert_equal(outcomes(engine), fresh)
     assert are_packed(engine) is (backend == "onednn")
     with pytest.raises(AssertionError):
-        assert_equal(old, want)
+        assert_equal(old, fresh)
 
 
 def test_the_cache_is_emptied(new, load):
@@ -98,7 +108,7 @@ def test_while_requests_run(new, fresh, load, in_flight):
     """PY-6, RL-2: running requests go on, later requests find none of their blocks; each token has its version."""
     engine = load()
     with ThreadPoolExecutor(1) as threads:
-        with held_steps(engine._client, tokens=30):
+        with held_steps(engine._client, tokens=10):
             running = threads.submit(engine.generate, PROMPTS, LONG)
             while not engine.statistics().running:
                 pass
@@ -106,13 +116,13 @@ def test_while_requests_run(new, fresh, load, in_flight):
             found = outcomes(engine)
             assert not running.done()
         records = running.result()
-    assert [len(record.generated_tokens) for record in records] == [100] * 3
+    assert [len(record.generated_tokens) for record in records] == [40] * 3
     for record in records:
         (first, before), (second, after) = record.weights_version
-        assert (first, second, before + after) == (0, 1, 100)
-        assert (record.prefix_weights_version == ((0, 100),)) is (in_flight == "continue")
-    assert_equal(found, outcomes(fresh))
-    assert_equal(outcomes(engine), outcomes(fresh))
+        assert (first, second, before + after) == (0, 1, 40)
+        assert (record.prefix_weights_version == ((0, 40),)) is (in_flight == "continue")
+    assert_equal(found, fresh)
+    assert_equal(outcomes(engine), fresh)
 
 
 def test_requests_finish_first(new, fresh, load):
@@ -131,9 +141,9 @@ def test_requests_finish_first(new, fresh, load):
                 pass
             assert engine._client._gate._held
             assert not update.done()
-        assert [record.weights_version for record in running.result()] == [((0, 100),)] * 3
+        assert [record.weights_version for record in running.result()] == [((0, 40),)] * 3
         update.result()
-        assert_equal(late.result(), outcomes(fresh))
+        assert_equal(late.result(), fresh)
     assert engine.weights_version == 9
     engine.update_weights(new, in_flight="finish")  # none is in flight
     assert engine.weights_version == 10
@@ -162,7 +172,7 @@ def test_an_update_that_waits_ends_with_the_engine(new, load):
 def test_requests_are_aborted(new, load):
     """RL-3: they end with their tokens and log-probs; a refused update ends none."""
     engine = load()
-    params = RequestParams(num_tokens_to_generate=100, ignore_eos=True, return_log_probs=True)
+    params = RequestParams(num_tokens_to_generate=40, ignore_eos=True, return_log_probs=True)
     with ThreadPoolExecutor(1) as threads:
         with held_steps(engine._client, tokens=5):
             running = threads.submit(engine.generate, PROMPTS[:2], params)
@@ -175,7 +185,7 @@ def test_requests_are_aborted(new, load):
             assert not engine.statistics().running
         for record in running.result():
             assert record.status is Status.ABORTED
-            assert 0 < len(record.generated_tokens) == len(record.generated_log_probs) < 100
+            assert 0 < len(record.generated_tokens) == len(record.generated_log_probs) < 40
             assert record.weights_version == ((0, len(record.generated_tokens)),)
 
 
@@ -215,7 +225,7 @@ def test_a_write_that_fails(new, fresh, load, monkeypatch, keep_old):
         with pytest.raises(WeightUpdateError):
             engine.generate(PROMPTS, PARAMS)
     engine.update_weights(new)
-    assert_equal(outcomes(engine), outcomes(fresh))
+    assert_equal(outcomes(engine), fresh)
 
 
 def test_parts_of_streams_have_versions(new, load):
@@ -269,7 +279,7 @@ def test_while_it_is_suspended(new, fresh, load):
     engine.suspend()
     engine.update_weights(new.items())
     engine.resume()
-    assert_equal(outcomes(engine), outcomes(fresh))
+    assert_equal(outcomes(engine), fresh)
 
 
 def test_in_buckets(new, fresh, load):
@@ -278,7 +288,7 @@ def test_in_buckets(new, fresh, load):
     names = list(new)
     for first in range(0, len(names), 10):
         engine.update_weights({name: new[name] for name in names[first : first + 10]}, partial=True)
-    assert_equal(outcomes(engine), outcomes(fresh))
+    assert_equal(outcomes(engine), fresh)
 
 
 def test_the_names(new, load):
