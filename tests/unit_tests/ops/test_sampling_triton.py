@@ -40,20 +40,19 @@ KINDS = [(1.0, 0, 0.0), (0.7, 5, 0.0), (1.3, 0, 0.9), (0.9, 40, 0.8), (2.0, 1, 0
 
 
 @pytest.mark.parametrize(
-    ("dtype", "words"),
+    ("dtype", "words", "draws"),
     [
-        (torch.float32, 7),
-        (torch.float16, 7),
-        (torch.bfloat16, 5000),
-        pytest.param(torch.bfloat16, 7, marks=pytest.mark.kernels),
-        *(pytest.param(dtype, 5000, marks=pytest.mark.kernels) for dtype in (torch.float32, torch.float16)),
+        (torch.float32, 7, 1),
+        (torch.float16, 7, 1),
+        (torch.bfloat16, 5000, 1),
+        *(pytest.param(dtype, words, 2, marks=pytest.mark.kernels) for dtype in TYPES for words in (7, 5000)),
     ],
     ids=str,
 )
-def test_tokens_are_those_of_rows_that_are_ordered(dtype: torch.dtype, words: int) -> None:
+def test_tokens_are_those_of_rows_that_are_ordered(dtype: torch.dtype, words: int, draws: int) -> None:
     """EX-13, CU-1, CU-2: every kind of cut, alone and with another; greedy rows beside them; many equal logits."""
     generator = torch.Generator().manual_seed(words)
-    uniforms = torch.rand(len(KINDS), 2, generator=generator, dtype=torch.float64).tolist()
+    uniforms = torch.rand(len(KINDS), draws, generator=generator, dtype=torch.float64).tolist()
     rows = [(*kind, uniform) for kind, own in zip(KINDS, uniforms, strict=True) for uniform in own]
     rows += [(1.0, 0, 0.0, -1.0), (1.0, 3, 0.5, -1.0)]
     logits = (torch.randn(len(rows), words, generator=generator) * 3).to(dtype)
@@ -135,16 +134,14 @@ def frequencies(
 
 
 def test_distributions_by_their_definition() -> None:
-    """EX-13: masses .4 .3 .2 .1: shares, and the kept tokens if a share is reached exactly."""
-    logits = [math.log(mass) for mass in (0.2, 0.4, 0.1, 0.3)]
-    assert frequencies(logits, 10).tolist() == [2, 4, 1, 3]
-    assert frequencies(logits, 7, top_k=2).tolist() == [0, 4, 0, 3]
-    assert frequencies(logits, 9, top_p=0.8).tolist() == [2, 4, 0, 3]
-    assert frequencies(logits, 3, top_k=2, top_p=0.5).tolist() == [0, 3, 0, 0], "of what top_k has left"
+    """EX-13: masses .25 .5 .25: shares, and the kept tokens if a share is reached exactly."""
+    logits = [math.log(mass) for mass in (0.25, 0.5, 0.25)]
+    assert frequencies(logits, 4).tolist() == [1, 2, 1]
+    assert frequencies(logits, 3, top_k=2).tolist() == [1, 2, 0]
+    assert frequencies(logits, 3, top_p=0.7).tolist() == [1, 2, 0]
+    assert frequencies(logits, 2, top_k=2, top_p=0.6).tolist() == [0, 2, 0], "of what top_k has left"
     assert frequencies([0.0] * 4, 4, top_p=0.5).tolist() == [2, 2, 0, 0]
     assert frequencies([0.0, -0.0, 0.0], 4, top_k=2).tolist() == [2, 2, 0], "of equal ones the first; zeros are one"
-    with pytest.raises(AssertionError):
-        assert frequencies(logits, 10, temperature=4.0).tolist() == [2, 4, 1, 3]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-6, 1e308])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import pack_chunks, starts
 from megatron_ext.runner.cuda_graphs.input_batch import write_grid
+from tests.on_request import long_except
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.test_paged_attention import BLOCK, SCALE, Step
 
@@ -80,6 +83,9 @@ def exact_chunks():
     return pack_chunks([cut_between(*one[:2], 64, one[2]) for one in zip(STARTS, LENGTHS, STOPS, strict=True)], None)
 
 
+PLACES = list(itertools.product([None, 20], [None, 32, 3]))
+
+
 @pytest.mark.parametrize("name", INPUTS)
 def test_prefills_in_a_grid_of_chunks(name):
     """CU-4: outputs, last states and a snapshot inside; empty chunks pass states on, and other tokens may be NaN."""
@@ -114,8 +120,7 @@ def test_prefills_in_a_grid_of_chunks(name):
     assert snapshots[0].isnan().all()
 
 
-@pytest.mark.parametrize("gap", [None, 32, 3])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("window", "gap"), long_except([(None, None), (20, 3)], PLACES))
 @pytest.mark.parametrize("backend", usable(PAGED_ATTENTION))
 def test_attention_by_lengths_on_the_device(backend, window, gap):
     """CU-4: decodes and prefills, tables wider than need be, tokens after the last sequence, blocks that lie apart."""

@@ -207,7 +207,7 @@ class DraftingMachine(LedMachine):
 
 
 QUICK = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=15,
     deadline=None,
     phases=[Phase.generate, Phase.shrink],
@@ -217,7 +217,7 @@ QUICK = settings(
 )
 LedMachine.TestCase.settings = QUICK
 TestLed = LedMachine.TestCase
-DraftingMachine.TestCase.settings = settings(QUICK, max_examples=30)
+DraftingMachine.TestCase.settings = settings(QUICK, max_examples=20)
 TestDrafting = DraftingMachine.TestCase
 
 # Negative controls: something that does not cross, and the machine must object.

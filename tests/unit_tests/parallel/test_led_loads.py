@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,7 +23,8 @@ from tests.unit_tests.parallel.tiered_world import TieredWorld
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
-QUICK, WHOLE = range(20), range(20, 1020)  # seeds
+QUICK = (1, 3, 4, 5, 7, 8, 10, 11)  # seeds; loads of both replicas, and each way in which one fails
+WHOLE = [seed for seed in range(1020) if seed not in QUICK]
 ACTIONS = 40
 MAX_ALIVE, MAX_STEPS = 6, 500
 
@@ -179,7 +181,7 @@ def _no_time_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_loading, "IDLE_WAIT", 0.0)
 
 
-def live(seeds: range) -> Counter[str]:
+def live(seeds: Sequence[int]) -> Counter[str]:
     """Live often; counts of all loads, and of dropped entries by reason."""
     counts: Counter[str] = Counter()
     for seed in seeds:

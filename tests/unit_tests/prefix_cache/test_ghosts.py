@@ -41,7 +41,7 @@ def assert_lost_is_the_difference(prompts: list[list[int]], few: Scheduler, many
     assert [sum(one) for one in serve(few, prompts)] == skipped
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(PROMPTS)
 def test_lost_to_blocks(prompts: list[list[int]]):
     few, many = scheduler_of(7, None), scheduler_of(500, None)
@@ -50,7 +50,7 @@ def test_lost_to_blocks(prompts: list[list[int]]):
     assert many.counters.lost_requests == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(PROMPTS, st.integers(1, 3))
 def test_lost_to_slots(prompts: list[list[int]], slots: int):
     few, many = scheduler_of(500, slots), scheduler_of(500, 500)

@@ -255,7 +255,7 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLives.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 @dataclass(frozen=True)

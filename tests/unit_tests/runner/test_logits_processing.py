@@ -13,9 +13,9 @@ from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.runner import logits_processors
 from megatron_ext.scheduling.request_events import EventType
 from tests.priority import TestPriority
+from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support import choice
 from tests.unit_tests.support.driver import Driver, make_prompt
-from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.padded import PaddedDriver
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 COUNT = 14
 DRAWN = {"temperature": 0.9, "seed": 7}
 CASES: dict[str, dict] = {
-    "presence": {"presence_penalty": 1.5},
+    "presence": {"presence_penalty": 2.0},
     "frequency": {"frequency_penalty": 0.7, **DRAWN},
     "repetition": {"repetition_penalty": 1.8},
     "bias": {"logit_bias": {"3": 2.5, 60: -100}, **DRAWN},
@@ -48,14 +48,14 @@ PROMPTS = {name: make_prompt(24) + make_prompt(5, seed=i) for i, name in enumera
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build_slow_decay(HYBRID)
+def model(get_oracle):
+    return get_oracle("hybrid").model
 
 
 @pytest.fixture(params=[Driver, PaddedDriver], ids=["eager", "captured"])
 def new_driver(request: pytest.FixtureRequest, model) -> Callable[..., Driver]:
     """Make a driver of eager or of captured steps."""
-    return functools.partial(request.param, model, HYBRID)
+    return functools.partial(request.param, model, CONFIGS["hybrid"])
 
 
 def bad_words(params: RequestParams) -> list[tuple[int, ...]]:
@@ -101,13 +101,9 @@ def test_each_changes_something(model, wanted):
         assert (choice.generate(oracle, PROMPTS[name], drawn) != tokens) == (name != "nothing"), name
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_alone(new_driver, wanted, name):
-    assert run(new_driver(), wanted, (name,)) == {name: wanted[name][1]}
-
-
 LIVES: dict[str, dict] = {
     "together": {},
+    "alone": {"max_requests": 1},
     "in chunks of 10": {"max_tokens": 10, "max_requests": 8},
     "preempted": {"block_count": 12, "paused_buffer_size_gb": 0},
 }

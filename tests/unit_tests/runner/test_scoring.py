@@ -12,8 +12,9 @@ from megatron_ext.runner import scoring
 from megatron_ext.runner.scoring import rows_at_once, score_rows
 from megatron_ext.scheduling.record import RequestRecord, Status
 from tests.priority import TestPriority
+from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
-from tests.unit_tests.support.models import CONFIGS, VOCABULARY, build_slow_decay
+from tests.unit_tests.support.models import VOCABULARY, build_slow_decay
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -114,9 +115,8 @@ def test_no_memory_for_a_prompt_ends_its_request(driver, get_oracle, monkeypatch
     assert "ERROR_TRANSIENT" not in [*driver.events(0), *driver.events(2)]
 
 
-def test_no_memory_for_sampled_tokens_ends_those_that_find_none_alone(get_driver, get_oracle, monkeypatch):
+def test_no_memory_for_sampled_tokens_ends_those_that_find_none_alone(driver, get_oracle, monkeypatch):
     """SE-2: memory lacks for the whole batch, then only for one row; rows without log-probs are not affected."""
-    driver = get_driver()
     requests = {}
 
     def starved(logits_of, vocabulary, targets, top_n):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = "The function json.loads takes a text and gives an object."
 PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
-SCHEMAS = [random_schema(seed) for seed in range(40)]
+SCHEMAS = [random_schema(seed) for seed in range(24)]
 NEIGHBOUR = RequestParams(num_tokens_to_generate=24, temperature=0.7, seed=1)
 
 
@@ -52,8 +52,8 @@ def row_metadata(seed: int, count: int = 96) -> RequestParams:
 
 @pytest.fixture(scope="module")
 def answers(loaded):
-    """Answers to 40 random schemas, 24 at once, beside a neighbour with free text."""
-    return run_all(engine_of(loaded, max_requests=24))
+    """Answers to random schemas, 12 at once, beside a neighbour with free text."""
+    return run_all(engine_of(loaded, max_requests=12))
 
 
 def run_all(engine):
@@ -85,9 +85,9 @@ def test_a_neighbour_does_not_notice(answers, loaded):
 LIVES = {
     "alone": {"max_requests": 1},
     "two by two, in chunks": {"max_requests": 2, "max_tokens": 5},
-    "preempted": {"block_count": 12, "paused_buffer_size_gb": 0, "max_requests": 6},
+    "preempted": {"block_count": 8, "paused_buffer_size_gb": 0, "max_requests": 6},
 }
-SOME = (2, 11, 17, 20)
+SOME = (2, 11, 17)
 
 
 @pytest.mark.parametrize("life", [*LIVES, "suspended"])
@@ -123,7 +123,7 @@ def test_with_drafts(answers, loaded):
         assert record.generated_tokens == expected.generated_tokens
         assert record.finish_reason == expected.finish_reason
         assert record.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-3)
-    assert engine.scheduler.counters.accepted > 50
+    assert engine.scheduler.counters.accepted > 30
     assert engine.scheduler.counters.drafted > engine.scheduler.counters.accepted, "no draft was rejected"
 
 
@@ -199,12 +199,12 @@ def test_by_programs(loaded, answers):
     fixed, guided = engine.context.cuda_graph_runner, []
     compute = fixed._compute
     fixed._compute = lambda bucket, wanted: (guided.append(wanted.has_mask), compute(bucket, wanted))
-    futures = [engine.add_request(seed, PROMPT, row_metadata(seed, 40)) for seed in SOME[:3]]
+    futures = [engine.add_request(seed, PROMPT, row_metadata(seed, 40)) for seed in SOME]
     free = engine.add_request(1000, PROMPT, NEIGHBOUR)
     while engine.has_unfinished_requests():
         engine.step_modern()
     assert sum(guided) > 20
-    for future, seed in zip(futures, SOME, strict=False):
+    for future, seed in zip(futures, SOME, strict=True):
         assert future.result().generated_tokens == answers[0][seed].generated_tokens[:40]
     assert free.result().generated_tokens == answers[1].generated_tokens
 

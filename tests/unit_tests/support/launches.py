@@ -76,19 +76,23 @@ def _is_one_kernel(x: Tensor, shape: list[int], weight: Tensor | None = None, ep
 
 
 @contextlib.contextmanager
-def counted(mixers: dict[str, nn.Module], last: nn.Module | None = None) -> Iterator[LaunchCounter]:
+def counted(
+    mixers: dict[str, nn.Module], last: nn.Module | None = None, *, computes: bool = True
+) -> Iterator[LaunchCounter]:
     """Count what is launched meanwhile.
 
     Args:
         mixers: Mixers whose launches are counted separately, by name. Launches after one are its own up to the next
             one: its sum, and the norm after that.
         last: Module after which `OUTSIDE` begins again, as it is before the first mixer.
+        computes: Whether kernels compute, too; else what they would write is undefined.
     """
     counter, hooks = LaunchCounter(), []
 
     def launch(kernel: Kernel, *arguments: object, **named: object) -> None:
         with counter.one(kernel.name):
-            plain(kernel, *arguments, **named)
+            if computes:
+                plain(kernel, *arguments, **named)
 
     def enter(name: str):
         def note(*_: object) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from tests.unit_tests.support.programs import leaves
 
 
 class Tape(TorchDispatchMode):
@@ -23,8 +24,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        made = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+        given = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
+        made = _tensors(found)
         is_new = not any(one.untyped_storage().data_ptr() in given for one in made)
         self._operations.append((func, args, kwargs or {}, made if is_new else []))  # others are views, or in place
         return found
@@ -35,9 +36,12 @@ class Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, made in self._operations:
-            again = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, Tensor)]
-            for old, new in zip(made, again, strict=False):
+            for old, new in zip(made, _tensors(func(*args, **kwargs)), strict=False):
                 old.copy_(new)
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [one for one in leaves(value) if isinstance(one, Tensor)]
 
 
 class ReplayedGraphs:

@@ -16,8 +16,8 @@ from megatron_ext.scheduling.async_planning import AsyncPlanner
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life
 from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import new_driver
+from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
-from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
