@@ -55,6 +55,12 @@ def operators_on_device(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Let random numbers of a test be the same whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def programs_share_no_cell(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check each launch of the tests marked `kernels`, which take every branch of every kernel."""
     is_checked = request.node.get_closest_marker("kernels") is not None and triton.is_interpreted()

@@ -49,10 +49,10 @@ class Step:
         shape = (sum(counts) + 2, BLOCK, self.kv_heads, self.head_size)
         self.key_cache, self.value_cache = (torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2))
         for table, (_, keys) in zip(self.tables, self.rows, strict=True):
-            for position in range(keys):
-                for cache in (self.key_cache, self.value_cache):
-                    place = cache[table[position // BLOCK], position % BLOCK]
-                    place.copy_(torch.randn(place.shape, generator=generator))
+            places = torch.tensor(table).repeat_interleave(BLOCK)[:keys] * BLOCK + torch.arange(keys) % BLOCK
+            drawn = torch.randn(keys, 2, *shape[2:], generator=generator).to(self.dtype)
+            for cache, own in zip((self.key_cache, self.value_cache), drawn.unbind(1), strict=True):
+                cache.flatten(0, 1)[places] = own
         tokens = sum(queries for queries, _ in self.rows)
         self.q = torch.randn(tokens, self.query_heads, self.head_size, generator=generator).to(self.dtype)
 
