@@ -1,7 +1,8 @@
 """Processes that use a store and are killed at random moments: `python -m` this module SEED COUNT, prints counts.
 
 Each kill hits a child that is forked from this process, which has imported the store and nothing else. It comes after a
-number of actions, and a little later than these, so a child does as much on a busy machine as on another.
+number of actions, and a little later than these; a child that is not killed by then waits after a few more actions, so
+it does as much on a busy machine as on another.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import sys
 import time
-from itertools import count
 from pathlib import Path
 
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
@@ -21,6 +22,7 @@ from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, fast_direc
 
 LONGEST_LIFE = 150  # actions
 LONGEST_DELAY = 0.001  # seconds, as long as some actions take
+MORE = 5  # actions, of which a kill hits one
 
 
 def killed_life(directory: Path, seed: int, actions: int, delay: float) -> None:
@@ -29,9 +31,12 @@ def killed_life(directory: Path, seed: int, actions: int, delay: float) -> None:
     child = os.fork()
     if not child:
         try:
+            os.close(done)
             store = open_directory_store(directory, IDENTITY, LIMIT)
-            for life in count():
-                live(store, seed + life, 1000, lambda: os.write(child_end, b"."))
+            live(store, seed, actions + MORE, lambda: os.write(child_end, b"."))
+            waiting = select.poll()
+            waiting.register(child_end, 0)
+            waiting.poll()  # for the kill, or for the end of the parent
         finally:  # an error of the child is an exit code, which the parent notices
             os._exit(3)
     os.close(child_end)
