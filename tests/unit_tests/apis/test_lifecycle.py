@@ -165,10 +165,12 @@ class TestShutdown:
         assert start().generate(PROMPT, GREEDY)[0].succeeded()
 
     def test_a_collected_object_is_shut_down(self, model):
+        gc.freeze()  # a search among all objects of the process takes half a second
         llm = MegatronLLM(model=model, tokenizer=tokenizer(), inference_config=Config(**SMALL))
         runtime = llm._runtime
         del llm
         gc.collect()
+        gc.unfreeze()
         assert runtime.ended.done()
 
     def test_waiting_can_be_cancelled(self, start_async):

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_ext.ray_serve.replica_status import ReplicaRow
 from megatron_ext.server.http.status_page import FLEET_PAGE, FLEET_PAGE_HEADERS, PAGE, STYLE
+from tests.on_request import long_except
 from tests.unit_tests.server.test_observing import _Page, chromium, needs_chromium
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 
@@ -143,7 +144,7 @@ def read_page(server: LiveServer, folder: Path, width: int) -> _Page:
 
 
 @needs_chromium
-@pytest.mark.parametrize(("width", "columns"), [(400, (2, 1)), (1400, (4, 2))])
+@pytest.mark.parametrize(("width", "columns"), long_except([(400, (2, 1))], [(400, (2, 1)), (1400, (4, 2))]))
 def test_values_by_keys_and_pointer_and_the_grid(reading, tmp_path, monkeypatch, width, columns):
     """Each sample's values are shown by arrow keys and under the pointer; no row of the grid has a hole."""
     monkeypatch.setattr("megatron_ext.server.routes.observing.PAGE", PAGE.replace("</body>", f"{READER}</body>"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from megatron_ext.commands import prefix_cache
 from tests.forked import fork
 from tests.unit_tests.server.test_run_server import TINY
 from tests.unit_tests.support.server import PATIENCE
@@ -65,7 +66,13 @@ def served(url: str, salt: str | None = None) -> tuple[str, int]:
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_the_first_request_after_a_restart_hits(tmp_path):
+def listed(directory: Path, capsys: pytest.CaptureFixture[str]) -> int:
+    """Number of entries that the tool finds in a directory."""
+    assert prefix_cache.main([str(directory), "list"]) == prefix_cache.DONE
+    return int(re.search(r" prefixes, (\d+) entries", capsys.readouterr().out)[1])
+
+
+def test_the_first_request_after_a_restart_hits(tmp_path, capsys):
     """DC-1, SE-3: SIGTERM writes the cache, each tenant's apart; a process that is killed leaves it as it was."""
     directory = tmp_path / "cache"
     with server(directory) as (process, url, log):
@@ -84,12 +91,12 @@ def test_the_first_request_after_a_restart_hits(tmp_path):
         assert served(url, "another tenant") == (cold, 0)
         assert served(url, "a tenant") == served(url) == (cold, 64)
         process.kill()
+    assert listed(directory, capsys) == entries
     with server(directory) as (process, url, _):
         assert served(url) == (cold, 64)
         assert httpx.post(f"{url}/reset_prefix_cache", timeout=PATIENCE).status_code == 200
         process.kill()
-    with server(directory) as (_, url, _):
-        assert served(url) == (cold, 0)
+    assert listed(directory, capsys) == 0
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ LINES = {
         {"token_ids": [5] * 40 + [6]},
         {"token_ids": [9, 8, 7], "temperature": 1.0, "top_k": 9, "seed": 3},
     ],
-    "embedded": [{"text": prompt.content} for prompt in example_prompts(RequestParams())[:4]],
+    "embedded": [{"text": prompt.content} for prompt in example_prompts(RequestParams())[:2]],
 }
 FLAGS = {"tiny": TINY, "embedded": ["--inference-dynamic-batching-block-count", "400"]}
 

@@ -339,7 +339,8 @@ class TestFiles:
         monkeypatch.setattr(guarded.logger, "filters", [guarded.BoundedRate()])
         server = LiveServer(Serving(tiny_engine(), "tiny", ServerConfig(shutdown_timeout=1.0)))
         assert server.http.get("/health").status_code == 200
-        time.sleep(0.2)  # asyncio does not take its next tries back when the listener is closed
+        # asyncio does not take its next tries back when the listener is closed
+        server.wait_until(lambda: not any("_start_serving" in repr(one) for one in list(server.loop._scheduled)))
         server.stop()
         assert OutOfFiles.failures == 200
         lines = [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -142,7 +142,7 @@ class TestGuided:
 
     def test_required(self, trained, stream):
         tools = [FORECAST, CLOCK | {"function": CLOCK["function"] | {"parameters": FORECAST["function"]["parameters"]}}]
-        for seed in range(3):
+        for seed in range(2):
             ((content, calls, reason),) = ask(
                 trained, stream=stream, tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed
             )
