@@ -255,7 +255,7 @@ def test_requests_are_taken_in_up_to_the_first_other_call():
     call = thread.submit(notes.append, "abort")
     third = thread.submit_requests(take, ("third",), between_steps)
     submitted.set()
-    assert [one.result(30) for one in (running, first, second, call, third)] == [None, "first", "second", None, "third"]
+    assert [one.result(60) for one in (running, first, second, call, third)] == [None, "first", "second", None, "third"]
     with pytest.raises(CancelledError):
         cancelled.result()
     assert notes == ["first", "second", "step ends", "abort", "between", "third"]

@@ -10,9 +10,9 @@ from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_p
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
-LENGTHS = (1, 3, 4, 63, 64, 65, 127, 129, 1000)  # block 16 or 64, kernel chunk 16 or 32, convolution window 4
+LENGTHS = (1, 3, 4, 63, 64, 65, 127, 129, 300)  # block 16 or 64, kernel chunk 16 or 32, convolution window 4
 CHUNKED = {"max_tokens": 80}  # cuts prompts off the grid of blocks and kernel chunks
-WHOLE = {"max_tokens": 1200, "enable_chunked_prefill": False}
+WHOLE = {"max_tokens": 800, "enable_chunked_prefill": False}
 CASES = [
     pytest.param("hybrid", CHUNKED, id="hybrid-chunked"),
     pytest.param("hybrid", WHOLE, id="hybrid-whole"),
@@ -62,8 +62,8 @@ class TestAgainstRecompute:
             block_bytes = get_driver(kind).engine.geometry.block_bytes
             limit["paused_buffer_size_gb"] = (paused_blocks + 0.5) * block_bytes / 1024**3
         if prefill is CHUNKED:
-            prefill = {"max_tokens": 400}  # the prompt of 1,000 must be done before the others have finished
-        driver = get_driver(kind, block_count=93, **prefill, **limit)
+            prefill = {"max_tokens": 400}  # the prompt of 300 must be done before the others have finished
+        driver = get_driver(kind, block_count=49, **prefill, **limit)
         for request_id, length in enumerate(reversed(LENGTHS)):
             driver.add(request_id, make_prompt(length), num_tokens_to_generate=18)
         driver.run()

@@ -46,7 +46,7 @@ def assert_complete(counts: AuditCounts) -> None:
     assert counts.due == counts.completed + left_out + counts.wrong_blocks + counts.wrong_snapshots
 
 
-SOUND = [("hybrid", True), *((kind, i % 2 == 1) for i, kind in enumerate(KINDS))]
+SOUND = [("hybrid", True), ("attention_only", False), ("gated_delta_net", True), ("mamba1", False)]
 
 
 @pytest.mark.parametrize(("kind", "shares"), long_except(SOUND, itertools.product(KINDS, (False, True))))
@@ -250,8 +250,10 @@ def test_random_lives(get_driver, get_oracle, seed: int):
         max_tokens=requests + source.choice([14, 20, 40]),
     )
     life = Life(driver, source)
-    for _ in range(2):
+    for _ in range(4):
         life.live(get_oracle(kind))
+        if audit_of(driver).counts.completed:
+            break
     assert audit_of(driver).counts.due > 0
     assert not audit_of(driver).findings
     assert_complete(audit_of(driver).counts)

@@ -71,8 +71,8 @@ def rule_of_scored(kind: str, length: int, policy: str, slots: int) -> list[int]
         ("attention_only", WHOLE, REF_ZERO),
         ("hybrid", CHUNKED, LRU),
         pytest.param("hybrid", WHOLE, REF_ZERO, marks=pytest.mark.long),
-        ("hybrid", CHUNKED, NO_SLOTS),
-        ("attention_free", WHOLE, LRU),
+        pytest.param("hybrid", CHUNKED, NO_SLOTS, marks=pytest.mark.long),
+        pytest.param("attention_free", WHOLE, LRU, marks=pytest.mark.long),
     ],
 )
 def test_scored_requests_skip_like_others(get_driver, get_oracle, kind, batching, cache):
@@ -102,9 +102,7 @@ def explained(driver: Driver, name: int) -> tuple[str, dict[str, int]]:
 
 @pytest.mark.parametrize(
     "kind",
-    long_except(
-        ["attention_only", "hybrid", "mamba1"], ["attention_only", "hybrid", "gated_delta_net", "mamba1", "short_conv"]
-    ),
+    long_except(["attention_only", "hybrid"], ["attention_only", "hybrid", "gated_delta_net", "mamba1", "short_conv"]),
 )
 def test_places_where_prompts_diverge(get_oracle, kind):
     """RL-10: around a boundary of blocks, in small chunks; the third request with a beginning has states there."""

@@ -104,14 +104,14 @@ def test_recorded_steps_keep_hidden_states(kind):
     driver = WatchedRecorded(kind, 2, "kernel")
     for turn in range(2):
         for name in range(2 * turn, 2 * turn + 2):
-            driver.add(name, make_prompt(21 + name, name), num_tokens_to_generate=40, return_log_probs=False)
-        for _ in range(20):
+            driver.add(name, make_prompt(21 + name, name), num_tokens_to_generate=28, return_log_probs=False)
+        for _ in range(12):
             driver.step()
         if turn == 0:
             driver.engine.suspend()
             driver.engine.resume()
         driver.run()
-    assert driver.replays > 20
+    assert driver.replays > 10
     assert driver.scheduler.counters.accepted > 3
     oracle = Oracle(predicting(kind))
     for name in range(4):
@@ -137,7 +137,7 @@ class RecordedLayers(WatchingLayers, Driver):
     ("kind", "is_layered"),
     [
         ("hybrid", False),
-        ("hybrid", True),
+        pytest.param("hybrid", True, marks=pytest.mark.long),
         *(pytest.param(one, False, marks=pytest.mark.long) for one in ("gated_delta_net", "mamba1", "short_conv")),
         pytest.param("attention_only", False, marks=pytest.mark.long),
     ],
@@ -154,7 +154,7 @@ def test_recorded_drafts(kind, is_layered):
     verified = counting(driver.context.recorded_steps)
     for turn in range(2):
         for name in range(2 * turn, 2 * turn + 2):
-            driver.add(name, make_prompt(21 + name, name), num_tokens_to_generate=40, return_log_probs=False)
+            driver.add(name, make_prompt(21 + name, name), num_tokens_to_generate=28, return_log_probs=False)
         for _ in range(12):
             driver.step()
         if turn == 0:
@@ -185,7 +185,7 @@ def test_inputs_of_a_recorded_draft_that_are_not_written_are_seen(monkeypatch):
         return buffers
 
     monkeypatch.setattr(MultiTokenEngine, "_filled", stale)
-    driver.add(0, make_prompt(21), num_tokens_to_generate=40, return_log_probs=False)
+    driver.add(0, make_prompt(21), num_tokens_to_generate=20, return_log_probs=False)
     driver.run()
     assert len(repeats) > 6
     assert not worst_difference(driver) < 1e-4
@@ -204,7 +204,7 @@ def test_rows_of_a_recorded_step_that_are_not_set_are_seen(monkeypatch):
             self._targets.copy_(staged[0])
 
     monkeypatch.setattr(HiddenStates, "stage", stale)
-    driver.add(0, make_prompt(21), num_tokens_to_generate=40, return_log_probs=False)
+    driver.add(0, make_prompt(21), num_tokens_to_generate=20, return_log_probs=False)
     driver.run()
     assert driver.replays > 4
     assert not worst_difference(driver) < 1e-4

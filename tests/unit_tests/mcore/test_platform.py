@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from megatron_ext.mcore import platform
+from tests.forked import fork
 
 REPLACED = (
     (torch.cuda, "current_device"),
@@ -94,43 +94,31 @@ def test_the_device_is_the_current_cuda_device_where_there_is_one(monkeypatch):
     assert platform.device() == torch.device("cuda", 3)
 
 
-def run(code: str) -> None:
-    """Run code in a fresh process."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def initialise_twice() -> None:
+    """Steps of a process that has imported everything that engines need."""
+    assert torch.cuda.Event.__module__ == "megatron_ext.mcore.platform"
+    assert "megatron_ext.mcore.adapter" in sys.modules
+    assert not torch.distributed.is_initialized()
+    assert not parallel_state.model_parallel_is_initialized()
+    for _ in range(2):
+        platform.initialize()
+        assert torch.distributed.get_world_size() == 1
+        assert torch.distributed.get_backend() == "gloo"
+        assert parallel_state.get_tensor_model_parallel_world_size() == 1
+    group = parallel_state.get_tensor_model_parallel_group()
+    platform.initialize()
+    assert parallel_state.get_tensor_model_parallel_group() is group
+    for _ in range(2):
+        platform.shut_down()
+        assert not torch.distributed.is_initialized()
+        assert not parallel_state.model_parallel_is_initialized()
+    platform.initialize()
+    assert torch.distributed.is_initialized()
+    platform.shut_down()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without CUDA")
 def test_importing_starts_nothing_and_initialising_twice_is_fine():
-    run(
-        """
-        import torch
-        import megatron_ext.mcore
-        assert torch.cuda.Event.__module__ == "megatron_ext.mcore.platform"
-        assert not torch.distributed.is_initialized()
-
-        from megatron_ext.mcore import adapter, platform
-        from megatron.core import parallel_state
-        assert not torch.distributed.is_initialized()
-        assert not parallel_state.model_parallel_is_initialized()
-
-        for _ in range(2):
-            platform.initialize()
-            assert torch.distributed.get_world_size() == 1
-            assert torch.distributed.get_backend() == "gloo"
-            assert parallel_state.get_tensor_model_parallel_world_size() == 1
-        group = parallel_state.get_tensor_model_parallel_group()
-        platform.initialize()
-        assert parallel_state.get_tensor_model_parallel_group() is group
-
-        for _ in range(2):
-            platform.shut_down()
-            assert not torch.distributed.is_initialized()
-            assert not parallel_state.model_parallel_is_initialized()
-        platform.initialize()
-        assert torch.distributed.is_initialized()
-        platform.shut_down()
-        """
-    )
+    process = fork(initialise_twice)
+    process.join()
+    assert process.exitcode == 0

@@ -27,13 +27,11 @@ def lived_in(kind: str, script: Script, *, in_pieces: bool) -> Lived:
 @pytest.mark.parametrize(
     ("kind", "cache", "graphs"),
     [
-        ("hybrid", "kernel", "none"),
-        ("hybrid", "align", "none"),
-        ("hybrid", "kernel", "local"),
-        ("gated_delta_net", "kernel", "none"),
+        pytest.param("hybrid", "align", "none", marks=pytest.mark.long),
+        ("gated_delta_net", "kernel", "local"),
         *(
             pytest.param(kind, "kernel", "none", marks=pytest.mark.long)
-            for kind in ("mamba1", "attention_only", "attention_free")
+            for kind in ("hybrid", "mamba1", "attention_only", "attention_free")
         ),
     ],
 )

@@ -53,7 +53,7 @@ def play_off(get_driver: Callable[..., Driver], kind: str) -> Driver:
 
 
 CASES = [(kind, mode, most) for kind in KINDS for mode in MODES for most in (21 if mode == "kernel" else 70, 400)]
-FIRST = [(kind, *(("kernel", 21), ("align", 70))[i % 2]) for i, kind in enumerate(KINDS)]
+FIRST = [("mamba1", "align", 70), ("side_by_side", "align", 70), ("short_conv", "kernel", 21)]
 
 
 @pytest.mark.parametrize(("kind", "mode", "max_tokens"), [*long_except(FIRST, CASES), ("gated_delta_net", "align", 21)])
@@ -71,7 +71,7 @@ def test_cache_on_equals_cache_off(get_driver, get_oracle, kind, mode, max_token
     assert assert_snapshots_equal_oracle(driver, BRANCH, get_oracle(kind))[-2:] == [48 if leaves_more else 32, 64]
 
 
-@pytest.mark.parametrize("kind", long_except(["gated_delta_net", "mamba1", "short_conv"], KINDS))
+@pytest.mark.parametrize("kind", long_except(["mamba1", "short_conv"], KINDS))
 def test_at_every_length(get_oracle, kind):
     """HY-3, HY-8: second and third sighting of N*b + {-1, 0, 1, 2, 3, 4} tokens; a window less one is 2, 3 or 4."""
     mode = MODES[KINDS.index(kind) % 2]
@@ -85,7 +85,7 @@ def test_at_every_length(get_oracle, kind):
             assert_equals_oracle(driver, request_id, get_oracle(kind))
 
 
-@pytest.mark.parametrize("budget", [17, 64])
+@pytest.mark.parametrize("budget", long_except([17], [17, 64]))
 def test_states_do_not_depend_on_where_prefill_was_cut(get_oracle, budget):
     """HY-9, HY-7, FX-2, FX-4: chunks shorter than the convolution window among them."""
     oracle = get_oracle("gated_delta_net")
@@ -100,7 +100,7 @@ def test_states_do_not_depend_on_where_prefill_was_cut(get_oracle, budget):
         assert assert_snapshots_equal_oracle(driver, prompt, oracle)[-1:] == ([boundary] if boundary else [])
 
 
-@pytest.mark.parametrize("block", [48, 80])
+@pytest.mark.parametrize("block", long_except([48], [48, 80]))
 def test_snapshots_inside_one_prefill(get_oracle, block):
     """HY-4, HY-12: snapshots are right for every block size; the kernel chunk does not depend on it."""
     driver = build_driver(get_oracle, "gated_delta_net", block_size=block, max_tokens=1000)

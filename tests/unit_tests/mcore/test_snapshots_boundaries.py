@@ -101,8 +101,10 @@ def check(driver: HybridDriver, oracle: Oracle, request_id: int, case: Case, ski
 @pytest.mark.parametrize(
     ("block", "blocks"),
     [
-        pytest.param(16, range(1, 5), id="one_kernel_chunk_a_block"),
-        pytest.param(48, range(1, 4), id="three_kernel_chunks_a_block"),
+        pytest.param(16, range(1, 4), id="one_kernel_chunk_a_block"),
+        pytest.param(48, range(1, 3), id="three_kernel_chunks_a_block"),
+        pytest.param(16, range(4, 5), id="four_blocks", marks=pytest.mark.long),
+        pytest.param(48, range(3, 4), id="three_large_blocks", marks=pytest.mark.long),
     ],
 )
 def test_every_length_with_every_subset_of_snapshots(block, blocks):

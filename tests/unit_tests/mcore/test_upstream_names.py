@@ -43,11 +43,12 @@ def attributes_of(cls: type) -> set[str]:
     """
     if cls.__module__.startswith("torch."):
         return set(dir(cls)).union(*(vars(base).get("__annotations__", ()) for base in cls.__mro__))
-    names: set[str] = set()
-    for base in cls.__mro__:
-        if is_megatrons(base.__module__):
-            names |= set(vars(base)) | defined_attributes(ast.parse(textwrap.dedent(inspect.getsource(base))))
-    return names
+    return set().union(*(_own_attributes(base) for base in cls.__mro__ if is_megatrons(base.__module__)))
+
+
+@functools.cache
+def _own_attributes(cls: type) -> set[str]:
+    return set(vars(cls)) | defined_attributes(ast.parse(textwrap.dedent(inspect.getsource(cls))))
 
 
 @pytest.mark.parametrize(("where", "name"), names_of(versions.VERSION))

@@ -75,18 +75,20 @@ def pair_of(get_driver, mode: str) -> Pair:
 
 def test_stop_words(get_driver, free):
     """Stop words of one and two tokens are ignored before the minimum length; blocks end after tokens 3 and 19."""
-    words = [(f"<{free[i]}>",) for i in (0, 2, 3, 4, 18, 19)]
-    words += [(f"<{free[i]}><{free[i + 1]}>", "never") for i in (2, 3, 18)]
-    metadata = [{"stop_words": one} for one in words] + [{"stop_words": one, "min_tokens": 5} for one in words[:4]]
+    words = [(f"<{free[i]}>",) for i in (2, 3, 18, 19)]
+    words += [(f"<{free[i]}><{free[i + 1]}>", "never") for i in (2, 18)]
+    metadata = [{"stop_words": one} for one in words] + [
+        {"stop_words": one, "min_tokens": 5} for one in (words[0], words[1], words[4])
+    ]
     driver = check(pair_of(get_driver, "kernel"), metadata)
     assert {record.finish_reason for record in driver.records.values()} == {"stop", "length"}
 
 
 def test_end_tokens_and_lengths(get_driver, free):
     """An end within an accepted run drops the tokens after it; K never reaches beyond the last token."""
-    metadata = [{"termination_id": free[i]} for i in (1, 3, 4, 10, 18, 19, 20)]
-    metadata += [{"termination_id": free[i], "min_tokens": fewest} for i, fewest in ((3, 3), (3, 4), (3, 5), (1, 24))]
-    metadata += [{"num_tokens_to_generate": count} for count in (1, 2, 3, 8, 9)]
+    metadata = [{"termination_id": free[i]} for i in (3, 4, 18, 19)]
+    metadata += [{"termination_id": free[i], "min_tokens": fewest} for i, fewest in ((3, 4), (3, 5), (1, 24))]
+    metadata += [{"num_tokens_to_generate": count} for count in (1, 2, 9)]
     metadata += [{"stop_token_ids": (free[6], free[12]), "ignore_eos": True}]
     check(pair_of(get_driver, "align"), metadata, right)
 

@@ -103,10 +103,8 @@ class TestUnsupportedVersion:
     @pytest.mark.parametrize(
         "command",
         [
-            ["-m", "megatron_ext", "run"],
-            pytest.param(
-                ["-c", "import megatron_ext; megatron_ext.load_engine(load='nowhere')"], marks=pytest.mark.long
-            ),
+            pytest.param(["-m", "megatron_ext", "run"], marks=pytest.mark.long),
+            ["-c", "import megatron_ext; megatron_ext.load_engine(load='nowhere')"],
         ],
     )
     def test_use_is_refused_in_one_line(self, environment: dict[str, str], command: list[str]):

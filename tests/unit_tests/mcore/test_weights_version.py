@@ -54,8 +54,8 @@ class Update:
         self.kind = kind
         model = build_slow_decay(CONFIGS[kind])
         self.driver = driver = HybridDriver(model, CONFIGS[kind], max_tokens=40, **settings)
-        driver.add(0, DECODING, num_tokens_to_generate=40)
-        while not driver.engine.has_unfinished_requests() or driver.engine.get_request(0).generated_count < 20:
+        driver.add(0, DECODING, num_tokens_to_generate=24)
+        while not driver.engine.has_unfinished_requests() or driver.engine.get_request(0).generated_count < 10:
             driver.step()
         driver.add(1, PREFILLING, skip_prompt_log_probs=False)
         driver.step()
@@ -81,7 +81,7 @@ def test_recomputed(kind: str):
     update = Update(kind, InFlight.RECOMPUTE, 17)
     decoding, prefilling, waiting = (update.records[i] for i in range(3))
     count = update.generated
-    assert decoding.weights_version == decoding.prefix_weights_version == ((0, count), (17, 40 - count))
+    assert decoding.weights_version == decoding.prefix_weights_version == ((0, count), (17, 24 - count))
     assert prefilling.weights_version == waiting.weights_version == ((17, 8),)
     by_old, by_new = update.differences(0, by_new=False), update.differences(0, by_new=True)
     assert max(by_old[:count]) < 1e-4
@@ -101,8 +101,8 @@ def test_continued(kind: str):
     update = Update(kind, InFlight.CONTINUE)
     count = update.generated
     decoding, prefilling, waiting = (update.records[i] for i in range(3))
-    assert decoding.weights_version == ((0, count), (1, 40 - count))
-    assert decoding.prefix_weights_version == ((0, 40),)
+    assert decoding.weights_version == ((0, count), (1, 24 - count))
+    assert decoding.prefix_weights_version == ((0, 24),)
     assert (prefilling.weights_version, prefilling.prefix_weights_version) == (((1, 8),), ((0, 8),))
     assert waiting.weights_version == waiting.prefix_weights_version == ((1, 8),)
     assert decoding.recomputed_token_count == 0

@@ -190,8 +190,7 @@ class TestRequests:
         assert last_boundary(8, 4) == 4
         assert accounts(again) == (4, {"no_snapshot": 3, "last_token": 1})
 
-    @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
-    @pytest.mark.parametrize("max_tokens", [4, 7, 16])
+    @pytest.mark.parametrize(("policy", "max_tokens"), [(LRU, 4), (REF_ZERO, 7), (LRU, 16)])
     def test_sums_are_exact_whatever_happens_in_between(self, policy, max_tokens):
         """EX-2: failed steps, suspensions and resets in every order, preemptions for want of blocks."""
         preemptions = skipped = 0

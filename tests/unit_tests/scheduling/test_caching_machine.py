@@ -33,7 +33,7 @@ COMMON = {
     "database": None,
 }
 CachingMachine.TestCase.settings = settings(
-    max_examples=20, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
+    max_examples=12, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
 )
 TestCaching = CachingMachine.TestCase
 

@@ -207,7 +207,7 @@ def test_ends_are_bounded_and_go_with_the_block_before():
     known.keep_end(second, packed_tokens([7]))
     for token in range(MAX_ENDS):
         known.keep_end(first, packed_tokens([token]))
-        known.check({second})
+    known.check({second})
     assert known.earlier_end(second, packed_tokens([7] * SIZE)) is None, "the oldest went first"
     assert known.earlier_end(first, packed_tokens([7] * SIZE)).agreeing == 1
     known.keep_end(second, packed_tokens([7]))
@@ -302,7 +302,7 @@ def judge(request: Request, said: Explanation, prompt: list[int], cached: list[l
 
 
 @pytest.mark.parametrize("slots", [None, 30])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_lives(seed: int, slots: int | None):
     live(seed, slots)
 

@@ -152,7 +152,7 @@ COMMON = {
     "database": None,
 }
 HybridMachine.TestCase.settings = settings(
-    max_examples=20, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
+    max_examples=12, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
 )
 TestHybrid = HybridMachine.TestCase
 

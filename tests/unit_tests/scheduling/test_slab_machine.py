@@ -127,7 +127,7 @@ class SlabMachine(HybridMachine):
 
 
 def test_random_requests_in_slabs():
-    lives = settings(max_examples=25, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON)
+    lives = settings(max_examples=15, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON)
     run_state_machine_as_test(SlabMachine, settings=lives)
 
 

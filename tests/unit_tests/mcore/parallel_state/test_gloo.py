@@ -9,6 +9,7 @@ import torch.distributed
 
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.gloo import sharing_one_device
+from tests.forked import fork
 
 GROUPS = 5
 
@@ -24,7 +25,8 @@ def made() -> tuple[list, int]:
     return groups, threads() - before
 
 
-def test_threads_of_groups():
+def count_threads_of_groups() -> None:
+    """Steps of a process that has no other threads, which could end in between."""
     platform.initialize()
     plain, each = made()
     with sharing_one_device(1):
@@ -38,3 +40,9 @@ def test_threads_of_groups():
         torch.distributed.barrier(group)
         assert tensor.item() == 3
         torch.distributed.destroy_process_group(group)
+
+
+def test_threads_of_groups():
+    process = fork(count_threads_of_groups)
+    process.join()
+    assert process.exitcode == 0
