@@ -65,7 +65,7 @@ def served(driver: Driver) -> tuple[list[tuple[int, ...]], list[float], list[int
     """Serve the prompts one after the other; their tokens, log-probs and skipped counts."""
     first = len(driver.records)
     for number, prompt in enumerate(prompts(), first):
-        driver.add(number, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=20)
+        driver.add(number, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=8)
         driver.run()
     records = [driver.records[number] for number in range(first, len(driver.records))]
     log_probs = [value for record in records for value in record.generated_log_probs]

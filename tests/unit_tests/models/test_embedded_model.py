@@ -38,7 +38,7 @@ from tests.unit_tests.models.huggingface.families import excess
 pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 ROOT = Path(__file__).parents[3]
-MEASURED_WINDOWS = 8
+MEASURED_WINDOWS = 4
 BATTERY = (
     "",
     "a",

@@ -13,6 +13,7 @@ from megatron_ext.config import BatchingConfig, RequestParams, SourceConfig
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.scheduling.record import RequestRecord, Status
+from tests.on_request import long_except
 from tests.unit_tests.models.huggingface import llama_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
@@ -48,10 +49,11 @@ def outside(record: RequestRecord, logits_of: Callable[[list[int]], Tensor]) -> 
 
 
 CASES = [(fixture, shape.name) for fixture, shapes in SHAPES.items() for shape in shapes]
+QUICK = [("oracles", "mha"), ("oracles", "MoE, latent, one expert a token"), ("llamas", "gqa, tied")]
 
 
 @pytest.mark.parametrize("batching", [CHUNKED, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["chunked", "whole"])
-@pytest.mark.parametrize(("fixture", "name"), CASES)
+@pytest.mark.parametrize(("fixture", "name"), long_except(QUICK, CASES))
 def test_mixed_batch_equals_transformers(
     fixture: str, name: str, batching: BatchingConfig, request: pytest.FixtureRequest
 ) -> None:

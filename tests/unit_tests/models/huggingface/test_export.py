@@ -45,8 +45,10 @@ def assert_same_files(found: Path, expected: Path) -> None:
 
 def converted(source: Path, scratch: Path, **flags: bool) -> Path:
     """There and back: what was loaded from files of Megatron's form, in the form that it had."""
-    save_model(scratch / "megatron", load_model(SourceConfig(load_hf=str(source), **NULL, **flags), {}, device=CPU))
+    imported = load_model(SourceConfig(load_hf=str(source), **NULL, **flags), {}, device=CPU)
+    save_model(scratch / "megatron", imported)
     loaded = load_model(SourceConfig(load=str(scratch / "megatron"), **NULL, **flags), {}, device=CPU)
+    assert loaded.config == imported.config
     export_hf_checkpoint(scratch / "back", loaded.model, loaded.config, source)
     return scratch / "back"
 

@@ -1,16 +1,15 @@
-"""Engines with imported recurrent and hybrid models: every boundary, pressure, cache on and off, saving."""
+"""Engines with imported recurrent and hybrid models: every boundary, pressure, cache on and off."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams, SourceConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.models.load import LoadedModel
 from megatron_ext.offline.comparison import FP32_TOLERANCE, MAX_TOLERANCE, P95_TOLERANCE, compare
 from megatron_ext.scheduling.record import RequestRecord
 from tests.on_request import long_except
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 BLOCK = 16
 # Of each family the last shape: what is special is in it.
 LAST = list({shape.family: shape.name for shape in hybrid_oracle.SHAPES}.values())
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("mode", long_except(["kernel"], ["kernel", "align"]))
@@ -90,13 +88,3 @@ def test_cache_on_beside_off(name: str, bf16: bool, hybrids) -> None:
         assert gaps.max() <= FP32_TOLERANCE
     assert gaps.quantile(0.95) <= P95_TOLERANCE
     assert gaps.max() <= MAX_TOLERANCE
-
-
-@pytest.mark.parametrize("name", LAST)
-def test_saved_and_loaded(name: str, hybrids, tmp_path: Path) -> None:
-    """FA-1: --load-hf, --save, --load: the same configuration and the same logits."""
-    imported, tokens = load_hf(hybrids(name)[1]), oracle.prompt(65, seed=0)
-    save_model(tmp_path / "own", imported)
-    loaded = load_model(SourceConfig(load=str(tmp_path / "own")), {}, device=CPU)
-    assert loaded.config == imported.config
-    assert torch.equal(oracle.our_logits(loaded.model, tokens), oracle.our_logits(imported.model, tokens))

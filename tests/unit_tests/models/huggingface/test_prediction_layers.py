@@ -19,6 +19,7 @@ from megatron_ext.config import SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.huggingface.export import export_hf_checkpoint
 from megatron_ext.models.load import load_model, save_model
+from tests.on_request import long_except
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface.families import CPU, excess, load_hf
 from tests.unit_tests.models.huggingface.test_export import NULL, assert_same_files
@@ -154,7 +155,7 @@ def worst(model: nn.Module, head: Head, tokens: list[int]) -> list[float]:
     return [oracle.largest_excess(one[0], two) for one, two in zip(ours, head.logits(tokens), strict=True)]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", long_except(["qwen3_next", "qwen3_5", "nemotron_h"], SHAPES))
 def test_logits_are_those_of_the_formula(name, made):
     """SP-8: each depth repeats the layer, on the states of the depth before; the trunk's logits stay."""
     head, directory = made(name)
@@ -170,7 +171,7 @@ def test_logits_are_those_of_the_formula(name, made):
             weight[3] -= 0.5
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", long_except(["qwen3_5_moe", "nemotron_h"], SHAPES))
 def test_they_are_saved_and_converted(name, made, tmp_path):
     """SP-8: to a distributed checkpoint and back, bit for bit; without `--save` or a flag they are not read."""
     _, directory = made(name)
