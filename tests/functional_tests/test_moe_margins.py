@@ -16,6 +16,7 @@ SAFE_MARGIN = 1e-5  # a score is right to 1e-6
 MOE_CASES = [case for case in find_cases() if case.name.startswith("moe/")]
 
 
+@pytest.mark.long  # golden values seldom change
 @pytest.mark.parametrize("case", MOE_CASES, ids=lambda case: case.name)
 def test_routers_do_not_waver(case: Case):
     settings = parse_arguments(case.flags)
