@@ -81,9 +81,7 @@ NOTHING_ELSE = {"generated_log_probs": None, "generated_top_n_log_probs": None, 
 NOTHING_ELSE |= {"skipped_prefill_token_count": 0, "prefill_reasons": {}}
 
 
-@pytest.mark.parametrize(
-    "name", long_except({"hermes"}, ["hermes", "mistral", "llama3_json", "lfm2", "qwen3_coder"])
-)
+@pytest.mark.parametrize("name", long_except({"hermes"}, ["hermes", "mistral", "llama3_json", "lfm2", "qwen3_coder"]))
 def test_an_answer_cut_anywhere_is_accepted_back(embedded, monkeypatch, name):
     """Arguments that are no JSON are shown as the model wrote them, the same on all routes."""
     tokenizer, vocabulary = embedded.serving.tokenizer, embedded.serving.vocabulary

@@ -267,12 +267,15 @@ class TestTheEnd:
 
         def talk() -> None:
             body = {"prompt": [1], "max_tokens": 2000, "stream": stream, "ignore_eos": True}
-            seen.append(server.http.post("/v1/completions", json=body))
+            with server.http.stream("POST", "/v1/completions", json=body) as response:
+                begun.set()
+                response.read()
+            seen.append(response)
 
-        talking = threading.Thread(target=talk)
+        talking, begun = threading.Thread(target=talk), threading.Event()
         with server.held():
             talking.start()
-            server.wait_until(lambda: server.serving.requests.living == 1 and server.metric("requests_running") == 1)
+            server.wait_until(lambda: begun.is_set() if stream else server.metric("requests_running") == 1)
             server._server.should_exit = True
             talking.join(PATIENCE)
         (response,) = seen
