@@ -28,10 +28,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import queue
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -57,11 +57,26 @@ COMPILED = {".cpp", ".h"}
 FIELDS = {"name", "find", "replace", "tests"}
 OPTIONAL = {"long", "equivalent"}
 LONG_TOO = ("-m", "long or not long")
+QUIETLY = ("-q", "-p", "no:cacheprovider")
+WARM_PYTHON = str(ROOT / "tools" / "warm_python.py")
 NO_TESTS = 5  # exit code of pytest
 SHORTEST_BOUND = 300.0  # seconds; below this, a busy machine looks like a test that hangs
 TIMES_AS_LONG = 10
 FOUND, HANGS, CRASHES = "found", "found (hangs)", "found (crashes)"
 SURVIVED, ERROR, EQUIVALENT = "survived", "error", "equivalent"
+WARM = (
+    "hypothesis",
+    "schemathesis",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "transformers.modeling_utils",
+    "fastapi",
+    "openai.types.responses",
+    "zmq",
+)
+"""Modules that many tests import. Nothing of this project, where the mistakes are, and of megatron-core, which binds
+what `mcore/platform.py` replaces."""
 COMPILE = "from megatron_ext.ops import cpp; raise SystemExit(not cpp.are_used())"
 
 
@@ -166,12 +181,15 @@ def locate(mutant: Mutant, sources: Mapping[Path, str]) -> Change:
 
 def _places(find: str, text: str) -> Iterator[tuple[int, int, str]]:
     """Yield begin, end and indentation of each occurrence."""
-    for match in re.finditer(re.escape(find.split("\n", 1)[0]), text):
-        line = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+    first = find.split("\n", 1)[0]
+    begin = text.find(first)
+    while begin >= 0:
+        line = text[text.rfind("\n", 0, begin) + 1 : begin]
         indent = line[: len(line) - len(line.lstrip())]
         whole = _indented(find, indent)
-        if text.startswith(whole, match.start()):
-            yield match.start(), match.start() + len(whole), indent
+        if text.startswith(whole, begin):
+            yield begin, begin + len(whole), indent
+        begin = text.find(first, begin + len(first))
 
 
 def _indented(text: str, indent: str) -> str:
@@ -210,7 +228,8 @@ class Copy:
         self._folder = folder
         # Python recompiles a file when its time in seconds or its size changes; edits here are faster.
         self._times = itertools.count(int(time.time()) + 1)
-        self._child: subprocess.Popen[str] | None = None
+        self._warm: subprocess.Popen[str] | None = None
+        self._running: list[int] = []  # leaders of process groups
 
     def check_imports(self) -> None:
         """Make sure that a child imports this copy, and compile its operators if there are any.
@@ -267,7 +286,7 @@ class Copy:
                     return Outcome(mutant.name, ERROR, detail=f"its C++ operators are not used:\n{output}")
             started = time.monotonic()
             bound = max(SHORTEST_BOUND, TIMES_AS_LONG * expected)
-            code, output = self.pytest("-x", *mutant.options, *mutant.tests, timeout=bound, extra=extra)
+            code, output = self.pytest_forked("-x", *mutant.options, *mutant.tests, timeout=bound, extra=extra)
         return Outcome(mutant.name, _state(code), time.monotonic() - started, output)
 
     @contextlib.contextmanager
@@ -283,53 +302,87 @@ class Copy:
         now = next(self._times)
         os.utime(self._folder / path, (now, now))
 
-    def pytest(self, *options: str, **limits: Any) -> tuple[int | None, str]:
-        """Run pytest in the copy; `limits` and the result are those of `python`."""
-        return self.python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, **limits)
+    def pytest(self, *options: str) -> tuple[int, str]:
+        """Run pytest in the copy; the result is that of `python`."""
+        return self.python("-m", "pytest", *QUIETLY, *options)
 
-    def python(
-        self, *arguments: str, timeout: float | None = None, extra: Mapping[str, str] | None = None
-    ) -> tuple[int | None, str]:
-        """Run Python in the copy.
+    def pytest_forked(self, *options: str, timeout: float, extra: Mapping[str, str]) -> tuple[int | None, str]:
+        """Run pytest in the copy, in a fork of a process that has imported much.
 
         Args:
-            arguments: Arguments of the interpreter.
+            options: Options of pytest.
             timeout: Seconds after which the process is killed.
             extra: Environment variables on top.
 
         Returns:
             Exit code, None if it was killed, and the output of both streams.
         """
+        if self._warm is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._warm = self._start([WARM_PYTHON, *WARM], **pipes)
+        with tempfile.NamedTemporaryFile("r", errors="replace") as file:
+            asked = {"options": [*QUIETLY, *options], "environment": dict(extra), "output": file.name}
+            print(json.dumps({**asked, "timeout": timeout}), file=self._warm.stdin, flush=True)
+            child = self._answer()
+            self._running.append(child)
+            code = self._answer()
+            self._running.remove(child)
+            return code, file.read()
+
+    def _answer(self) -> Any:
+        assert self._warm is not None
+        assert self._warm.stdout is not None
+        line = self._warm.stdout.readline()
+        if not line:
+            raise MutantError("the process that forks pytest has ended")
+        return json.loads(line)
+
+    def python(self, *arguments: str, extra: Mapping[str, str] | None = None) -> tuple[int, str]:
+        """Run Python in the copy.
+
+        Args:
+            arguments: Arguments of the interpreter.
+            extra: Environment variables on top.
+
+        Returns:
+            Exit code and the output of both streams.
+        """
+        with tempfile.TemporaryFile("w+", errors="replace") as file:  # a pipe would stay open in orphans of the child
+            child = self._start(arguments, extra, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+            code = child.wait()
+            _kill_group(child.pid)
+            self._running.remove(child.pid)
+            file.seek(0)
+            return code, file.read()
+
+    def _start(
+        self, arguments: Sequence[str], extra: Mapping[str, str] | None = None, **streams: Any
+    ) -> subprocess.Popen[str]:
+        """Start Python in the copy, as the leader of a session."""
         left_out = ("PYTEST_", "PYTHON", "TEST_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         added = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         added |= {"TEST_REALTIME": "too", "PYTHONPATH": str(self._folder)}
-        with tempfile.TemporaryFile("w+", errors="replace") as file:  # a pipe would stay open in orphans of the child
-            self._child = subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=self._folder,
-                env={**environment, **added, **(extra or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            try:
-                code: int | None = self._child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                self.stop()
-            file.seek(0)
-            return code, file.read()
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self._folder,
+            env={**environment, **added, **(extra or {})},
+            text=True,
+            start_new_session=True,
+            **streams,
+        )
+        self._running.append(child.pid)
+        return child
 
     def stop(self) -> None:
-        """End the child, if there is one, and what it started."""
-        if self._child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
+        """End what was started and still runs."""
+        for leader in self._running:
+            _kill_group(leader)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def covers(named: str, nodeid: str) -> bool:
