@@ -1,6 +1,7 @@
 # `make demo` and `make test` need Python 3.10 to 3.13 on Linux, and make; each sets up .venv by itself.
 PYTHON ?= python3
-WORKERS ?= logical
+# Tests of servers and of several ranks wait: more processes than cores.
+WORKERS ?= $(shell echo $$((($$(nproc) * 3 + 1) / 2)))
 GPU_WORKERS ?= 2
 ISA ?=
 BASE ?=
