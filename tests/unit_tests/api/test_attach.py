@@ -87,7 +87,7 @@ def tokens_of(engine: AttachedEngine, prompt: list[int] = models.PROMPT) -> tupl
     return list(record.generated_tokens), record.skipped_prefill_token_count
 
 
-@pytest.mark.parametrize("name", models.KINDS)
+@pytest.mark.parametrize("name", long_except(list(models.KINDS)[::2], models.KINDS))
 def test_tokens_and_log_probs_are_the_models_own(attach, name: str) -> None:
     """Cold, and on a hit, tokens equal those of the model's own forward; log-probs are within the bound."""
     model = models.build(name)
@@ -206,7 +206,7 @@ def assert_same(one: object, other: object) -> None:
 class TestWeights:
     """New weights of the caller's model."""
 
-    @pytest.mark.parametrize("name", ["llama", "hybrid"])
+    @pytest.mark.parametrize("name", ["hybrid"])
     @pytest.mark.parametrize("edit", ["in place", "loaded", "optimizer"])
     def test_edits_are_noticed(self, attach, name: str, edit: str) -> None:
         """After an edit that raises version counters nothing cached before is matched, and tokens are new."""

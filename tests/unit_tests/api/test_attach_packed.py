@@ -89,7 +89,11 @@ def test_tokens_are_the_models_own(attach, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("experts", UNCACHED), pytest.param("experts", {}, marks=pytest.mark.long), ("hybrid", {})],
+    [
+        pytest.param("experts", UNCACHED, marks=pytest.mark.long),
+        pytest.param("experts", {}, marks=pytest.mark.long),
+        ("hybrid", {}),
+    ],
     ids=["experts, uncached", "experts, cached", "hybrid, cached"],
 )
 def test_training_between_requests(attach, name: str, settings: dict[str, Any]) -> None:

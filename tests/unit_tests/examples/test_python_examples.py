@@ -77,6 +77,7 @@ class TestReinforcementLearning:
             assert computed[1:4] == computed[5:] == [0] * 3, "a group's prompt is computed once"
         assert rl_loop.skipped_share(progress.samples[0]) > 3 / 4
 
+    @pytest.mark.long
     def test_other_weights_are_found(self, monkeypatch):
         """Log-probs differ where weights have changed unseen, and records name the weights of their tokens."""
         monkeypatch.setattr(weight_samples, "IDLE_SECONDS", math.inf)  # silent writes stay silent on a slow machine

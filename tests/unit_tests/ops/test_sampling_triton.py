@@ -43,7 +43,7 @@ KINDS = [(1.0, 0, 0.0), (0.7, 5, 0.0), (1.3, 0, 0.9), (0.9, 40, 0.8), (2.0, 1, 0
     ("dtype", "words", "draws"),
     [
         (torch.float32, 7, 1),
-        (torch.float16, 7, 1),
+        pytest.param(torch.float16, 7, 1, marks=pytest.mark.long),
         (torch.bfloat16, 5000, 1),
         *(pytest.param(dtype, words, 2, marks=pytest.mark.kernels) for dtype in TYPES for words in (7, 5000)),
     ],

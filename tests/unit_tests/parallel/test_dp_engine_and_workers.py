@@ -28,6 +28,7 @@ from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.parallel.led_world import EOD, World, mask_after
 
@@ -268,10 +269,13 @@ def _adds_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "mistake",
-    [
-        *(_forgets_ends, _forgets_resets, _forgets_suspends, _forgets_weights, _adds_in_another_order),
-        *(_forgets_drafts, _forgets_masks, _keeps_old_masks),
-    ],
+    long_except(
+        [_forgets_ends, _forgets_drafts],
+        [
+            *(_forgets_ends, _forgets_resets, _forgets_suspends, _forgets_weights, _adds_in_another_order),
+            *(_forgets_drafts, _forgets_masks, _keeps_old_masks),
+        ],
+    ),
 )
 def test_the_machine_finds(mistake, monkeypatch: pytest.MonkeyPatch):
     mistake(monkeypatch)

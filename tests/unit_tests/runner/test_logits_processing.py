@@ -12,6 +12,7 @@ import pytest
 from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.runner import logits_processors
 from megatron_ext.scheduling.request_events import EventType
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support import choice
@@ -109,7 +110,7 @@ LIVES: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("life", long_except(["alone", "preempted"], LIVES))
 def test_in_any_batch(new_driver, wanted, life):
     driver = new_driver(**LIVES[life])
     assert run(driver, wanted) == expected(wanted)

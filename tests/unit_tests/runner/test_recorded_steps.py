@@ -100,7 +100,7 @@ def live(driver: Driver, seed: int = 0, steps: int = 40) -> None:
     driver.run()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_except(["hybrid", "attention_only", "gated_delta_net"], KINDS))
 def test_random_lives_equal_to_the_bit(get_oracle, kind):
     """Batches change, hits restore states, decodes cross blocks and leave snapshots, requests are aborted."""
     recording, plain = pair(get_oracle(kind).model, kind)

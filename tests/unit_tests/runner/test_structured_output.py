@@ -17,6 +17,7 @@ from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.text.grammars import Matcher
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.support.drafters import Knowing, right_for_a_while
 from tests.unit_tests.support.schemas import random_schema
@@ -90,7 +91,7 @@ LIVES = {
 SOME = (2, 11, 17)
 
 
-@pytest.mark.parametrize("life", [*LIVES, "suspended"])
+@pytest.mark.parametrize("life", long_except(["preempted", "suspended"], [*LIVES, "suspended"]))
 def test_the_same_request_in_any_batch(answers, loaded, life):
     engine = engine_of(loaded, **LIVES.get(life, {}))
     futures = [engine.add_request(seed, PROMPT, row_metadata(seed)) for seed in SOME]
@@ -238,7 +239,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldMasks]:
 WAYS = {"plain": {}, "programs": {"max_requests": 4, "cuda_graph_impl": "local", "num_cuda_graphs": 1}, "drafts": {}}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", long_except(["drafts"], WAYS))
 def test_a_mask_that_is_not_ready_delays_its_own_request_only(loaded, answers, held, way):
     """SE-10: another request gets all its tokens meanwhile; then the output is the one without the delay."""
     drafter = Knowing(right_for_a_while) if way == "drafts" else None
@@ -269,7 +270,7 @@ def test_a_mask_that_is_not_ready_delays_its_own_request_only(loaded, answers, h
     assert drafter is None or record.accepted_token_count > 0
 
 
-@pytest.mark.parametrize("end", ["abort", "suspend", "cancel"])
+@pytest.mark.parametrize("end", long_except(["suspend"], ["abort", "suspend", "cancel"]))
 def test_a_request_that_ends_while_its_mask_is_computed_frees_everything(loaded, answers, held, end):
     """SE-10: blocks and slots are free at once; a request that is suspended goes on when its mask is there."""
     engine, seed = engine_of(loaded), SOME[0]

@@ -111,6 +111,7 @@ def _differences(warm: list[RequestRecord], cold: list[RequestRecord]) -> torch.
 
 
 @pytest.mark.parametrize("name", long_except(("qwen3", "mixtral"), NARROW))
+@pytest.mark.long
 def test_sixteen_bits(name: str, denses) -> None:
     """FA-1: cache on and off agree within the limits in bf16, with no more rounding than in transformers."""
     theirs, directory = denses(name)

@@ -17,6 +17,7 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.export import save_hf_checkpoint
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.models.weight_files import WEIGHTS_FILE
+from tests.on_request import long_except
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface.families import CPU, excess, load_hf
 
@@ -59,7 +60,9 @@ def test_there_and_back(is_untied: bool, prediction: dict, tiny_config: ModelCon
     assert (served.model.mtp, served.config.mtp_num_layers) == (None, None)
 
 
-@pytest.mark.parametrize("name", [shape.name for shape in oracle.SHAPES])
+@pytest.mark.parametrize(
+    "name", long_except([oracle.SHAPES[0].name, oracle.SHAPES[-1].name], [shape.name for shape in oracle.SHAPES])
+)
 def test_transformers_computes_the_same(name: str, oracles, tmp_path: Path) -> None:
     """FA-1: it reads the fields and the names of every shape, experts among them, and clamps no step sizes."""
     ours = load_hf(oracles(name)[1])
