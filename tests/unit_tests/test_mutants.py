@@ -196,6 +196,7 @@ def test_a_long_test_of_a_record_that_does_not_say_so(tree, capsys):
     assert "(`long: true` runs these): tests/test_sums.py::test_of_large_numbers\n" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_test_that_hangs(tree, monkeypatch, capsys):
     (tree / "tests" / "mutants" / "sums.yaml").write_text(
         "- {name: hangs, find: total += b, replace: 'while True: pass', tests: [tests/test_sums.py]}"

@@ -53,7 +53,7 @@ def play_off(get_driver: Callable[..., Driver], kind: str) -> Driver:
 
 
 CASES = [(kind, mode, most) for kind in KINDS for mode in MODES for most in (21 if mode == "kernel" else 70, 400)]
-FIRST = [("mamba1", "align", 70), ("side_by_side", "align", 70), ("short_conv", "kernel", 21)]
+FIRST = [("mamba1", "align", 70), ("short_conv", "kernel", 21)]
 
 
 @pytest.mark.parametrize(("kind", "mode", "max_tokens"), [*long_except(FIRST, CASES), ("gated_delta_net", "align", 21)])

@@ -163,6 +163,7 @@ class TestRandomRequests:
             left = [launches for one, launches in by_class.items() if not is_dropped(one)]
             assert not served <= set().union(*left), f"warm-up without {name}"
 
+    @pytest.mark.long
     def test_prefills_of_one_token_launch_variants_of_their_own(self, build):
         """CU-20: in fp32."""
         built = build(config_of("hybrid", "M*-"))
