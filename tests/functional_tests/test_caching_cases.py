@@ -15,12 +15,14 @@ from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.functional_tests.cases import Case, find_cases, output_flags, read_results
 from tests.functional_tests.checker import OUTCOME, Results, differences
+from tests.on_request import long_except
 from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 CASES = {case.name: case for case in find_cases()}
 CACHING = [case for case in CASES.values() if case.must_see_cache]
+FIRST = [CASES[name] for name in ("gpt/eviction_lru", "hybrid/state_dtypes", "hybrid/one_slot")]
 OFF = "--no-inference-dynamic-batching-enable-prefix-caching"
 each_caching_case = pytest.mark.parametrize("case", CACHING, ids=lambda case: case.name)
 
@@ -87,7 +89,7 @@ def assert_within_16_bits(golden: Results, off: Results) -> None:
     assert apart[-1] <= math.log(1.2)
 
 
-@each_caching_case
+@pytest.mark.parametrize("case", long_except(FIRST, CACHING), ids=lambda case: case.name)
 def test_the_cache_changes_counts_and_nothing_else(case: Case, run_here):
     """KV-8: caching off keeps tokens and log-probs, but changes the golden counts."""
     golden, off = golden_of(case.name), run_here(case, OFF)

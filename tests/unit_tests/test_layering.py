@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
 
 # What each part may import of our own; itself, always.
@@ -102,20 +100,15 @@ def test_the_command_line_needs_only_the_settings():
     assert {name: parts for name, parts in found.items() if not parts <= {"config", "errors", "files"}} == {}
 
 
-@pytest.mark.parametrize(
-    "packages",
-    [
-        *("megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"),
-        *("megatron_ext.ray_serve.prefix_routing", "megatron_ext.ray_serve.proxy"),
-    ],
-)
-def test_decisions_run_without_torch(packages):
-    """Importing every module of the package in a new process loads neither torch nor megatron nor numpy."""
+def test_decisions_run_without_torch():
+    """Importing every module of the packages in a new process loads neither torch nor megatron nor numpy."""
+    packages = [f"megatron_ext.{name}" for name in ("prefix_cache", "scheduling", "config", "engine")]
+    packages += ["megatron_ext.ray_serve.prefix_routing", "megatron_ext.ray_serve.proxy"]
     code = f"""
 import importlib, pkgutil, sys
-package = importlib.import_module({packages!r})
-for info in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
-    importlib.import_module(info.name)
+for package in map(importlib.import_module, {packages!r}):
+    for info in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
+        importlib.import_module(info.name)
 loaded = {{"torch", "megatron", "numpy", "transformers", "ray"}} & set(sys.modules)
 assert not loaded, loaded
 """

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.on_request import long_except
 from tests.unit_tests.support.source import ROOT
 
 pytest_plugins = "pytester"
@@ -60,17 +61,20 @@ def expression_of(target: str) -> str:
 
 @pytest.mark.parametrize(
     ("expression", "expected"),
-    [
-        ("", SHORT),
-        ("numbers", {"of_numbers"}),
-        ("long", {"long", "ranks"}),
-        ("kernels", {"kernels"}),
-        ("long or not long", SHORT | {"long", "ranks"}),
-        ("long or kernels", {"long", "ranks", "kernels", "long_kernels"}),
-        ("long or not long or kernels", SHORT | {"long", "ranks", "kernels", "long_kernels"}),  # `make test-gpu`
-        (expression_of("test-kernels"), {"kernels", "long_kernels"}),
-        ("soak", {"soaked_ranks"}),
-    ],
+    long_except(
+        [("", SHORT), ("long", {"long", "ranks"}), ("soak", {"soaked_ranks"})],
+        [
+            ("", SHORT),
+            ("numbers", {"of_numbers"}),
+            ("long", {"long", "ranks"}),
+            ("kernels", {"kernels"}),
+            ("long or not long", SHORT | {"long", "ranks"}),
+            ("long or kernels", {"long", "ranks", "kernels", "long_kernels"}),
+            ("long or not long or kernels", SHORT | {"long", "ranks", "kernels", "long_kernels"}),  # `make test-gpu`
+            (expression_of("test-kernels"), {"kernels", "long_kernels"}),
+            ("soak", {"soaked_ranks"}),
+        ],
+    ),
 )
 def test_marks_that_the_expression_does_not_name_are_left_out(pytester, monkeypatch, expression, expected):
     monkeypatch.delenv("LONG_SEED", raising=False)

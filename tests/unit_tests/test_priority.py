@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.on_request import long_except
 from tests.priority import VARIABLE, TestPriority, level_of, parse_level
 from tests.unit_tests.support.source import ROOT
 
@@ -87,7 +88,7 @@ def test_a_bad_value_is_one_usage_error(run, level):
     ]
 
 
-@pytest.mark.parametrize("argument", ["", "1", "'HIGH'", "TestPriority.HIGH, TestPriority.LOW"])
+@pytest.mark.parametrize("argument", long_except(["1"], ["", "1", "'HIGH'", "TestPriority.HIGH, TestPriority.LOW"]))
 def test_a_bad_mark_is_a_usage_error(run, pytester, argument):
     """A level that is no `TestPriority` would compare with it all the same, or not at all."""
     code = f"import pytest\nfrom tests.priority import TestPriority\n@pytest.mark.priority({argument})\n{UNMARKED}"

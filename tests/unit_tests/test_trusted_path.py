@@ -275,6 +275,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
             reader.join()
         assert process.returncode == 0
 
+    @pytest.mark.long
     def test_in_a_loop(self, swapping, foreign):
         found = {swapping.look_up(foreign) for _ in range(3000)}
         assert found <= {"ours", None}

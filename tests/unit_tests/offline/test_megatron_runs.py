@@ -17,6 +17,7 @@ from arguments import parse_arguments
 from megatron_ext.commands.run import DONE, main
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
+from tests.on_request import long_except
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import perturbed
 from tests.unit_tests.support.vocabularies import write_tiktoken
@@ -162,7 +163,7 @@ def checkpoints(tmp_path_factory):
     return made
 
 
-@pytest.fixture(params=RUNS)
+@pytest.fixture(params=long_except(["B"], RUNS))
 def run(request, checkpoints, tmp_path, monkeypatch):
     """Name and flags of a run, and the variables in them; what a file exports is taken back."""
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):

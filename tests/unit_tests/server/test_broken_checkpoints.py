@@ -8,6 +8,7 @@ import logging
 import pytest
 from tokenizers import Regex, decoders, pre_tokenizers
 
+from tests.on_request import long_except
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support.server import LiveServer
 from tests.unit_tests.text.test_template_rendering import ENDLESS
@@ -68,7 +69,7 @@ def test_texts_that_no_tokens_can_be_made_of(embedded, wrapped, caplog):
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.parametrize("more", [{}, {"stop": ["\u0002"]}], ids=["at the end", "with a stop word"])
+@pytest.mark.parametrize("more", long_except([{}], [{}, {"stop": ["\u0002"]}]), ids=["at the end", "with a stop word"])
 def test_tokens_that_no_text_can_be_made_of(embedded, wrapped, caplog, more):
     """The engine's thread makes their text, and goes on."""
     wrapped.decoder = decoders.Sequence([wrapped.decoder, decoders.Fuse(), decoders.Replace(Regex(EXPONENTIAL), "x")])

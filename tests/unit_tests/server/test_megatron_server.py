@@ -10,6 +10,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
 from megatron_ext.server.run import announce, build_serving
+from tests.on_request import long_except
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import perturbed
 from tests.unit_tests.support.server import LiveServer
@@ -105,7 +106,7 @@ def settings_of(flags: str, root, tmp_path):
     return typed
 
 
-@pytest.mark.parametrize("flags", [PLAIN, CACHING], ids=["graphs", "caching"])
+@pytest.mark.parametrize("flags", long_except([CACHING], [PLAIN, CACHING]), ids=["graphs", "caching"])
 def test_the_server_starts_and_answers(flags, root, tmp_path, caplog):
     """Sampling flags have no effect and are said; the tokenizer is the one that the checkpoint was trained with."""
     settings = settings_of(flags, root, tmp_path)

@@ -12,6 +12,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
+from tests.on_request import long_except
 from tests.unit_tests.support.server import LiveServer, embedded_engine
 
 SYSTEM = "You are a careful assistant. Read the question, find the function that it names, and say what it does."
@@ -47,6 +48,7 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
+@pytest.mark.parametrize("stream", long_except([True], [False, True]), ids=["whole", "streamed"])
 def test_later_turns_hit_earlier_ones(embedded, stream):
     """FX-2: each later turn skips what the conversation has in common with the turn before."""
     embedded.reset_cache()
@@ -72,6 +74,7 @@ def test_an_answer_with_the_cache_is_the_one_without(embedded, stream):
     assert warm[:2] == cold[:2]
 
 
+@pytest.mark.parametrize("stream", long_except([False], [False, True]), ids=["whole", "streamed"])
 def test_an_answer_ends_with_its_turn(trained, stream):
     """The model writes <|end|>, which is not its end of a document, and it is not part of the text."""
     text, reason, usage = chat(trained, [user("What does json.loads do?")], stream=stream)
@@ -88,6 +91,7 @@ def test_an_answer_ends_with_its_turn(trained, stream):
     assert usage.completion_tokens == len(record.generated_tokens) < 200
 
 
+@pytest.mark.parametrize("stream", long_except([True], [False, True]), ids=["whole", "streamed"])
 def test_ignore_eos_gives_exactly_max_tokens(trained, stream):
     """FX-5 on chat: a question that is answered in fewer tokens, see above."""
     limit = "max_tokens" if stream else "max_completion_tokens"
@@ -98,6 +102,7 @@ def test_ignore_eos_gives_exactly_max_tokens(trained, stream):
     assert chat(trained, messages, stream=stream, **{limit: 70})[2].completion_tokens < 70
 
 
+@pytest.mark.parametrize("stream", long_except([False], [False, True]), ids=["whole", "streamed"])
 def test_min_tokens_puts_the_end_of_the_turn_off(trained, stream):
     messages = [user("What does json.loads do?")]
     ended = chat(trained, messages, stream=stream)[2].completion_tokens

@@ -16,6 +16,7 @@ from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.responses_api.response_ids import new_id, owner_named, owner_tag
 from megatron_ext.server.openai.responses_api.response_store import LONGEST_AGE, ResponseStore
+from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_responses import BASE, FLAT, QUESTION, RESPONSES, create
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.server import LiveServer, embedded_engine
@@ -38,7 +39,7 @@ def locked(serve, tmp_path_factory) -> LiveServer:
 
 
 class TestFollowUps:
-    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+    @pytest.mark.parametrize("stream", long_except([True], [False, True]), ids=["whole", "streamed"])
     def test_equal_the_whole_conversation(self, storing, stream):
         """Tokens are those of a request with all items, and the next turn skips the blocks of the turn before."""
         storing.reset_cache()
