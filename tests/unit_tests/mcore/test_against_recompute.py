@@ -37,6 +37,7 @@ class TestAgainstRecompute:
             assert driver.fewest_free_blocks == 0
             check_all(driver, get_oracle(kind))
 
+    @pytest.mark.long
     @pytest.mark.parametrize("block_size", [16, 64])
     def test_mixed_batch(self, get_driver, get_oracle, kind, prefill, block_size):
         driver = get_driver(kind, block_size=block_size, **prefill)
@@ -46,6 +47,7 @@ class TestAgainstRecompute:
         assert any(len(step) >= len(LENGTHS) - 1 for step in driver.steps)
         check_all(driver, get_oracle(kind))
 
+    @pytest.mark.long
     def test_requests_that_arrive_while_others_run(self, get_driver, get_oracle, kind, prefill):
         driver = get_driver(kind, max_requests=4, **prefill)  # so that running state slots change owners
         for request_id, length in enumerate(reversed(LENGTHS)):

@@ -95,6 +95,7 @@ def test_random_lives(get_driver, get_oracle, few_slabs, seed: int):
     live_on(Life(driver, source), get_oracle(kind))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds([0], 6))
 def test_random_lives_with_drafts(get_driver, get_oracle, few_slabs, seed: int):
     """SP-3, SP-5: states after drafts become snapshots by a copy into the arena."""
@@ -123,6 +124,7 @@ def test_random_lives_of_captured_steps(get_oracle, few_slabs, seed: int):
     live_on(Life(driver, source), get_oracle(kind))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds([1], 6))
 def test_random_lives_of_prefills_launched_ahead(get_oracle, few_slabs, monkeypatch, seed: int):
     """CU-6: eager chunks of prompts, whose snapshots take slabs from blocks that are moved."""

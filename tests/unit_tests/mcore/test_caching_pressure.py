@@ -204,6 +204,7 @@ def test_few_slots_under_load(get_oracle, slots, max_tokens, policy):
     assert skipped > 0 if slots == 2 else slots == 1 or skipped == 0  # one slot may change hands too fast
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("slots", "policy"), [(1, "lru"), (3, "ref_zero")])
 def test_few_blocks_and_few_slots(get_oracle, slots, policy):
     """HY-2: blocks are evicted with their snapshots, requests pause and are evicted, and all is equal."""

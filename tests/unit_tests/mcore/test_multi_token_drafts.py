@@ -33,7 +33,8 @@ def cases() -> list:
     found = []
     for (i, kind), count, (j, mode) in itertools.product(enumerate(LAYERS), range(1, 5), enumerate(MODES)):
         is_quick = count == 1 + i % 4 and j == i % 3
-        marks = () if is_quick else (pytest.mark.long if (i + count + j) % 3 == 0 else pytest.mark.soak,)
+        is_first = is_quick and kind in {"hybrid", "attention_only"}
+        marks = () if is_first else (pytest.mark.long if is_quick or (i + count + j) % 3 == 0 else pytest.mark.soak,)
         found.append(pytest.param(kind, count, mode, id=f"{kind}-{count}-{mode}", marks=marks))
     return found
 

@@ -102,7 +102,7 @@ def check(driver: HybridDriver, oracle: Oracle, request_id: int, case: Case, ski
     ("block", "blocks"),
     [
         pytest.param(16, range(1, 4), id="one_kernel_chunk_a_block"),
-        pytest.param(48, range(1, 3), id="three_kernel_chunks_a_block"),
+        pytest.param(48, range(1, 3), id="three_kernel_chunks_a_block", marks=pytest.mark.long),
         pytest.param(16, range(4, 5), id="four_blocks", marks=pytest.mark.long),
         pytest.param(48, range(3, 4), id="three_large_blocks", marks=pytest.mark.long),
     ],

@@ -59,7 +59,8 @@ def cases() -> list:
     for (i, kind), (j, count), (k, name) in numbered:
         mode = MODES[(i + j + k) % len(MODES)]
         is_quick = j == (i + k) % len(COUNTS) and (kind == "hybrid" or name == "right_for_a_while")
-        marks = () if is_quick else (pytest.mark.long if j % 3 == k % 3 else pytest.mark.soak,)
+        is_first = is_quick and kind in {"hybrid", "attention_only"}
+        marks = () if is_first else (pytest.mark.long if is_quick or j % 3 == k % 3 else pytest.mark.soak,)
         found.append(pytest.param(kind, count, name, mode, id=f"{kind}-{count}-{name}-{mode}", marks=marks))
     return found
 

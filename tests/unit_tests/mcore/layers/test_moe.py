@@ -247,6 +247,7 @@ def test_padding_changes_nothing(driver, oracle):
     check_all(driver, oracle)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("driver", [{"block_count": 14, **CHUNKED}], indirect=True)
 def test_under_pressure(driver, oracle):
     """Evicted requests compute everything again."""
