@@ -110,17 +110,21 @@ def test_long_is_said_of_records_that_only_long_tests_find(pytestconfig):
     for nodeid, is_long in pytestconfig.stash[ARE_LONG].items():
         are_long[nodeid.split("::")[0]][nodeid] = is_long
     are_parts = any("::" in argument for argument in pytestconfig.args)  # of files
+    wrong = []
     for mutant in records():
         found = [
             [is_long for nodeid, is_long in are_long[test.split("::")[0]].items() if mutants.covers(test, nodeid)]
             for test in mutant.tests
         ]
         for test, of_it in zip(mutant.tests, found, strict=True):
-            is_named = of_it or are_parts or not are_long[test.split("::")[0]]
-            assert is_named, f"{mutant.name}: there is no {test}"
+            if not of_it and not are_parts and are_long[test.split("::")[0]]:
+                wrong.append(f"{mutant.name}: there is no {test}")
         needs_it, uses_it = any(one and all(one) for one in found), any(map(any, found))
-        assert mutant.long or not needs_it, f"{mutant.name}: one of its tests is long"
-        assert uses_it or not mutant.long or not all(found), f"{mutant.name}: none of its tests is long"
+        if needs_it and not mutant.long:
+            wrong.append(f"{mutant.name}: one of its tests is long")
+        if mutant.long and all(found) and not uses_it:
+            wrong.append(f"{mutant.name}: none of its tests is long")
+    assert wrong == []
 
 
 def test_each_package_has_two():

@@ -52,7 +52,7 @@ FORMS = {
     "untied_depths-both": ("mamba1", DEPTHS | UNTIED, "both", 4, "kernel"),
     "untied_depths-pipeline": ("attention_only", DEPTHS | UNTIED, "pipeline", 4, "off"),
 }
-SMOKE = ("depths-tensor",)
+SMOKE = ("untied-pipeline",)
 LONG = {
     *("hybrid-tensor", "gated_delta_net-pipeline", "mamba1-tensor", "short_conv-pipeline", "attention_only-tensor"),
     *("untied-both", "untied_positions-pipeline", "depths-tensor", "untied_depths-pipeline"),

@@ -112,7 +112,7 @@ def test_random_lives_equal_to_the_bit(get_oracle, kind):
 
 
 @pytest.mark.parametrize("mode", long_except(["kernel"], ["kernel", "align"]))
-@pytest.mark.parametrize("kind", long_except(["hybrid"], KINDS))
+@pytest.mark.parametrize("kind", long_except(["hybrid", "attention_only"], KINDS))
 def test_steps_with_drafts_equal_to_the_bit(get_oracle, kind, mode):
     """SP-18: various numbers of drafts, decodes beside them, states kept after each token, and rejections."""
     drafts = SpeculationConfig("ngram", 3, speculative_adaptive=False, speculative_ngram_shortest=1)
