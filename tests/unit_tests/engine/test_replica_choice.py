@@ -47,7 +47,6 @@ class TestSkippedTokens:
         assert skipped[0] == 14 * PREFIX
         assert skipped[1] >= 0.9 * skipped[0]
 
-    @pytest.mark.long
     @pytest.mark.parametrize(("order", "policy", "slots"), PAIRS)
     def test_all_at_once(self, order: str, policy: str, slots: int | None):
         """KV-7: nothing is cached when they are routed; at least 0.7 of one rank's.

@@ -230,7 +230,6 @@ class TestTime:
         assert audit_of(driver).counts == AuditCounts(due=1, left_out_evicted=1)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("any_share")
 @pytest.mark.parametrize("seed", seeds([0, 1], 9))
 def test_random_lives(get_driver, get_oracle, seed: int):

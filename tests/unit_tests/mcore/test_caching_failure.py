@@ -79,7 +79,6 @@ def test_a_forward_that_raises(get_oracle, kind, call):
     assert "ERROR_TRANSIENT" in driver.events(1)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "target",
     [

@@ -83,7 +83,6 @@ class TestOnePrefill:
         assert prefilled(driver) == 55 + 48 + 5
         assert [driver.records[i].skipped_prefill_token_count for i in range(9)] == [0, 55, 55, 55, 0, 48, 48, 0, 5]
 
-    @pytest.mark.long
     @pytest.mark.parametrize("settings", [{"max_tokens": 20}, {"max_tokens": 64, "max_prefills_per_step": 1}])
     @pytest.mark.parametrize("mode", ["kernel", "align"])
     def test_in_chunks(self, start, mode, settings):

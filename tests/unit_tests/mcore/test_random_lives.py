@@ -174,7 +174,6 @@ def prefills(driver: CachingDriver) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds([0], 3))
 def test_with_a_budget_of_a_block(get_oracle, seed):
     """LA-1, LA-5: chunks of `align` mode end inside blocks, beside decodes; of several kinds of recurrent layers."""

@@ -110,7 +110,6 @@ class TestNeverAtTheCostOfPrefill:
             assert driver.snapshots_of(known(driver, 0)) == [16]
 
 
-@pytest.mark.long
 def test_of_many_at_once(get_oracle, oracle):
     """Several cross a boundary in one step, among others that do not, and one that ends with it."""
     driver = build_driver(get_oracle)

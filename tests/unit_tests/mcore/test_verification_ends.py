@@ -125,7 +125,6 @@ def test_neighbours(get_driver):
     assert driver.scheduler.counters.accepted > 20
 
 
-@pytest.mark.long
 def test_beside_steps_in_fixed_places(get_oracle):
     """CU-4: steps with drafts, and those after rejected drafts, are eager; others are not."""
 
