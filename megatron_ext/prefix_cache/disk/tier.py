@@ -1,11 +1,11 @@
 """Disk tier of the prefix cache: which evicted entries go to disk, which come back, and until when they are waited for.
 
 It decides and never waits: the storage works beside it (`TierStorage`), times come from the clocks that are given. With
-several ranks each has a tier with its part of the entries, and only the one that drives decides what is loaded: a load
-is complete when all of them have read their parts, and an entry that one of them lacks is dropped by all (`agree`).
+several ranks each has a tier with its part of the entries, and only the driving rank decides which entries are loaded:
+a load is complete when all ranks have read their parts, and an entry that one rank lacks is dropped by all (`agree`).
 
 Whatever leaves memory is written. Entries leave memory in the order of its policy, and the priority at which they
-leave is a time, which only grows, so the one that left memory first is the first to leave the disk.
+leave is a time, which only grows, so the first entry to leave memory is the first to leave the disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EntrySizes(NamedTuple):
     snapshot: tuple[int, ...] | None
 
     def of(self, key: EntryKey) -> tuple[int, ...]:
-        """Return those of an entry of this kind."""
+        """Return the sizes of an entry of this kind."""
         return (self.snapshot or ()) if key.kind is EntryKind.SNAPSHOT else self.block
 
 
@@ -207,7 +207,7 @@ class DiskTier:
         return not self.loads or (len(self.loads) < MAX_LOADS and size <= MAX_LOAD_BYTES)
 
     def pays(self, run: LoadableRun, tokens: int) -> bool:
-        """Return whether to load a run is quicker than to compute so many tokens, as far as is known."""
+        """Return whether loading a run is estimated to be quicker than computing so many tokens."""
         pays = self.estimates.pays(
             run.size, sum(one.size for one in self.loads.values() if one.progress == READING), tokens
         )
@@ -327,7 +327,7 @@ class DiskTier:
         return [number for number, one in self.loads.items() if one.progress == READ]
 
     def contents(self, number: int) -> Sequence[Sequence[Buffer]]:
-        """Return the buffers of a complete load, those of each entry, and forget it: its entries are placed."""
+        """Return the buffers of each entry of a complete load, and forget the load: its entries are placed."""
         loaded = self.loads.pop(number).loaded
         assert loaded is not None, "the load is complete"
         assert loaded.contents is not None, "the load is complete"

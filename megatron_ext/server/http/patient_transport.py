@@ -1,4 +1,4 @@
-"""Transport of a connection that lets answers reach clients: those that still send, and those that send no more."""
+"""Transport of a connection that lets answers reach clients, whether they still send or have stopped."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class StructuredOutputChecks:
         await self._run(partial(self._grammars.check, form), kind, param)
 
     async def supported(self, functions: Sequence[Function], *, must_call: bool) -> tuple[Function, ...]:
-        """Return functions whose schemas can guide calls: of those that are not strict, the part that is supported.
+        """Return functions with schemas that can guide calls: the supported part, unless a function is strict.
 
         Args:
             functions: Functions that may be called.
