@@ -75,8 +75,8 @@ WARM = (
     "openai.types.responses",
     "zmq",
 )
-"""Modules that many tests import. Nothing of this project, where the mistakes are, and of megatron-core, which binds
-what `mcore/platform.py` replaces."""
+"""Modules that many tests import: none of this project, where mistakes are planted, and none of megatron-core, whose
+import binds functions that `mcore/platform.py` must replace first."""
 COMPILE = "from megatron_ext.ops import cpp; raise SystemExit(not cpp.are_used())"
 
 
@@ -307,7 +307,7 @@ class Copy:
         return self.python("-m", "pytest", *QUIETLY, *options)
 
     def pytest_forked(self, *options: str, timeout: float, extra: Mapping[str, str]) -> tuple[int | None, str]:
-        """Run pytest in the copy, in a fork of a process that has imported much.
+        """Run pytest in the copy, in a fork of a process that has imported `WARM`.
 
         Args:
             options: Options of pytest.
@@ -318,8 +318,7 @@ class Copy:
             Exit code, None if it was killed, and the output of both streams.
         """
         if self._warm is None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._warm = self._start([WARM_PYTHON, *WARM], **pipes)
+            self._warm = self._start([WARM_PYTHON, *WARM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         with tempfile.NamedTemporaryFile("r", errors="replace") as file:
             asked = {"options": [*QUIETLY, *options], "environment": dict(extra), "output": file.name}
             print(json.dumps({**asked, "timeout": timeout}), file=self._warm.stdin, flush=True)
@@ -378,6 +377,8 @@ class Copy:
         """End what was started and still runs."""
         for leader in self._running:
             _kill_group(leader)
+        if self._warm is not None:
+            self._warm.communicate()  # which also waits
 
 
 def _kill_group(leader: int) -> None:

@@ -5,7 +5,7 @@
 Each line of standard input is a JSON object: `options` of pytest, additional `environment` variables, an `output` file
 for both streams, and a `timeout` in seconds, or null. Each is answered by two lines: the id of the fork, which leads a
 session of its own, and its exit code, null if it was killed. Importing takes most of the time of a short test. The
-modules must not start threads, since a fork has only the thread that made it.
+modules must start no threads, since a fork has only the thread that made it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def wait(child: int, timeout: float | None) -> int | None:
     file = os.pidfd_open(child)
     has_ended, _, _ = select.select([file], [], [], timeout)
     os.close(file)
-    with contextlib.suppress(ProcessLookupError):  # that of a fork without a session yet
-        os.killpg(child, signal.SIGKILL)  # a process that has ended keeps its id until it is waited for
+    os.kill(child, signal.SIGKILL)  # a process that has ended keeps its id until it is waited for
+    with contextlib.suppress(ProcessLookupError):  # it has no session yet
+        os.killpg(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) if has_ended else None
 
@@ -50,6 +51,7 @@ def main() -> None:
     """Import, and serve standard input until its end."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "forks would lack a thread"
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
         timeout = asked.pop("timeout")
