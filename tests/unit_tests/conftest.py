@@ -26,17 +26,17 @@ def parsers() -> Iterator[None]:
 
 
 @functools.cache
-def _oracle(kind: str) -> Oracle:
-    from tests.unit_tests.support.models import CONFIGS, build_slow_decay
-    from tests.unit_tests.support.oracle import Oracle
+def _oracles() -> Callable[[str], Oracle]:
+    from tests.unit_tests.support.models import CONFIGS
+    from tests.unit_tests.support.oracle import oracles_of
 
-    return Oracle(build_slow_decay(CONFIGS[kind]))
+    return oracles_of(CONFIGS)
 
 
 @pytest.fixture(scope="session")
 def get_oracle() -> Callable[[str], Oracle]:
     """A function from "hybrid", "attention_only" or "attention_free" to the oracle, which holds the model."""
-    return _oracle
+    return _oracles()
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def get_driver() -> Callable[..., Driver]:
     from tests.unit_tests.support.models import CONFIGS
 
     def build(kind: str = "hybrid", **kwargs: object) -> Driver:
-        return Driver(_oracle(kind).model, CONFIGS[kind], **kwargs)
+        return Driver(_oracles()(kind).model, CONFIGS[kind], **kwargs)
 
     return build
 
@@ -58,7 +58,7 @@ def get_caching_driver() -> Callable[..., CachingDriver]:
     from tests.unit_tests.support.models import CONFIGS
 
     def build(kind: str = "attention_only", **kwargs: object) -> CachingDriver:
-        return CachingDriver(_oracle(kind).model, CONFIGS[kind], **kwargs)
+        return CachingDriver(_oracles()(kind).model, CONFIGS[kind], **kwargs)
 
     return build
 
@@ -66,4 +66,4 @@ def get_caching_driver() -> Callable[..., CachingDriver]:
 @pytest.fixture(scope="session")
 def oracle() -> Oracle:
     """Oracle of the model of attention layers only."""
-    return _oracle("attention_only")
+    return _oracles()("attention_only")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,16 +11,10 @@ if TYPE_CHECKING:  # megatron-core is imported with the tests, when its warnings
     from tests.unit_tests.support.oracle import Oracle
 
 
-@functools.cache
-def _oracle(kind: str) -> Oracle:
-    from tests.unit_tests.runner.short_models import CONFIGS
-    from tests.unit_tests.support.models import build_slow_decay
-    from tests.unit_tests.support.oracle import Oracle
-
-    return Oracle(build_slow_decay(CONFIGS[kind]))
-
-
 @pytest.fixture(scope="session")
 def get_oracle() -> Callable[[str], Oracle]:
     """A function from the kind of a short model to its oracle, which holds the model."""
-    return _oracle
+    from tests.unit_tests.runner.short_models import CONFIGS
+    from tests.unit_tests.support.oracle import oracles_of
+
+    return oracles_of(CONFIGS)

@@ -6,7 +6,8 @@ of that plain forward received: no code is shared with the operators.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,14 @@ import torch.nn.functional as F
 from megatron.core.models.mamba import MambaModel
 from torch import Tensor
 
+from megatron_ext.config import ModelConfig
 from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.mixers.mixer import RecurrentMixer
 from megatron_ext.mixers.short_conv import ShortConvMixer
 from tests.unit_tests.support.mamba1 import recur_mamba1
+from tests.unit_tests.support.models import build_slow_decay
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,11 @@ class Oracle:
             found = [RECURRENCES[type(mixer)](mixer, hidden[: len(key)]) for mixer, hidden in self._inputs[1]]
             self._states[key] = [(conv.cpu(), ssm.cpu()) for conv, ssm in found]
         return self._states[key]
+
+
+def oracles_of(configs: Mapping[str, ModelConfig]) -> Callable[[str], Oracle]:
+    """Make a function from the kind of a model to its oracle, which is built once and holds the model."""
+    return functools.cache(lambda kind: Oracle(build_slow_decay(configs[kind])))
 
 
 def recur(mixer: Mamba2Mixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
