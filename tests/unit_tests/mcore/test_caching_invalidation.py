@@ -47,7 +47,6 @@ class TestForgetting:
             assert_equals_oracle(driver, request_id, oracle)
         assert driver.skipped(0, 1, 2, 3) == [0, 96, 0, 96]
 
-    @pytest.mark.long
     def test_while_requests_decode_and_prefill(self, get_caching_driver, oracle, forget):
         """Running requests go on, unharmed and unshared; the first request after the reset publishes again."""
         driver = get_caching_driver(max_tokens=40)

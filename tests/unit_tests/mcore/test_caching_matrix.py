@@ -106,7 +106,6 @@ def test_cache_on_equals_cache_off(get_driver, get_oracle, kind, batching, cache
     assert on.engine.lifetime_prefill_token_count == off.engine.lifetime_prefill_token_count - total
 
 
-@pytest.mark.long
 def test_short_prompts(get_caching_driver, oracle):
     """KV-12: a fully cached prompt computes one token; one that fills no block skips none."""
     driver = get_caching_driver()

@@ -92,11 +92,11 @@ class Life:
             self.driver.step()
         self.driver.engine.check()
 
-    def live(self, oracle: Oracle) -> None:
+    def live(self, oracle: Oracle, actions: int = ACTIONS) -> None:
         """Act, run to the end, and check that all requests have ended with the oracle's outputs."""
         weights = {self.add: 5, self.turn: 2, self.step: 16, self.abort: 1, self.fail: 1}
         weights |= {self.suspend: 0.3, self.forget: 0.3}
-        for action in self.source.choices(list(weights), list(weights.values()), k=ACTIONS):
+        for action in self.source.choices(list(weights), list(weights.values()), k=actions):
             action()
         self.driver.run()
         self.check(oracle)

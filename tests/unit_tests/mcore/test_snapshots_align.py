@@ -86,7 +86,6 @@ def test_a_leader_stops_for_its_followers(get_oracle, oracle, budget):
         assert_equals_oracle(driver, number, oracle)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("budget", long_except([BLOCK + 3], [BLOCK, BLOCK + 3]))
 def test_prefills_beside_decodes(get_oracle, oracle, budget):
     """LA-1: chunks end inside blocks and catch up; states are kept at boundaries, and resuming there is right."""

@@ -82,7 +82,6 @@ NOTHING_ELSE |= {"skipped_prefill_token_count": 0, "prefill_reasons": {}}
 
 
 @pytest.mark.parametrize("name", long_except({"hermes"}, ["hermes", "mistral", "llama3_json", "lfm2", "qwen3_coder"]))
-@pytest.mark.long
 def test_an_answer_cut_anywhere_is_accepted_back(embedded, monkeypatch, name):
     """Arguments that are no JSON are shown as the model wrote them, the same on all routes."""
     tokenizer, vocabulary = embedded.serving.tokenizer, embedded.serving.vocabulary

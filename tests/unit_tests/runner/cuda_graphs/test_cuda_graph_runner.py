@@ -66,7 +66,7 @@ PADDED = list(itertools.product(KINDS, BACKENDS, (True, False)))
 PAIRS = [(kind, BACKENDS[i % 2], i % 4 < 2) for i, kind in enumerate(KINDS)]
 
 
-@pytest.mark.parametrize(("kind", "backend", "is_caching"), long_except(PAIRS[::2], PADDED))
+@pytest.mark.parametrize(("kind", "backend", "is_caching"), long_except(PAIRS, PADDED))
 def test_padded_runs_equal_plain_ones(get_oracle, kind, backend, is_caching):
     """CU-4, CU-5, HY-10: tokens and logits, with the cache on and off, and no step that was not padded."""
     with operators_by("reference") if backend == "reference" else contextlib.nullcontext():
