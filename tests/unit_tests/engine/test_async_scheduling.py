@@ -86,21 +86,6 @@ def test_a_request_without_blocks_does_not_stop_the_others():
     paper.check_tokens()
 
 
-def test_a_request_that_lacks_blocks_is_admitted_after_the_blocks_that_it_shares_are_published():
-    """CU-6: steps stop being launched ahead once the first in the queue matches more, though no block became free.
-
-    Without a snapshot slot the request has no leader to wait for: it needs 5 blocks, 3 are free, then it shares 4.
-    """
-    paper = Paper(slots=0, total_blocks=7)
-    paper.add(0, tuple(range(16)), num_tokens_to_generate=12, ignore_eos=True)
-    paper.add(1, (*range(16), 30), num_tokens_to_generate=2, ignore_eos=True)
-    computed = [[name for name, *_ in paper.step()] for _ in range(3)]
-    assert computed == [[0], [0], [0, 1]]
-    assert paper.ahead == 1
-    paper.run()
-    paper.check_tokens()
-
-
 def test_blocks_that_end_in_a_step_ahead_leave_their_states():
     """CU-6: no step of decode waits but the first; the next turn resumes from the last of these snapshots."""
     paper = Paper()

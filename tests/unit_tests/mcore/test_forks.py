@@ -93,14 +93,6 @@ class TestOnePrefill:
         check(driver, oracle, range(6))
         assert prefilled(driver) == 55 + 40
 
-    def test_few_slots(self, start):
-        """Samples wait for the end of a prefill, though no slot is free for states to resume from on the way."""
-        driver, oracle = start(cache=CacheConfig(snapshot_slots=1, snapshot_mode="align"))
-        add_samples(driver, range(2))
-        add_samples(driver, range(2, 4), make_prompt(55, seed=1))
-        check(driver, oracle, range(4))
-        assert prefilled(driver) == 55 + 55
-
     def test_the_wait_has_a_reason(self, start):
         """KV-6: samples that wait for the end of a prefill name it, and are counted once each."""
         driver, oracle = start(cache=CacheConfig(snapshot_slots=0), max_tokens=20)

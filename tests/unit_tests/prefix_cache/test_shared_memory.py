@@ -38,6 +38,12 @@ def take(cache: PrefixCache, name: str, rank: Rank = Rank.ORDINARY) -> bool:
     return True
 
 
+@pytest.mark.parametrize(("sizes", "slot"), [((2, 2, 1, 0), 3), ((2, 3, 2, 1), 6), ((1, 4, 1, 3), 2)])
+def test_slots_apart_begin_after_the_dummy_block(sizes: tuple[int, int, int, int], slot: int):
+    """States after drafts would be overwritten by keys that are not to be stored."""
+    assert SlabLayout(*sizes).first_apart_slot == slot
+
+
 def test_blocks_of_a_request_take_the_slabs_of_snapshots():
     cache = make(2)
     leave(cache, "a", "b")

@@ -286,12 +286,6 @@ def test_only_allowed_tokens_are_kept(choose: Callable) -> None:
     assert {choose(flat, [sampling(3 * one, options)] * 10)[0] for one in uniforms} == {1, 31, 69}
 
 
-def test_bad_words_are_looked_for_in_the_answer() -> None:
-    """SA-1: a word whose first token ends the prompt may still begin there."""
-    for prompt, ruled_out in ((2, []), (1, [6]), (0, [6])):
-        assert options_of((4, 5), prompt, ((5, 6),)).ruled_out == ruled_out, f"a prompt of {prompt}"
-
-
 # Costs
 
 

@@ -79,6 +79,14 @@ class TestLedger:
         ledger.compute(12, 15)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 2)
 
+    def test_tokens_of_a_continued_output_are_computed_again(self):
+        """RL-11: those that an earlier request has generated; a token after them is new."""
+        ledger = PrefillLedger(10, 13)
+        ledger.admit(0, 0, 4, None)
+        ledger.compute(0, 12)
+        ledger.compute(12, 14)
+        assert (ledger.computed, ledger.recomputed) == (10, 3)
+
     def test_a_second_admission_counts_only_newly_skipped_tokens(self):
         """EX-2: computed 2, failed, came back when others had computed 8."""
         ledger = PrefillLedger(10)

@@ -8,9 +8,10 @@ import random
 import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.scheduling.async_planning import Chunks
+from megatron_ext.scheduling.async_planning import Chunks, plan_of
 from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.plan import StepPlan
+from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, describe_ahead
@@ -245,6 +246,34 @@ def test_more_states_than_slots_wait():
         planned = Planned(async_states=count)
         planned.add(range(17), cache_checkpoint=(12,))
         assert planned.step()[1] == ahead
+
+
+@pytest.mark.parametrize(("is_aborted", "kept"), [(False, [4, 12]), (True, [12])])
+def test_a_step_ahead_keeps_the_states_that_its_plan_would_keep(is_aborted, kept):
+    """CU-6: of a decode, unless its request has ended meanwhile, and of a prefill that passes a checkpoint."""
+    planned = Planned()
+    decode = planned.add(range(90, 93))
+    planned.add(range(40), cache_checkpoint=(12,))
+    scheduler, plan = planned.scheduler, planned.scheduler.schedule()
+    assert spans(scheduler.async_planner.plan_next(plan.chunks)) == [(1, 3, 4), (2, 5, 12)]
+    planned.commit(plan)
+    if is_aborted:
+        scheduler.end(decode, Status.ABORTED)
+    assert [one.position for one in scheduler.async_planner.adopt()] == kept
+    scheduler.check()
+
+
+def test_a_request_that_matches_more_than_before_is_waited_for():
+    """CU-6: no block became free, but those that it lacked are published by the step before the one ahead."""
+    planned = Planned(slots=0, total_blocks=7, max_tokens=16)
+    planned.add(range(16), num_tokens_to_generate=12)
+    planned.add([*range(16), 30])
+    plan = planned.scheduler.schedule()
+    ahead = planned.scheduler.async_planner.plan_next(plan.chunks)
+    assert spans(ahead) == [(1, 16, 17)], "it lacks blocks"
+    planned.commit(plan)
+    planned.scheduler.async_planner.adopt()
+    assert planned.ahead(plan_of(ahead)) == ()
 
 
 def test_a_prefill_of_generated_tokens_ends_with_a_known_one():

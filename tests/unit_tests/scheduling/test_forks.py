@@ -55,6 +55,15 @@ def test_a_prompt_without_a_first_token_or_present_blocks_is_not_taken_over(leng
     assert planned.scheduler.schedule().forks == ()
 
 
+def test_samples_wait_for_the_end_of_a_prefill_without_a_slot_for_states():
+    """Else each would compute the prompt for itself, beside a chunk that ends at a boundary."""
+    planned = Planned(slots=0, aligned_chunks=True, max_tokens=30)
+    for _ in range(2):
+        planned.add(range(22), group=GROUP)
+    assert [planned.step()[0] for _ in range(2)] == [[(1, 0, 20)], [(1, 20, 22)]]
+    assert planned.scheduler.counters.skipped_tokens == 22, "it has forked"
+
+
 def test_blocks_of_a_fork_can_be_found():
     """After a reset, too: a fork belongs to the present contents of the cache."""
     planned = Planned()

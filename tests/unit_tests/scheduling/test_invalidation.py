@@ -244,6 +244,21 @@ class TestKeys:
         assert len(roots) == len(salts)
 
 
+@pytest.mark.parametrize(("own", "dropped"), [(2, 0), (5, 1)])
+def test_a_wrong_snapshot_takes_along_what_was_computed_from_it(own: int, dropped: int):
+    """EX-15: blocks after it, and requests that go on from it, whose blocks may not be complete yet."""
+    scheduler = make_scheduler(slots=4)
+    add(scheduler, request_of(0, range(9), num_tokens_to_generate=1))
+    step(scheduler)
+    add(scheduler, second := request_of(1, [*range(8), *range(90, 90 + own)]))
+    (chunk,) = step(scheduler).chunks
+    assert chunk.start == 8
+    assert scheduler.quarantine(second.block_hashes[1], states_only=True) == dropped
+    assert second in scheduler.queues.waiting
+    assert cached_tokens(scheduler, second.tokens) == 8
+    scheduler.check()
+
+
 @pytest.mark.parametrize("opts_out", list(itertools.product([True, False], repeat=2)))
 def test_a_request_that_opts_out_neither_reads_nor_writes(opts_out: tuple[bool, bool]):
     """KV-9."""

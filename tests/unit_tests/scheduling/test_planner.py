@@ -9,10 +9,15 @@ import itertools
 
 import pytest
 
+from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.plan import Admission, Deferral, StepBudget, StepPlan
 from megatron_ext.scheduling.planner import check_admissible, plan_admission, plan_step
+from megatron_ext.scheduling.prefill_chunks import chunk_end
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.builders import Situation, frozen, make_limits, make_request
 
 
@@ -346,6 +351,13 @@ class TestGrowth:
         situation = Situation(total_blocks=4)
         situation.decoding(0, prompt=8, generated=8)
         assert chunks_of(plan(situation)) == [(100, 15, 16)]
+
+
+def test_a_chunk_of_an_audit_ends_at_the_snapshot_that_it_compares():
+    """EX-15: the states at another position are not those of the snapshot."""
+    audit = AuditTarget((), resume=12)
+    request = Request(Submission(0, tuple(range(30)), RequestParams(), arrival=0, seed=0, audit=audit))
+    assert [chunk_end(request, start, 0, make_limits(), tokens=8) for start in (0, 8, 12)] == [8, 12, 20]
 
 
 class TestAdmissible:

@@ -18,6 +18,7 @@ from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import Event, EventType
+from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.builders import make_request
@@ -168,6 +169,13 @@ class TestGenerator:
         assert draws(0, "1234/0") != draws(0, "1234/1")
         assert len(set(draws(0, 11))) == 5
 
+    def test_a_continued_output_draws_the_numbers_after_its_tokens(self):
+        """RL-11: not those that its tokens were sampled with."""
+        whole = Sequence([1, 2], 11)
+        assert whole.rng.current() == Sequence([1, 2], 11).rng.current()
+        whole.append(3)
+        assert Sequence([1, 2], 11, [3]).rng.current() == whole.rng.current()
+
     def test_a_repeated_step_draws_the_same_number(self):
         request, other = make_request(0, prompt=2), make_request(0, prompt=2)
         first = request.sequence.rng.current()
@@ -175,6 +183,16 @@ class TestGenerator:
         request.append(1)
         other.append(1)
         assert request.sequence.rng.current() == other.sequence.rng.current() != first
+
+
+def test_scores_of_a_prompt_that_is_computed_again_are_forgotten():
+    """RL-2: until its first token, which leaves all that the prompt was scored for; else some would come twice."""
+    request = make_request(0, prompt=3)
+    for scores in ([], [-2.0]):
+        request.output.prompt_log_probs.append(-2.0)
+        request.forget_scores()
+        assert request.output.prompt_log_probs == scores
+        request.append(1)
 
 
 class TestEvents:

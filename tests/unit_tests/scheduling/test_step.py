@@ -7,11 +7,13 @@ import pickle
 import random
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
 
 import pytest
 
-from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep, Scoring, describe_step
@@ -84,6 +86,12 @@ def test_end_tokens_are_forbidden_until_min_tokens():
     scheduler = hybrid_scheduler()
     scheduler.add(request_of(0, range(5), end=3, num_tokens_to_generate=4, min_tokens=2))
     assert [schedule(scheduler).chunks[0].sampling.forbidden for _ in range(3)] == [(3,), (3,), ()]
+
+
+@pytest.mark.parametrize(("prompt", "ruled_out"), [(2, []), (1, [6]), (0, [6])])
+def test_bad_words_are_looked_for_in_the_answer(prompt, ruled_out):
+    """SA-1: a word whose first token ends the prompt may still begin there."""
+    assert LogitsOptions(RequestParams(), array("I", (4, 5)), prompt, ((5, 6),)).ruled_out == ruled_out
 
 
 def test_a_repeated_step_draws_the_same_number():

@@ -40,3 +40,12 @@ def test_equal_to_a_list(chunks: list[tuple[bool, int, int]], data: st.DataObjec
 
 def test_nothing_is_known_before_the_first_chunk():
     assert TokenVersions().runs(0, 0) == ((), ())
+
+
+def test_a_continued_output_keeps_the_versions_of_its_tokens():
+    """RL-11: tokens that an earlier request has generated, and what they rest on."""
+    tracked = TokenVersions()
+    tracked.restore(((1, 2), (3, 1)), ((1, 3),))
+    tracked.admit(5)
+    tracked.compute(3, 5)
+    assert tracked.runs(0, 5) == (((1, 2), (3, 1), (5, 2)), ((1, 3), (5, 2)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from megatron_ext.config.speculation import SpeculationConfig
@@ -44,6 +46,14 @@ def test_a_probe_asks_the_layer():
     probe.drafts = 0
     assert drafting.propose(ASKS) == {}
     assert layer.asked == [{0: 2, 1: 3}]
+
+
+@pytest.mark.parametrize("event", ["reset", "notice_new_weights", "suspend", "resume"])
+def test_the_layer_follows_the_engine(event):
+    """SP-10: else it would go on from keys of old weights, or hold memory that was to be free."""
+    layer = mock.Mock()
+    getattr(Drafting(SpeculationConfig(**NGRAM | {"speculative_method": "mtp"}), layer), event)()
+    getattr(layer, event).assert_called_once_with()
 
 
 @pytest.mark.parametrize(("cost", "drafts"), [(0.0, 4), (0.15, 2), (3.0, 0)])

@@ -146,6 +146,13 @@ class TestBoundaryOfTheLeader:
         assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(8, 17), (0, 12)]
         assert follower.sequence.ledger.skipped == 0
 
+    def test_it_does_not_wait_for_states_that_no_slot_is_left_for(self):
+        """KV-6: the leader could not keep them, and the wait would save nothing."""
+        scheduler = make_scheduler(LRU, slots=0)
+        add(scheduler, request_of(0, range(17)), request_of(1, range(12)))
+        plan = step(scheduler)
+        assert (len(plan.admissions), plan.deferrals) == (2, ())
+
     def test_it_does_not_wait_for_a_leader_of_this_step_that_begins_on_the_boundary(self):
         """KV-6: this also holds for a leader that resumes there."""
         scheduler = make_scheduler(LRU, slots=8)
