@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_ext.config import CacheConfig, RequestParams
+from megatron_ext.mcore.inference_request import RequestConversion
 from megatron_ext.scheduling.record import Status
 from tests.unit_tests.support.driver import Driver, assert_equals_expected, make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
@@ -84,6 +86,14 @@ def test_texts_with_special_tokens(model, free):
     cut, _ = generate(model, ends=ends, ignore_eos=True, skip_special_tokens=False, stop_words=(f"<{free[6]}>",))
     at = free.index(free[6])
     assert cut.generated_text == "".join(f"<{token}>" for token in free[:at])
+
+
+def test_megatrons_requests_have_no_token_of_a_stop_word(model, free):
+    """As in Megatron, generated tokens end where the text does."""
+    word = f"<{free[3]}><{free[4]}>"
+    record, _ = generate(model, stop_words=(word,))
+    conversion = RequestConversion(PieceTokenizer(HYBRID.vocab_size).detokenize, None, 16, False, torch.device("cpu"))
+    assert conversion.convert(record, SamplingParams(stop_words=[word]), 12).generated_tokens == list(free[:3])
 
 
 class TestNoToken:

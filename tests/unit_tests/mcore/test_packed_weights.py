@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_ext.config import BatchingConfig, ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import packed_weights
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
+from megatron_ext.mcore.core_factory import ContextResources
 from megatron_ext.mcore.packed_weights import PackedWeights, pack_weights, unpack_weights
 from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors
 from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
@@ -475,7 +477,9 @@ class TestKeptOriginals:
         """An engine that is suspended or closed frees them; those that replace a parameter stay."""
         model, packed = packed_model(TIED)
         copies = [weakref.ref(model.output_layer.packed)]
-        packed.release()
+        controller = mock.Mock(packed=packed)
+        controller.inference_wrapped_model.model = model
+        ContextResources(mock.Mock(), controller).free()
         assert [one() for one in copies] == [None]
         assert [layer for layer in layers(model) if layer.packed is None] == [model.output_layer]
         packed.refresh()

@@ -15,7 +15,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, Reques
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import assemble, platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.warm_up import PHASE, WarmUpPart, profile, run_tasks, warm_up
+from megatron_ext.mcore.warm_up import PHASE, PROFILE, WarmUpPart, profile, run_tasks, warm_up
 from megatron_ext.memory import budget, state_pool
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
@@ -280,6 +280,14 @@ class TestStart:
             warm_up(parts, phase, is_visible=False)
         phase.assert_called_once_with(PHASE)
         assert launches
+
+    def test_on_a_device_a_profile_run_follows(self):
+        """EX-6."""
+        part, phase = mock.MagicMock(is_needed=False, operators=None), mock.MagicMock()
+        part.context.staging_rules.device = torch.device("cuda")
+        part.largest_bytes.return_value = part.context.plan.activation_bytes = 1
+        warm_up([part], phase)
+        phase.assert_called_once_with(PROFILE)
 
     @pytest.mark.parametrize(
         ("device", "preferred", "is_interpreted", "expected"),

@@ -185,23 +185,6 @@ def test_tokens_of_two_decodes(get_oracle):
         assert_equals_oracle(driver, request_id, get_oracle("attention_only"))
 
 
-def test_snapshots_that_fail_leave_no_tokens(get_oracle, monkeypatch):
-    """CU-6: a step that fails after its tokens were sampled is followed by none that takes them."""
-    driver = new_driver("hybrid", get_oracle, **SIZES)
-
-    def broken() -> None:
-        raise RuntimeError("the device is gone")
-
-    driver.add(0, make_prompt(840), num_tokens_to_generate=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(driver.context, "finish_snapshots", broken)
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            driver.step()
-    assert not driver.context.cuda_graph_runner.prev_sampled_token_ids.are_on_device
-    driver.run()
-    assert_equals_oracle(driver, 0, get_oracle("hybrid"))
-
-
 @pytest.mark.parametrize(
     ("seed", "kind", "settings"),
     [
