@@ -130,7 +130,7 @@ class TestMark:
     def test_no_other_file_is_imported_for_the_marks_alone(self, expression: str, imported: set[str]):
         """Nor for `numbers`, nor for both, which `.ci/run` asks for."""
         config = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
-        files = {"base": "test_base.py", "ops": "ops/test_scans.py", "config": "test_config.py"}
+        files = {"base": "test_base.py", "ops": "ops/test_scans.py", "config": "config/test_config.py"}
         paths = {name: ROOT / "tests/unit_tests" / path for name, path in files.items()}
         ignored = {name for name, path in paths.items() if marked_files.pytest_ignore_collect(path, config)}
         assert paths.keys() - ignored == imported

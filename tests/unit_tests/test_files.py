@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.files import read_text
+from megatron_ext.files import read_json, read_text
 
 
 def test_a_text_up_to_its_limit(tmp_path: Path):
@@ -79,3 +79,30 @@ def test_a_file_replaced_by_a_pipe_does_not_block(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("megatron_ext.files.os.stat", lambda _: status)
     with pytest.raises(ConfigError, match="a named pipe"):
         read_text(pipe, 10)
+
+
+DEEP = {
+    "too deep for the decoder": '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "too deep for its readers": '{"a": ' + "[" * 40 + "]" * 40 + "}",
+    "in objects": '{"a":' * 40 + "1" + "}" * 40,
+}
+
+
+@pytest.mark.parametrize("how", DEEP)
+def test_json_that_is_nested(how: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(DEEP[how])
+    with pytest.raises(CheckpointError, match="nested more than 32 deep") as caught:
+        read_json(tmp_path / "config.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_json_up_to_its_limits(tmp_path: Path):
+    path = tmp_path / "x.json"
+    path.write_text('{"a": ' + "[" * 30 + "]" * 30 + "}")
+    assert len(str(read_json(path, limit=100))) == 67
+    with pytest.raises(CheckpointError, match="such a file may have 60"):
+        read_json(path, limit=60)
+    path.write_text('{"a": ' + "9" * 10_000 + "}")
+    with pytest.raises(CheckpointError, match=r"x\.json cannot be read: ") as caught:
+        read_json(path)
+    assert "\n" not in str(caught.value)

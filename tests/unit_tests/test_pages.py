@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from arguments.parser import build_server_parser
 from megatron_ext.commands.main import main
 from tests.unit_tests.support.source import ROOT
 from tools.pages import chart, figures, reference, staging, terminal
+from tools.pages.attributes import Field, fields_of
 from tools.pages.staging import BrokenLinkError
 
 CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
@@ -230,3 +232,23 @@ class TestReference:
         text = reference.python()
         assert "\n## load_engine\n" in text
         assert "\n### LoadedEngine.generate\n" in text
+
+
+@dataclasses.dataclass
+class Sample:
+    """Sample.
+
+    Attributes:
+        one: First line,
+            and a second one.
+    """
+
+    one: int = 0  # not this
+    two: str | None = None  # of the comment
+
+
+def test_meanings_come_from_docstrings_and_comments():
+    assert fields_of(Sample) == {
+        "one": Field("int", "First line, and a second one."),
+        "two": Field("str | None", "of the comment"),
+    }

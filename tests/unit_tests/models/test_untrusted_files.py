@@ -18,7 +18,6 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.files import read_json
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights, read_hf_config, translate
 from megatron_ext.models.load import load_model
@@ -321,33 +320,6 @@ def test_a_tensor_of_nothing_is_not_split_for_ever(llama_copy: Path) -> None:
 
 
 # Configurations
-
-DEEP = {
-    "too deep for the decoder": '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
-    "too deep for its readers": '{"a": ' + "[" * 40 + "]" * 40 + "}",
-    "in objects": '{"a":' * 40 + "1" + "}" * 40,
-}
-
-
-@pytest.mark.parametrize("how", DEEP)
-def test_json_that_is_nested(how: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(DEEP[how])
-    with pytest.raises(CheckpointError, match="nested more than 32 deep") as caught:
-        read_json(tmp_path / "config.json")
-    one_line(caught)
-
-
-def test_json_up_to_its_limits(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text('{"a": ' + "[" * 30 + "]" * 30 + "}")
-    assert len(str(read_json(path, limit=100))) == 67
-    with pytest.raises(CheckpointError, match="such a file may have 60"):
-        read_json(path, limit=60)
-    path.write_text('{"a": ' + "9" * 10_000 + "}")
-    with pytest.raises(CheckpointError, match=r"x\.json cannot be read: ") as caught:
-        read_json(path)
-    one_line(caught)
-
 
 FAMILIES = {  # fixture and shape
     "mamba": ("mambas", "mamba, tied"),

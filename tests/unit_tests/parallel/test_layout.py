@@ -78,13 +78,6 @@ class TestWorlds:
             plan_layout(parallel, world)
         assert all(word in str(error.value) for word in words), error.value
 
-    def test_replicas_that_share_experts_are_not_checked(self):
-        """MR-2: they would wait for each other; experts within a replica are checked."""
-        dataclasses.replace(sizes(tp=2, ep=2, etp=1), check_ranks=True)
-        for spread in (sizes(ep=2), sizes(tp=2, ep=2)):
-            with pytest.raises(ConfigError, match=r"--check-ranks and --expert-model-parallel-size 2 .* leave --check"):
-                dataclasses.replace(spread, check_ranks=True)
-
     def test_alone_is_told_how_to_start(self):
         with pytest.raises(ConfigError) as error:
             plan_layout(sizes(tp=2, pp=2), 1, is_launched=False, program="tools/run_inference.py")

@@ -45,3 +45,16 @@ def test_a_snapshot_counts_while_its_block_is_known():
     assert skipped(blocks(BlockRemoved([2, 1])), states(StateRemoved([1])), blocks(RUN)) == 0
     assert skipped(states(StateStored([0, 2]))) == 3
     assert skipped(states(AllStatesCleared()), states(StateStored([0]))) == 1
+
+
+def test_a_cache_that_is_cleared_leaves_the_other_one_of_its_replica():
+    """RP-3: equal blocks of two ranks are reported apart."""
+    router = Router()
+    router.join("r", SIZE)
+    caches = [PublishedCache(router, "r", rank, SIZE, POOL) for rank in (0, 1)]
+    for cache in caches:
+        list(cache.apply_blocks(RUN))
+    prompt = router.prompt(range(4 * SIZE))
+    for cache, left in zip(caches, (3, 0), strict=True):
+        list(cache.apply_blocks(AllBlocksCleared()))
+        assert router.route(prompt).skipped == left * SIZE

@@ -61,6 +61,14 @@ def test_load_is_tokens_not_requests():
     assert [view.load for view in router.replicas()] == [1000, 100]
 
 
+def test_the_load_by_other_routers_replaces_what_was_said_before():
+    """RP-2: of each of their requests the recent average is expected, and no more than their limit."""
+    router = fleet(count=1)
+    for requests, prompt_tokens, output_tokens, load in ((2, 100, 8, 108), (2, 100, 50_000, 612), (0, 0, 0, 0)):
+        router.note_others("0", requests, prompt_tokens, output_tokens)
+        assert router.replicas()[0].load == load
+
+
 @pytest.mark.parametrize(("alpha", "expected"), [(1.0, Decision("0", 96)), (0.5, Decision("1", 0))])
 def test_alpha_weighs_affinity_against_load(alpha, expected):
     """RP-2: 96 tokens could be skipped where 200 are to be computed before."""
@@ -217,6 +225,13 @@ def test_a_match_of_half_the_prompt_is_none_of_many_conversations():
     half, less = ([*range(16), *range(100, 100 + more)] for more in (16, 17))
     assert router.route(router.prompt(half)).replica == "1"
     assert router.route(router.prompt(less)).replica == "0"
+
+
+def test_a_match_of_less_draws_a_prompt_to_a_replica_with_much_memory():
+    """TE-6: what the replica holds more than others costs by its share of the memory, not of what it holds."""
+    router = fleet(count=2, blocks=1000)
+    hold(router, "1", 16)
+    assert router.route(router.prompt([*range(16), *range(100, 117)])) == Decision("1", 16)
 
 
 def test_expected_length_follows_other_requests():

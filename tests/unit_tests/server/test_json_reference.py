@@ -18,26 +18,12 @@ from megatron_ext.commands.main import main
 from megatron_ext.scheduling.record import RequestRecord
 from tests.unit_tests.support.server import embedded_engine
 from tools.pages import json_fields
-from tools.pages.attributes import Field, fields_of
 
 
 @functools.cache
 def page() -> str:
     """The page."""
     return json_fields.json_fields()
-
-
-@dataclasses.dataclass
-class Sample:
-    """Sample.
-
-    Attributes:
-        one: First line,
-            and a second one.
-    """
-
-    one: int = 0  # not this
-    two: str | None = None  # of the comment
 
 
 def beyond(model: BaseModel, path: str = "") -> set[str]:
@@ -107,10 +93,3 @@ def test_answers(serve):
 def test_a_field_without_a_meaning_is_an_error():
     with pytest.raises(ValueError, match="the field new has no meaning"):
         json_fields.rows_of([("new", "integer")], {})
-
-
-def test_meanings_come_from_docstrings_and_comments():
-    assert fields_of(Sample) == {
-        "one": Field("int", "First line, and a second one."),
-        "two": Field("str | None", "of the comment"),
-    }

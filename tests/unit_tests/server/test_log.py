@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from megatron_ext.server import access, api_errors
 from megatron_ext.server.log import (
     LONGEST_MESSAGE,
     LONGEST_TRACEBACK,
+    REQUEST_ID,
     BoundedRate,
     LineFormatter,
     printable,
@@ -307,6 +309,12 @@ class TestLines:
         logger, written = log
         logger.info("%d steps", 3)
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO some\.where: 3 steps\n", written())
+
+    def test_with_the_id_of_the_request(self, log):
+        logger, written = log
+        copy_context().run(lambda: (REQUEST_ID.set("r7"), logger.info("slow")))
+        logger.info("idle")
+        assert [line.partition("some.where: ")[2] for line in written().splitlines()] == ["slow request=r7", "idle"]
 
     def test_control_characters_never_reach_a_terminal(self, log):
         """Nor line ends, which could forge a record, nor what turns the direction of a text."""

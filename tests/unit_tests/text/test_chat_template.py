@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.chat_template import LONGEST_VARIABLE, ChatOptions
+from megatron_ext.text.raw_arguments import INVALID_JSON
 from megatron_ext.text.tokenizer import TextTokenizer
 from megatron_ext.text.tokenizer_files import copy_tokenizer_files
 from tests.unit_tests.support import hf_tokenizers
@@ -118,6 +119,22 @@ def test_messages_of_tools(directory: Path) -> None:
         '{"role": "assistant", "tool_calls": [{"name": "look_up"}]}'
         '{"role": "tool", "content": [{"type": "text", "text": "Paris"}]}'
     )
+
+
+def test_arguments_that_are_no_object_are_shown_as_they_are(directory: Path) -> None:
+    """A template that writes JSON shows the text itself; one that writes members has one for it."""
+    (directory / "chat_template.jinja").write_text(
+        "{% set given = messages[0].tool_calls[0].function.arguments %}{{ given | tojson }}{{ given.INVALID_JSON }}"
+    )
+    call = {"function": {"name": "look_up", "arguments": {INVALID_JSON: '{"city": "Par'}}}
+    found = TextTokenizer(directory).apply_chat_template([{"role": "assistant", "tool_calls": [call]}])
+    assert found == '{"city": "Par' * 2
+
+
+@pytest.mark.parametrize("name", ["a-b", "a" * (LONGEST_VARIABLE + 1), "bos_token"])
+def test_names_that_a_variable_cannot_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^chat_template_kwargs: '?{name[:LONGEST_VARIABLE]}"):
+        ChatOptions(variables={name: 1}).check("")
 
 
 def test_where_the_template_is(directory: Path) -> None:

@@ -42,6 +42,7 @@ DELTA = {"recurrent_layer": "gated_delta_net"}
 MAMBA1 = {"recurrent_layer": "mamba1"}
 MOE = {"hybrid_override_pattern": "M*E", "num_experts": 8}
 SIGMOID = MOE | {"moe_router_score_function": "sigmoid"}
+EXPERTS = {"expert_model_parallel_size": 2, "check_ranks": True}
 GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 
 # class, what is given, and what the message must name.
@@ -126,6 +127,7 @@ REFUSED = [
     (ParallelConfig, {"tensor_model_parallel_size": 10**9}, ["--tensor-model-parallel-size 1000000000", "1048576"]),
     (ParallelConfig, {"num_layers_in_first_pipeline_stage": 2}, ["first-pipeline-stage 2", "-parallel-size 2 or more"]),
     (ParallelConfig, {"num_layers_in_last_pipeline_stage": 2}, ["last-pipeline-stage 2", "leave it out"]),
+    (ParallelConfig, EXPERTS, ["--check-ranks and --expert-model-parallel-size 2", "leave --check-ranks out"]),
     (ParallelConfig, {"distributed_timeout_minutes": 0.0}, ["--distributed-timeout-minutes 0.0", "more than zero"]),
     (ParallelConfig, {"distributed_timeout_minutes": INF}, ["--distributed-timeout-minutes inf"]),
     (BatchingConfig, {"block_size": 0}, ["block size 0", "positive"]),
@@ -321,12 +323,14 @@ def lines_of_require(module: types.ModuleType) -> set[int]:
         (SourceConfig, {}),
         (ParallelConfig, {}),
         (ParallelConfig, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}),
+        (ParallelConfig, EXPERTS | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
         (BatchingConfig, {}),
         (BatchingConfig, {"buffer_size_gb": 0.0}),  # too small, which the budget says with the number that would do
         (BatchingConfig, {"max_tokens": 9, "max_requests": 9}),
         (BatchingConfig, {"paused_buffer_size_gb": 0.0}),
         (RequestParams, {}),
         (RequestParams, {"top_p": 1.0, "top_k": 3, "temperature": 2.0}),
+        (RequestParams, {"logit_bias": TokenBiases.of({3: 100.0, 4: -100.0})}),
         (RunConfig, {}),
         (RunConfig, {"batch_boundaries": (0, 4), "drain_between_batches": True}),
         (RunConfig, {"incoming_requests_per_step": 1, "incoming_requests_per_sec": 1.0}),  # steps decide
