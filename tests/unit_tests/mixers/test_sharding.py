@@ -64,7 +64,7 @@ WHOLE = {"dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight"}
 PREFIX = "decoder.layers.0.mixer."
 
 
-def mixer_of_rank(kind: str, index: int, ranks: int) -> RecurrentMixer:
+def mixer_of_rank(kind: str, index: int, ranks: int, **fields: object) -> RecurrentMixer:
     with as_rank(index, ranks) as groups:
         return MIXERS[kind](
             transformer_config(CONFIGS[kind], torch.float32),
@@ -72,7 +72,7 @@ def mixer_of_rank(kind: str, index: int, ranks: int) -> RecurrentMixer:
             HIDDEN,
             layer_number=1,
             pg_collection=groups,
-            **FIELDS[kind],
+            **FIELDS[kind] | fields,
         )
 
 
@@ -193,6 +193,16 @@ PLACES = {
         "out_proj.weight": ((16, 40), (0, 20)),
     },
 }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_multipliers_of_a_projection_are_those_of_its_parts(ranks: int) -> None:
+    """FA-1: a factor each of z, x, B, C and dt, whatever a rank has of them."""
+    factors, sizes = (2.0, 3.0, 4.0, 5.0, 6.0), [size // ranks for size in ZXBC_DT]
+    mixer = mixer_of_rank("mamba2", ranks - 1, ranks, multipliers=factors)
+    conv_inputs, (dt,), z = mixer.split(torch.ones(sum(sizes)))
+    parts = torch.cat([z, conv_inputs, dt]).split(sizes)
+    assert [one.unique().tolist() for one in parts] == [[factor] for factor in factors]
 
 
 @pytest.mark.parametrize("kind", MIXERS)

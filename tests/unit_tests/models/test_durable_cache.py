@@ -23,7 +23,6 @@ from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.models.durable_cache import keep_cache
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
-from megatron_ext.prefix_cache.disk.agreement import Alone
 from megatron_ext.prefix_cache.disk.announcing import announce
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.slot import take_slot
@@ -277,28 +276,6 @@ def test_what_is_written_first_can_be_used_without_the_rest(get_driver, tmp_path
     assert driver.engine.core.disk.counts()["loaded"] == counts["written"]
     _, _, skipped = served(driver)
     assert any(skipped)
-    driver.engine.close()
-
-
-class SlowerRank(Alone):
-    """Agreement with a rank that has no time to write the fourth entry."""
-
-    def least_written(self, number: int, seconds: float) -> int:
-        return min(number, 3)
-
-
-def test_ranks_write_the_same_entries(get_driver, tmp_path):
-    """DC-4: what another rank has no time for is not kept here, either."""
-    driver = started(get_driver, tmp_path / "cache")
-    served(driver)
-    use, disk = driver.engine.statistics().use, driver.engine.core.disk
-    disk._ranks = SlowerRank()
-    driver.engine.close()
-    counts = disk.counts()
-    assert counts["blocks"] + counts["snapshots"] == 3
-    assert counts["left_out"] == use.blocks_cached + use.slots_used + use.provisional_slots - 3
-    driver = started(get_driver, tmp_path / "cache")
-    assert driver.engine.core.disk.counts()["loaded"] == 3
     driver.engine.close()
 
 

@@ -64,6 +64,13 @@ def test_tied_embeddings_have_one_tensor() -> None:
     assert ours.shared_embedding_or_output_weight() is model.shared_embedding_or_output_weight()
 
 
+def test_experts_in_one_module_are_shared_in_their_order() -> None:
+    """Transformer Engine has the weights of all experts of a layer in one module, by number."""
+    names = share(models.build("hybrid, experts", fused=True)).names.items()
+    experts = [(ours.split(".local_experts.")[1], theirs) for ours, theirs in names if ".local_experts." in ours]
+    assert [ours[0] for ours, _ in experts] == [theirs[-1] for _, theirs in experts] != []
+
+
 class Odd(nn.Module):
     """Module that no engine knows."""
 

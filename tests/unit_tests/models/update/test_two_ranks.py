@@ -1,0 +1,114 @@
+"""RL-1, RL-7: updates on the first of two ranks, which has some rows of one weight; the other one's answers are given.
+
+whole weight, [8, 2]:   rows 0 1 2 3 4 5 6 7
+here, [4, 2]:                    2 3     6 7
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard, init_device_mesh
+
+from megatron_ext.errors import ConfigError, WeightUpdateError
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.checkpoint.weight_shards import Piece, ShardSpec
+from megatron_ext.models.update import ranks, shards
+from megatron_ext.models.update.naming import OwnNames
+from megatron_ext.models.update.ranks import RankWeights
+from megatron_ext.models.update.shards import ShardOptions, ShardWeights
+from megatron_ext.parallel.parallel_context import ParallelContext
+
+WHOLE = torch.arange(1.0, 17.0).view(8, 2)
+HERE = WHOLE[[2, 3, 6, 7]]
+
+
+def piece(first: int, here: int, count: int) -> Piece:
+    columns = slice(0, 2)
+    return Piece((slice(first, first + count), columns), (slice(here, here + count), columns))
+
+
+class OtherRank(ParallelContext):
+    """All ranks, of which the other one gives these answers."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = iter(answers)
+
+    def gather(self, one: object) -> list[object]:
+        return [one, next(self._answers)]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is: it is this rank's."""
+
+
+class Part:
+    """Part of the model on this rank, all zeros; a model is asked for its shards when an update is made ready."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = nn.Linear(2, 4, bias=False).requires_grad_(False)
+        self.model.weight.zero_()
+        self.pieces = (piece(2, 0, 2), piece(6, 2, 2))
+        for module in (ranks, shards):
+            monkeypatch.setattr(module, "model_shards", lambda _: {"weight": ShardSpec("weight", (8, 2), self.pieces)})
+
+    def lead(self, *answers: object) -> None:
+        """Write the whole tensor; the other rank answers to its check, and after its writes."""
+        loaded = SimpleNamespace(model=self.model)
+        weights = RankWeights(loaded, OwnNames, lambda _: pytest.fail("no checkpoint"), OtherRank({}, *answers))
+        weights.lead({"weight": WHOLE}, lambda _: None, partial=False, keep_old=False)
+
+    def write(self, given: Tensor, *answers: object) -> None:
+        """Write this rank's tensor; the other rank answers with its options, to its check, and after its writes."""
+        context = OtherRank(*answers) if answers else None
+        ShardWeights(self.model, context, source_is_gpt=False).write({"weight": given}, ShardOptions())
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Part:
+    return Part(monkeypatch)
+
+
+def test_each_rank_writes_its_own_rows(part):
+    part.lead(None, None)
+    assert torch.equal(part.model.weight, HERE)
+
+
+def test_nothing_is_written_before_all_ranks_have_checked(part):
+    with pytest.raises(ConfigError, match="rank 1: no memory"):
+        part.lead(ConfigError("no memory"), None)
+    assert not part.model.weight.any()
+
+
+def test_a_write_that_fails_on_another_rank_fails_here(part):
+    with pytest.raises(WeightUpdateError, match="rank 1: a fault"):
+        part.lead(None, "a fault")
+
+
+def test_all_pieces_of_a_shard_are_written(part):
+    part.write(HERE)
+    assert torch.equal(part.model.weight, HERE)
+
+
+def test_shards_with_other_options_on_another_rank_are_refused(part):
+    with pytest.raises(ConfigError, match="rank 1 gives weights_version=1, and the first rank None"):
+        part.write(HERE, (ShardOptions(weights_version=1), None), None, None)
+    assert not part.model.weight.any()
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_dtensor_of_other_rows_is_refused(part, first):
+    """Its local part has the right shape, and would be taken for the rows of the engine's layout."""
+    platform.initialize()
+    given = DTensor.from_local(HERE, init_device_mesh("cpu", (1,)), [Shard(0)], shape=WHOLE.shape, stride=(2, 1))
+    part.pieces = (piece(first, 0, 4),)
+    with mock.patch.object(DeviceMesh, "size", return_value=2):  # this rank is the first in it
+        if first:
+            with pytest.raises(ConfigError, match=r"whose part here is \[0:4, 0:2\], and this rank has \[4:8, 0:2\]"):
+                part.write(given)
+        else:
+            part.write(given)
+    assert torch.equal(part.model.weight, torch.zeros(4, 2) if first else HERE)
