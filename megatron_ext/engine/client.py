@@ -167,7 +167,7 @@ class EngineClient:
 
         Args:
             requests: Requests to end.
-            at_once: Whether to make a call and wait for it, so that the memory is free on return.
+            at_once: Whether to submit a call as well, so that a suspended engine frees the memory, too.
         """
         for request in requests:
             request.is_abandoned = True

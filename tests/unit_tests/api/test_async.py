@@ -18,10 +18,8 @@ from megatron_ext import (
     StreamPart,
     load_engine,
 )
-from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.scheduling.record import Status
 from tests.unit_tests.api.conftest import SMALL
-from tests.unit_tests.support.holding import PATIENCE, held_steps
+from tests.unit_tests.support.holding import held_steps
 
 GREEDY = RequestParams(num_tokens_to_generate=12)
 LONG = RequestParams(num_tokens_to_generate=200, ignore_eos=True)
@@ -150,32 +148,6 @@ class TestLeaving:
             await fail()
         gc.collect()  # the error's traceback held the stream
         assert owns_nothing(engine)
-
-    def test_a_reader_that_cannot_be_told(self, engine):
-        """TE-6: a reader whose event loop is gone ends its request at the first update, and affects no other."""
-
-        def fail() -> None:
-            raise RuntimeError("Event loop is closed")
-
-        request = EngineRequest((5, 6, 7), LONG, is_streamed=True, notify=fail)
-        engine._client.submit([request]).result()
-        record = request.record.result()
-        assert record.status is Status.ABORTED
-        assert len(record.generated_tokens) < LONG.num_tokens_to_generate
-
-    def test_nothing_else_is_asked(self, engine, monkeypatch):
-        """TE-6: the next step finds out by itself that nothing waits for a request any more."""
-        request, step, has_left = EngineRequest((5, 6, 7), LONG), engine._engine.core.step, threading.Event()
-
-        def held():
-            assert has_left.wait(PATIENCE)
-            return step()
-
-        monkeypatch.setattr(engine._engine.core, "step", held)
-        engine._client.submit([request]).result()
-        engine._client.abort([request])
-        has_left.set()
-        assert request.record.result().status is Status.ABORTED
 
     async def test_closing(self, engine):
         with held_steps(engine._client):

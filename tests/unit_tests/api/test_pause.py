@@ -99,14 +99,6 @@ class TestPause:
             "generation resumes by itself: it was paused for 0.05 s at most"
         ]
 
-    def test_a_timer_ends_its_own_pause_only(self, engine):
-        engine.pause_generation(max_seconds=1000)
-        first = engine.client.pausing
-        engine.pause_generation()
-        engine._call(engine.client._time_out, first)
-        assert engine.is_paused
-        assert first._timer.finished.is_set(), "it does not run for 1000 s"
-
     def test_mistakes(self, engine):
         for settings in ({"max_seconds": 0}, {"max_seconds": float("nan")}, {"max_seconds": 1e30}, {"mode": "wait"}):
             with pytest.raises(ConfigError):
