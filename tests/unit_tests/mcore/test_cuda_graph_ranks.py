@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -12,8 +10,6 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.core_factory import ContextResources
 from megatron_ext.mcore.cuda_graph_ranks import Messages, check_ranks, uncaptured_sizes
 from megatron_ext.mcore.cuda_graph_setup import new_runner
-from megatron_ext.parallel.commands import WeightsChanged
-from megatron_ext.parallel.worker import Worker
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.graph_capture import Graph
 from tests.unit_tests.support.models import CONFIGS
@@ -101,11 +97,3 @@ def test_ranks_drop_their_graphs_together(get_oracle, has_peers):
     resources.allocate()
     resources.capture()
     assert bool(runner._captured) is not has_peers
-
-
-def test_other_ranks_are_told():
-    """CU-21: a rank that follows drops its graphs at the command, before the next step."""
-    memory = mock.MagicMock()
-    worker = Worker(0, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(), memory)
-    worker.obey([WeightsChanged(restarts=True)])
-    memory.use_new_weights.assert_called_once_with()

@@ -17,6 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import packed_weights
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.mcore.core_factory import ContextResources
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.packed_weights import PackedWeights, pack_weights, unpack_weights
 from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors
 from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
@@ -472,6 +473,13 @@ class TestKeptOriginals:
         assert_same(found, dict(build_slow_decay(CONFIGS["hybrid"]).named_parameters()))
         held_twice = sum(layer.weight.numel() * 4 for layer in layers(model))
         assert (packed.additional_bytes, packed.bytes_held_twice) == (held_twice, held_twice)
+
+    def test_output_rows_that_are_read_keep_their_values(self, monkeypatch):
+        """SP-15: a last stage reads them as embeddings, for multi-token prediction."""
+        monkeypatch.setattr(HybridModel, "reads_output_rows", True)
+        model, _ = packed_model()
+        expected = build_slow_decay(CONFIGS["hybrid"]).output_layer.weight
+        assert torch.equal(model.output_layer.weight, expected)
 
     def test_copies_are_freed_and_packed_again(self):
         """An engine that is suspended or closed frees them; those that replace a parameter stay."""

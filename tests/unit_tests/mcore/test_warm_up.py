@@ -20,7 +20,6 @@ from megatron_ext.memory import budget, state_pool
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
-from megatron_ext.ops.triton import kernel_registry
 from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel, Launch, watch
 from megatron_ext.runner import warm_up as steps
 from megatron_ext.runner.warm_up import StepClass
@@ -220,14 +219,6 @@ class TestRandomRequests:
 
 
 class TestLimits:
-    def test_no_step_is_larger_than_requests_can_make_it(self, build):
-        """CU-20."""
-        built = build(config_of("hybrid", "M*-"), max_requests=1, max_tokens=3)
-        context = built.engine.context
-        classes = list(steps.step_classes(context.plan, context.staging_rules))
-        assert {(one.decodes, one.tokens) for one in classes} == {(1, 0), (0, 1), (0, 2), (0, 3)}
-        assert built.served(10) <= built.warmed()
-
     def test_snapshot_slots_hold_nothing_afterwards(self, build):
         """CU-20: a dummy request's states are no snapshot."""
         built = build(config_of("hybrid", "M*-"))
@@ -238,17 +229,9 @@ class TestLimits:
 class TestFullSteps:
     """EX-6: what a profile run computes; `fake_cuda` runs it."""
 
-    @pytest.mark.parametrize(("tokens", "longest", "prefills"), [(40, 96, [40]), (40, 16, [16, 16, 8]), (12, 96, [12])])
-    def test_they_are_the_largest(self, build, tokens, longest, prefills):
-        built = build(config_of("hybrid", "M*-"), max_requests=12, max_tokens=tokens, max_sequence_length=longest)
-        context = built.engine.context
-        whole, short, decodes = steps.full_steps(context.plan, context.staging_rules)
-        assert [(one.start, one.end) for one in whole.chunks] == [(0, length) for length in prefills]
-        assert [(one.start, one.end) for one in short.chunks] == [(longest - min(tokens, longest), longest)]
-        assert [(one.start, one.end) for one in decodes.chunks] == [(longest - 1, longest)] * 12
-        assert [one.num_decode for one in (whole, short, decodes)] == [0, 0, 12]
-        for step in (whole, short, decodes):
-            assert {block for one in step.chunks for block in one.block_ids} == {context.plan.geometry.blocks}
+    def test_they_can_be_computed(self, build):
+        built = build(config_of("hybrid", "M*-"), max_requests=12, max_tokens=40, max_sequence_length=16)
+        for step in steps.full_steps(built.engine.context.plan, built.engine.context.staging_rules):
             built.parts[0].run(step)
 
     def test_there_is_none_on_a_cpu(self, build, caplog):
@@ -304,20 +287,6 @@ class TestStart:
         monkeypatch.setattr(triton, "is_interpreted", lambda: is_interpreted)
         monkeypatch.setattr(triton, "_device_problem", lambda index: None)
         assert triton.compiles(torch.device(device, 0), preferred) is expected
-
-
-def test_specialization_is_what_triton_compiles_for():
-    """CU-20: the same facts as those of Triton's own key, for each parameter that it looks at."""
-    kernel = next(one for one in kernel_registry.all_kernels() if one.name == "conv_states")
-    whole = torch.zeros(64, dtype=torch.bfloat16)
-    given = dict.fromkeys(kernel.pointers, whole) | dict.fromkeys(kernel.strides, 16) | {"kept": 1}
-    found = kernel.specialization(given)
-    assert found == {
-        f"{name}: 16" for name in ("x", "live", "snapshots", "x_row", "live_row", "snapshot_row", "channels")
-    }
-    odd = kernel.specialization(given | {"x": whole[1:], "slots": whole[1:], "live_row": 1, "channels": 2**31})
-    assert found - odd == {"x: 16", "live_row: 16"}
-    assert odd - found == {"live_row: 1", "channels: i64"}
 
 
 @pytest.mark.parametrize("pipeline", [0, 1])

@@ -91,6 +91,21 @@ def test_a_launch_that_was_not_compiled_is_an_error() -> None:
         kernel.launch((1,), kernel.configs[0], **wrong)
 
 
+@needs_triton
+def test_specialization_is_what_triton_compiles_for() -> None:
+    """CU-20: the same facts as those of Triton's own key, for each parameter that it looks at."""
+    kernel = next(one for one in all_kernels() if one.name == "conv_states")
+    whole = torch.zeros(64, dtype=torch.bfloat16)
+    given: dict[str, object] = dict.fromkeys(kernel.pointers, whole) | dict.fromkeys(kernel.strides, 16) | {"kept": 1}
+    found = kernel.specialization(given)
+    assert found == {
+        f"{name}: 16" for name in ("x", "live", "snapshots", "x_row", "live_row", "snapshot_row", "channels")
+    }
+    odd = kernel.specialization(given | {"x": whole[1:], "slots": whole[1:], "live_row": 1, "channels": 2**31})
+    assert found - odd == {"x: 16", "live_row: 16"}
+    assert odd - found == {"live_row: 1", "channels: i64"}
+
+
 class OnSecondDevice(torch.Tensor):
     """Tensor that says to be on the second CUDA device."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 from megatron_ext.parallel.commands import Action, Batch, Command, Resume, WeightsChanged
 from megatron_ext.parallel.driver import Driver
+from megatron_ext.parallel.worker import Worker
 
 
 class Sent(list[Batch]):
@@ -87,3 +90,11 @@ def test_other_engines_keep_their_ranks():
     driver.idle()
     driver.stop()
     assert sent.actions == [Action.IDLE, Action.IDLE, Action.STOP]
+
+
+def test_a_follower_drops_what_it_made_of_old_weights():
+    """CU-21, SC-12: packed copies and graphs, at the command, before the next step."""
+    memory = mock.Mock()
+    Worker(0, mock.Mock(), mock.Mock(), mock.Mock(), memory).obey([WeightsChanged(restarts=True)])
+    memory.mark_new_weights.assert_called_once_with()
+    memory.use_new_weights.assert_called_once_with()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -227,6 +228,18 @@ def test_changes_of_the_model_are_seen(change, packs_weights, monkeypatch):
         change(model)
         driver.run()
     assert_equal(*drivers)
+
+
+def test_replaced_parameters_are_freed():
+    """Records keep none of them, by whose end `WeightsWatch` notices the change."""
+    model = build_slow_decay(CONFIGS["hybrid"])
+    driver = CountingDriver(model, CONFIGS["hybrid"])
+    driver.add(0, make_prompt(20), num_tokens_to_generate=8, **PLAIN)
+    driver.run()
+    old = weakref.ref(first_mixer(model).conv1d.weight)
+    replace_parameter(model)
+    driver.context.recorded_steps.check()
+    assert old() is None
 
 
 def test_pools_that_were_freed_are_not_used(get_oracle):

@@ -240,6 +240,18 @@ def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
         assert found.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-4)
 
 
+@pytest.mark.parametrize("has_peers", [False, True])
+def test_graphs_of_weights_that_have_not_moved(get_oracle, has_peers):
+    """CU-21: they are kept, unless weights may have moved on another rank, as all ranks capture together."""
+    driver = new_driver("attention_only", get_oracle)
+    runner = driver.context.cuda_graph_runner
+    runner.has_peers = has_peers
+    driver.add(0, make_prompt(5), num_tokens_to_generate=3)
+    driver.run()
+    runner.notice_new_weights()
+    assert {runner.is_captured(bucket) for bucket in driver.buckets} == {not has_peers}
+
+
 def test_experts_that_no_program_computes(get_oracle, caplog, monkeypatch):
     """CU-5: experts that cannot be captured give a message, and unchanged results."""
     monkeypatch.setattr(cuda_graph_setup, "problem_of", lambda _: "its experts are of another kind")
