@@ -35,6 +35,7 @@ def test_the_row_of_an_ended_request_is_discarded():
     assert [chunk.request_id for chunk in last.chunks] == [0, 1], "it is under way"
     computed = paper.step()
     assert [name for name, *_ in computed] == [1]
+    assert paper.engine.step_counts().discarding == 1
     assert paper.device.steps[-1].chunks[0].request_id == 1
     paper.run()
     paper.check_tokens()

@@ -8,11 +8,13 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.engine.disk_loading import DiskLoading
+from megatron_ext.engine.disk_placing import LoadPlacing
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
+from megatron_ext.scheduling.disk_loads import NoteRun
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -275,3 +277,23 @@ def test_short_prefills_say_nothing_of_their_time():
     plan = found.scheduler.schedule()
     found.loading.note_step(plan.chunks, 1.0)
     assert found.tier.estimates.prefill.seconds_for(1) is None
+
+
+def test_another_rank_learns_how_far_a_prefix_goes_on_disk():
+    """EX-11, MR-2: it takes a snapshot where the prefix ends there, as the rank that decides does."""
+    found = Situation()
+    request = found.request(0, range(20))
+    placing = LoadPlacing(found.scheduler, found.tier, found.memory)
+    placing.obey(NoteRun(request.request_id, 3), request)
+    assert request.sequence.snapshot_plan.cached_end(1) == 3
+
+
+def test_ranks_agree_on_the_loads_that_all_of_them_know(monkeypatch):
+    """EX-15, MR-2: other ranks hear before the next step of a load that an audit has ended in this one."""
+    found, agreed = Situation(), []
+    request = found.request(0, range(20), on_disk=5)
+    found.decide()
+    monkeypatch.setattr(found.tier, "agree", agreed.append)
+    found.scheduler.quarantine(request.block_hashes[0], states_only=False)
+    found.loading.end_step()
+    assert agreed == [[1]]

@@ -188,22 +188,6 @@ class TestTime:
         driver.run()
         assert (counts.completed, counts.left_out_busy) == (MAX_DUE, 10)
 
-    def test_an_audit_gives_way(self, get_driver):
-        """An audit that began while the engine was idle ends when a request comes; its memory is free at once."""
-        driver = get_driver("attention_only", cache=EACH, max_tokens=16)
-        serve(driver, PROMPT[:50])
-        driver.add(1, PROMPT[:50], num_tokens_to_generate=1, skip_prompt_log_probs=True)
-        while not driver.records.get(1):
-            driver.step()
-        driver.step()
-        (running,) = driver.scheduler.queues.running
-        assert running.submission.audit is not None
-        driver.add(2, make_prompt(20, seed=2))
-        driver.step()
-        assert [one.request_id for one in driver.scheduler.queues] == [2]
-        assert audit_of(driver).counts.left_out_busy == 1
-        driver.run()
-
     @pytest.mark.usefixtures("any_share")
     def test_within_the_share(self, get_driver):
         """Negative control of `test_not_beside_others`."""

@@ -1,0 +1,76 @@
+"""Engine core over a simulated device: new weights, suspends, what is kept on disk, and the log of its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.engine.resources import NoResources
+from megatron_ext.engine.step_log import LINE_SECONDS, StepLog
+from megatron_ext.errors import WeightUpdateError
+from tests.unit_tests.support.paper_engine import Paper
+
+
+def test_weights_that_others_have_changed_are_noticed_without_a_cache():
+    """RL-2: tokens of the next step are of a new version."""
+    paper = Paper(policy=None)
+    paper.engine.resources = resources = NoResources()
+    paper.add(0, (1, 2, 3), ignore_eos=True)
+    paper.step()
+    resources.has_new_weights = iter([True, *[False] * 100]).__next__
+    paper.run()
+    assert [version for version, _ in paper.records[0].weights_version] == [0, 1]
+
+
+def test_only_a_complete_update_ends_a_failed_one():
+    """RL-1: after an update of part of the weights they are of no version still."""
+    paper = Paper()
+    paper.engine.weights_failed(error := WeightUpdateError("no memory", is_restored=False))
+    paper.engine.weights_changed(is_complete=False)
+    with pytest.raises(WeightUpdateError):
+        paper.engine.check_weights()
+    assert paper.engine.update_error is error
+    paper.engine.weights_changed()
+    paper.engine.check_weights()
+
+
+def test_a_core_that_is_given_up_keeps_its_cache_on_disk():
+    """EX-11: as one that is closed does."""
+    paper, kept = Paper(), []
+    paper.engine.disk = SimpleNamespace(keep=lambda: kept.append("cache"))
+    paper.engine.cancel()
+    assert kept == ["cache"]
+
+
+@pytest.mark.parametrize(("level", "is_kept"), [("keep", True), ("offload", True), ("drop", False)])
+def test_a_suspend_keeps_the_cache_with_the_pools(level, is_kept):
+    """RL-6: requests compute again what was dropped, and nothing else."""
+    paper = Paper()
+    paper.add(0, tuple(range(9)), num_tokens_to_generate=20, ignore_eos=True)
+    for _ in range(3):
+        paper.step()
+    paper.engine.suspend(level)
+    if not is_kept:
+        paper.device.lose_pools()
+    paper.engine.resume()
+    paper.run()
+    paper.check_tokens()
+    assert (paper.records[0].recomputed_token_count == 0) is is_kept
+
+
+def test_time_without_requests_is_no_work_in_the_log(caplog):
+    """KV-10: it leads to no line, and a line tells the seconds of work."""
+    caplog.set_level("INFO", "megatron_ext.engine.step_log")
+    paper = Paper()
+    times: list[float] = []
+    paper.engine.step_log = StepLog(None, lambda: times.pop(0))
+    for start in (0.0, 1000.0):  # both requests take half of the time of a line
+        times[:] = [start, start + LINE_SECONDS / 2]
+        paper.add(0, (1, 2, 3), num_tokens_to_generate=2, ignore_eos=True)
+        for _ in range(2):
+            engine_step = paper.engine.compute()
+            paper.engine.report(dataclasses.replace(engine_step, seconds=0.0))
+    (line,) = caplog.messages
+    assert f"{LINE_SECONDS} s of work" in line
