@@ -2,7 +2,6 @@
 PYTHON ?= python3
 # Tests of servers and of several ranks wait: more processes than cores.
 WORKERS ?= $(shell echo $$((($$(nproc) * 3 + 1) / 2)))
-GPU_WORKERS ?= 2
 ISA ?=
 BASE ?=
 
@@ -13,8 +12,8 @@ LOWERED := $(if $(ISA),$(BIN)/python tools/lower_isa.py $(ISA))
 BASED := $(if $(BASE),$(BIN)/python -m tools.bases $(BASE))
 # One thread a worker: the workers already use every core, and results do not depend on the thread count. Without cached
 # bytecode each of many processes would compile what it imports.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m tests.run -n $(WORKERS) --dist worksteal --
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m pytest -p tests.workers --workers $(WORKERS)
 
 .PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray test-clients soak kernels oracles bench docs lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
@@ -56,8 +55,7 @@ test-kernels: $(STAMP) ## Run every configuration of every Triton kernel beside 
 test-versions: $(STAMP) ## Save and load checkpoints with four versions of megatron-core, which are fetched: minutes.
 	$(PYTEST) -m "versions and (long or not long)" $(ARGS)
 
-test-gpu: WORKERS := $(GPU_WORKERS)
-test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, every configuration of every kernel included, on it (GPU_WORKERS=1 if its memory is small).
+test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, every configuration of every kernel included, on it.
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test-all runs the same tests on the CPU, and more")'
 	$(PYTEST) -m "long or not long or kernels" $(ARGS)
 

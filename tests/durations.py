@@ -4,32 +4,25 @@ The tables stand at the end of a run, without `-q`. A test's time is that of its
 that several tests share counts for the first. CPU time is the test process's, with all of its threads, and that of the
 child processes that were waited for in the meantime: it does not depend on what else the machine does, as wall time
 does. Processes of `tests/forked.py` are children of a server; their CPU time is not counted.
-
-With `TEST_DURATIONS=FILE` in the environment the tables count what runs before with the same file have measured, too:
-`tests/run.py` makes two.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
 
 SLOWEST = 20
 MOST_CPU_SECONDS = 400
 """CPU seconds of `make test`; a run that takes more says so."""
-VARIABLE = "TEST_DURATIONS"
-_PROPERTY = "duration"  # in a report's user_properties, which pytest-xdist's workers send along
+_PROPERTY = "duration"  # in a report's user_properties, which workers send along
 _DEPTHS = {"unit_tests": 3, "functional_tests": 2}  # folders that name a package: tests/unit_tests/engine
 _STARTED = pytest.StashKey["Duration"]()
 _MEASURED = pytest.StashKey[dict[str, "Duration | None"]]()
-_FILE = pytest.StashKey["str | None"]()
 
 
 @dataclass(frozen=True)
@@ -81,12 +74,11 @@ def pytest_runtest_makereport(
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_MEASURED] = {}
-    config.stash[_FILE] = os.environ.pop(VARIABLE, None)  # not for runs that tests start
     config.pluginmanager.register(_Collector(config.stash[_MEASURED]), "durations-collector")
 
 
 class _Collector:
-    """Keeps the durations of a run's reports, those of pytest-xdist's workers included."""
+    """Keeps the durations of a run's reports, those of workers included."""
 
     def __init__(self, measured: dict[str, Duration | None]) -> None:
         self._measured = measured
@@ -101,7 +93,7 @@ class _Collector:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    measured = with_earlier(config.stash[_MEASURED], config.stash[_FILE])
+    measured = config.stash[_MEASURED]
     if not measured or config.get_verbosity() < 0:
         return
     known = {nodeid: one for nodeid, one in measured.items() if one is not None}
@@ -124,13 +116,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             f"warning: these tests took {whole:.0f} CPU seconds; `make test` may take {MOST_CPU_SECONDS}", yellow=True
         )
-
-
-def with_earlier(measured: dict[str, Duration | None], file: str | None) -> dict[str, Duration | None]:
-    """Return what was measured together with earlier runs of the same file, and write all of it there."""
-    if file is None:
-        return measured
-    earlier = json.loads(Path(file).read_text("utf-8")) if Path(file).exists() else {}
-    every = {nodeid: None if one is None else Duration(*one) for nodeid, one in earlier.items()} | measured
-    Path(file).write_text(json.dumps({nodeid: one and [one.cpu, one.wall] for nodeid, one in every.items()}), "utf-8")
-    return every

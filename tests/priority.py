@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import enum
 import os
-from types import SimpleNamespace
 
 import pytest
 
 VARIABLE = "TEST_PRIORITY"
-_DESELECTED = "deselected_by_priority"
-_REPORTED = pytest.StashKey[bool]()
 
 
 class TestPriority(enum.IntEnum):
@@ -81,14 +78,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item, level in zip(items, levels, strict=True) if level <= limit]
-    if hasattr(config, "workeroutput"):  # a worker of pytest-xdist, whose report is not read
-        config.workeroutput[_DESELECTED] = [item.nodeid for item in deselected]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: object) -> None:
-    """Report for all workers what the first one to end says; each has deselected the same."""
-    found = getattr(node, "workeroutput", {}).get(_DESELECTED, [])
-    if found and not node.config.stash.get(_REPORTED, False):
-        node.config.stash[_REPORTED] = True
-        node.config.hook.pytest_deselected(items=[SimpleNamespace(nodeid=nodeid) for nodeid in found])

@@ -1,10 +1,9 @@
 """Tests that start several ranks: first, beside one another, and one at a time. A pytest plugin.
 
 A test, a class or a module with the mark `worlds` starts processes that each take a core. Such tests come before all
-others, so that pytest-xdist hands them to one worker in one piece (`--dist worksteal` gives each worker a run of
-neighbours and knows no groups); and each holds a lock on this file while it runs, so that two workers, or two runs in
-one working tree, never have two worlds at a time. They are long, and left to `make test-all`, except smoke tests with
-the mark `worlds(smoke=True)` (tests/on_request.py).
+others, so that one worker gets them in one piece (tests/workers.py gives each a run of neighbours); and each holds a
+lock on this file while it runs, so that two workers, or two runs in one working tree, never have two worlds at a time.
+They are long, and left to `make test-all`, except smoke tests with the mark `worlds(smoke=True)` (tests/on_request.py).
 """
 
 from __future__ import annotations

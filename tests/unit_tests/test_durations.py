@@ -42,7 +42,7 @@ import pytest
 def test_quick(number): pass
 """,
     "tests/functional_tests/test_golden.py": """
-import os, pytest
+import multiprocessing, os, pytest
 
 def test_fails(): raise AssertionError
 
@@ -50,7 +50,7 @@ def test_fails(): raise AssertionError
 def test_skipped(): pass
 
 def test_ends_its_process():
-    if "PYTEST_XDIST_WORKER" in os.environ: os._exit(1)
+    if multiprocessing.parent_process(): os._exit(1)
 """,
 }
 TEST_LINE = re.compile(r"^ *(\d+\.\d\d) +(\d+\.\d\d)  (tests/\S+::\S+)$", re.MULTILINE)
@@ -77,7 +77,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "workers",
-    [pytest.param((), marks=pytest.mark.long), ("-p", "xdist.plugin", "-n", "2")],
+    [pytest.param((), marks=pytest.mark.long), ("-p", "tests.workers", "--workers", "2")],
     ids=["one process", "two workers"],
 )
 def test_tables(tmp_path, workers):
@@ -121,7 +121,7 @@ def test_this_project_reports(pytestconfig):
     assert pytestconfig.pluginmanager.has_plugin("durations")
     makefile = (ROOT / "Makefile").read_text("utf-8")
     command = makefile.partition("\nPYTEST = ")[2].partition("\n\n")[0]
-    assert "tests.run" in command
+    assert "-p tests.workers" in command
     assert " -q" not in command
     for target in ("test", "test-all"):
         recipe = makefile.partition(f"\n{target}: ")[2].partition("\n\n")[0]

@@ -84,7 +84,7 @@ def test_make_runs_the_tests_lowered() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ISA"))}
     command = ["make", "--dry-run", "test", "ISA=avx2"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert "tools/lower_isa.py avx2 .venv/bin/python -m tests.run" in done.stdout
+    assert "tools/lower_isa.py avx2 .venv/bin/python -m pytest -p tests.workers" in done.stdout
 
 
 class TestWhichTestsCompareNumbers:

@@ -58,7 +58,7 @@ IMPORTED_BY_OTHERS = {
 """Distribution -> what imports it in place of our code."""
 MODULES = {"megatron-core": "megatron", "pyyaml": "yaml", "pyzmq": "zmq", "flashinfer-python": "flashinfer"}
 """Distribution -> its module, where the names differ by more than dashes."""
-TOOLS = {"mypy", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ruff"}
+TOOLS = {"mypy", "pytest-asyncio", "pytest-timeout", "ruff"}
 """Distributions of the extra `dev` that are run, not imported."""
 OWN = {"arguments", "benchmarks", "examples", "megatron_ext", "tests", "tools"}
 EXTRAS = re.findall(r"^([a-z]+) = \[", PROJECT.partition("optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE)

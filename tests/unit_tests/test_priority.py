@@ -6,7 +6,6 @@ import pytest
 
 from tests.on_request import long_except
 from tests.priority import VARIABLE, TestPriority, level_of, parse_level
-from tests.unit_tests.support.source import ROOT
 
 EACH_LEVEL = """
 import pytest
@@ -68,13 +67,6 @@ def test_levels_above_are_deselected(run, level, limit):
     assert (f"{left_out} deselected" in output) == (left_out > 0)
     assert "skipped" not in output
     assert done.ret == 0
-
-
-def test_workers_report_deselected_tests_once(run, pytester, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv(VARIABLE, "HIGH")
-    assert "2 passed, 3 deselected" in pytester.runpytest_subprocess("-p", "xdist.plugin", "-n", "2").stdout.str()
 
 
 @pytest.mark.parametrize("level", ["HUGE", "0", "5"])

@@ -66,7 +66,6 @@ FAULTS = {
 def child(tmp_path_factory):
     """Results of the process with the device; all workers of one run share them."""
     folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     result = folder / "fake_cuda.json"
     with (folder / "fake_cuda.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -36,6 +37,11 @@ def build(inner_norm: str = "none") -> Mamba1Mixer:
             matrix.copy_(torch.randn(matrix.shape, generator=generator) * matrix.shape[1] ** -0.5)
         slow_down_mamba1(mixer, generator)
     return mixer
+
+
+@functools.cache
+def plain() -> Mamba1Mixer:
+    return build()
 
 
 @pytest.fixture(scope="module", params=NORMS)
@@ -110,8 +116,8 @@ def test_prefill_equals_the_recurrence(mixer: Mamba1Mixer) -> None:
 def test_snapshots_do_not_depend_on_the_cuts(cuts: list[int], other: int) -> None:
     """M1-2, M1-3, HY-7, HY-8: the same states at every block's end, and the same outputs, wherever prefill was cut."""
     hidden = hidden_states(LENGTH)
-    y, whole = prefill(PLAIN, hidden, [])
-    cut_y, cut = prefill(PLAIN, hidden, cuts, other)
+    y, whole = prefill(plain(), hidden, [])
+    cut_y, cut = prefill(plain(), hidden, cuts, other)
     torch.testing.assert_close(cut_y, y, atol=1e-4, rtol=1e-4)  # TE-1: products of other numbers of rows
     for pool, cut_pool in zip(whole.slots, cut.slots, strict=True):
         assert_states_close(cut_pool, pool, f"snapshots, cut at {cuts}")
@@ -119,34 +125,31 @@ def test_snapshots_do_not_depend_on_the_cuts(cuts: list[int], other: int) -> Non
         assert_states_close(cut_pool[0], pool[0], f"live states, cut at {cuts}")
 
 
-PLAIN = build()
-
-
 def test_example_of_a_continuation() -> None:
     """M1-2: block 2048, 1866 tokens done, 1100 more: the state at 2048 is the snapshot, the one at 2966 is live."""
-    hidden, context = hidden_states(2966), Context(PLAIN, rows=1, slots=1, block=2048)
+    hidden, context = hidden_states(2966), Context(plain(), rows=1, slots=1, block=2048)
     with torch.inference_mode():
         context.stage([0], [1866])
         assert context.recurrent_step.prefill_slots.snapshots is None
-        PLAIN(hidden[:1866, None], context)
+        plain()(hidden[:1866, None], context)
         context.stage([1866], [1100])
         assert context.recurrent_step.chunks.chunk_lengths == (182, 918)
-        PLAIN(hidden[1866:, None], context)
+        plain()(hidden[1866:, None], context)
         for pools, end in ((context.slots, 2048), (context.live, 2966)):
-            for pool, truth in zip(pools, recur_mamba1(PLAIN, hidden[:end]), strict=True):
+            for pool, truth in zip(pools, recur_mamba1(plain(), hidden[:end]), strict=True):
                 assert_states_close(pool[0], truth, f"after {end} tokens")
 
 
 def test_a_wrong_cut_is_seen() -> None:
     """Negative control: the second piece of a prompt is told that it begins a block."""
     hidden = hidden_states(LENGTH)
-    _, whole = prefill(PLAIN, hidden, [])
-    context = Context(PLAIN, rows=1, slots=LENGTH // BLOCK)
+    _, whole = prefill(plain(), hidden, [])
+    context = Context(plain(), rows=1, slots=LENGTH // BLOCK)
     with torch.inference_mode():
         context.stage([0], [40])
-        PLAIN(hidden[:40, None], context)
+        plain()(hidden[:40, None], context)
         context.stage([BLOCK], [LENGTH - 40])
-        PLAIN(hidden[40:, None], context)
+        plain()(hidden[40:, None], context)
     assert_states_close(context.slots[1][0], whole.slots[1][0])
     with pytest.raises(AssertionError, match="second block"):
         assert_states_close(context.slots[1][1], whole.slots[1][1], "second block")

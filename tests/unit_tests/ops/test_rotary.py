@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops.rotary import rotate, rotation_at
 
-platform.initialize()
-
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # noqa: E402
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-
 LENGTH = 70
 POSITIONS = torch.tensor([0, 69, 3, 3, 64])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel_groups() -> None:
+    platform.initialize()
 
 
 def angles(channels: int, percent: float = 1.0) -> torch.Tensor:
