@@ -96,6 +96,19 @@ def test_each_text_occurs_once():
     assert len(changes()) == len(records())
 
 
+def test_each_is_found_by_tests_of_its_package():
+    """TE-6: who changes a package runs its tests; a module that is in none has files directly in tests/unit_tests."""
+    folder, elsewhere = ROOT / "tests/unit_tests", []
+    for mutant, change in zip(records(), changes(), strict=True):
+        own = folder / change.package
+        files = [ROOT / test.split("::")[0] for test in mutant.tests]
+        if not mutant.equivalent and not any(
+            file.is_relative_to(own) if own.is_dir() else file.parent == folder for file in files
+        ):
+            elsewhere.append(mutant.name)
+    assert elsewhere == []
+
+
 def test_each_named_test_exists():
     for mutant in records():
         for test in mutant.tests:

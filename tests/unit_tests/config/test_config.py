@@ -35,7 +35,7 @@ from megatron_ext.config.fleet_limits import MAX_BLOCK_TOKENS
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
-from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
+from megatron_ext.errors import ConfigError
 
 NAN, INF = math.nan, math.inf
 DELTA = {"recurrent_layer": "gated_delta_net"}
@@ -395,37 +395,6 @@ class TestRequestParams:
         assert not RequestParams().wants_prompt_log_probs
         assert RequestParams(return_log_probs=True).wants_prompt_log_probs
         assert not RequestParams(return_log_probs=True, skip_prompt_log_probs=True).wants_prompt_log_probs
-
-
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("resource", "message"),
-        [
-            ("blocks", "65 blocks needed, 64 available"),
-            ("slots", "65 slots needed, 64 available"),
-            ("requests", "room for 65 requests is needed, for 64 there is"),
-            ("tokens", "a step of 65 tokens is needed, 64 are possible"),
-            ("sequence_length", "a sequence of 65 tokens is needed, 64 are possible"),
-        ],
-    )
-    @pytest.mark.parametrize(("is_transient", "when"), [(True, "now"), (False, "at all")])
-    def test_capacity_errors_have_numbers(self, resource: str, message: str, is_transient: bool, when: str):
-        """KV-12: the message has the needed and the available amounts."""
-        error = CapacityError(resource, 65, 64, is_transient)
-        assert str(error) == f"{message} {when}"
-        assert (error.resource, error.needed, error.available, error.is_transient) == (resource, 65, 64, is_transient)
-
-    def test_one_unit_is_singular(self):
-        assert str(CapacityError("blocks", 1, 0, is_transient=True)) == "1 block needed, 0 available now"
-
-    def test_the_message_of_a_configuration_error_is_one_short_line(self):
-        """SE-1: the message is one short line for any value from a foreign file."""
-        assert str(ConfigError("a\nb\x1b[2J é")) == "a\\nb\\x1b[2J é"
-        assert str(ConfigError("x" * 5000)) == "x" * 4000 + "... (5000 characters)"
-
-    def test_configuration_errors_are_value_errors(self):
-        assert issubclass(ConfigError, ValueError)
-        assert issubclass(CheckpointError, ConfigError)
 
 
 def test_sizes_of_mamba1_layers():
