@@ -97,10 +97,9 @@ class _Worker:
     def send(self) -> None:
         """Let the process run the next test, and say which comes after it: what both use is not torn down."""
         self.running = self.waiting.popleft() if self.waiting else None
-        if self.running is None:
-            self.connection.send(None)
-        else:
-            self.connection.send((self.running, self.waiting[0] if self.waiting else None))
+        following = self.waiting[0] if self.waiting else None
+        with contextlib.suppress(ConnectionError):  # if it has died, reading says so
+            self.connection.send(None if self.running is None else (self.running, following))
 
 
 class _Run:
