@@ -258,7 +258,7 @@ class Copy:
             MutantError: One fails, so that it would find every mistake, or is deselected, so that it would find none.
         """
         report = self._folder / "unmodified.xml"
-        parallel = ("-n", str(processes)) if processes > 1 else ()
+        parallel = ("-p", "tests.workers", "--workers", str(processes)) if processes > 1 else ()
         code, output = self.pytest("-o", "junit_family=xunit1", f"--junitxml={report}", *parallel, *options, *tests)
         if code not in (0, NO_TESTS):
             raise MutantError(f"tests fail without a mistake (exit code {code}):\n{output}")
@@ -360,8 +360,8 @@ class Copy:
         """Start Python in the copy, as the leader of a session."""
         left_out = ("PYTEST_", "PYTHON", "TEST_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-        added = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        added["PYTHONPATH"] = str(self._folder)
+        added = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        added |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(self._folder)}
         child = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=self._folder,

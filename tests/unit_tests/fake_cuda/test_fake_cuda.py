@@ -195,4 +195,4 @@ def test_a_life_by_kernels(tmp_path, name):
 )
 def test_tests_of_a_device_run_there(name):
     """CU-9, CU-8: some tests of `make test-gpu` pass on the simulated device."""
-    run_pretended("pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"tests/unit_tests/{name}")
+    run_pretended("pytest", "-q", "-p", "no:cacheprovider", f"tests/unit_tests/{name}")

@@ -20,6 +20,7 @@ from tests import worlds
 from tests.priority import TestPriority
 from tests.unit_tests.support import ranks
 from tests.unit_tests.support.ranks import RanksFailed, run_ranks
+from tests.unit_tests.support.source import ROOT
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
 
@@ -161,14 +162,14 @@ def test_world(number):
 
 
 def test_worlds_come_first_and_one_at_a_time(tmp_path):
-    """However pytest-xdist deals the tests out; here it is made to give each worker some."""
+    """Whoever runs them; the other half of the tests begins with one of them here."""
     (tmp_path / "test_them.py").write_text(TWO_AT_A_TIME)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     shutil.copy(worlds.__file__, tmp_path / "a_copy.py")  # with a lock of its own: we hold that of the original
-    listed = run_pytest(tmp_path, "-n 0 --collect-only -q")
+    listed = run_pytest(tmp_path, "--collect-only -q")
     names = [line.split("::")[1].split("[")[0] for line in listed.splitlines() if "::" in line]
     assert names == ["test_world"] * 6 + ["test_other"] * 4
-    run_pytest(tmp_path, "-n 2 --dist load")
+    run_pytest(tmp_path, "--workers 2")
     spans = sorted(json.loads(file.read_text()) for file in tmp_path.glob("*.json"))
     assert len({pid for *_, pid in spans}) == 2
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
@@ -177,9 +178,9 @@ def test_worlds_come_first_and_one_at_a_time(tmp_path):
 def run_pytest(folder: Path, options: str) -> str:
     """Run pytest with the plugin in a new process and return its output."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *"-p a_copy -p xdist -p no:cacheprovider".split(), *options.split()],
+        [sys.executable, "-m", "pytest", *"-p a_copy -p tests.workers -p no:cacheprovider".split(), *options.split()],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=120,
