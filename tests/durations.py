@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Collector:
-    """Keeps the durations of a run's reports, those of workers included."""
+    """Durations by test, from the reports of a run and of its workers."""
 
     def __init__(self, measured: dict[str, Duration | None]) -> None:
         self._measured = measured

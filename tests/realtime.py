@@ -1,7 +1,7 @@
 """The mark `realtime`: tests that depend on real time, such as processes that are killed or time-outs of sockets.
 
-Other tests beside them could decide their result, so they come last; tests/workers.py, as in `make test`, runs them by
-themselves then, and those that fail once more. A pytest plugin.
+Other tests beside them could decide their result, so they come last. In `make test` tests/workers.py runs each by
+itself and repeats a failed one once. A pytest plugin.
 """
 
 from __future__ import annotations

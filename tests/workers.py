@@ -3,8 +3,8 @@
 `pytest -p tests.workers --workers 3` imports and collects once, where each process of pytest-xdist would do so for
 itself: 15 CPU seconds. A worker takes a run of neighbouring tests, so that few set up the same fixtures, and, before
 its last one, half of the longest run that is left ("work stealing"). Tests with the mark `realtime` (tests/realtime.py)
-run after all others, by themselves, and those that fail once more. A worker that dies fails the test that it ran, and
-another takes its place.
+run after all others, by themselves; a failed one is repeated once. When a worker dies, its test fails, and a new worker
+runs the rest.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, metavar="N", help="run tests in N forks of this process")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.workers < 0:
+        raise pytest.UsageError(f"--workers {config.option.workers} must be at least 1, or 0 for one process")
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
     """Say how many processes run the tests."""
-    if not config.option.workers:
-        return None
-    return (
-        "workers: none, since forks cannot use the CUDA device" if _uses_cuda() else f"workers: {config.option.workers}"
-    )
+    count = config.option.workers
+    if count and _uses_cuda():
+        return "workers: none, since forks cannot use the CUDA device"
+    return f"workers: {count}" if count else None
 
 
 def _uses_cuda() -> bool:
@@ -161,27 +165,29 @@ class _Run:
         """Take a test's events, and let its worker run the next test or end."""
         assert worker.running is not None
         try:
-            events = worker.connection.recv()
+            index, events = worker.running, worker.connection.recv()
         except (EOFError, ConnectionError):
-            events = None
-        if events is not None:
-            if len(worker.waiting) < 2:
-                self._steal(worker)
-            index = worker.running
-            worker.send()
-            if worker.running is None:
-                self._workers.remove(worker)
-                self._end(worker)
-            take(index, events)
+            self._replace(worker, take)
             return
+        if len(worker.waiting) < 2:
+            self._steal(worker)
+        worker.send()
+        if worker.running is None:
+            self._workers.remove(worker)
+            self._end(worker)
+        take(index, events)
+
+    def _replace(self, worker: _Worker, take: Callable[[int, Events], None]) -> None:
+        """Fail the test that a dead worker was running, and start another worker for the rest."""
+        assert worker.running is not None
         self._workers.remove(worker)
         self._end(worker)
         if worker.waiting:
             self._start(worker.waiting)
-        item = self._session.items[worker.running]
+        config, item = self._session.config, self._session.items[worker.running]
         why = f"the process that ran this test ended with exit code {worker.process.exitcode}"
         report = pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")
-        data = self._session.config.hook.pytest_report_to_serializable(config=self._session.config, report=report)
+        data = config.hook.pytest_report_to_serializable(config=config, report=report)
         take(worker.running, [("pytest_runtest_logreport", data)])
 
     def _steal(self, worker: _Worker) -> None:
@@ -229,7 +235,7 @@ def _become_worker(config: pytest.Config) -> _Recorder:
     capture.suspend_global_capture(in_=True)
     recorder = _Recorder(config)
     manager.register(recorder, "worker")
-    recorder.events = []  # warnings of the first process, which are told to all who register
+    recorder.events = []  # warnings of the first process, which registering repeats
     return recorder
 
 

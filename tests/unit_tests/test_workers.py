@@ -80,9 +80,18 @@ def test_prints():
     print("said " + "aloud"); os.write(2, b"said by the descriptor")
     assert False
 """
-THREADS = (
-    "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\ndef test_some(): pass"
-)
+THREADS = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+def test_some(): pass
+"""
+LEAVES_A_THREAD = """
+import threading
+from tests import workers
+workers.SECONDS_TO_END = 0.1
+
+def test_some(): threading.Thread(target=threading.Event().wait).start()
+"""
 
 
 def run(folder, tests, *options):
@@ -135,10 +144,23 @@ def test_a_process_that_ends_fails_its_test_alone(tmp_path):
     assert re.search(r"Captured stdout call -+\nsaid aloud\n-+ Captured stderr call -+\nsaid by the descriptor", output)
 
 
+def test_a_process_that_does_not_end_is_killed(tmp_path):
+    code, output = run(tmp_path, LEAVES_A_THREAD, "--workers", "1")
+    assert code == 0
+    assert "1 passed" in output
+    assert "a worker was killed 0.1 s after its last test" in output
+
+
 def test_nothing_follows_the_first_failure(tmp_path):
     code, output = run(tmp_path, ENDS, "--workers", "1", "-x")
     assert code == 1
     assert "1 failed, 1 passed" in output
+
+
+def test_a_negative_number_of_workers(tmp_path):
+    code, output = run(tmp_path, ENDS, "--workers", "-1")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "--workers -1 must be at least 1, or 0 for one process" in output
 
 
 def test_threads_that_forks_would_lack(tmp_path):

@@ -1,4 +1,4 @@
-"""Engine core over a simulated device: new weights, suspends, what is kept on disk, and the log of its steps."""
+"""Engine core over a simulated device: new weights, suspends, the cache on disk, and the log of steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_core_that_is_given_up_keeps_its_cache_on_disk():
 
 @pytest.mark.parametrize(("level", "is_kept"), [("keep", True), ("offload", True), ("drop", False)])
 def test_a_suspend_keeps_the_cache_with_the_pools(level, is_kept):
-    """RL-6: requests compute again what was dropped, and nothing else."""
+    """RL-6: only dropped entries are computed again."""
     paper = Paper()
     paper.add(0, tuple(range(9)), num_tokens_to_generate=20, ignore_eos=True)
     for _ in range(3):
