@@ -155,7 +155,7 @@ class CacheAudit:
         if not self.is_on:
             return
         for admission in admissions:
-            if admission.chunk.start == 0:
+            if admission.chunk.start == 0 or not admission.matched:  # a fork has used no cached entry
                 continue
             self._hits += 1
             if self._hits % self.scheduler.limits.audit_interval == 0:

@@ -241,7 +241,7 @@ class EngineCore:
         """
         for part in step.parts:
             if part.result is not None:
-                self.output.take(part.requests, part.result)
+                self.output.take([chunk.request for chunk in part.chunks], part.result)
         ended = list(self.output.ended)
         records = self.output.report()
         for replica in self.replicas:

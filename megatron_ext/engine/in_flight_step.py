@@ -74,5 +74,5 @@ class InFlightStep:
         If that raises, the step is void.
         """
         result = self.computing.result()
-        names = {chunk.request_id for chunk in self.step.chunks} | {fork.request_id for fork in self.step.forks}
+        names = {chunk.request_id for chunk in self.step.chunks}
         return result if result.tokens.keys() <= names else result.of(names)

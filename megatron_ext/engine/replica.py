@@ -47,11 +47,6 @@ class ReplicaStep:
         """Scheduled chunks of callers' requests, without those of audits."""
         return [chunk for chunk in self.plan.chunks if chunk.request.submission.audit is None]
 
-    @property
-    def requests(self) -> list[Request]:
-        """Callers' requests that a token may have come for."""
-        return [*(chunk.request for chunk in self.chunks), *(fork.request for fork in self.plan.forks)]
-
 
 class Replica:
     """Scheduler and executor of one copy of the model.
@@ -167,16 +162,14 @@ class Replica:
         except BaseException as error:
             self._abandon(plan.chunks, in_flight, error)
             raise
-        forked = [fork.request for fork in in_flight.plan.forks]
-        for request in [*(chunk.request for chunk in in_flight.chunks), *forked]:
-            request.versions.compute(request.generated_count, in_flight.weights_version)
+        for chunk in in_flight.chunks:
+            chunk.request.versions.compute(chunk.request.generated_count, in_flight.weights_version)
         ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._output.ended += [request for request in ended if request.submission.audit is None]
         self.audit.note_time(plan.chunks, time.perf_counter() - planned)
         self.audit.take(result.differences.values())
         with self._error_isolation.guard("the record of routing indices"):
             self._routing.note((chunk.request for chunk in in_flight.chunks), in_flight.step, result)
-            self._routing.note_forks(in_flight.plan.forks, in_flight.step)
         self._last_seconds = time.perf_counter() - planned
         if self.loading is not None:
             self.loading.note_step(in_flight.chunks, self._last_seconds)

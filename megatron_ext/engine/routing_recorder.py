@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from megatron_ext.engine.result import StepResult
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.scheduling.plan import Fork
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.routing_indices import RoutingIndices
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
@@ -38,21 +37,15 @@ class RoutingRecorder:
         if not result.routing:
             return
         for request, chunk in zip(requests, step.chunks, strict=True):
-            rows = result.routing.get(chunk.request_id)
-            if rows is not None:
-                self._note(request, chunk, rows)
-
-    def note_forks(self, forks: Iterable[Fork], step: ScheduledStep) -> None:
-        """Give the forks of a committed step the rows of their sources; without routing indices do nothing."""
-        for fork, scheduled in zip(forks, step.forks, strict=True):
-            rows = fork.source.request.output.routing
+            rows = result.routing.get(chunk.request_id if chunk.source is None else chunk.source.request_id)
             if rows is None:
-                return
-            taken = bytes(rows.data[: fork.source.end * rows.token_bytes])
-            fork.request.output.routing = RoutingIndices(bytearray(taken), rows.layers, rows.topk)
-            if scheduled.block_copy is not None:
-                source, target = scheduled.block_copy
-                self._blocks[target] = bytearray(self._blocks[source])
+                continue
+            if chunk.source is not None:  # a fork computes nothing; it takes all rows from blocks
+                rows = RoutingIndices(b"", rows.layers, rows.topk)
+                if chunk.source.block_copy is not None:
+                    source, target = chunk.source.block_copy
+                    self._blocks[target] = bytearray(self._blocks[source])
+            self._note(request, chunk, rows)
 
     def _note(self, request: Request, chunk: ScheduledChunk, rows: RoutingIndices) -> None:
         size = rows.token_bytes
@@ -68,11 +61,10 @@ class RoutingRecorder:
 
     def _cached(self, chunk: ScheduledChunk, first: int, size: int) -> bytes:
         """Return the rows of tokens [first, chunk.start), which the request skipped."""
-        found = bytearray()
-        for position in range(first, chunk.start):
-            index, place = divmod(position, self._block_size)
-            found += self._blocks[chunk.block_ids[index]][place * size : (place + 1) * size]
-        return bytes(found)
+        block = first // self._block_size
+        blocks = chunk.block_ids[block : -(-chunk.start // self._block_size)]
+        before = block * self._block_size
+        return b"".join(self._blocks[one] for one in blocks)[(first - before) * size : (chunk.start - before) * size]
 
     def _keep(self, chunk: ScheduledChunk, rows: RoutingIndices, size: int) -> None:
         """Keep the rows of tokens whose keys and values the step wrote."""

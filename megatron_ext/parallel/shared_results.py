@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce, broadcast, rec
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.scheduling.audit import Comparison, Differences
 from megatron_ext.scheduling.routing_indices import RoutingIndices
-from megatron_ext.scheduling.step import ScheduledChunk, ScheduledFork, ScheduledStep
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 _LEADER = 0
 Scores = tuple[
@@ -101,7 +101,7 @@ class Results:
         return Differences(comparison, tuple(found), states if comparison.states is not None else None, bound)
 
     def _share_tokens(
-        self, chunks: Sequence[ScheduledChunk | ScheduledFork], given: StepResult
+        self, chunks: Sequence[ScheduledChunk], given: StepResult
     ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
         """Broadcast the token of each chunk that yields one, followed by the target tokens of drafts."""
         names, counts = [chunk.request_id for chunk in chunks], [len(chunk.target_sampling) for chunk in chunks]

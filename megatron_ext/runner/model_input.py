@@ -61,7 +61,7 @@ class ModelInput:
     of the k `score_tokens` come after it, a few at a time.
     """
 
-    chunks: tuple[ScheduledChunk, ...]  # as packed
+    chunks: tuple[ScheduledChunk, ...]  # as packed, without forks
     num_decode: int
     num_tokens: int  # without padding
     input_ids: Tensor  # [T] int64
@@ -97,8 +97,9 @@ def stage_step(
         place: Puts the arrays where the caller keeps them; None to send them to the device.
         prev_sampled: Tokens of the previous step, for decodes whose token the host does not know yet.
     """
-    num_decode = step.num_decode
-    chunks = (*sorted(step.chunks[:num_decode], key=_LIVE_SLOT), *step.chunks[num_decode:])
+    num_decode, forks = step.num_decode, step.forks
+    computed = step.chunks[: len(step.chunks) - len(forks)]
+    chunks = (*sorted(computed[:num_decode], key=_LIVE_SLOT), *computed[num_decode:])
     prefill = chunks[num_decode:]
     inside, recurrent = rules.snapshots_in_prefill, prefill if rules.has_states else ()
     cuts = [cut_chunk(one, rules.kernel_chunk, snapshots_in_prefill=inside) for one in recurrent]
@@ -109,9 +110,9 @@ def stage_step(
         arrays[name] = np.pad(arrays[name], (0, missing))
     score_tokens, scores = _choose_scored(prefill, firsts[num_decode:], rules.block_size)
     sampled = _sampled_tokens(chunks, firsts)
-    if step.forks:  # from the last logits of their sources
+    if forks:  # from the last logits of their sources
         last = {one.request_id: firsts[i + 1] - 1 for i, one in enumerate(chunks)}
-        sampled = np.concatenate([sampled, [last[one.source_id] for one in step.forks]])
+        sampled = np.concatenate([sampled, [last[one.source.request_id] for one in forks if one.source is not None]])
     arrays |= {"sample_tokens": sampled, "score_tokens": np.asarray(score_tokens)}
     keeps = any(one.keeps for one in scores)
     arrays |= kept_places(prefill, firsts[num_decode:], rules.block_size) if keeps else {}
@@ -135,10 +136,7 @@ def stage_step(
         paged_batch=PagedBatch(num_decode, lengths, ends, rules.block_size, **where),
         recurrent=_stage_recurrent(chunks, num_decode, cuts, staged, rules) if rules.has_states else None,
         sample_tokens=staged["sample_tokens"],
-        sampling=(
-            *[row for one in chunks if one.sampling is not None for row in _sampling_rows(one)],
-            *[SamplingRow(one.request_id, one.sampling) for one in step.forks],
-        ),
+        sampling=tuple([row for one in (*chunks, *forks) if one.sampling is not None for row in _sampling_rows(one)]),
         score_tokens=staged["score_tokens"],
         prompt_scores=tuple(scores),
         kept_log_probs=KeptPlaces(*(staged[name] for name in KEPT_PLACES)) if keeps else None,

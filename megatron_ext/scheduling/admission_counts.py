@@ -26,6 +26,8 @@ def note_use(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, 
 def tokens_from_disk(admission: Admission, cache: PrefixCache, block_size: int, start: int = 0) -> int:
     """Return the prompt tokens from `start` on that an admission skips because of entries put back from disk."""
     request = admission.request
+    if not admission.matched:  # it skips nothing, or what its source computes
+        return 0
     end = min(admission.chunk.start, request.sequence.ledger.prompt_length)
     matched = request.block_hashes[: len(admission.matched)]
     restored = None if admission.restore is None else admission.restore.block_hash
@@ -33,10 +35,10 @@ def tokens_from_disk(admission: Admission, cache: PrefixCache, block_size: int, 
 
 
 def count_hit(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, counters: Counters) -> None:
-    """Count an admission that skips tokens."""
+    """Count an admission that skips tokens; the blocks that a fork shares are counted once they are published."""
     start = admission.chunk.start
-    if start > 0:
-        counters.hits += 1
+    counters.hits += start > 0
+    if start > 0 and admission.matched:
         cache.count_hit(admission.matched[limits.blocks_for(start) - 1])
 
 

@@ -16,12 +16,15 @@ class Chunk:
         start: Position of the first token.
         end: Position after the last token.
         drafts: Draft tokens at the end of the chunk (SP-2); the token before them is the request's last known one.
+        source: Chunk of another request that ends the same prompt in this step, if this is a fork; its own chunk is
+            empty, and its token comes from the source's last logits.
     """
 
     request: Request
     start: int
     end: int
     drafts: tuple[int, ...] = ()
+    source: Chunk | None = None
 
     @property
     def length(self) -> int:

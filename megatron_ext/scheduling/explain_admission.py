@@ -19,7 +19,12 @@ from megatron_ext.scheduling.request import Request
 def explain_admission(admission: Admission, cache: PrefixCache, block_size: int) -> None:
     """Store the explanation in the request's ledger on its first admission."""
     ledger = admission.request.sequence.ledger
-    if ledger.explanation is None:
+    if ledger.explanation is not None:
+        return
+    if admission.chunk.source is not None:
+        length, shared = admission.chunk.start, admission.usable_blocks * block_size
+        ledger.explanation = Explanation(Why.SKIPPED_ALL.value, length, shared, length, block_size)
+    else:
         matched, start = len(admission.matched), admission.chunk.start
         found = explain(admission.request, cache, matched, start, block_size)
         ledger.explanation = dataclasses.replace(found, from_disk=tokens_from_disk(admission, cache, block_size))

@@ -79,6 +79,9 @@ class StepBudget:
 class Admission:
     """Admission of a waiting request into the batch: all its blocks are allocated now, and its first chunk is computed.
 
+    A fork is admitted with an empty chunk at the end of its prompt, which has a source (see `forks`). It matches no
+    cached block: it shares the full blocks of its source, and allocates one for a copy of the partial block.
+
     Args:
         matched: Cached blocks that the request shares, from its start.
         new_blocks: Blocks to allocate in addition.
@@ -95,20 +98,6 @@ class Admission:
     restore: Restore | None = None
     opportunistic: tuple[int, ...] = ()
     usable_blocks: int = field(kw_only=True)
-
-
-@dataclass(frozen=True)
-class Fork:
-    """Admission of a sample that takes over the prompt of another one in the step that ends its prefill.
-
-    Args:
-        source: Last chunk of the prompt, of the request that computes it.
-        new_blocks: Blocks to allocate: one for the copy of the prompt's partial block, if there is one.
-    """
-
-    request: Request
-    source: Chunk
-    new_blocks: int
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ Failure = tuple[Request, CapacityError]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Plan of a step. A request is in at most one of the tuples of moves; chunks are decodes first, then prefills."""
+    """Plan of a step. A request is in at most one of the tuples of moves; chunks are decodes, prefills, then forks."""
 
     preemptions: tuple[Request, ...]
     pauses: tuple[Request, ...]
@@ -167,7 +156,6 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     snapshots: tuple[SnapshotRequest, ...]  # in the order in which slots are reserved; see `plan_snapshots`
     deferrals: tuple[Deferral, ...]  # those that wait for a prefix, awake ones, and last the first that lacks room
-    forks: tuple[Fork, ...] = ()
 
     @property
     def deferral(self) -> Deferral | None:

@@ -22,7 +22,7 @@ from megatron_ext.scheduling.block_hasher import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.forks import ForkPlanner
 from megatron_ext.scheduling.kept_log_probs import usable_blocks
-from megatron_ext.scheduling.plan import Admission, Deferral, Failure, Fork, SchedulerLimits, StepBudget, StepPlan
+from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
 from megatron_ext.scheduling.prefill_chunks import chunk_end, plan_continuations
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
@@ -91,9 +91,10 @@ def plan_step(
     if limits.aligned_chunks:
         chunks = _cut_for_followers(chunks, entry.deferrals)
     chunks = with_drafts(chunks, entry.admissions, draft_budget, limits, cache)
-    assert all(one.source in chunks for one in entry.forks), "no boundary lies inside of the last chunk of a prompt"
+    sources = [one.chunk.source for one in entry.admissions if one.chunk.source is not None]
+    assert all(one in chunks for one in sources), "no boundary lies inside of the last chunk of a prompt"
     # A preempted request may have to compute a single generated token again: to the layers that is a decode as well.
-    chunks.sort(key=lambda chunk: not chunk.is_decode)
+    chunks.sort(key=lambda chunk: not chunk.is_decode if chunk.source is None else 2)
     wanted = plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache)
     admissions = place_opportunistic(entry.admissions, continued, wanted, limits, cache)
     return StepPlan(
@@ -105,7 +106,6 @@ def plan_step(
         chunks=tuple(chunks),
         snapshots=(*wanted, *plan_opportunistic(continued, admissions, wanted, limits, cache)),
         deferrals=tuple(entry.deferrals),
-        forks=tuple(entry.forks),
     )
 
 
@@ -206,7 +206,6 @@ class _Entry:
     admissions: list[Admission]
     deferrals: list[Deferral]
     failed: list[Failure]
-    forks: list[Fork] = dataclasses.field(default_factory=list)
     is_full: bool = False  # a request that waits for no leader did not fit, so all after it wait
 
     def follow(self, following: Deferral, requested: set[BlockHash], budget: StepBudget) -> StepBudget:
@@ -261,8 +260,8 @@ def _plan_admissions(
             continue
         forked = forks.plan(request, budget)
         if forked is not None:
-            entry.forks.append(forked[0])
-            budget = forked[1]
+            admission, budget = forked
+            entry.admissions.append(admission)
             continue
         matched = cache.match(request.block_hashes) if reads_cache(request) else []
         leader = leaders.of(request, len(matched)) if may_wait_for_prefix(request, matched, queues.waiting) else None

@@ -19,7 +19,7 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.explain_admission import explain_admission
-from megatron_ext.scheduling.forks import Forks
+from megatron_ext.scheduling.forks import share_published
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
@@ -72,7 +72,6 @@ class Scheduler:
         self.counters = Counters()
         self.drafts = Drafts(limits, self.cache, self.counters)
         self.disk_loads = DiskLoads(limits, self.cache, self.queues)
-        self.forks = Forks(limits, self.cache, self.queues, self.running_slots, self.counters)
         self._hashing = BlockHasher(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
         self.root_of = self._keys.root  # of the block hashes of requests with a salt
@@ -137,7 +136,6 @@ class Scheduler:
         self._grow(plan.chunks)
         for admission in plan.admissions:
             self._admit(admission)
-        self.forks.apply(plan.forks)
         note_followers(plan.deferrals, self.counters)
         self.disk_loads.note(plan.deferrals)
         self._reserve_snapshots(plan.snapshots)
@@ -151,7 +149,7 @@ class Scheduler:
         """Return the message of a plan with chunks, which has been applied; it tells all changes of the memory."""
         size, cache = self.limits.block_size, self.cache
         comparisons = compare_with_cache(plan.chunks, cache, size) if self.limits.audit_interval else ()
-        step = describe_step(plan.chunks, size, cache.changes, comparisons, plan.forks)
+        step = describe_step(plan.chunks, size, cache.changes, comparisons)
         self.cache.changes_told()
         return step
 
@@ -170,6 +168,9 @@ class Scheduler:
 
     def _admit(self, admission: Admission) -> None:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
+        if (source := admission.chunk.source) is not None:
+            matched = source.request.sequence.block_table[: admission.usable_blocks]
+            self.cache.pool.retain(matched)
         if sequence.ledger.matched_blocks is None and reads_cache(request):
             count_lost(admission, self.cache, self.limits, self.counters)
         sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
@@ -221,7 +222,10 @@ class Scheduler:
             assert chunk.start == request.sequence.computed_end, f"request {chunk.request_id} has another position"
         ends, new = self.drafts.accept(requests, step.chunks, sampled, target_tokens)
         self._advance(requests, ends)
-        return self._extend([*requests, *self.forks.commit(step, running)], new)
+        for fork in step.forks:
+            assert fork.source is not None, "it takes over a prompt"
+            share_published(running[fork.request_id], running[fork.source.request_id], self.cache)
+        return self._extend(requests, new)
 
     def _advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
         """Mark the requests' tokens up to `ends` as computed, and publish complete blocks."""
@@ -269,8 +273,8 @@ class Scheduler:
 
         If the step was to move contents of other requests, too, these start again, and nothing stays cached.
         """
-        for request in [*(chunk.request for chunk in chunks), *self.forks.take()]:
-            self._requeue(request, EventType.ERROR_TRANSIENT, reason)
+        for chunk in chunks:
+            self._requeue(chunk.request, EventType.ERROR_TRANSIENT, reason)
         if self.cache.are_copies_pending:
             self.suspend()
 

@@ -17,7 +17,6 @@ from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.scheduling.audit import Comparison
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.logits_options import LogitsOptions, logits_options_of
-from megatron_ext.scheduling.plan import Fork
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
@@ -74,6 +73,21 @@ class Scoring:
 
 
 @dataclass(frozen=True)
+class ForkSource:
+    """Request whose prompt a fork takes over: the fork's token is sampled from the last logits of its chunk.
+
+    Attributes:
+        request_id: Id of the request.
+        running_slot: Running state slot of the request, whose states are copied after the step.
+        block_copy: Partial block of the prompt in its block table, and the fork's copy; None without such a block.
+    """
+
+    request_id: int
+    running_slot: RunningSlot
+    block_copy: tuple[BlockId, BlockId] | None
+
+
+@dataclass(frozen=True)
 class ScheduledChunk:
     """Part of a step that belongs to one request.
 
@@ -91,6 +105,7 @@ class ScheduledChunk:
         sampling: Sampling options of its next token; None if the chunk yields none.
         scoring: Prompt tokens to score; None if the chunk has none.
         target_sampling: Sampling options of the token after each draft, used if the draft is accepted.
+        source: Source of a fork, whose chunk is empty; None for every other chunk.
     """
 
     request_id: int
@@ -106,6 +121,7 @@ class ScheduledChunk:
     sampling: Sampling | None = None
     scoring: Scoring | None = None
     target_sampling: tuple[Sampling, ...] = ()
+    source: ForkSource | None = None
 
     @property
     def drafts(self) -> tuple[int, ...]:
@@ -119,49 +135,32 @@ class ScheduledChunk:
 
 
 @dataclass(frozen=True)
-class ScheduledFork:
-    """Part of a step that belongs to a fork: its first token is sampled from the last logits of its source.
-
-    Attributes:
-        request_id: Id of the request.
-        source_id: Id of the request whose chunk ends the prompt.
-        running_slot: Running state slot of the request.
-        source_slot: Running state slot of the source, whose states are copied after the step.
-        block_copy: Partial block of the prompt in the source's block table, and its copy; None without such a block.
-        sampling: Sampling options of the first token.
-    """
-
-    request_id: int
-    source_id: int
-    running_slot: RunningSlot
-    source_slot: RunningSlot
-    block_copy: tuple[BlockId, BlockId] | None
-    sampling: Sampling
-    target_sampling: tuple[Sampling, ...] = ()  # a fork has no drafts
-
-
-@dataclass(frozen=True)
 class ScheduledStep:
-    """Step: the decodes, then the prefills.
+    """Step: the decodes, then the prefills, then the forks.
 
     Attributes:
         chunks: Chunks of the step, at most one per request.
         num_decode: Number of decodes, which come first.
         changes: Changes of the arena before the step, and their order.
         comparisons: Cached entries to compare, after the step, with what audits have computed.
-        forks: Samples that take over the prompts of prefills that end.
+        num_forks: Number of forks, which come last.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     num_decode: int
     changes: ArenaChanges = NO_CHANGES
     comparisons: tuple[Comparison, ...] = ()
-    forks: tuple[ScheduledFork, ...] = ()
+    num_forks: int = 0
 
     @property
-    def yielding(self) -> list[ScheduledChunk | ScheduledFork]:
-        """Chunks and forks that yield a token."""
-        return [*(chunk for chunk in self.chunks if chunk.sampling is not None), *self.forks]
+    def forks(self) -> tuple[ScheduledChunk, ...]:
+        """Empty chunks of samples that take over the prompts of prefills that end."""
+        return self.chunks[len(self.chunks) - self.num_forks :]
+
+    @property
+    def yielding(self) -> list[ScheduledChunk]:
+        """Chunks that yield a token."""
+        return [chunk for chunk in self.chunks if chunk.sampling is not None]
 
     @property
     def retyped_slabs(self) -> tuple[int, ...]:
@@ -179,29 +178,23 @@ def describe_step(
     block_size: int,
     changes: ArenaChanges = NO_CHANGES,
     comparisons: tuple[Comparison, ...] = (),
-    forks: Iterable[Fork] = (),
 ) -> ScheduledStep:
-    """Return the message of a step whose blocks and slots are allocated; decodes come first."""
+    """Return the message of a step whose blocks and slots are allocated; decodes come first, forks last."""
     described = tuple(_describe(chunk, block_size) for chunk in chunks)
     num_decode = sum(chunk.is_decode for chunk in described)
     assert all(chunk.is_decode for chunk in described[:num_decode]), "decodes come first"
-    return ScheduledStep(described, num_decode, changes, comparisons, tuple(_fork(one, block_size) for one in forks))
+    num_forks = sum(chunk.source is not None for chunk in described)
+    return ScheduledStep(described, num_decode, changes, comparisons, num_forks)
 
 
-def _fork(fork: Fork, block_size: int) -> ScheduledFork:
-    request, source = fork.request, fork.source.request.sequence
-    assert request.sequence.running_slot is not None, "it has been admitted"
-    assert source.running_slot is not None, "it runs"
-    return ScheduledFork(
-        request_id=request.request_id,
-        source_id=fork.source.request.request_id,
-        running_slot=request.sequence.running_slot,
-        source_slot=source.running_slot,
-        block_copy=(source.block_table[fork.source.end // block_size], request.sequence.block_table[0])
-        if fork.new_blocks
-        else None,
-        sampling=_sampling(request),
-    )
+def _source(chunk: Chunk, block_size: int) -> ForkSource | None:
+    if chunk.source is None:
+        return None
+    source, full = chunk.source.request, chunk.end // block_size
+    assert source.sequence.running_slot is not None, "it runs"
+    tables = source.sequence.block_table, chunk.request.sequence.block_table
+    copy = (tables[0][full], tables[1][full]) if chunk.end % block_size else None
+    return ForkSource(source.request_id, source.sequence.running_slot, copy)
 
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
@@ -224,6 +217,7 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
         sampling=_sampling(request) if chunk.yields_token else None,
         scoring=scoring,
         target_sampling=_target_sampling(chunk) if chunk.drafts else (),
+        source=_source(chunk, block_size),
     )
 
 

@@ -41,7 +41,7 @@ def plan_snapshots(
         is_decode = chunk.is_decode
         if is_decode and chunk.end % size != 0:
             continue
-        if chunk.drafts:  # their acceptance is unknown yet; see `Drafts.commit`
+        if chunk.drafts or not chunk.length:  # not accepted yet (see `Drafts.commit`), or nothing computed
             continue
         sequence = chunk.request.sequence
         if sequence.chain is None:

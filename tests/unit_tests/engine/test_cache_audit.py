@@ -40,3 +40,13 @@ def test_an_audit_gives_way(paper):
     paper.step()
     assert [one.request_id for one in paper.scheduler.queues] == [2]
     assert paper.engine.replicas[0].audit.counts.left_out_busy == 1
+
+
+def test_forks_are_no_audited_hits():
+    """EX-15: an audit compares cached entries that a hit has used; a fork counts as a hit and has used none."""
+    paper = Paper(slots=None, audit_interval=1)
+    for request_id in range(3):
+        paper.add(request_id, PROMPT, group=0, num_tokens_to_generate=1)
+    paper.run()
+    assert paper.scheduler.counters.hits == 2
+    assert paper.engine.replicas[0].audit.counts.due == 0

@@ -45,6 +45,29 @@ def outcome(client: EngineClient, request: EngineRequest) -> RequestRecord:
     return request.record.result(0)
 
 
+def test_the_first_token_of_every_sample_is_delivered_with_its_step(client):
+    """KV-6: a stream gets one token a step, and the samples that take over a prompt wait for no second one."""
+    seen: list[list[int]] = [[], [], []]
+
+    def note(number: int) -> None:
+        while requests[number].updates:
+            seen[number].append(len(requests[number].updates.popleft().generated_tokens))
+
+    requests = [
+        EngineRequest(
+            (1, 2, 3),
+            RequestParams(num_tokens_to_generate=3, ignore_eos=True, temperature=0.8, seed=number),
+            is_streamed=True,
+            notify=partial(note, number),
+        )
+        for number in range(3)
+    ]
+    client.submit(requests).result(PATIENCE)
+    for request in requests:
+        request.record.result(PATIENCE)
+    assert [counts[0] for counts in seen] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("way", ["abandoned", "unreachable"])
 def test_a_request_that_is_left_during_a_step_ends_before_the_next_one(client, way):
     """PY-5, TE-6: without another call, and also if its reader has gone and cannot be told."""

@@ -24,6 +24,34 @@ def test_weights_that_others_have_changed_are_noticed_without_a_cache():
     assert [version for version, _ in paper.records[0].weights_version] == [0, 1]
 
 
+def add_samples(paper: Paper, count: int) -> None:
+    """Add samples of one prompt, which its first step computes once."""
+    for request_id in range(count):
+        drawn = {"temperature": 0.8, "seed": request_id}
+        paper.add(request_id, tuple(range(6)), group=0, num_tokens_to_generate=4, ignore_eos=True, **drawn)
+
+
+@pytest.mark.parametrize("slots", [None, 50])
+def test_samples_of_a_prompt_rest_on_the_same_weights(slots):
+    """RL-2: those that take over a prompt, too, are told the version of the weights that computed it."""
+    paper = Paper(slots=slots)
+    paper.engine.weights_changed(version=7)
+    add_samples(paper, 3)
+    paper.run()
+    paper.check_tokens()
+    assert [paper.records[one].skipped_prefill_token_count for one in range(3)] == [0, 6, 6]
+    for record in paper.records.values():
+        assert record.weights_version == record.prefix_weights_version == ((7, 4),)
+
+
+def test_a_step_reports_every_request_that_it_has_given_a_token():
+    """KV-6: samples that take over a prompt are active from the step that draws their first token."""
+    paper = Paper()
+    add_samples(paper, 3)
+    output = paper.engine.step()
+    assert [(one.request_id, one.generated_count) for one in output.active] == [(0, 1), (1, 1), (2, 1)]
+
+
 def test_only_a_complete_update_ends_a_failed_one():
     """RL-1: after an update of part of the weights they are of no version still."""
     paper = Paper()

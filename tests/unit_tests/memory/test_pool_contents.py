@@ -13,7 +13,7 @@ from megatron_ext.memory.offloading import OffloadedPools
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape
 from megatron_ext.scheduling.audit import Comparison
-from megatron_ext.scheduling.step import ScheduledFork
+from megatron_ext.scheduling.step import ForkSource, ScheduledChunk
 
 CPU = torch.device("cpu")
 SHAPE = StateShape(layers=2, conv=(3, 2), ssm=(2, 3), conv_dtype=torch.float32, ssm_dtype=torch.float32)
@@ -36,7 +36,11 @@ def tensors(of: Pools) -> list[Tensor]:
 def test_a_fork_has_the_partial_block_and_the_states_of_its_source():
     """KV-6: a sample that took over a prompt would go on from what another request has left there."""
     after, before = pools(), pools()
-    copy_forks(after, [ScheduledFork(2, 1, 2, 0, (1, 3), None), ScheduledFork(3, 1, 1, 0, None, None)])
+    forks = [
+        ScheduledChunk(request, (), 8, 8, False, (), 6, slot, source=ForkSource(1, 0, copy))
+        for request, slot, copy in ((2, 2, (1, 3)), (3, 1, None))
+    ]
+    copy_forks(after, forks)
     assert torch.equal(after.kv, before.kv[:, :, [0, 1, 2, 1]])
     assert torch.equal(after.live_states.conv, before.live_states.conv[:, [0, 0, 0]])
     assert torch.equal(after.live_states.ssm, before.live_states.ssm[:, [0, 0, 0]])

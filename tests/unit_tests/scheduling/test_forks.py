@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.plan import StepPlan
 from tests.unit_tests.scheduling.test_async_planning import Planned
 
 GROUP = 7
+
+
+def forks_of(plan: StepPlan) -> list[int]:
+    """Ids of the requests that a plan admits as forks."""
+    return [one.request.request_id for one in plan.admissions if one.chunk.source is not None]
 
 
 def fork(**limits: object) -> tuple[Planned, list[int]]:
@@ -17,7 +22,7 @@ def fork(**limits: object) -> tuple[Planned, list[int]]:
         planned.add(range(6), group=GROUP)
     plan = planned.scheduler.schedule()
     planned.commit(plan)
-    return planned, [one.request.request_id for one in plan.forks]
+    return planned, forks_of(plan)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +41,7 @@ def test_a_sample_that_must_not_take_over(differs):
     planned.add(range(6), group=GROUP, cache_salt="a")
     other = planned.add(range(6), group=GROUP, **({"cache_salt": "a"} | differs))
     plan = planned.scheduler.schedule()
-    assert plan.forks == ()
+    assert forks_of(plan) == []
     planned.commit(plan)
     while not other.is_ended:
         planned.step()
@@ -52,7 +57,7 @@ def test_a_prompt_without_a_first_token_or_present_blocks_is_not_taken_over(leng
         planned.step()
     getattr(planned.scheduler, change)()
     planned.add(range(length), group=GROUP)
-    assert planned.scheduler.schedule().forks == ()
+    assert forks_of(planned.scheduler.schedule()) == []
 
 
 def test_samples_wait_for_the_end_of_a_prefill_without_a_slot_for_states():
@@ -60,7 +65,7 @@ def test_samples_wait_for_the_end_of_a_prefill_without_a_slot_for_states():
     planned = Planned(slots=0, aligned_chunks=True, max_tokens=30)
     for _ in range(2):
         planned.add(range(22), group=GROUP)
-    assert [planned.step()[0] for _ in range(2)] == [[(1, 0, 20)], [(1, 20, 22)]]
+    assert [planned.step()[0] for _ in range(2)] == [[(1, 0, 20)], [(1, 20, 22), (2, 22, 22)]]
     assert planned.scheduler.counters.skipped_tokens == 22, "it has forked"
 
 
@@ -76,17 +81,47 @@ def test_blocks_of_a_fork_can_be_found():
     assert len(planned.scheduler.cache.match(sample.block_hashes)) == 2, "one of the prompt, and its own"
 
 
-def test_a_later_step_that_fails_is_not_that_of_the_forks():
-    """They keep what they own; those of a step that has failed start again once."""
-    planned, _ = fork()
-    scheduler = planned.scheduler
-    scheduler.abandon([], "a step launched ahead")
-    assert [one.request_id for one in scheduler.queues.running] == [1, 2, 3]
+def test_drafts_leave_forks_their_blocks():
+    """KV-6, SP-1: a draft gets no block that a sample needs for its copy; forgotten, the last one was taken twice."""
+    planned = Planned(slots=None, max_drafts=4, total_blocks=4)
+    planned.add(range(3))  # one block; its next token needs no other
+    planned.step()
+    samples = [planned.add(range(10, 16), group=GROUP) for _ in range(2)]
+    planned.scheduler.propose({1: (1, 1)})
+    planned.commit(planned.scheduler.schedule())
+    assert [one.computed_end for one in samples] == [6, 6], "both are in the batch"
+
+
+def test_a_fork_uses_the_blocks_that_its_source_uses():
+    """KV-3: equal blocks that another request has published first; those that both computed are free again."""
+    planned = Planned(slots=0, max_tokens=12)
+    planned.add(range(6))
+    for _ in range(2):
+        planned.add(range(6), group=GROUP)
+    plan = planned.scheduler.schedule()
+    assert forks_of(plan) == [3]
+    planned.commit(plan)
+    tables = [one.block_table for one in planned.scheduler.queues.running]
+    assert len({table[0] for table in tables}) == 1
+    assert len({table[1] for table in tables}) == 3
+    planned.scheduler.check()
+
+
+def test_a_step_with_forks_may_be_followed_by_one_launched_ahead():
+    """CU-6: a fork owns from its admission what it decodes with."""
     planned = Planned()
-    requests = [planned.add(range(6), group=GROUP) for _ in range(2)]
+    samples = [planned.add(range(6), group=GROUP) for _ in range(2)]
+    assert planned.step() == ([(1, 0, 6), (2, 6, 6)], [(1, 6, 7), (2, 6, 7)])
+    assert [len(one.block_table) for one in samples] == [2, 2]
+
+
+def test_forks_of_a_failed_step_start_again():
+    """KV-6: with the request that was to compute their prompt; they own nothing until then."""
+    planned = Planned()
+    requests = [planned.add(range(6), group=GROUP) for _ in range(3)]
     scheduler, plan = planned.scheduler, planned.scheduler.schedule()
+    assert forks_of(plan) == [2, 3]
     scheduler.abandon(plan.chunks, "failed")
+    scheduler.check()
     assert list(scheduler.queues.waiting) == requests
-    scheduler.end(requests[1], Status.ABORTED)
-    scheduler.abandon([], "failed again")
-    assert list(scheduler.queues) == requests[:1]
+    assert not any(one.block_table for one in requests)

@@ -236,16 +236,8 @@ class Driver:
                 self._note_states(*span)
                 self._note_drawn(*span)
 
-        commit_forks = scheduler.forks.commit
-
-        def commit_forks_watched(*args: object) -> list[Request]:
-            forked = commit_forks(*args)
-            for request in forked:
-                self._note_states(request, request.computed_end, request.computed_end)
-            return forked
-
         blocks.free, running_slots.give_back = free_poisoned, give_back_poisoned
-        scheduler._advance, scheduler.forks.commit = advance_watched, commit_forks_watched
+        scheduler._advance = advance_watched
 
     # Watching
 
@@ -279,7 +271,8 @@ class Driver:
                     self._drawn[chunk.request_id] = [(position, next(rows)) for position in positions]
                 else:
                     self.seen[chunk.request_id].logits[chunk.end].append(next(rows))
-            forks = step.sampling[len(step.sampling) - len(self.scheduler.forks.pending) :]
+            computed = {chunk.request_id for chunk in step.chunks}
+            forks = [row for row in step.sampling if row.request_id not in computed]
             for fork, row in zip(forks, rows, strict=True):
                 self.seen[fork.request_id].logits[self.engine.core.get(fork.request_id).prompt_length].append(row)
             return logits

@@ -55,9 +55,9 @@ class Paper:
         self.records: dict[int, RequestRecord] = {}
         self.params: dict[int, RequestParams] = {}
 
-    def add(self, request_id: int, tokens: tuple[int, ...], **params: object) -> None:
+    def add(self, request_id: int, tokens: tuple[int, ...], *, group: int | None = None, **params: object) -> None:
         self.params[request_id] = RequestParams(**({"num_tokens_to_generate": 8} | params))
-        self.engine.add(request_id, tokens, self.params[request_id])
+        self.engine.add(request_id, tokens, self.params[request_id], group=group)
 
     @property
     def ahead(self) -> int:

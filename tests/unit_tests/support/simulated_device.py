@@ -136,7 +136,9 @@ class SimulatedDevice:
         for chunk in step.chunks:  # all restores come before all writes
             if chunk.restore is not None:
                 self._live[chunk.running_slot] = self._snapshots[chunk.restore.slot]
-        tokens = {chunk.request_id: self._compute_chunk(chunk) for chunk in step.chunks}
+        computed = step.chunks[: len(step.chunks) - step.num_forks]
+        tokens = {chunk.request_id: self._compute_chunk(chunk) for chunk in computed}
+        tokens |= {fork.request_id: self._fork(fork) for fork in step.forks}
         self._last = {one.request_id: tokens[one.request_id] for one in step.chunks if one.sampling is not None}
         answer.update(self._last or {DUMMY: 0})
 
@@ -151,6 +153,17 @@ class SimulatedDevice:
             if position + 1 in kept:
                 self._snapshots[kept[position + 1]] = state
         self._live[chunk.running_slot] = state
+        return self._sample(chunk, state)
+
+    def _fork(self, fork: ScheduledChunk) -> int:
+        """Copy what a fork takes over, and sample its token."""
+        self._live[fork.running_slot] = self._live[fork.source.running_slot]
+        for place in range(self._size) if fork.source.block_copy is not None else ():
+            source, copy = fork.source.block_copy
+            self._keys[copy, place] = self._keys.get((source, place), POISON)
+        return self._sample(fork, self._live[fork.running_slot])
+
+    def _sample(self, chunk: ScheduledChunk, state: int) -> int:
         keys = [self._keys.get(self._place(chunk, position), POISON) for position in range(chunk.end)]
         return next_token(keys, state, None if chunk.sampling is None else chunk.sampling.uniform)
 
