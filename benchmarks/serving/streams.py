@@ -61,7 +61,7 @@ def serve(pipe: Connection, max_requests: int, waiting: int, phases: bool, spare
         ready.set()
 
     server = build_server(serving, on_ready)
-    with _timed_phases(serving.engine, phases) as found:
+    with _timed_phases(serving.engine.inference_engine, phases) as found:
         loop = threading.Thread(target=server.run, kwargs={"sockets": [bind("127.0.0.1", 0)]}, daemon=True)
         loop.start()
         ready.wait()
@@ -70,7 +70,7 @@ def serve(pipe: Connection, max_requests: int, waiting: int, phases: bool, spare
         pipe.send(int(urls[0].rsplit(":", 1)[1]))
         pipe.recv()
         cpu = time.clock_gettime(clock) - begun[0], time.process_time() - begun[1]
-        steps = serving.engine.step_count
+        steps = serving.engine.counts()[1].steps
         server.should_exit = True
         loop.join(60)
     threads = psutil.Process().num_threads()
@@ -111,8 +111,15 @@ def _timed_phases(engine: object, is_wanted: bool) -> Iterator[dict[str, list[fl
             found[name][0] += time.perf_counter() - wall
             found[name][1] += time.thread_time() - own
 
-    with mock.patch.object(profiler_phases, "record_function", timed), profiler_phases.named_phases(engine):
+    with (
+        mock.patch.object(profiler_phases, "record_function", timed),
+        profiler_phases.named_phases(engine, _nothing, _nothing),
+    ):
         yield found
+
+
+def _nothing() -> None:
+    """Do nothing before a step, and at the end."""
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,6 @@ from types import TracebackType
 from megatron_ext.api.engine import LoadedEngine
 from megatron_ext.errors import ConfigError, EngineClosed, WeightUpdateError
 from megatron_ext.models.update.named_tensors import NamedTensors
-from megatron_ext.models.update.naming import Naming
 from megatron_ext.models.update.shards import ShardOptions, ShardWeights
 from megatron_ext.parallel.commands import Action
 from megatron_ext.parallel.worker import Worker
@@ -19,12 +18,6 @@ class AttachedEngine(LoadedEngine):
 
     `suspend` frees the pools, and the `follow()` of the other ranks returns; after `resume` they call it again.
     """
-
-    def _names(self) -> Naming:
-        raise ConfigError(
-            "the weights are those of the attached model; write them there, in place, or give each rank's part to "
-            "update_weights_from_shards"
-        )
 
 
 class EngineFollower:

@@ -89,6 +89,7 @@ def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> At
     from megatron_ext.models.attach.wrappers import is_gpt, unwrapped
     from megatron_ext.models.engine_args import EngineArgs, build_follower
     from megatron_ext.models.generation_defaults import request_defaults
+    from megatron_ext.models.update.engine_weights import EngineWeights
     from megatron_ext.models.update.shards import ShardWeights
     from megatron_ext.parallel.failure import ending_together
 
@@ -106,7 +107,7 @@ def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> At
         with ending_together(settings.parallel.distributed_timeout_minutes):
             if parallel_context is None or parallel_context.is_driver:
                 engine = EngineArgs(settings, parallel_context, loaded=loaded).build_engine()
-                return AttachedEngine(engine, loaded, None, defaults, undo.pop_all().close, shards)
+                return AttachedEngine(engine, EngineWeights(loaded, shards), defaults, undo.pop_all().close)
             worker = build_follower(settings, parallel_context, loaded, settings.cache)
             return EngineFollower(worker, shards, undo.pop_all().close)
 

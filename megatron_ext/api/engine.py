@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial as partial_call
 from types import TracebackType
 from typing import TypeVar, overload
@@ -13,29 +12,22 @@ from megatron_ext.api.prompt_input import ParamsForAll, Prompt, PromptReader, Pr
 from megatron_ext.api.stream import RequestStream
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.config.in_flight import InFlight, check_version
-from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.engine.statistics import EngineStatistics
-from megatron_ext.engine.suspending import SuspendLevel
-from megatron_ext.errors import ConfigError, WeightUpdateError
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.memory.budget import KVCacheConfig
-from megatron_ext.models.load import LoadedModel
+from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.models.update.engine_weights import EngineWeights
 from megatron_ext.models.update.named_tensors import NamedTensors
-from megatron_ext.models.update.naming import Naming
-from megatron_ext.models.update.ranks import RankWeights
-from megatron_ext.models.update.shards import ShardOptions, ShardWeights
-from megatron_ext.models.update.weight_update import update_weights, weight_shapes
-from megatron_ext.parallel.driver import driver_of
+from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 Own = TypeVar("Own", bound="LoadedEngine")
 
 
-class LoadedEngine:
+class LoadedEngine(LLMEngine):
     """Model and engine, as `load_engine` returns them; the engine steps in a thread of its own.
 
     Every method may be called from any thread. `generate_async` and `stream` may run in any event loops, many at once.
@@ -43,32 +35,24 @@ class LoadedEngine:
 
     Args:
         engine: Engine of the model; no other code may call it from now on.
-        loaded: The model.
-        naming: Tensor names of the format that the model was loaded from; None for a model of the caller.
+        weights: Model, and writer of new weights.
         defaults: Parameters of requests without `RequestParams`.
         on_close: Called once, after the engine has been closed.
-        shards: This rank's part of the weights.
-        ranks: Updates of the weights of all ranks; None for a world of one.
+
+    Attributes:
+        model_config: Architecture of the model.
+        model_name: Name of the model: the checkpoint's directory as given, "embedded", or "random weights, <pattern>".
     """
 
     def __init__(
-        self,
-        engine: InferenceEngine,
-        loaded: LoadedModel,
-        naming: Naming | None,
-        defaults: RequestParams,
-        on_close: Callable[[], None],
-        shards: ShardWeights,
-        ranks: RankWeights | None = None,
+        self, engine: InferenceEngine, weights: EngineWeights, defaults: RequestParams, on_close: Callable[[], None]
     ) -> None:
+        super().__init__(engine, weights, on_close=on_close)
+        loaded = weights.loaded
         assert loaded.config.vocab_size is not None, "a model has been built of it"
-        self._engine = engine
-        self._loaded = loaded
-        self._naming, self._shards, self._ranks = naming, shards, ranks
-        grammars = engine.controller.grammars
-        self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults, grammars)
-        self._client = EngineClient(engine.core)
-        self._on_close = on_close
+        self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults, self.grammars)
+        self.model_config: ModelConfig = loaded.config
+        self.model_name: str = loaded.name
 
     # Requests
 
@@ -105,12 +89,12 @@ class LoadedEngine:
                 the prompts is served.
         """
         requests = [_pending(*one) for one in self._reader.read_all(prompts, params)]
-        submitted = self._client.submit(requests)
+        submitted = self.client.submit(requests)
         try:
             submitted.result()
             return [request.record.result() for request in requests]
         except BaseException:  # Ctrl-C, too
-            self._client.abort(requests)
+            self.client.abort(requests)
             raise
 
     async def generate_async(self, prompt: Prompt, params: RequestParams | None = None) -> RequestRecord:
@@ -125,10 +109,10 @@ class LoadedEngine:
         """
         request = await asyncio.to_thread(self._one, prompt, params)
         try:
-            await asyncio.wrap_future(self._client.submit([request]))
+            await asyncio.wrap_future(self.client.submit([request]))
             return await asyncio.wrap_future(request.record)
         except BaseException:
-            self._client.abort([request])
+            self.client.abort([request])
             raise
 
     def stream(self, prompt: Prompt, params: RequestParams | None = None) -> RequestStream:
@@ -146,11 +130,7 @@ class LoadedEngine:
             The parts; see `StreamPart`. The request begins when the first one is read. The errors are those of
             `generate`, and `RequestFailed` where the record would be `FAILED`.
         """
-        return RequestStream(lambda: self._one(prompt, params), self._client, self._reader.vocabulary)
-
-    def _call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Call a function in the engine's thread, between two steps; return its result."""
-        return self._client.call(function, *arguments).result()
+        return RequestStream(lambda: self._one(prompt, params), self.client, self._reader.vocabulary)
 
     def _one(self, prompt: Prompt, params: RequestParams | None) -> EngineRequest:
         return _pending(*self._reader.read_one(prompt, params))
@@ -159,33 +139,9 @@ class LoadedEngine:
 
     def statistics(self) -> EngineStatistics:
         """Return current usage and counts; `statistics().prefix_cache()` has those of the cache."""
-        return self._call(self._engine.core.statistics)
+        return self._call(self._core.statistics)
 
-    @property
-    def geometry(self) -> KVCacheConfig:
-        """Numbers and sizes of blocks and snapshots."""
-        return self._engine.geometry
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the model; a chat model's has `apply_chat_template` and `tokenize_chat`."""
-        return self._loaded.tokenizer
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """Architecture of the model."""
-        return self._loaded.config
-
-    @property
-    def model_name(self) -> str:
-        """Name of the model: the checkpoint's directory as given, "embedded", or "random weights, <pattern>"."""
-        return self._loaded.name
-
-    # Cache, weights, memory
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the cache: blocks cached before are never matched again."""
-        self._call(self._engine.core.reset_prefix_cache)
+    # Weights and memory
 
     def update_weights(
         self,
@@ -228,11 +184,10 @@ class LoadedEngine:
             WeightUpdateError: A write has failed. Without `keep_old` all requests end as `FAILED`, and none is taken
                 until a complete update succeeds.
         """
-        chosen, naming = InFlight.read(in_flight), self._names()
+        chosen, _ = InFlight.read(in_flight), self.weights.names()
         check_version(weights_version)
-        call = self._client.call_when_idle if chosen is InFlight.FINISH else self._client.call
-        write = partial_call(self._write_weights, named_tensors, naming, partial=partial, keep_old=keep_old)
-        call(self._update_weights, write, chosen, weights_version, not partial).result()
+        write = partial_call(self.weights.write, named_tensors, partial=partial, keep_old=keep_old)
+        self.change_weights(write, chosen, weights_version, is_complete=not partial).result()
 
     def update_weights_from_shards(
         self,
@@ -257,51 +212,20 @@ class LoadedEngine:
                 written anything.
             WeightUpdateError: See `update_weights`.
         """
-        if not self._shards.are_handed_over:
+        if not self.weights.shards.are_handed_over:
             raise ConfigError(
                 "the other ranks are in follow_engine, and hand over no shards; call load_follower on them instead, or "
                 "give whole tensors to update_weights"
             )
         options = ShardOptions(partial, in_flight, weights_version, keep_old)
-        call = self._client.call_when_idle if in_flight == InFlight.FINISH else self._client.call
-        call(self._update_from_shards, named_shards, options).result()
-
-    def _update_from_shards(self, named_shards: NamedTensors, options: ShardOptions) -> None:
-        workers = self._engine.core.workers
-        others = nullcontext() if workers.heartbeat is None else driver_of(workers).handing_over()
-        with others:
-            write = partial_call(self._shards.write, named_shards, options)
-            self._update_weights(write, options.in_flight, options.weights_version, not options.partial)
-
-    def _update_weights(
-        self, write: Callable[[], None], in_flight: str, version: int | None, is_complete: bool
-    ) -> None:
-        core = self._engine.core
-        core.land()
-        try:
-            write()
-        except WeightUpdateError as error:
-            core.weights_failed(error)
-            raise
-        core.weights_changed(InFlight(in_flight), version, is_complete=is_complete)
-
-    def _write_weights(self, named_tensors: NamedTensors, naming: Naming, *, partial: bool, keep_old: bool) -> None:
-        if self._ranks is None:
-            update_weights(self._loaded.model, naming, named_tensors, partial=partial, keep_old=keep_old)
-        else:
-            tell = driver_of(self._engine.core.workers).tell
-            self._ranks.lead(named_tensors, tell, partial=partial, keep_old=keep_old)
-
-    def _names(self) -> Naming:
-        assert self._naming is not None, "an engine that was loaded has names"
-        return self._naming
+        write = partial_call(self.weights.shards.write, named_shards, options)
+        # All ranks together refuse another name.
+        chosen = next((one for one in InFlight if one == in_flight), InFlight.RECOMPUTE)
+        self.change_weights(write, chosen, weights_version, is_complete=not partial, are_shards=True).result()
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that `update_weights` takes, by name."""
-        naming, ranks = self._names(), self._ranks
-        if ranks is not None:
-            return dict(self._call(ranks.shapes, driver_of(self._engine.core.workers).tell))
-        return weight_shapes(self._loaded.model, naming)
+        return dict(self._call(self.weights.shapes))
 
     def weights_changed(self, *, in_flight: str = "recompute", weights_version: int | None = None) -> None:
         """Empty the cache after other code has written the model's weights in place.
@@ -315,29 +239,7 @@ class LoadedEngine:
         """
         chosen = InFlight.read(in_flight, is_written=True)
         check_version(weights_version)
-        self._call(self._engine.core.weights_changed, chosen, weights_version)
-
-    @property
-    def weights_version(self) -> int:
-        """Version of the weights that tokens are computed with: the number given last, or counted on from it; or 0."""
-        return self._engine.core.weights_version
-
-    def suspend(self, level: SuspendLevel = "drop") -> None:
-        """Stop until `resume`. Requests in flight wait and keep their tokens; new ones are refused.
-
-        Args:
-            level: "drop" frees the pools' memory, and the cache is empty; "offload" moves the pools to host memory, and
-                "keep" leaves them where they are: nothing is computed again after these two.
-
-        Raises:
-            ConfigError: There is no such level, the engine is suspended at another one, or has several ranks, which
-                only drop.
-        """
-        self._call(self._engine.core.suspend, level)
-
-    def resume(self) -> None:
-        """Allocate the pools again; requests in flight recompute the KV and states that were dropped, and continue."""
-        self._call(self._engine.core.resume)
+        self._call(self._core.weights_changed, chosen, weights_version)
 
     def pause_generation(self, max_seconds: float | None = None, mode: PauseMode = "keep") -> int:
         """Stop stepping at the end of a step, and wait until the device is idle; new requests queue up.
@@ -355,36 +257,18 @@ class LoadedEngine:
         Raises:
             ConfigError: `max_seconds` is not positive, or too large; or there is no such mode.
         """
-        return self._client.pause(max_seconds, mode)
+        return self.client.pause(max_seconds, mode)
 
     def resume_generation(self) -> None:
         """Continue to step after `pause_generation`; does nothing if generation is not paused."""
-        self._client.unpause()
+        self.client.unpause()
 
     @property
     def is_paused(self) -> bool:
         """True from `pause_generation` until generation is resumed."""
-        return self._client.pausing is not None
-
-    # Other interfaces over the same engine
-
-    @property
-    def client(self) -> EngineClient:
-        """Client through which all requests and calls reach the engine."""
-        return self._client
-
-    @property
-    def inference_engine(self) -> InferenceEngine:
-        """Engine under Megatron's names; only calls through `client` may use it."""
-        return self._engine
+        return self.client.pausing is not None
 
     # Shutdown
-
-    def close(self) -> None:
-        """End requests in flight with `EngineClosed`, and free all resources. Further calls do nothing."""
-        if self._client.close():
-            self._engine.core.resources.free()
-            self._on_close()
 
     def __enter__(self: Own) -> Own:
         """Return the engine itself, which is closed when the block ends."""

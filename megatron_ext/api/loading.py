@@ -94,19 +94,15 @@ def quiet_imports() -> Iterator[None]:
 def _load(settings: InferenceSettings) -> LoadedEngine:
     from megatron_ext.api.engine import LoadedEngine
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
-    from megatron_ext.models.engine_args import EngineArgs, rank_weights
+    from megatron_ext.models.engine_args import EngineArgs
     from megatron_ext.models.generation_defaults import request_defaults
-    from megatron_ext.models.update.naming import naming_of
-    from megatron_ext.models.update.shards import ShardWeights
 
     defaults = request_defaults(settings.source, settings.sampling_given)
     with contextlib.ExitStack() as stack:
         parallel_context = stack.enter_context(_joined_ranks(settings, _Role.LEADS))
         args = EngineArgs(settings, parallel_context)
-        ranks = None if parallel_context is None else rank_weights(settings, parallel_context, args.loaded)
-        naming = naming_of(settings.source, args.loaded.config)
-        shards = ShardWeights(args.loaded.model, parallel_context, source_is_gpt=naming.in_gpt)
-        return LoadedEngine(args.build_engine(), args.loaded, naming, defaults, PROCESS_GROUPS.leave, shards, ranks)
+        weights = args.weights()
+        return LoadedEngine(args.build_engine(), weights, defaults, PROCESS_GROUPS.leave)
 
 
 def _follow(settings: InferenceSettings) -> None:

@@ -6,13 +6,11 @@ import asyncio
 from types import TracebackType
 
 from megatron.core.inference.sampling_params import SamplingParams
-from torch import nn
 
 from megatron_ext.apis.generation import listed
 from megatron_ext.apis.llm_base import MegatronLLMBase
 from megatron_ext.apis.serve_config import ServeConfig
 from megatron_ext.mcore.inference_request import DynamicInferenceRequest
-from megatron_ext.text.tokenizer import Tokenizer
 
 
 class MegatronAsyncLLM(MegatronLLMBase):
@@ -22,28 +20,7 @@ class MegatronAsyncLLM(MegatronLLMBase):
         ValueError: `use_coordinator` is False, as in Megatron.
     """
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        inference_config: object = None,
-        use_coordinator: bool = True,
-        coordinator_host: str | None = None,
-        coordinator_port: int | None = None,
-        inference_wrapper_cls: type | None = None,
-    ) -> None:
-        if not use_coordinator:
-            raise ValueError("MegatronAsyncLLM needs use_coordinator=True; use MegatronLLM for direct mode")
-        super().__init__(
-            model=model,
-            tokenizer=tokenizer,
-            inference_config=inference_config,
-            use_coordinator=use_coordinator,
-            coordinator_host=coordinator_host,
-            coordinator_port=coordinator_port,
-            inference_wrapper_cls=inference_wrapper_cls,
-        )
+    _needs_coordinator = True
 
     async def generate(
         self, prompts: str | list[int] | list[str] | list[list[int]], sampling_params: SamplingParams | None = None
@@ -78,7 +55,7 @@ class MegatronAsyncLLM(MegatronLLMBase):
         Raises:
             RuntimeError: After `shutdown`.
         """
-        await asyncio.to_thread(self._pause)
+        await asyncio.to_thread(self._lifecycle.pause)
 
     async def unpause(self) -> None:
         """Continue to step.
@@ -86,7 +63,7 @@ class MegatronAsyncLLM(MegatronLLMBase):
         Raises:
             RuntimeError: After `shutdown`, or while the engine is suspended.
         """
-        await asyncio.to_thread(self._unpause)
+        await asyncio.to_thread(self._lifecycle.unpause)
 
     async def suspend(self) -> None:
         """Free the pools of a paused engine; its requests recompute what they lose.
@@ -94,7 +71,7 @@ class MegatronAsyncLLM(MegatronLLMBase):
         Raises:
             RuntimeError: After `shutdown`, or if the engine is not paused.
         """
-        await asyncio.to_thread(self._suspend)
+        await asyncio.to_thread(self._lifecycle.suspend)
 
     async def resume(self) -> None:
         """Allocate the pools again; the engine stays paused until `unpause`.
@@ -102,7 +79,7 @@ class MegatronAsyncLLM(MegatronLLMBase):
         Raises:
             RuntimeError: After `shutdown`.
         """
-        await asyncio.to_thread(self._resume)
+        await asyncio.to_thread(self._lifecycle.resume)
 
     async def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
         """Start an OpenAI-compatible HTTP server on the primary rank.
@@ -121,7 +98,7 @@ class MegatronAsyncLLM(MegatronLLMBase):
 
     async def shutdown(self) -> None:
         """Stop the server and the engine, and free all resources. Further calls do nothing."""
-        await asyncio.to_thread(self._shut_down)
+        await asyncio.to_thread(self._runtime.close)
 
     async def wait_for_shutdown(self) -> None:
         """Wait for the end of the engine.

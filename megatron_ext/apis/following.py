@@ -11,7 +11,8 @@ import torch
 from megatron_ext.apis.inference_config import EngineOptions
 from megatron_ext.apis.serve_config import ServeConfig
 from megatron_ext.apis.state_log import State, StateLog, StateReader, wait_for
-from megatron_ext.apis.views import ContextView, ControllerView, EngineView, Limits, Progress
+from megatron_ext.apis.views import EngineView
+from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.errors import EngineClosed, RankError
 from megatron_ext.mcore import platform
 from megatron_ext.text.tokenizer import Tokenizer
@@ -48,10 +49,10 @@ class FollowingRuntime:
         self.ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(platform.device(),), name="follow", daemon=True)
         self._thread.start()
-        limits = wait_for(log.published, self.ended.done)
-        if limits is None:
+        facts = wait_for(log.published, self.ended.done)
+        if facts is None:
             raise RankError("the first rank could not start the engine")
-        self.engine = EngineView(ContextView(Limits.from_facts(limits), self), ControllerView(tokenizer), self)
+        self.engine = EngineView(facts, tokenizer, self)
 
     def _run(self, device: torch.device) -> None:
         """Follow the first rank, with breaks while the engine is suspended."""
@@ -112,9 +113,9 @@ class FollowingRuntime:
         """
         self.ended.result()
 
-    def progress(self) -> Progress:
+    def progress(self) -> StepCounts:
         """Return zero: the first rank counts."""
-        return Progress()
+        return StepCounts()
 
     def reset(self) -> None:
         """Do nothing: the first rank resets the engine of all ranks."""

@@ -12,8 +12,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.mcore import platform
 from megatron_ext.mcore.inference_request import DynamicInferenceRequest, RequestConversion
 from megatron_ext.mcore.sampling_params import to_request_params
+from megatron_ext.models.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,23 @@ class Generation:
             self._conversion.convert(one.record.result(), self._params, one.params.num_tokens_to_generate)
             for one in self._requests
         ]
+
+
+def conversion_for(engine: LLMEngine, *, has_pause_events: bool) -> RequestConversion:
+    """Return the conversion of an engine's records.
+
+    Args:
+        engine: The engine.
+        has_pause_events: Whether events include pauses.
+    """
+    return RequestConversion(
+        detokenize=engine.vocabulary.detokenize,
+        eod=engine.tokenizer.eod,
+        block_size=engine.limits.block_size,
+        is_caching=engine.is_caching,
+        device=platform.device(),
+        has_pause_events=has_pause_events,
+    )
 
 
 def make_requests(

@@ -33,8 +33,7 @@ class HttpFrontend:
 
     def __init__(self, loaded: LoadedEngine, config: ServeConfig, on_lost_ranks: Callable[[RankError], None]) -> None:
         settings = config.server_config()
-        serving = Serving(loaded.inference_engine, loaded.model_name, settings)
-        serving.requests.share(loaded.client)
+        serving = Serving(loaded, loaded.model_name, settings, is_shared=True)
         self._listener = bind(config.host, config.port) if config.sock is None else config.sock
         self._ready: Future[str] = Future()
         self._requests = serving.requests

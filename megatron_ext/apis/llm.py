@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 
 from megatron.core.inference.sampling_params import SamplingParams
-from torch import nn
 
 from megatron_ext.apis.generation import listed
 from megatron_ext.apis.llm_base import MegatronLLMBase
 from megatron_ext.apis.serve_config import ServeConfig
 from megatron_ext.mcore.inference_request import DynamicInferenceRequest
-from megatron_ext.text.tokenizer import Tokenizer
 
 
 class MegatronLLM(MegatronLLMBase):
@@ -19,27 +17,6 @@ class MegatronLLM(MegatronLLMBase):
 
     Its methods also work inside a running event loop, which they block.
     """
-
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        inference_config: object = None,
-        use_coordinator: bool = True,
-        coordinator_host: str | None = None,
-        coordinator_port: int | None = None,
-        inference_wrapper_cls: type | None = None,
-    ) -> None:
-        super().__init__(
-            model=model,
-            tokenizer=tokenizer,
-            inference_config=inference_config,
-            use_coordinator=use_coordinator,
-            coordinator_host=coordinator_host,
-            coordinator_port=coordinator_port,
-            inference_wrapper_cls=inference_wrapper_cls,
-        )
 
     def generate(
         self, prompts: str | list[int] | list[str] | list[list[int]], sampling_params: SamplingParams | None = None
@@ -67,7 +44,7 @@ class MegatronLLM(MegatronLLMBase):
         Raises:
             RuntimeError: In direct mode, or after `shutdown`.
         """
-        self._pause()
+        self._lifecycle.pause()
 
     def unpause(self) -> None:
         """Continue to step.
@@ -75,7 +52,7 @@ class MegatronLLM(MegatronLLMBase):
         Raises:
             RuntimeError: In direct mode, after `shutdown`, or while the engine is suspended.
         """
-        self._unpause()
+        self._lifecycle.unpause()
 
     def suspend(self) -> None:
         """Free the pools of a paused engine; its requests recompute what they lose.
@@ -83,7 +60,7 @@ class MegatronLLM(MegatronLLMBase):
         Raises:
             RuntimeError: In direct mode, after `shutdown`, or if the engine is not paused.
         """
-        self._suspend()
+        self._lifecycle.suspend()
 
     def resume(self) -> None:
         """Allocate the pools again; the engine stays paused until `unpause`.
@@ -91,7 +68,7 @@ class MegatronLLM(MegatronLLMBase):
         Raises:
             RuntimeError: In direct mode, or after `shutdown`.
         """
-        self._resume()
+        self._lifecycle.resume()
 
     def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
         """Start an OpenAI-compatible HTTP server on the primary rank.
@@ -110,7 +87,7 @@ class MegatronLLM(MegatronLLMBase):
 
     def shutdown(self) -> None:
         """Stop the server and the engine, and free all resources. Further calls do nothing."""
-        self._shut_down()
+        self._runtime.close()
 
     def wait_for_shutdown(self) -> None:
         """Wait for the end of the engine; returns at once in direct mode.

@@ -51,17 +51,21 @@ class MegatronLLMBase:
         ValueError: Arguments contradict each other.
     """
 
+    _needs_coordinator = False
+
     def __init__(
         self,
         *,
         model: nn.Module,
         tokenizer: Tokenizer,
-        inference_config: object,
-        use_coordinator: bool,
-        coordinator_host: str | None,
-        coordinator_port: int | None,
-        inference_wrapper_cls: type | None,
+        inference_config: object = None,
+        use_coordinator: bool = True,
+        coordinator_host: str | None = None,
+        coordinator_port: int | None = None,
+        inference_wrapper_cls: type | None = None,
     ) -> None:
+        if self._needs_coordinator and not use_coordinator:
+            raise ValueError(f"{type(self).__name__} needs use_coordinator=True; use MegatronLLM for direct mode")
         _check_coordinator(use_coordinator, coordinator_host, coordinator_port)
         if inference_wrapper_cls not in (None, GPTInferenceWrapper):
             raise ConfigError(f"inference_wrapper_cls {inference_wrapper_cls!r}: the engine has its own; leave it out")
@@ -112,33 +116,21 @@ class MegatronLLMBase:
         if not self.is_primary_rank:
             raise RuntimeError("generate() is for the primary rank in coordinator mode; ask is_primary_rank first")
 
-    def _check_has_lifecycle(self) -> None:
+    @property
+    def _lifecycle(self) -> EngineRuntime | FollowingRuntime:
+        """Runtime, if its engine has a lifecycle.
+
+        Raises:
+            RuntimeError: The mode is direct.
+        """
         if not self._use_coordinator:
             raise RuntimeError("this method needs use_coordinator=True")
-
-    def _pause(self) -> None:
-        self._check_has_lifecycle()
-        self._runtime.pause()
-
-    def _unpause(self) -> None:
-        self._check_has_lifecycle()
-        self._runtime.unpause()
-
-    def _suspend(self) -> None:
-        self._check_has_lifecycle()
-        self._runtime.suspend()
-
-    def _resume(self) -> None:
-        self._check_has_lifecycle()
-        self._runtime.resume()
+        return self._runtime
 
     def _serve(self, config: ServeConfig) -> None:
         if not self._use_coordinator:
             raise ValueError("serve() needs use_coordinator=True")
         self._runtime.serve(config)
-
-    def _shut_down(self) -> None:
-        self._runtime.close()
 
     @property
     def _ended(self) -> Future[None] | None:

@@ -9,16 +9,15 @@ from concurrent.futures import Future
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_ext.api.engine import LoadedEngine
-from megatron_ext.apis.generation import Generation, Prompt, make_requests
+from megatron_ext.apis.generation import Generation, Prompt, conversion_for, make_requests
 from megatron_ext.apis.http_frontend import HttpFrontend
 from megatron_ext.apis.inference_config import EngineOptions
 from megatron_ext.apis.serve_config import ServeConfig
 from megatron_ext.apis.state_log import State, StateLog
-from megatron_ext.apis.views import ContextView, ControllerView, EngineView, Limits, Progress
-from megatron_ext.engine.core import EngineCore
+from megatron_ext.apis.views import EngineView, context_facts
+from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.errors import EngineClosed, RankError
-from megatron_ext.mcore import platform
-from megatron_ext.mcore.inference_request import DynamicInferenceRequest, RequestConversion
+from megatron_ext.mcore.inference_request import DynamicInferenceRequest
 from megatron_ext.text.tokenizer import Tokenizer
 
 
@@ -32,7 +31,6 @@ class EngineRuntime:
         log: Log of the states for the other ranks; None without any.
 
     Attributes:
-        limits: Sizes of the engine.
         engine: View of the engine.
         ended: Done when the runtime has been closed; has the error if other ranks were lost before.
     """
@@ -43,27 +41,16 @@ class EngineRuntime:
         self._loaded = loaded
         self._options = options
         self._log = log
-        self._core: EngineCore = loaded.inference_engine.core
         self._state = State.RUNNING
         self._changing = threading.Lock()  # the state, the frontend
         self._frontend: HttpFrontend | None = None
-        self._baseline = Progress()
-        self._last_progress: Progress | None = None  # of a closed engine
+        self._baseline = StepCounts()
         self.ended: Future[None] = Future()
-        self.limits = Limits.of(loaded)
-        engine = loaded.inference_engine
-        self._conversion = RequestConversion(
-            detokenize=engine.controller.vocabulary.detokenize,
-            eod=loaded.tokenizer.eod,
-            block_size=self.limits.block_size_tokens,
-            is_caching=self.limits.enable_prefix_caching,
-            device=platform.device(),
-            has_pause_events=options.has_pause_events,
-        )
-        context, controller = ContextView(self.limits, self), ControllerView(tokenizer)
-        self.engine = EngineView(context, controller, self, getattr(engine, "capture_stats", None))
+        self._conversion = conversion_for(loaded, has_pause_events=options.has_pause_events)
+        facts = context_facts(loaded)
+        self.engine = EngineView(facts, tokenizer, self, loaded.inference_engine.capture_stats)
         if log is not None:
-            log.publish(self.limits.facts())
+            log.publish(facts)
 
     # Requests
 
@@ -77,8 +64,8 @@ class EngineRuntime:
         requests = make_requests(
             prompts,
             params,
-            self._core.tokenize,
-            self.limits.max_sequence_length,
+            self._loaded.tokenize,
+            self._loaded.limits.max_sequence_length,
             has_token_events=self._options.has_token_events,
         )
         return Generation(self._loaded.client, requests, params, self._conversion)
@@ -171,7 +158,6 @@ class EngineRuntime:
             try:
                 if self._frontend is not None:
                     self._frontend.stop()
-                self._last_progress = self.progress()
             finally:
                 self._become(State.STOPPED)
                 try:
@@ -191,21 +177,12 @@ class EngineRuntime:
 
     # Counts
 
-    def progress(self) -> Progress:
+    def progress(self) -> StepCounts:
         """Return the counts since the last reset, or those at the end of a closed engine."""
-        if self._last_progress is not None:
-            return self._last_progress
-        return self._loaded.client.call(self._read).result() - self._baseline
-
-    def _read(self) -> Progress:
-        return Progress(self._core.step_counts(), self._core.counters.prefill_tokens)
+        return self._loaded.counts()[1] - self._baseline
 
     def reset(self) -> None:
         """Abort all requests, empty the prefix cache, and count from zero."""
-        self._loaded.client.call(self._reset).result()
-
-    def _reset(self) -> None:
-        for request in self._core.output.requests():
-            self._core.abort(request)
-        self._core.reset_prefix_cache()
-        self._baseline = self._read()
+        self._loaded.abort_all()
+        self._loaded.reset_prefix_cache()
+        self._baseline = self._loaded.counts()[1]

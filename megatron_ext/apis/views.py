@@ -5,86 +5,34 @@ Reading is safe in any thread; requests and the lifecycle go through `MegatronLL
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_ext.api.engine import LoadedEngine
 from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Sizes of an engine's pools and steps, equal on all ranks.
-
-    Attributes:
-        max_requests: Maximum number of running requests.
-        max_tokens: Maximum number of tokens of a step.
-        max_sequence_length: Maximum number of tokens of a request, prompt included.
-        block_size_tokens: Tokens of a KV block.
-        blocks: KV blocks.
-        enable_prefix_caching: Whether prefix caching is on.
-        is_hybrid_model: Whether the model has recurrent layers.
-        captured: Sizes of captured steps.
-    """
-
-    max_requests: int
-    max_tokens: int
-    max_sequence_length: int
-    block_size_tokens: int
-    blocks: int
-    enable_prefix_caching: bool
-    is_hybrid_model: bool
-    captured: int
-
-    @classmethod
-    def of(cls, loaded: LoadedEngine) -> Limits:
-        """Return the limits of an engine."""
-        engine = loaded.inference_engine
-        context = engine.context
-        return cls(
-            max_requests=context.max_requests,
-            max_tokens=context.max_tokens,
-            max_sequence_length=context.max_sequence_length,
-            block_size_tokens=context.block_size_tokens,
-            blocks=engine.geometry.blocks,
-            enable_prefix_caching=engine.core.is_caching,
-            is_hybrid_model=bool(context.is_hybrid_model),
-            captured=len(context.cuda_graph_batch_dimensions_list),
-        )
-
-    def facts(self) -> dict[str, int]:
-        """Return the values by name, for another rank."""
-        return asdict(self)
-
-    @classmethod
-    def from_facts(cls, facts: Mapping[str, int]) -> Limits:
-        """Return the limits of another rank."""
-        return cls(**{one.name: facts[one.name] for one in fields(cls)})  # type: ignore[arg-type]  # bool is int
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Counts of an engine since its start.
-
-    Attributes:
-        steps: Steps by how they were computed.
-        prefill_tokens: Prefill tokens computed, recomputed ones included.
-    """
-
-    steps: StepCounts = field(default_factory=StepCounts)
-    prefill_tokens: int = 0
-
-    def __sub__(self, earlier: Progress) -> Progress:
-        return Progress(self.steps - earlier.steps, self.prefill_tokens - earlier.prefill_tokens)
+def context_facts(engine: LLMEngine) -> dict[str, int]:
+    """Return the limits of an engine, equal on all ranks, by the names of `ContextView`."""
+    limits = engine.limits
+    return {
+        "max_requests": limits.max_requests,
+        "max_tokens": limits.max_tokens,
+        "max_sequence_length": limits.max_sequence_length,
+        "block_size_tokens": limits.block_size,
+        "blocks": engine.geometry.blocks,
+        "enable_prefix_caching": engine.is_caching,
+        "is_hybrid_model": engine.is_hybrid,
+    }
 
 
 class Counted(Protocol):
     """Engine with counts, which can be reset."""
 
-    def progress(self) -> Progress:
+    def progress(self) -> StepCounts:
         """Return the counts since the last reset."""
 
     def reset(self) -> None:
@@ -103,26 +51,26 @@ class ContextView:
     """Limits and counts, under the names of `DynamicInferenceContext`.
 
     Args:
-        limits: Limits of the engine.
+        facts: See `context_facts`.
         counted: The engine's counts; those of a rank without requests stay zero.
     """
 
     unified_memory_level = 0
+    cuda_graph_batch_dimensions_list = ()
 
-    def __init__(self, limits: Limits, counted: Counted) -> None:
+    def __init__(self, facts: Mapping[str, int], counted: Counted) -> None:
         self._counted = counted
-        self.max_requests, self.max_tokens = limits.max_requests, limits.max_tokens
-        self.max_sequence_length = limits.max_sequence_length
-        self.block_size_tokens = limits.block_size_tokens
-        self.enable_prefix_caching = limits.enable_prefix_caching
-        self.is_hybrid_model = limits.is_hybrid_model
-        self.kv_block_allocator = BlockCounts(limits.blocks, limits.blocks)
-        self.cuda_graph_batch_dimensions_list: Sequence[object] = (None,) * limits.captured
+        self.max_requests, self.max_tokens = facts["max_requests"], facts["max_tokens"]
+        self.max_sequence_length = facts["max_sequence_length"]
+        self.block_size_tokens = facts["block_size_tokens"]
+        self.enable_prefix_caching = facts["enable_prefix_caching"]
+        self.is_hybrid_model = facts["is_hybrid_model"]
+        self.kv_block_allocator = BlockCounts(facts["blocks"], facts["blocks"])
 
     @property
     def step_count(self) -> int:
         """Steps since the last reset."""
-        return self._counted.progress().steps.steps
+        return self._counted.progress().steps
 
     @property
     def lifetime_prefill_token_count(self) -> int:
@@ -132,12 +80,12 @@ class ContextView:
     @property
     def async_sched_step_count(self) -> int:
         """Steps launched before the tokens of the previous step were known."""
-        return self._counted.progress().steps.asynchronous
+        return self._counted.progress().asynchronous
 
     @property
     def async_sched_compaction_step_count(self) -> int:
         """Steps launched so of which rows were discarded."""
-        return self._counted.progress().steps.discarding
+        return self._counted.progress().discarding
 
 
 class ControllerView:
@@ -155,15 +103,17 @@ class ControllerView:
 class EngineView:
     """Counts and parts, under the names of `DynamicInferenceEngine`.
 
-    Attributes:
+    Args:
+        facts: See `context_facts`.
+        tokenizer: Tokenizer as the caller gave it.
+        counted: The engine's counts.
         capture_stats: Seconds (`time`) of the capture of CUDA graphs; None without graphs.
     """
 
     def __init__(
-        self, context: ContextView, controller: ControllerView, counted: Counted, capture_stats: object = None
+        self, facts: Mapping[str, int], tokenizer: Tokenizer, counted: Counted, capture_stats: object = None
     ) -> None:
-        self.context = context
-        self.controller = controller
+        self.context, self.controller = ContextView(facts, counted), ControllerView(tokenizer)
         self.capture_stats = capture_stats
         self._counted = counted
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -14,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.profiler_phases import named_phases
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.parallel.parallel_context import ParallelContext
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def check_profile(directory: str | None, parallel_context: ParallelContext | Non
 
 
 @contextlib.contextmanager
-def profiled(engine: InferenceEngine, directory: str | None) -> Iterator[None]:
+def profiled(engine: LLMEngine, directory: str | None) -> Iterator[None]:
     """Trace the engine's first steps within the block, into a file of the directory.
 
     The trace covers the engine's thread, which also writes it: after `MAX_STEPS` steps, or when the engine is closed.
@@ -58,24 +57,9 @@ def profiled(engine: InferenceEngine, directory: str | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    with named_phases(engine):
-        trace = _Trace(Path(directory))
-        compute, close = engine.core.compute, engine.core.close
-
-        @functools.wraps(compute)
-        def traced() -> object:
-            trace.begin_step()
-            return compute()
-
-        def closed() -> None:
-            trace.end()
-            close()
-
-        engine.core.compute, engine.core.close = traced, closed  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            del engine.core.compute, engine.core.close
+    trace = _Trace(Path(directory))
+    with named_phases(engine.inference_engine, trace.begin_step, trace.end):
+        yield
 
 
 class _Trace:

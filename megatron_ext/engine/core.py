@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from heapq import nlargest
+from operator import attrgetter
+from typing import TypeVar
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.engine.cache_audit import AuditFinding
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.engine_step import EngineStep, StepOutput, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
@@ -24,13 +28,18 @@ from megatron_ext.engine.step_log import StepLog
 from megatron_ext.engine.suspending import SuspendLevel, Suspension
 from megatron_ext.engine.workers import NoWorkers, Workers
 from megatron_ext.errors import ConfigError, EngineSuspended, WeightUpdateError
+from megatron_ext.prefix_cache.block_index import CachedPrefix
+from megatron_ext.prefix_cache.disk.announcing import EntryObserver, announce
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
+from megatron_ext.prefix_cache.observer import CacheObserver
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.speculation.proposals import Proposals
+
+Result = TypeVar("Result")
 
 
 class EngineCore:
@@ -163,6 +172,11 @@ class EngineCore:
         """
         return self.output.abort(request, finish_reason)
 
+    def abort_all(self) -> None:
+        """Abort all requests; see `abort`."""
+        for request in self.output.requests():
+            self.output.abort(request)
+
     def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
         """End a request as FAILED; count and log the error unless `is_noted`."""
         self.output.fail(request, error, is_noted=is_noted)
@@ -280,6 +294,53 @@ class EngineCore:
             replica.scheduler.reset_prefix_cache()
         self.workers.meet()
 
+    def observe_caches(self, observers: Sequence[CacheObserver], disk_observers: Sequence[EntryObserver] = ()) -> None:
+        """Attach an observer to the cache of each replica; it is told what a store has put back before.
+
+        Args:
+            observers: An observer for each replica.
+            disk_observers: Likewise, observers of what is on disk; none by default.
+        """
+        for replica, observer in zip(self.replicas, observers, strict=True):
+            replica.scheduler.cache.add_observer(observer)
+            if self.disk is not None:
+                announce(replica.scheduler.cache, observer, replica.scheduler.root_of(None))
+        for replica, one in zip(self.replicas, disk_observers, strict=False):
+            if self.disk is not None:
+                self.disk.announce_disk(one, replica.scheduler.root_of(None))
+
+    def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
+        """Return the cached prefixes that most requests resumed from, the hottest first."""
+        found = [prefix for replica in self.replicas for prefix in replica.scheduler.cache.hottest(count)]
+        return nlargest(count, found, key=attrgetter("hits", "blocks")) if len(self.replicas) > 1 else found
+
+    def audit_findings(self) -> list[AuditFinding]:
+        """Return the last wrong entries that audits of the prefix cache found, the oldest first."""
+        found = [finding for replica in self.replicas for finding in replica.audit.findings]
+        return sorted(found, key=attrgetter("wall_time"))
+
+    def change_weights(
+        self,
+        write: Callable[[], Result],
+        in_flight: InFlight = InFlight.RECOMPUTE,
+        version: int | None = None,
+        *,
+        is_complete: bool = True,
+    ) -> Result:
+        """Write new weights while the device is idle, and use them; options are those of `weights_changed`.
+
+        Raises:
+            WeightUpdateError: The write has failed; unless the old weights are back, all requests have failed, too.
+        """
+        self.land()
+        try:
+            result = write()
+        except WeightUpdateError as error:
+            self.weights_failed(error)
+            raise
+        self.weights_changed(in_flight, version, is_complete=is_complete)
+        return result
+
     def weights_changed(
         self, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None, *, is_complete: bool = True
     ) -> None:
@@ -327,8 +388,7 @@ class EngineCore:
     def _use_new_weights(self, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None) -> None:
         self.weights_version = self.weights_version + 1 if version is None else version
         if in_flight is InFlight.ABORT:
-            for request in self.output.requests():
-                self.output.abort(request)
+            self.abort_all()
         if self.disk is not None:
             self.disk.weights_changed()
         for replica in self.replicas:
@@ -384,6 +444,7 @@ class EngineCore:
             captured=self._captured.copy(),
             asynchronous=sum(one.step_count for one in ahead),
             discarding=sum(one.discarding_count for one in ahead),
+            prefill_tokens=self.counters.prefill_tokens,
         )
 
     def check(self) -> None:

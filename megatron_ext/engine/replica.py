@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
-from operator import attrgetter
 
 from megatron_ext.engine.async_scheduling import AsyncScheduling
-from megatron_ext.engine.cache_audit import AuditFinding, CacheAudit
+from megatron_ext.engine.cache_audit import CacheAudit
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.executor import Executor, launcher
@@ -20,7 +18,6 @@ from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.routing_recorder import RoutingRecorder
 from megatron_ext.engine.structured_output import StructuredOutputs
 from megatron_ext.errors import RestoreError, describe
-from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import StepPlan
@@ -251,20 +248,3 @@ class Replica:
         """Wait until the device is idle."""
         self.ahead.land()
         self.ahead.drop()
-
-
-def waiting(replicas: Iterable[Replica]) -> list[Request]:
-    """Return the requests that wait for admission."""
-    return [request for replica in replicas for request in replica.scheduler.queues.waiting]
-
-
-def hottest(replicas: Sequence[Replica], count: int) -> list[CachedPrefix]:
-    """Return the `count` cached prefixes from which most requests resumed, the hottest first."""
-    found = [prefix for replica in replicas for prefix in replica.scheduler.cache.hottest(count)]
-    return nlargest(count, found, key=attrgetter("hits", "blocks")) if len(replicas) > 1 else found
-
-
-def audit_findings(replicas: Iterable[Replica]) -> list[AuditFinding]:
-    """Return the wrong entries that audits of the prefix cache found, the oldest first; only the last few."""
-    found = [finding for replica in replicas for finding in replica.audit.findings]
-    return sorted(found, key=attrgetter("wall_time"))

@@ -20,7 +20,6 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import EngineStep, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
-from megatron_ext.engine.replica import hottest, waiting
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
@@ -30,11 +29,15 @@ from megatron_ext.mcore.core_factory import make_core
 from megatron_ext.mcore.sampling_params import to_request_params
 from megatron_ext.mcore.versions import Engine
 from megatron_ext.memory.budget import KVCacheConfig
+from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.text.grammars import Grammars
+from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,27 @@ class DecodeOnly:
 
     def __bool__(self) -> bool:
         return bool(self.consumed)
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Facts of an engine and its model that do not change.
+
+    Attributes:
+        tokenizer: Tokenizer of the model.
+        vocabulary: Tokens as text, and the width of the logits.
+        grammars: Compiler of grammars.
+        plan: Sizes of all pools, and limits.
+        operators: Chosen operators by backend; see `ops.backend_selection.chosen`.
+        bytes_held_twice: Bytes of weights that are held as they are and packed.
+    """
+
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary
+    grammars: Grammars
+    plan: EnginePlan
+    operators: dict[str, tuple[str, ...]]
+    bytes_held_twice: int
 
 
 class Asked(NamedTuple):
@@ -162,17 +186,25 @@ class InferenceEngine(Engine):
         """True if the pools have been freed."""
         return self.core.is_suspended
 
+    @property
+    def facts(self) -> EngineFacts:
+        """Facts of the engine and its model for callers that know no names of Megatron's."""
+        model = self.controller
+        return EngineFacts(
+            model.tokenizer,
+            model.vocabulary,
+            model.grammars,
+            self.context.plan,
+            model.chosen_operators(),
+            model.bytes_held_twice,
+        )
+
     # Numbers
 
     @property
     def geometry(self) -> KVCacheConfig:
         """KV cache config: effective pool sizes, summed over all ranks."""
         return self.context.plan.world
-
-    @property
-    def longest_request_state_bytes(self) -> int:
-        """Maximum bytes of recurrent states for a request with the longest possible prompt."""
-        return self.context.plan.request_state_bytes(self.context.max_sequence_length)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -192,7 +224,8 @@ class InferenceEngine(Engine):
     @property
     def waiting_request_ids(self) -> list[int]:
         """Ids of the requests that wait for admission, and of ended requests that a step has yet to report."""
-        return [one.request_id for one in [*waiting(self.core.replicas), *self.core.output.ended]]
+        waiting = [one for replica in self.core.replicas for one in replica.scheduler.queues.waiting]
+        return [one.request_id for one in [*waiting, *self.core.output.ended]]
 
     @property
     def finished_request_count(self) -> int:
@@ -219,7 +252,7 @@ class InferenceEngine(Engine):
 
     def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
         """Return the cached prefixes that most requests resumed from, hottest first."""
-        return hottest(self.core.replicas, count)
+        return self.core.hottest_prefixes(count)
 
     # Request lifecycle
 

@@ -17,12 +17,14 @@ from torch import nn
 from megatron_ext.api.attached import AttachedEngine
 from megatron_ext.api.attaching import attach_engine
 from megatron_ext.api.settings import Setting, read_settings
+from megatron_ext.apis.generation import conversion_for
 from megatron_ext.apis.inference_config import read_inference_config
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.adapter import Asked, InferenceEngine
-from megatron_ext.mcore.inference_request import DynamicInferenceRequestRecord, RequestConversion
+from megatron_ext.mcore.adapter import Asked
+from megatron_ext.mcore.inference_request import DynamicInferenceRequestRecord
 from megatron_ext.megatron_lm.arguments import ContextArguments, context_arguments
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import Tokenizer
 
@@ -176,14 +178,12 @@ class ScriptEngine(Part):
         assert isinstance(attached, AttachedEngine), "a rank that is alone is the first"
         self.attached.append(attached)
         engine = attached.inference_engine
-        engine.present = Presenter(engine, has_pause_events=options.has_pause_events)
-        for part, found in (
-            (self, engine),
-            (context, engine.context),
-            (controller, engine.controller),
-            (controller.inference_wrapped_model, engine.controller.inference_wrapped_model),
-        ):
-            part.stand_for(found)
+        engine.present = Presenter(attached, has_pause_events=options.has_pause_events)
+        found = engine.controller
+        self.stand_for(engine)
+        context.stand_for(engine.context)
+        controller.stand_for(found)
+        controller.inference_wrapped_model.stand_for(found.inference_wrapped_model)
 
 
 def _check_alone() -> None:
@@ -204,15 +204,8 @@ class Presenter:
         has_pause_events: Whether events include pauses.
     """
 
-    def __init__(self, engine: InferenceEngine, *, has_pause_events: bool) -> None:
-        self._conversion = RequestConversion(
-            detokenize=engine.controller.vocabulary.detokenize,
-            eod=engine.controller.tokenizer.eod,
-            block_size=engine.context.block_size_tokens,
-            is_caching=engine.core.is_caching,
-            device=platform.device(),
-            has_pause_events=has_pause_events,
-        )
+    def __init__(self, engine: LLMEngine, *, has_pause_events: bool) -> None:
+        self._conversion = conversion_for(engine, has_pause_events=has_pause_events)
 
     def __call__(self, record: RequestRecord, asked: Asked) -> DynamicInferenceRequestRecord:
         """Return Megatron's record of a request that has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.config.routing import RoutingConfig
@@ -16,9 +17,11 @@ from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.models.durable_cache import keep_cache, store_opener
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.prediction_checks import check_prediction
-from megatron_ext.models.update.disk import read_new_weights
+from megatron_ext.models.update.disk import NewWeights, read_new_weights
+from megatron_ext.models.update.engine_weights import EngineWeights
 from megatron_ext.models.update.naming import naming_of
 from megatron_ext.models.update.ranks import RankWeights
+from megatron_ext.models.update.shards import ShardWeights
 from megatron_ext.models.weights_digest import weights_digest
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
@@ -61,6 +64,15 @@ class EngineArgs:
             self.loaded = loaded or load(settings)
             self._weights: bytes | None = None  # digest, if the cache's contents are kept between processes
             check_prediction(settings.speculation, settings.parallel, self.loaded)
+
+    def weights(self) -> EngineWeights:
+        """Return the writer of new weights; called before `build_engine`, which may pack them."""
+        settings, loaded = self._settings, self.loaded
+        naming, ranks = naming_of(settings.source, loaded.config), None
+        if self._parallel_context is not None:
+            ranks = rank_weights(settings, self._parallel_context, loaded)
+        shards = ShardWeights(loaded.model, self._parallel_context, source_is_gpt=naming.in_gpt)
+        return EngineWeights(loaded, shards, naming, ranks, _reader(settings, loaded))
 
     def build_engine(self, cache: CacheConfig | None = None) -> InferenceEngine:
         """Build an engine; its pools are allocated.
@@ -121,6 +133,7 @@ def follow(
         follower = build_follower(settings, parallel_context, loaded, cache)
         on_ready()
         follower.follow()
+        follower.free()  # the pools of two engines need not fit at the same time
 
 
 def build_follower(
@@ -156,9 +169,13 @@ def build_follower(
 
 def rank_weights(settings: EngineSettings, parallel_context: ParallelContext, loaded: LoadedModel) -> RankWeights:
     """Return this rank's part of the weights, for updates that all ranks make together."""
-    source, overrides = settings.source, dict(settings.model_overrides)
-    read = partial(read_new_weights, loaded, source, overrides, parallel=settings.parallel)
-    return RankWeights(loaded, partial(naming_of, source, loaded.config), read, parallel_context)
+    naming = partial(naming_of, settings.source, loaded.config)
+    return RankWeights(loaded, naming, _reader(settings, loaded), parallel_context)
+
+
+def _reader(settings: EngineSettings, loaded: LoadedModel) -> Callable[[Path], NewWeights]:
+    overrides = dict(settings.model_overrides)
+    return partial(read_new_weights, loaded, settings.source, overrides, parallel=settings.parallel)
 
 
 def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:

@@ -16,7 +16,7 @@ import torch
 import megatron_ext
 from megatron_ext.config import RunConfig
 from megatron_ext.engine.step_counts import StepCounts
-from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.request_entries import RequestEntries
 from megatron_ext.scheduling.record import RequestRecord
@@ -62,7 +62,7 @@ def megatron_results(passes: Sequence[Pass], entries: RequestEntries, every: int
     return requests | _megatron_counts(passes, prefilled, last.steps)
 
 
-def run_results(engine: InferenceEngine, passes: Sequence[Pass], model: str) -> dict[str, object]:
+def run_results(engine: LLMEngine, passes: Sequence[Pass], model: str) -> dict[str, object]:
     """Return the counts of the run, over all passes.
 
     Args:
@@ -70,13 +70,13 @@ def run_results(engine: InferenceEngine, passes: Sequence[Pass], model: str) -> 
         passes: All passes in order.
         model: Name of the model.
     """
-    statistics = engine.statistics()
+    statistics, steps = engine.counts()
     speculation = statistics.speculation
-    counts = _megatron_counts(passes, engine.lifetime_prefill_token_count, engine.core.step_counts()) | {
-        "lifetime_skipped_token_count": engine.lifetime_skipped_token_count,
+    counts = _megatron_counts(passes, steps.prefill_tokens, steps) | {
+        "lifetime_skipped_token_count": statistics.counters.skipped_tokens,
         "model": model,
         "version": megatron_ext.__version__,
-        "prefix_cache": engine.prefix_cache_statistics(),
+        "prefix_cache": statistics.prefix_cache(),
         "prefix_cache_lost": statistics.prefix_cache_lost(),
         "speculation": None if speculation is None else speculation.shown(),
         "geometry": engine.geometry.shown(),

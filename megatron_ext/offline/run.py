@@ -24,10 +24,10 @@ from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.input_processor import check_drafts
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import request_defaults
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
 from megatron_ext.offline.console_report import print_report
 from megatron_ext.offline.output_file import RUN_OUTPUT_FLAG, PartialResults, check_output_paths, write_results
@@ -39,7 +39,6 @@ from megatron_ext.offline.request_entries import RequestEntries
 from megatron_ext.offline.results import full_results, megatron_results, run_results, without_throughput, written
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext
-from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.signals import Interruption
 from megatron_ext.text.vocabulary import Vocabulary
@@ -142,24 +141,23 @@ class _Offline:
 
     def run(self) -> bool:
         """Run the prompts. Return whether every request completed."""
-        engine = self._args.build_engine()
+        engine = LLMEngine(self._args.build_engine(), steps_itself=False)
         self._start_up.ready()  # removes the bar, which the table would begin beside
         print_kv_cache_config(
             engine.geometry,
             self._loaded.name,
             self._console,
-            engine.longest_request_state_bytes,
-            engine.controller.chosen_operators(),
-            engine.controller.bytes_held_twice,
+            engine.request_state_bytes,
+            engine.operators,
+            engine.bytes_held_twice,
         )
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):
-            client = EngineClient(engine.core, steps_itself=False)
-            passes = self._serve(client)
-            self._close(client, engine.core.disk)
+            passes = self._serve(engine.client)
+            self._close(engine)
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
-        lost = engine.statistics().prefix_cache_lost()
+        lost = engine.counts()[0].prefix_cache_lost()
         print_report(passes, self._console, self._where(problem), self._prompt_text, lost)
         self._end(problem)
         return all(record.status is Status.COMPLETED for record in _records(passes))
@@ -168,14 +166,12 @@ class _Offline:
         """Run the prompts with the cache off, then on. Return whether the cache skipped tokens and changed nothing."""
         results: list[list[RequestRecord]] = []
         for is_on in (False, True):
-            engine = self._args.build_engine(replace(self._settings.cache, enable_prefix_caching=is_on))
+            cache = replace(self._settings.cache, enable_prefix_caching=is_on)
+            engine = LLMEngine(self._args.build_engine(cache), steps_itself=False)
             if not is_on:
                 self._interruption.hold()
-            client = EngineClient(engine.core, steps_itself=False)
-            passes = self._serve(client, f"cache {'on' if is_on else 'off'} ")
-            if not is_on:
-                client.suspend()  # the pools of both runs need not fit at the same time
-            self._close(client, engine.core.disk)
+            passes = self._serve(engine.client, f"cache {'on' if is_on else 'off'} ")
+            self._close(engine)  # the pools of both runs need not fit at the same time
             results.append(_records(passes))
             if self._interruption.is_asked:
                 self._end_if_asked(passes, self._write(engine, passes), "the comparison was not completed; ")
@@ -187,10 +183,10 @@ class _Offline:
         self._end(problem)
         return not found
 
-    def _close(self, client: EngineClient, disk: WarmRestart | None) -> None:
+    def _close(self, engine: LLMEngine) -> None:
         """Close an engine; a second signal ends the writing of its cache to disk, and the results are written."""
-        with nullcontext() if disk is None else self._interruption.cutting_short(disk.stop):
-            client.close()
+        with self._interruption.cutting_short(engine.stop_keeping) if engine.keeps_cache else nullcontext():
+            engine.close()
 
     def _serve(self, client: EngineClient, description: str = "") -> list[Pass]:
         """Run the prompts; after each step, ended requests are on disk and on the screen."""
@@ -228,7 +224,7 @@ class _Offline:
             self._partial.remove()
             self._partial = None
 
-    def _write(self, engine: InferenceEngine, passes: Sequence[Pass]) -> str | None:
+    def _write(self, engine: LLMEngine, passes: Sequence[Pass]) -> str | None:
         """Write the files that are requested. Return the error, or None."""
         run, run_path = self._settings.run, self._settings.run.run_results_path
         counts = run_results(engine, passes, self._loaded.name)

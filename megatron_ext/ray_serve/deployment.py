@@ -28,7 +28,6 @@ from starlette.types import Message
 
 from megatron_ext.errors import RankError
 from megatron_ext.kv_events.mirror import Mirror
-from megatron_ext.prefix_cache.disk.announcing import announce
 from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
 from megatron_ext.ray_serve.callers import Callers
 from megatron_ext.ray_serve.fleet_calls import FleetCalls
@@ -204,14 +203,10 @@ class RoutedReplica(Replica):
 
         super().__init__(words, ranks, timeout)
         self._callers = Callers()
-        size = self._serving.engine.geometry.block_size_tokens
-        self._logs = []
-        for one in self._serving.engine.core.replicas:
-            cache = one.scheduler.cache
-            self._logs.append(CacheLog(Mirror(size, has_states=cache.states is not None)))
-            cache.add_observer(self._logs[-1].changes)
-            if self._serving.engine.core.disk is not None:
-                announce(cache, self._logs[-1].changes, one.scheduler.root_of(None))
+        engine = self._serving.engine
+        size = engine.limits.block_size
+        self._logs = [CacheLog(Mirror(size, has_states=engine.is_hybrid)) for _ in range(engine.replicas)]
+        engine.observe_caches([one.changes for one in self._logs])
         self._name = serve.get_replica_context().replica_id.unique_id
         status = status_router(self._name, ray.util.get_node_ip_address())
         self._app = self._create_app((status,), ADMIN_PATHS)

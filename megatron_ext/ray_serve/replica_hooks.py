@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -12,11 +13,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.ray_serve.load_report import LoadReport
 from megatron_ext.ray_serve.user_config import WEIGHTS, weights_of
 from megatron_ext.routing.scaling import ReplicaLoad
-from megatron_ext.scheduling.waiting_tokens import prompt_tokens_to_compute
 
 if TYPE_CHECKING:
-    from megatron_ext.engine.core import EngineCore
-    from megatron_ext.engine.statistics import EngineStatistics
     from megatron_ext.server.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -49,12 +47,12 @@ class ReplicaHooks:
 
         if self._measured is None or self._measured[0] + _PERIOD < time.monotonic():
             requests, engine = self._serving.requests, self._serving.engine
-            waiting, statistics = await requests.call(_measure, engine.core)
+            waiting, statistics = await asyncio.wrap_future(engine.load())
             load = ReplicaLoad(
                 "",
                 waiting,
                 requests.living,
-                engine.context.max_requests * len(engine.core.replicas),
+                engine.max_running_requests,
                 statistics.counters.skipped_tokens,
                 STARTED,
                 get_runtime_context().get_node_id(),
@@ -83,11 +81,6 @@ class ReplicaHooks:
         serving = self._serving
         if serving.updater is None:
             raise ConfigError(f"{WEIGHTS}={path}: this server cannot read new weights; give weights_root")
-        await serving.updater.update(path, serving.engine, serving.requests.change_weights)
+        await serving.updater.update(path)
         serving.weights = serving.updater.weights
         self._user_config = user_config
-
-
-def _measure(core: EngineCore) -> tuple[int, EngineStatistics]:
-    waiting = sum(prompt_tokens_to_compute(replica.scheduler) for replica in core.replicas)
-    return waiting, core.statistics()

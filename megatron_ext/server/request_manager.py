@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from megatron_ext.config.in_flight import InFlight
-from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
 from megatron_ext.server.client.engine_listener import EngineListener
@@ -42,9 +40,10 @@ class RequestManager:
     Created in the event loop's thread, which calls all methods. An error in a delivery ends its request only.
 
     Args:
-        core: The engine, without requests. No other thread may call it from now on.
+        engine: The engine.
         metrics: Updated with every step and request.
         capacity: Maximum number of requests at once.
+        is_shared: Whether other code closes the engine; otherwise `stop` does.
 
     Attributes:
         answers: Groups of answers in flight, by the ids of the answers.
@@ -53,8 +52,10 @@ class RequestManager:
         on_lost_ranks: Called when other ranks are lost.
     """
 
-    def __init__(self, core: EngineCore, metrics: Metrics, capacity: int) -> None:
-        self._core = core
+    def __init__(self, engine: LLMEngine, metrics: Metrics, capacity: int, *, is_shared: bool = False) -> None:
+        self._engine = engine
+        self.client = engine.client
+        self._is_shared = is_shared
         self._metrics = metrics
         self.capacity = capacity
         self._handles: dict[EngineRequest, tuple[RequestHandle, RequestGroup]] = {}
@@ -70,43 +71,26 @@ class RequestManager:
         self.is_asleep = False
         self._falling_asleep = asyncio.Lock()  # and waking up
         self._error_isolation = ErrorIsolation("the server")  # faults of the event loop
-        self._client: EngineClient | None = None
-        self._shares_client = False
-
-    def share(self, client: EngineClient) -> None:
-        """Use a client that other code uses, too, and closes, in place of one of its own; called before `start`."""
-        self._client, self._shares_client = client, True
 
     def start(self) -> None:
-        """Start to step; called in the running event loop."""
-        shared = self._client
-        self._metrics.state = self._core.statistics() if shared is None else shared.call(self._core.statistics).result()
-        listener = EngineListener(self._core, self._metrics, self, asyncio.get_running_loop())
-        if self._client is None:
-            self._client = EngineClient(self._core, listener)
-        else:
-            self._client.listen(listener)
+        """Start to take requests; called in the running event loop."""
+        self._metrics.state, _ = self._engine.counts()
+        self.client.listen(EngineListener(self._engine, self._metrics, self, asyncio.get_running_loop()))
 
     async def stop(self) -> None:
         """End the remaining requests, and wait for the step in flight."""
         self.end_all()
         self._is_closed = True
-        if self._shares_client:
+        if self._is_shared:
             with contextlib.suppress(EngineClosed):
                 await asyncio.to_thread(self.client.listen, None)
         else:
-            await asyncio.to_thread(self.client.close)
-
-    @property
-    def client(self) -> EngineClient:
-        """Client of the engine; exists after `start`."""
-        assert self._client is not None, "the server has not started"
-        return self._client
+            await asyncio.to_thread(self._engine.close)
 
     @property
     def error_count(self) -> int:
         """Number of errors since the start: failed steps, and faults of the engine and the server."""
-        return self._error_isolation.count + self._core.error_isolation.count
+        return self._error_isolation.count + self._engine.error_isolation.count
 
     @property
     def living(self) -> int:
@@ -222,22 +206,18 @@ class RequestManager:
         """Call a function in the engine's thread, between two steps."""
         return await asyncio.wrap_future(self.client.call(function, *arguments))
 
-    async def change_weights(self, in_flight: InFlight, write: Callable[[], Result]) -> Result:
-        """Call `write` in the engine's thread, between two steps, or once requests in flight have finished."""
-        call = self.client.call_when_idle if in_flight is InFlight.FINISH else self.client.call
-        return await asyncio.wrap_future(call(write))
-
     async def reset_prefix_cache(self) -> dict[str, float] | None:
         """Empty the cache; return its contents afterwards."""
-        await self.call(self._core.reset_prefix_cache)
-        return (await self.call(self._core.statistics)).prefix_cache()
+        await asyncio.to_thread(self._engine.reset_prefix_cache)
+        statistics, _ = await asyncio.to_thread(self._engine.counts)
+        return statistics.prefix_cache()
 
     async def sleep(self, level: SuspendLevel = "drop") -> None:
         """Suspend the engine after the step in flight. Requests in flight wait; new ones are refused."""
         async with self._falling_asleep:
             before, self.is_asleep = self.is_asleep, True
             try:
-                await self.call(self._core.suspend, level)
+                await asyncio.to_thread(self._engine.suspend, level)
             except Exception:
                 self.is_asleep = before
                 raise
@@ -245,13 +225,13 @@ class RequestManager:
     async def wake_up(self) -> None:
         """Allocate the pools again, and continue. If that fails the server stays asleep."""
         async with self._falling_asleep:
-            await self.call(self._core.resume)
+            await asyncio.to_thread(self._engine.resume)
             self.is_asleep = False
 
     @property
     def is_paused(self) -> bool:
         """True while generation is paused."""
-        return self._client is not None and self._client.pausing is not None
+        return self.client.pausing is not None
 
     @property
     def status(self) -> str:

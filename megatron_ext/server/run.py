@@ -24,9 +24,10 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.memory.heap import freeze_loaded_objects
-from megatron_ext.models.engine_args import EngineArgs, follow, rank_weights
+from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.identity import weights_hash
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.parallel.failure import ending_together
@@ -103,7 +104,7 @@ def loaded_serving(
     replicas = 1 if parallel_context is None else parallel_context.replicas
     with CacheEvents(settings.server.kv_events, replicas) as cache_events:
         serving = build_serving(settings, keys, parallel_context, phase)
-        cache_events.attach(serving.engine.core)
+        cache_events.attach(serving.engine)
         freeze_loaded_objects()
         with profiled(serving.engine, settings.server.profile):
             yield serving
@@ -135,23 +136,21 @@ def build_serving(
     root = weights_root(settings.server)
     defaults = generation_defaults(settings.source)
     args = EngineArgs(settings, parallel_context, phase)
-    loaded, engine = args.loaded, args.build_engine()
+    loaded, weights = args.loaded, None if root is None else args.weights()
+    engine = LLMEngine(args.build_engine(), weights)
     print_kv_cache_config(
         engine.geometry,
         loaded.name,
         make_console(quiet=False),
-        engine.longest_request_state_bytes,
-        engine.controller.chosen_operators(),
-        engine.controller.bytes_held_twice,
+        engine.request_state_bytes,
+        engine.operators,
+        engine.bytes_held_twice,
     )
     name = model_name(settings.source, settings.server, loaded.name)
-    updater = None
-    if root is not None:
-        ranks = None if parallel_context is None else rank_weights(settings, parallel_context, loaded)
-        updater = WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides), ranks)
-    weights = f"random {settings.source.seed}" if loaded.directory is None else weights_hash(loaded.directory)
-    logger.info("weights %s", weights)
-    return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults, weights)
+    updater = None if root is None else WeightsUpdater(root, engine)
+    found = f"random {settings.source.seed}" if loaded.directory is None else weights_hash(loaded.directory)
+    logger.info("weights %s", found)
+    return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults, found)
 
 
 def weights_root(server: ServerConfig) -> WeightsRoot | None:
@@ -224,9 +223,7 @@ class _Server(uvicorn.Server):
             return
         if sig != self._first_signal[0] and now - self._first_signal[1] < ONE_WISH:
             return
-        disk = self._serving.engine.core.disk
-        if disk is not None:
-            disk.stop()
+        self._serving.engine.stop_keeping()
         assert self._loop is not None, "uvicorn handles signals while it runs"
         self._loop.call_soon_threadsafe(self._end_grace)
 

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -16,7 +17,7 @@ import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.server.api_errors import not_explained, unknown_model
 from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.monitoring.cache_view import CacheView
@@ -32,6 +33,7 @@ from megatron_ext.server.openai.tokenization import TextEncoder
 from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.server.weight_updater import WeightsUpdater
 from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.prompt_tokenization import begin_once, tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 
 
@@ -40,7 +42,7 @@ class Serving:
     """Shared state of the routes.
 
     Args:
-        engine: Engine; only its tokenizer may be used elsewhere from now on.
+        engine: Model with its engine.
         model: Name that the model is served under; the settings may have others.
         settings: Limits and access settings.
         keys: API keys; by default those that the settings name.
@@ -48,9 +50,10 @@ class Serving:
         updater: Reader of new weights; None if not enabled.
         defaults: The model's values of `RequestParams` fields that a body leaves out.
         weights: Hash of the weights; changes with an update.
+        is_shared: Whether other code uses the engine, too, and closes it; otherwise the server does at its end.
     """
 
-    engine: InferenceEngine
+    engine: LLMEngine
     model: str
     settings: ServerConfig
     keys: Keys | None = None
@@ -58,6 +61,7 @@ class Serving:
     updater: WeightsUpdater | None = None
     defaults: FieldValues = field(default_factory=dict)
     weights: str = "-"
+    is_shared: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process; changes with a restart
 
@@ -65,11 +69,11 @@ class Serving:
         self.keys = self.keys or load_keys(self.settings)
         self.metrics = Metrics(self.model)
         self.history = History(self.metrics)
-        running = self.engine.context.max_requests * len(self.engine.core.replicas)
-        self.requests = RequestManager(self.engine.core, self.metrics, running + self.settings.max_waiting_requests)
+        capacity = self.engine.max_running_requests + self.settings.max_waiting_requests
+        self.requests = RequestManager(self.engine, self.metrics, capacity, is_shared=self.is_shared)
         self.cache = CacheView(self.engine, self.requests, self.metrics)
-        self.tokenizer: Tokenizer = self.engine.controller.tokenizer
-        self.vocabulary = self.engine.controller.vocabulary
+        self.tokenizer: Tokenizer = self.engine.tokenizer
+        self.vocabulary = self.engine.vocabulary
         self.chat = ChatFormat(
             self.tokenizer,
             parse_control=self.settings.chat_control_tokens == "parse",
@@ -80,10 +84,10 @@ class Serving:
             self.settings.limits.store_bytes, max_conversation=self.settings.limits.body_bytes
         )
         geometry = self.engine.geometry
-        longest = self.engine.context.max_sequence_length
+        longest = self.engine.limits.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
-        self.forms = StructuredOutputChecks(self.engine.controller.grammars, self.settings.limits)
-        self.texts = TextEncoder(self.tokenizer, self.engine.controller.prompt_tokens, longest)
+        self.forms = StructuredOutputChecks(self.engine.grammars, self.settings.limits)
+        self.texts = TextEncoder(self.tokenizer, partial(tokenize_prompt, self.tokenizer), longest)
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -103,7 +107,7 @@ class Serving:
             ConfigError: See `ChatFormat.render`.
         """
         chat = await asyncio.to_thread(self.chat.render, messages, options)
-        return await self.texts.encode(chat.text, lambda _: self.engine.controller.begin_once(chat.ids()))
+        return await self.texts.encode(chat.text, lambda _: begin_once(chat.ids(), self.tokenizer.bos))
 
     async def marked_positions(self, body: ChatRequest, prompt: Sequence[int]) -> list[int]:
         """Return the positions of a chat's `cache_control` marks in its prompt, the last one first.
@@ -133,7 +137,7 @@ class Serving:
         """
         if self.settings.hide_cache_counts:
             raise not_explained("--hide-cache-counts hides it")
-        if not self.engine.scheduler.limits.explains:
+        if not self.engine.limits.explains:
             raise not_explained("the server was started without --explain-prefix-cache")
         return self.vocabulary.detokenize
 

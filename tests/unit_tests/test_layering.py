@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ MAY_IMPORT = {
     "parallel": {"config", "errors", "signals", *DECIDING},
     "runner": {"config", "errors", "engine", "prefix_cache", "scheduling", "text", "memory", "mixers", "ops"},
     "mcore": {*LEAVES, *DECIDING, "config", "parallel", "text", "memory", "ops", "mixers", "runner"},
-    "models": {*LEAVES, "config", "parallel", "text", "memory", "ops", "mixers", "mcore", "runner"},
+    "models": {*LEAVES, *DECIDING, "config", "parallel", "text", "memory", "ops", "mixers", "mcore", "runner"},
     "console": BELOW_TOOLS,
     "offline": BELOW_TOOLS | {"console"},
     "server": BELOW_TOOLS | EVENTS | {"console"},
@@ -54,6 +55,7 @@ MAY_IMPORT = {
 # The flags are what `load_engine` takes by name, and they know the settings only.
 MAY_USE_THE_COMMAND_LINE = {"api", "commands", "ray_serve"}
 ABOVE = {"arguments", "tools", "tests", "benchmarks", "examples"}  # what imports the package
+PARTS_OF_AN_ENGINE = ("core", "context", "controller")
 STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config", "routing")
 WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "parallel", "simulation")
 
@@ -93,6 +95,33 @@ def test_forbidden_imports_are_found():
     }
     assert forbidden("parallel", ["megatron.core", "torch"]) == {"megatron"}
     assert forbidden("api", ["arguments.parser", "megatron_ext.api.engine"]) == set()
+
+
+def reached_through(source: str) -> list[str]:
+    """Expressions that use an attribute of the core, the context or the controller of another object."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        part = node.value if isinstance(node, ast.Attribute) else None
+        if isinstance(part, ast.Attribute) and part.attr in PARTS_OF_AN_ENGINE:
+            owner = part.value
+            if not (isinstance(owner, ast.Name) and owner.id in ("self", "megatron")):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_engines_are_not_reached_through():
+    """`LLMEngine` offers what its callers need; megatron-core's parts, and ours behind them, are used in `mcore/`."""
+    found = {}
+    for path in python_files(ROOT / "megatron_ext"):
+        if part_of(path) != "mcore":
+            found[str(path.relative_to(ROOT))] = reached_through(path.read_text())
+    assert {name: places for name, places in found.items() if places} == {}
+
+
+def test_reaching_through_is_found():
+    assert reached_through("self._engine.core.land()") == ["self._engine.core.land"]
+    assert reached_through("serving.engine.context.plan.limits") == ["serving.engine.context.plan"]
+    assert reached_through("core = engine.core; self.core.land(); engine.limits.costs") == []
 
 
 def test_the_command_line_needs_only_the_settings():

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from megatron_ext.engine.client_listener import ClientListener
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.errors import RankError
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.client.request_handle import TokenClock
 from megatron_ext.server.monitoring.metrics import Metrics
@@ -39,16 +39,16 @@ class EngineListener(ClientListener):
     """Engine listener that passes events of the engine's thread on to the event loop.
 
     Args:
-        core: The engine.
+        engine: The engine.
         metrics: Receives the engine's numbers after every call.
         manager: Receives the other events, in its event loop.
         loop: The manager's event loop.
     """
 
     def __init__(
-        self, core: EngineCore, metrics: Metrics, manager: EngineEvents, loop: asyncio.AbstractEventLoop
+        self, engine: LLMEngine, metrics: Metrics, manager: EngineEvents, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._core = core
+        self._engine = engine
         self._metrics = metrics
         self._manager = manager
         self._loop = loop
@@ -59,7 +59,7 @@ class EngineListener(ClientListener):
         self.on_call()  # before any client hears of the step
         has_computed = bool(output.active) or any(one.status is Status.COMPLETED for one in output.records)
         self._post(lambda: self._manager.note_step(has_computed=has_computed, records=output.records))
-        with self._core.error_isolation.guard("the metrics of a step"):
+        with self._engine.error_isolation.guard("the metrics of a step"):
             self._observe_tokens(output)
 
     def _observe_tokens(self, output: StepOutput) -> None:
@@ -85,8 +85,8 @@ class EngineListener(ClientListener):
 
     def on_call(self) -> None:
         """Publish the engine's numbers for readers of metrics."""
-        with self._core.error_isolation.guard("the metrics of the engine"):
-            self._metrics.state = self._core.statistics()
+        with self._engine.error_isolation.guard("the metrics of the engine"):
+            self._metrics.state = self._engine.current_statistics()
 
     def on_failed_step(self, error: Exception) -> None:
         """Record the failed step in the event loop."""

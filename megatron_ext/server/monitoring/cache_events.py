@@ -7,10 +7,9 @@ import os
 from types import TracebackType
 
 from megatron_ext.config.kv_events import Endpoint, IpcEndpoint, KvEventsConfig
-from megatron_ext.engine.core import EngineCore
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
-from megatron_ext.prefix_cache.disk.announcing import announce
+from megatron_ext.models.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
 
@@ -48,22 +47,20 @@ class CacheEvents:
     ) -> None:
         self.close()
 
-    def attach(self, core: EngineCore) -> None:
+    def attach(self, engine: LLMEngine) -> None:
         """Publish the blocks that an engine's replicas store from now on, those put back, and those on disk."""
         if not self.publishers:
             return
-        for publisher, one in zip(self.publishers, core.replicas, strict=True):
-            cache, size = one.scheduler.cache, one.scheduler.limits.block_size
-            cache.add_observer(publisher.changes)
-            publisher.start(Mirror(size, has_states=cache.states is not None))
-            if core.disk is not None:
-                announce(cache, publisher.changes, one.scheduler.root_of(None))
-                core.disk.announce_disk(publisher.changes.disk, one.scheduler.root_of(None))
+        for publisher in self.publishers:
+            publisher.start(Mirror(engine.limits.block_size, has_states=engine.is_hybrid))
+        changes = [publisher.changes for publisher in self.publishers]
+        engine.observe_caches(changes, [one.disk for one in changes])
+        for publisher in self.publishers:
             for what, channel in (("blocks", publisher.blocks), ("states", publisher.states)):
                 if channel is not None:
                     replay = channel.replay_endpoint or "no address"
                     logger.info("KV events of %s at %s, replayed at %s", what, channel.endpoint, replay)
-        if core.replicas[0].scheduler.cache.states is not None and self._config.states_endpoint is None:
+        if engine.is_hybrid and self._config.states_endpoint is None:
             logger.info(
                 "the positions at which requests can resume are not published: there is no --kv-events-states-endpoint"
             )

@@ -7,8 +7,8 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
-from megatron_ext.engine.replica import audit_findings
-from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.request_manager import RequestManager
@@ -40,7 +40,7 @@ class CacheView:
         metrics: Metrics with the engine's latest state.
     """
 
-    def __init__(self, engine: InferenceEngine, requests: RequestManager, metrics: Metrics) -> None:
+    def __init__(self, engine: LLMEngine, requests: RequestManager, metrics: Metrics) -> None:
         self._engine = engine
         self._requests = requests
         self._metrics = metrics
@@ -58,21 +58,20 @@ class CacheView:
         state = self._metrics.state
         return {
             "geometry": self._engine.geometry.shown(),
-            "costs": dataclasses.asdict(self._engine.scheduler.limits.costs),
+            "costs": dataclasses.asdict(self._engine.limits.costs),
             "settings": self._settings(),
             "occupancy": None if state is None else state.prefix_cache(),
             "lost": None if state is None else state.prefix_cache_lost(),
-            "audit_findings": audit_findings(self._engine.core.replicas),
+            "audit_findings": self._engine.audit_findings(),
             "disk": None if state is None else state.prefix_cache_disk(),
             "hottest_prefixes": self._hottest.prefixes,
         }
 
     def _settings(self) -> dict[str, object]:
         """Return the cache settings that a simulation is compared with."""
-        cache, limits = self._engine.scheduler.cache, self._engine.scheduler.limits
-        policy = None if cache.policy_name is None else cache.policy_name.value
+        limits, policy = self._engine.limits, self._engine.cache_policy
         return {
-            "policy": policy,
+            "policy": None if policy is None else policy.value,
             "mode": "align" if limits.aligned_chunks else "kernel",
             "provisional_slots": limits.opportunistic.max_slots,
             "max_requests": limits.max_requests,
@@ -93,17 +92,14 @@ class CacheView:
         return self._requests.living > 0 and found is not None and time.monotonic() - found.taken < KEPT
 
     async def _look(self) -> None:
-        self._hottest = _Hottest(await self._requests.call(self._found), time.monotonic())
+        found = await asyncio.wrap_future(self._engine.hottest_prefixes(HOTTEST_PREFIXES))
+        self._hottest = _Hottest([self._shown(one) for one in found], time.monotonic())
 
     def _looked(self, task: asyncio.Task[None]) -> None:
         self._looking = None
         if not task.cancelled():
             task.exception()  # callers that waited have it; the others used the previous result
 
-    def _found(self) -> Prefixes:
-        """Return the hottest prefixes; runs in the engine's thread."""
-        block_size = self._engine.geometry.block_size_tokens
-        return [
-            {"digest": public_hash(prefix.block_hash), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
-            for prefix in self._engine.hottest_prefixes(HOTTEST_PREFIXES)
-        ]
+    def _shown(self, prefix: CachedPrefix) -> dict[str, object]:
+        tokens = prefix.blocks * self._engine.geometry.block_size_tokens
+        return {"digest": public_hash(prefix.block_hash), "tokens": tokens, "hits": prefix.hits}

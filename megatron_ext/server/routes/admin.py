@@ -155,10 +155,8 @@ async def update_weights_from_disk(serving: ServerDependency, body: UpdateReques
     """Write the weights of a checkpoint into the model, all or nothing; the prefix cache is emptied."""
     if serving.updater is None:
         raise ApiError(400, "this server cannot read new weights; start it with --weights-root DIR", param="model_path")
-    count = await serving.updater.update(
-        body.model_path, serving.engine, serving.requests.change_weights, InFlight(body.in_flight), body.weights_version
-    )
+    count = await serving.updater.update(body.model_path, InFlight(body.in_flight), body.weights_version)
     serving.weights = serving.updater.weights
     message = f"{count} tensors are those of {body.model_path}"
-    version = serving.engine.core.weights_version
+    version = serving.engine.weights_version
     return {"success": True, "message": message, "tensors": count, "weights_version": version}

@@ -24,7 +24,7 @@ _FAILING: dict[int | str, dict[str, Any]] = {
 async def health(serving: ServerDependency) -> JSONResponse:
     """Return 200 while the engine steps without failing, 503 otherwise."""
     requests = serving.requests
-    is_healthy = requests.is_healthy and serving.engine.core.update_error is None
+    is_healthy = requests.is_healthy and serving.engine.update_error is None
     status = requests.status if is_healthy else "failing"
     return JSONResponse({"status": status, "errors": requests.error_count}, 200 if is_healthy else 503)
 

@@ -41,4 +41,4 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         engine.reset_prefix_cache()
         statistics = engine.statistics()
         assert (statistics.running, statistics.waiting, statistics.use.blocks_in_use) == (0, 0, 0)
-        engine._call(engine._engine.check)
+        engine._call(engine.inference_engine.check)

@@ -95,7 +95,7 @@ class TestParts:
     """Parts of a stream."""
 
     async def test_a_part_comes_before_the_end(self, engine):
-        with held_steps(engine._client):
+        with held_steps(engine.client):
             stream = engine.stream(PROMPTS[0], LONG)
             first = await anext(stream)
             assert (len(first.tokens) >= 1, first.finish_reason, stream.record) == (True, None, None)
@@ -150,7 +150,7 @@ class TestLeaving:
         assert owns_nothing(engine)
 
     async def test_closing(self, engine):
-        with held_steps(engine._client):
+        with held_steps(engine.client):
             stream = engine.stream(PROMPTS[0], LONG)
             await anext(stream)
             assert not owns_nothing(engine)  # the control
@@ -171,7 +171,7 @@ class TestLeaving:
                 begun.set()
                 await engine.generate_async(PROMPTS[0], LONG)
 
-        with held_steps(engine._client):
+        with held_steps(engine.client):
             task = asyncio.create_task(work())
             await begun.wait()
             while owns_nothing(engine):
@@ -184,7 +184,7 @@ class TestLeaving:
     @pytest.mark.parametrize("turns", range(6))
     async def test_cancelling_at_any_moment(self, engine, turns):
         """Cancelling also works between the call and the engine's first look at it."""
-        with held_steps(engine._client, requests=1, tokens=100):
+        with held_steps(engine.client, requests=1, tokens=100):
             tasks = [
                 asyncio.create_task(engine.generate_async(PROMPTS[0], LONG)),
                 asyncio.create_task(parts_of(engine, PROMPTS[1], LONG)),
@@ -262,7 +262,7 @@ class TestErrors:
                 await coroutine
 
     async def test_closed(self):
-        with load_engine(**SMALL) as engine, held_steps(engine._client):
+        with load_engine(**SMALL) as engine, held_steps(engine.client):
             stream = engine.stream(PROMPTS[0], LONG)
             await anext(stream)
             waiting = asyncio.create_task(engine.generate_async(PROMPTS[0], LONG))
@@ -285,14 +285,14 @@ class TestFailingSteps:
     """PY-5: a step that fails is tried again; when several fail in a row, every request ends with an error."""
 
     def broken(self, engine, monkeypatch, times: int) -> threading.Event:
-        step, left = engine._engine.core.step, iter(range(times))
+        step, left = engine.inference_engine.core.step, iter(range(times))
 
         def fail():
             if next(left, None) is not None:
                 raise RuntimeError("the device is on fire")
             return step()
 
-        monkeypatch.setattr(engine._engine.core, "step", fail)
+        monkeypatch.setattr(engine.inference_engine.core, "step", fail)
 
     def test_tried_again(self, engine, expected, monkeypatch):
         self.broken(engine, monkeypatch, 2)

@@ -115,12 +115,12 @@ def test_an_idle_engine_computes_nothing(model: nn.Module) -> None:
     with attach_engine(model, None, **SMALL) as engine:
         tokens_of(engine)
         assert not with_graph()
-        before = engine._client.step_counts()
-        waiting = engine._client._thread._calls._work_queue
+        before = engine.client.step_counts()
+        waiting = engine.client._thread._calls._work_queue
         loss_of(model).backward()
         assert waiting.empty()
-        assert not engine._client.is_busy
-        assert engine._client.step_counts() == before
+        assert not engine.client.is_busy
+        assert engine.client.step_counts() == before
 
 
 def with_graph() -> list[tuple[int, ...]]:
@@ -148,7 +148,7 @@ def test_a_suspension_frees_the_pools(model: nn.Module) -> None:
 
 def pool_tensors(engine: AttachedEngine) -> list[Tensor]:
     """Tensors of the pools of blocks and states."""
-    pools = engine._engine.context.pools
+    pools = engine.inference_engine.context.pools
     assert pools is not None
     found = [value for value in vars(pools).values() if isinstance(value, Tensor)]
     for value in list(vars(pools).values()):

@@ -28,7 +28,7 @@ def run_docstrings(thing: object, names: dict[str, object]) -> int:
 
 def test_docstrings(engine, monkeypatch):
     """PY-8: examples in docstrings run, with the results shown; each token is read before the next step."""
-    step, pending = engine._engine.core.step, engine._client._pending
+    step, pending = engine.inference_engine.core.step, engine.client._pending
 
     def step_after_readers():
         deadline = time.monotonic() + PATIENCE
@@ -37,7 +37,7 @@ def test_docstrings(engine, monkeypatch):
             time.sleep(0.001)
         return step()
 
-    monkeypatch.setattr(engine._engine.core, "step", step_after_readers)
+    monkeypatch.setattr(engine.inference_engine.core, "step", step_after_readers)
     names = {name: getattr(megatron_ext, name) for name in megatron_ext.__all__}
     names |= {"asyncio": asyncio, "torch": torch, "engine": engine}
     assert run_docstrings(LoadedEngine, names) >= 10

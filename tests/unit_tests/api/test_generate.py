@@ -107,9 +107,9 @@ def test_an_interrupted_call_aborts(engine, monkeypatch):
         original(pending).result()
         return Interrupted()
 
-    original = engine._client.submit
-    monkeypatch.setattr(engine._client, "submit", submit)
-    with held_steps(engine._client), pytest.raises(KeyboardInterrupt):
+    original = engine.client.submit
+    monkeypatch.setattr(engine.client, "submit", submit)
+    with held_steps(engine.client), pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, RequestParams(num_tokens_to_generate=50, ignore_eos=True))
     statistics = engine.statistics()
     assert (statistics.running, statistics.waiting, statistics.use.blocks_in_use) == (0, 0, 0)
@@ -157,7 +157,7 @@ class TestSuspended:
         expected = engine.generate(PROMPTS, long)
         other = load()
         with ThreadPoolExecutor(1) as threads:
-            with held_steps(other._client):
+            with held_steps(other.client):
                 waiting = threads.submit(other.generate, PROMPTS, long)
                 while not other.statistics().running:
                     pass
@@ -174,7 +174,7 @@ class TestClosed:
 
     def test_everything_ends(self):
         with load_engine(**SMALL) as engine:
-            with ThreadPoolExecutor(1) as threads, held_steps(engine._client):
+            with ThreadPoolExecutor(1) as threads, held_steps(engine.client):
                 waiting = threads.submit(
                     engine.generate, PROMPTS, RequestParams(num_tokens_to_generate=50, ignore_eos=True)
                 )
@@ -191,11 +191,11 @@ class TestClosed:
 
     def test_the_pools_are_given_back(self, load):
         engine = load()
-        blocks = weakref.ref(engine._engine.context.allocated.kv)
+        blocks = weakref.ref(engine.inference_engine.context.allocated.kv)
         engine.close()
         gc.collect()
         assert blocks() is None
 
 
 def _of(engine) -> set[threading.Thread]:
-    return engine._client._thread._calls._threads
+    return engine.client._thread._calls._threads

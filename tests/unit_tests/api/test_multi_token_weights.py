@@ -89,7 +89,7 @@ def of_rank_0(way: str, sizes: dict[str, int], folders: tuple[str, str], given: 
         seen = [outcomes(engine)]
         if way == "disk" and sizes:
             tell = driver_of(engine.inference_engine.core.workers).tell
-            engine._call(engine._ranks.lead_checkpoint, Path(folders[1]), tell)
+            engine._call(engine.weights.ranks.lead_checkpoint, Path(folders[1]), tell)
             engine.weights_changed()
         else:
             engine.update_weights(given, partial=way == "embedding")  # equal to the files

@@ -66,11 +66,11 @@ def whole(engine):
 class TestPause:
     def test_requests_keep_their_memory_and_go_on(self, engine, whole):
         request = begun(engine)
-        steps, blocks = engine._engine.core.step_count, engine.statistics().use.blocks_in_use
+        steps, blocks = engine.inference_engine.core.step_count, engine.statistics().use.blocks_in_use
         assert engine.is_paused
         assert blocks > 0
         engine.client.call(lambda: None).result()  # calls take no step
-        assert (engine._engine.core.step_count, engine.statistics().running) == (steps, 1)
+        assert (engine.inference_engine.core.step_count, engine.statistics().running) == (steps, 1)
         assert not request.record.done()
         engine.resume_generation()
         record = request.record.result(PATIENCE)
@@ -178,7 +178,7 @@ class TestEarlyEnds:
                     def fail():
                         raise RankError("rank 1 is gone")
 
-                    monkeypatch.setattr(engine._engine.core, "step", fail)
+                    monkeypatch.setattr(engine.inference_engine.core, "step", fail)
                 else:
                     await asyncio.to_thread(engine.close)
             with pytest.raises(error):
@@ -192,7 +192,7 @@ class TestEarlyEnds:
             raise ValueError("no such token")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._engine.core.output, "_generated_text", fail)
+            patch.setattr(engine.inference_engine.core.output, "_generated_text", fail)
             engine.pause_generation(mode="abort")
         record = request.record.result(PATIENCE)
         assert (record.status, record.generated_text) == (Status.FAILED, "")

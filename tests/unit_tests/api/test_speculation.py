@@ -79,8 +79,8 @@ def test_the_model_s_own_layer(load, predicting):
         records = engine.generate(prompts, wishes)
         assert [record.generated_tokens for record in records] == expected
         assert records[0].draft_token_count > 0
-        pools = engine._engine.context.plan.geometry.draft_layers
-        assert pools.hidden_bytes == engine._engine.context.max_requests * KEPT_TOKENS * 64 * 4
+        pools = engine.inference_engine.context.plan.geometry.draft_layers
+        assert pools.hidden_bytes == engine.inference_engine.context.max_requests * KEPT_TOKENS * 64 * 4
 
 
 def test_a_layer_that_fails_costs_its_drafts(load, predicting, monkeypatch, caplog):
@@ -89,7 +89,7 @@ def test_a_layer_that_fails_costs_its_drafts(load, predicting, monkeypatch, capl
     prompts, wishes = [[5, 9, 40] * 20] * 2, [RequestParams(24), RequestParams(24, temperature=1.0, seed=3)]
     expected = [record.generated_tokens for record in load(**source).generate(prompts, wishes)]
     engine = load(speculative_method="mtp", **source, **SETTINGS)
-    layer, turns = engine._engine.context.drafting._layer, itertools.count()
+    layer, turns = engine.inference_engine.context.drafting._layer, itertools.count()
     compute = layer._execute
 
     def fails_often(step, inputs):
@@ -140,7 +140,7 @@ def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
     statistics = engine.statistics()
     assert (statistics.steps, statistics.ended, sum(statistics.speculation.drafted)) == (0, 0, 0)
     assert statistics.counters.prefill_tokens == statistics.use.blocks_cached == 0
-    drafting = engine._engine.context.drafting
+    drafting = engine.inference_engine.context.drafting
     measured = drafting.costs
     assert [record.generated_tokens for record in generate(engine)] == plain
     engine.suspend()

@@ -23,7 +23,7 @@ def contents(engine: LoadedEngine) -> list[torch.Tensor]:
 
 
 def pools(engine: LoadedEngine):
-    return engine._engine.context.pools
+    return engine.inference_engine.context.pools
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_offloaded_pools_take_no_memory(small, monkeypatch, is_arena):
     before = engine._call(contents, engine)
     engine.suspend("offload")
     assert {tensor.untyped_storage().nbytes() for tensor in _tensors(pools(engine))} == {0}
-    assert not engine._engine.context.is_tensor_state_allocated
+    assert not engine.inference_engine.context.is_tensor_state_allocated
     engine.resume()
     after = engine._call(contents, engine)
     assert len(before) == len(after) == (3 if is_arena else 5)

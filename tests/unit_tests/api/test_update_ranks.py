@@ -140,7 +140,7 @@ def from_directories(folders: tuple[str, str]) -> object:
         return follow_engine(**settings)
     good, bad = folders
     with load_engine(**settings) as engine:
-        core, lead = engine.inference_engine.core, engine._ranks.lead_checkpoint
+        core, lead = engine.inference_engine.core, engine.weights.ranks.lead_checkpoint
         tell = driver_of(core.workers).tell
         old = outcomes(engine)
         with pytest.raises(ConfigError) as refused:

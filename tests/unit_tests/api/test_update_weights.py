@@ -62,7 +62,9 @@ def fresh(tmp_path_factory) -> Outcomes:
 
 
 def are_packed(engine: LoadedEngine) -> bool:
-    return all(layer.packed is not None for layer in engine._loaded.model.modules() if isinstance(layer, Packable))
+    return all(
+        layer.packed is not None for layer in engine.weights.loaded.model.modules() if isinstance(layer, Packable)
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("onednn", marks=needs_onednn)])
@@ -108,7 +110,7 @@ def test_while_requests_run(new, fresh, load, in_flight):
     """PY-6, RL-2: running requests go on, later requests find none of their blocks; each token has its version."""
     engine = load()
     with ThreadPoolExecutor(1) as threads:
-        with held_steps(engine._client, tokens=10):
+        with held_steps(engine.client, tokens=10):
             running = threads.submit(engine.generate, PROMPTS, LONG)
             while not engine.statistics().running:
                 pass
@@ -129,17 +131,17 @@ def test_requests_finish_first(new, fresh, load):
     """RL-3: the update waits for the requests before it; those that come meanwhile wait for the new weights."""
     engine = load()
     with ThreadPoolExecutor(3) as threads:
-        with held_steps(engine._client, tokens=5):
+        with held_steps(engine.client, tokens=5):
             running = threads.submit(engine.generate, PROMPTS, LONG)
             while not engine.statistics().running:
                 pass
             update = threads.submit(engine.update_weights, new, in_flight="finish", weights_version=9)
-            while not engine._client._gate._calls:
+            while not engine.client._gate._calls:
                 pass
             late = threads.submit(outcomes, engine)
-            while not engine._client._gate._held and engine.statistics().running + engine.statistics().waiting <= 3:
+            while not engine.client._gate._held and engine.statistics().running + engine.statistics().waiting <= 3:
                 pass
-            assert engine._client._gate._held
+            assert engine.client._gate._held
             assert not update.done()
         assert [record.weights_version for record in running.result()] == [((0, 40),)] * 3
         update.result()
@@ -153,15 +155,15 @@ def test_an_update_that_waits_ends_with_the_engine(new, load):
     """RL-3: closing the engine ends both the update and the requests that wait for it."""
     engine = load()
     with ThreadPoolExecutor(3) as threads:
-        with held_steps(engine._client, tokens=5):
+        with held_steps(engine.client, tokens=5):
             running = threads.submit(engine.generate, PROMPTS, LONG)
             while not engine.statistics().running:
                 pass
             update = threads.submit(engine.update_weights, new, in_flight="finish")
-            while not engine._client._gate._calls:
+            while not engine.client._gate._calls:
                 pass
             late = threads.submit(engine.generate, PROMPTS)
-            while not engine._client._gate._held:
+            while not engine.client._gate._held:
                 pass
             engine.close()
         for one in (running, update, late):
@@ -174,7 +176,7 @@ def test_requests_are_aborted(new, load):
     engine = load()
     params = RequestParams(num_tokens_to_generate=40, ignore_eos=True, return_log_probs=True)
     with ThreadPoolExecutor(1) as threads:
-        with held_steps(engine._client, tokens=5):
+        with held_steps(engine.client, tokens=5):
             running = threads.submit(engine.generate, PROMPTS[:2], params)
             while not engine.statistics().running:
                 pass
@@ -204,7 +206,7 @@ def test_a_write_that_fails(new, fresh, load, monkeypatch, keep_old):
 
     monkeypatch.setattr(weight_update, "writable_tensors", find_and_fail)
     with ThreadPoolExecutor(1) as threads:
-        with held_steps(engine._client, tokens=5):
+        with held_steps(engine.client, tokens=5):
             running = threads.submit(engine.generate, PROMPTS, LONG)
             while not engine.statistics().running:
                 pass

@@ -193,7 +193,9 @@ class TestThreads:
                 await llm.pause()
                 task = asyncio.create_task(llm.generate([PROMPT, PROMPT], greedy(num_tokens_to_generate=60)))
                 client = llm._runtime._loaded.client
-                while not await asyncio.wrap_future(client.call(lambda: llm._runtime._core.output.requests())):
+                while not await asyncio.wrap_future(
+                    client.call(lambda: llm._runtime._loaded.inference_engine.core.output.requests())
+                ):
                     await asyncio.sleep(0)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -210,7 +212,9 @@ class TestThreads:
             await llm.pause()
             task = asyncio.create_task(llm.generate(PROMPT, greedy()))
             client = llm._runtime._loaded.client
-            while not await asyncio.wrap_future(client.call(lambda: llm._runtime._core.output.requests())):
+            while not await asyncio.wrap_future(
+                client.call(lambda: llm._runtime._loaded.inference_engine.core.output.requests())
+            ):
                 await asyncio.sleep(0)
             await llm.shutdown()
             with pytest.raises(EngineClosed):

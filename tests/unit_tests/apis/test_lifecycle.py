@@ -197,7 +197,7 @@ class TestConstruction:
 
         with monkeypatch.context() as patch:
             patch.setattr(llm_base, "_attach", lambda model, tokenizer, _: attach(model, tokenizer))
-            patch.setattr("megatron_ext.apis.runtime.ControllerView", None)
+            patch.setattr("megatron_ext.apis.runtime.EngineView", None)
             with pytest.raises(TypeError):
                 MegatronLLM(model=model, tokenizer=tokenizer())
         with pytest.raises(EngineClosed):

@@ -11,25 +11,24 @@ import pytest
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.console import profiling
 from megatron_ext.console.profiling import check_profile, profiled
-from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.profiler_phases import PHASES
+from megatron_ext.models.llm_engine import LLMEngine
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import tiny_engine
 
 
-def run(engine: InferenceEngine, count: int) -> int:
+def run(engine: LLMEngine, count: int) -> int:
     """Serve a prompt twice, the second time from a snapshot, in a thread as the server does. Steps that it took."""
-    client = EngineClient(engine.core)
+    client = engine.client
     params = RequestParams(num_tokens_to_generate=count)
     for _ in range(2):
         request = EngineRequest(make_prompt(40, seed=3), params)
         client.submit([request])
         request.record.result()
     client.close()
-    return engine.step_count
+    return engine.counts()[1].steps
 
 
 def events(directory: Path) -> list[dict]:
@@ -39,7 +38,7 @@ def events(directory: Path) -> list[dict]:
 
 def test_every_phase_of_every_step(tmp_path):
     """Restoring is inside staging, and operations of the model are inside the forward."""
-    engine = tiny_engine()
+    engine = LLMEngine(tiny_engine())
     with profiled(engine, str(tmp_path)):
         steps = run(engine, 4)
     found = events(tmp_path)
@@ -57,7 +56,7 @@ def test_every_phase_of_every_step(tmp_path):
 
 def test_the_first_steps_only(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "MAX_STEPS", 3)
-    engine = tiny_engine()
+    engine = LLMEngine(tiny_engine())
     with profiled(engine, str(tmp_path)):
         assert run(engine, 8) > 3
     assert Counter(one["name"] for one in events(tmp_path))["forward"] == 3
@@ -65,11 +64,12 @@ def test_the_first_steps_only(tmp_path, monkeypatch):
 
 def test_the_engine_is_as_before(tmp_path):
     """Profiling leaves nothing in an engine or in the sampling module; without the flag nothing is written."""
-    engine = tiny_engine()
-    before = [set(vars(one)) for one in (engine.core, engine.scheduler, engine.context)]
+    engine = LLMEngine(tiny_engine())
+    inner = engine.inference_engine
+    before = [set(vars(one)) for one in (inner.core, inner.scheduler, inner.context)]
     with profiled(engine, str(tmp_path / "none")), profiled(engine, None):
-        assert engine.core.compute.__name__ == "compute"
-    assert [set(vars(one)) for one in (engine.core, engine.scheduler, engine.context)] == before
+        assert inner.core.compute.__name__ == "compute"
+    assert [set(vars(one)) for one in (inner.core, inner.scheduler, inner.context)] == before
     from megatron_ext.mcore import controller
 
     assert not hasattr(controller.choose_tokens, "__wrapped__")
@@ -78,8 +78,9 @@ def test_the_engine_is_as_before(tmp_path):
 
 def test_the_engine_is_closed(tmp_path, monkeypatch):
     """TE-6: under a profile as without one, when the trace has been written."""
-    engine, closed = tiny_engine(), []
-    monkeypatch.setattr(type(engine.core), "close", lambda self: closed.append(list(tmp_path.iterdir())))
+    engine, closed = LLMEngine(tiny_engine()), []
+    core = type(engine.inference_engine.core)
+    monkeypatch.setattr(core, "close", lambda self: closed.append(list(tmp_path.iterdir())))
     with profiled(engine, str(tmp_path)):
         run(engine, 1)
     assert len(closed) == 1

@@ -64,6 +64,23 @@ def test_only_a_complete_update_ends_a_failed_one():
     paper.engine.check_weights()
 
 
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_a_write_that_fails(is_restored):
+    """RL-1: without the old weights nothing is served, and with them everything is; the version stays."""
+    paper = Paper()
+
+    def write() -> None:
+        raise WeightUpdateError("no memory", is_restored=is_restored)
+
+    paper.add(0, (1, 2, 3))
+    with pytest.raises(WeightUpdateError):
+        paper.engine.change_weights(write, version=7)
+    assert (paper.engine.update_error is None) is is_restored
+    assert paper.engine.weights_version == 0
+    assert paper.engine.change_weights(lambda: "written", version=8) == "written"
+    assert (paper.engine.update_error, paper.engine.weights_version) == (None, 8)
+
+
 def test_a_core_that_is_given_up_keeps_its_cache_on_disk():
     """EX-11: as one that is closed does."""
     paper, kept = Paper(), []

@@ -11,8 +11,10 @@ from arguments import parse_server_arguments
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.config.fleet_limits import MAX_BLOCK_TOKENS, MAX_TOPIC_BYTES
 from megatron_ext.config.kv_events import LONGEST_IPC_PATH, IpcEndpoint, KvEventsConfig, TcpEndpoint, parse_endpoint
+from megatron_ext.engine.core import EngineCore
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.server.monitoring.cache_events import CacheEvents
@@ -147,12 +149,20 @@ def test_endpoint_of_any_free_port():
     assert TcpEndpoint("*", 0).of_replica(3) == "tcp://*:*"
 
 
+def engine_of(*schedulers: Scheduler) -> SimpleNamespace:
+    """An engine with these schedulers, as publishers see it."""
+    core = EngineCore.__new__(EngineCore)
+    core.disk, core.replicas = None, [SimpleNamespace(scheduler=one) for one in schedulers]
+    has_states = schedulers[0].cache.states is not None
+    return SimpleNamespace(limits=schedulers[0].limits, is_hybrid=has_states, observe_caches=core.observe_caches)
+
+
 def test_each_replica_of_a_world_has_its_publisher():
     """RP-1: rank 0 has a mirror of every replica, and tells of each under its rank."""
     config = KvEventsConfig("tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://127.0.0.1:0")
     schedulers = [Scheduler(make_limits(), EvictionPolicyName.LRU, b"", slots) for slots in (None, None)]
     with CacheEvents(config, 2) as events:
-        events.attach(SimpleNamespace(disk=None, replicas=[SimpleNamespace(scheduler=one) for one in schedulers]))
+        events.attach(engine_of(*schedulers))
         observers = [one.cache.observer for one in schedulers]
         assert observers == [publisher.changes for publisher in events.publishers]
         assert [publisher._rank for publisher in events.publishers] == [0, 1]
@@ -170,7 +180,7 @@ def test_states_without_an_endpoint_are_mentioned(caplog):
     """A hybrid model's states are not published unless asked for, which is logged once."""
     scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"", 3)
     with CacheEvents(KvEventsConfig("tcp://127.0.0.1:0")) as events, caplog.at_level(logging.INFO):
-        events.attach(SimpleNamespace(disk=None, replicas=[SimpleNamespace(scheduler=scheduler)]))
+        events.attach(engine_of(scheduler))
     assert caplog.text.count("there is no --kv-events-states-endpoint") == 1
 
 
@@ -191,7 +201,7 @@ def test_an_engine_computes_the_same_with_events():
     config = KvEventsConfig(host, "t", host, 100, host, host)
     with CacheEvents(config) as events:
         engine = tiny_engine()
-        events.attach(engine.core)
+        events.attach(LLMEngine(engine))
         assert answers(engine) == silent
         follower = Worker(events.publishers[0], engine.scheduler.cache)
         until(follower.has_all)

@@ -46,16 +46,14 @@ ENTRIES = RequestEntries(submitted_text, lambda tokens, **_: "".join("ab"[token 
 @pytest.fixture
 def engine():
     geometry = KVCacheConfig(64, 1024, 512, 32, 10, 0, 64, 64, None)
-    return SimpleNamespace(
-        core=SimpleNamespace(step_counts=lambda: StepCounts(9, Counter({4: 2}), 3, 1)),
-        lifetime_prefill_token_count=6,
-        lifetime_skipped_token_count=5,
-        geometry=geometry,
-        prefix_cache_statistics=lambda: {"blocks_total": 10},
-        statistics=lambda: SimpleNamespace(
-            prefix_cache_lost=lambda: {"requests": 0}, speculation=None, prefix_cache_disk=lambda: {"blocks": 3}
-        ),
+    statistics = SimpleNamespace(
+        counters=SimpleNamespace(skipped_tokens=5),
+        prefix_cache=lambda: {"blocks_total": 10},
+        prefix_cache_lost=lambda: {"requests": 0},
+        speculation=None,
+        prefix_cache_disk=lambda: {"blocks": 3},
     )
+    return SimpleNamespace(geometry=geometry, counts=lambda: (statistics, StepCounts(9, Counter({4: 2}), 3, 1, 6)))
 
 
 @pytest.fixture
@@ -185,9 +183,8 @@ def test_drafts_are_counted_where_there_are_some(engine, passes, record):
     counts = DraftCounts(3)
     for drafted, accepted in ((3, 3), (3, 1), (2, 0)):
         counts.note(drafted, accepted)
-    engine.statistics = lambda: SimpleNamespace(
-        prefix_cache_lost=lambda: None, speculation=counts.use(), prefix_cache_disk=lambda: None
-    )
+    statistics, _ = engine.counts()
+    statistics.speculation = counts.use()
     assert run_results(engine, passes, "a model")["speculation"] == {
         "num_speculative_tokens": 3,
         "verification_count": 3,

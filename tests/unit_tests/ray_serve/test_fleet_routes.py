@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.config import ServerConfig
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, Answers, FleetRoutes, WholeAnswer, whole_answer
 from megatron_ext.ray_serve.forwarded import ForwardedRequest
 from megatron_ext.ray_serve.replica_status import ADMIN_PATHS, ReplicaRow, status_router
@@ -77,7 +78,7 @@ async def two_replicas(root_path: str = "", **settings: object) -> AsyncIterator
     apps = {}
     async with contextlib.AsyncExitStack() as running:
         for name in NAMES:
-            serving = Serving(tiny_engine(), "tiny", ServerConfig(**settings))
+            serving = Serving(LLMEngine(tiny_engine()), "tiny", ServerConfig(**settings))
             app = create_app(serving, routers=(status_router(name, "10.0.0.1"),), admin_paths=ADMIN_PATHS)
             await running.enter_async_context(app.router.lifespan_context(app))
             apps[name] = app

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from megatron_ext.config import ServerConfig
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
@@ -17,7 +18,7 @@ from tests.unit_tests.support.server import embedded_engine
 
 @pytest.fixture(scope="module")
 def serving() -> Serving:
-    return Serving(embedded_engine(), "embedded", ServerConfig(api_key="k"))
+    return Serving(LLMEngine(embedded_engine()), "embedded", ServerConfig(api_key="k"))
 
 
 async def test_the_prompt_is_that_of_the_chat(serving):

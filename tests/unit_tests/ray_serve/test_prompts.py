@@ -7,6 +7,7 @@ import json
 import pytest
 
 from megatron_ext.config import ServerConfig
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, ReadPrompt, respond
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.server.app import create_app
@@ -19,7 +20,7 @@ MESSAGES = [{"role": "user", "content": "What is a list?"}]
 
 @pytest.fixture(scope="module")
 def serving() -> Serving:
-    return Serving(embedded_engine(), "embedded", ServerConfig(api_key="k"))
+    return Serving(LLMEngine(embedded_engine()), "embedded", ServerConfig(api_key="k"))
 
 
 async def read(serving: Serving, path: str, authorization: bytes = b"Bearer k", **fields: object) -> ReadPrompt:

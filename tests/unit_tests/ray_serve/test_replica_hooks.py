@@ -6,17 +6,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig
+from megatron_ext.config import ServerConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.server.app import create_app
 from megatron_ext.server.serving import Serving
 from megatron_ext.server.weight_updater import WeightsUpdater
 from tests.unit_tests.server.test_admin import tiny_updater, write_tiny_weights
-from tests.unit_tests.support.server import TWO_LAYERS
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def replica(folder: Path) -> AsyncIterator[ReplicaHooks]:
     updater = tiny_updater(folder)
-    engine = build_engine(
-        updater.loaded.model,
-        TWO_LAYERS,
-        updater.loaded.tokenizer,
-        BatchingConfig(block_size=16, block_count=200, max_requests=8),
-        CacheConfig(snapshot_slots=16),
-        dtype=torch.float32,
-    )
     hooks = ReplicaHooks()
-    hooks._serving = Serving(engine, "m", ServerConfig(), updater=updater)
+    hooks._serving = Serving(updater.engine, "m", ServerConfig(), updater=updater)
     app = create_app(hooks._serving)
     async with app.router.lifespan_context(app):
         yield hooks

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ext.config import ServerConfig
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
@@ -17,7 +18,8 @@ def serve() -> Iterator[Callable[..., LiveServer]]:
     """A function: starts a server, which stops with the module."""
     servers = []
 
-    def start(engine: InferenceEngine, model: str = "tiny", **settings: object) -> LiveServer:
+    def start(engine: InferenceEngine | LLMEngine, model: str = "tiny", **settings: object) -> LiveServer:
+        engine = engine if isinstance(engine, LLMEngine) else LLMEngine(engine)
         servers.append(LiveServer(Serving(engine, model, ServerConfig(**({"shutdown_timeout": 5.0} | settings)))))
         return servers[-1]
 

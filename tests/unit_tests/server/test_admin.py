@@ -8,20 +8,25 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, SourceConfig
-from megatron_ext.config.in_flight import InFlight
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update import disk, weight_update
-from megatron_ext.models.update.disk import WeightsRoot
+from megatron_ext.models.update.disk import WeightsRoot, read_new_weights
+from megatron_ext.models.update.engine_weights import EngineWeights
+from megatron_ext.models.update.shards import ShardWeights
 from megatron_ext.server.api_keys import load_keys
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.http.auth import ADMIN_PATHS
@@ -50,9 +55,20 @@ def write_tiny_weights(folder: Path) -> None:
 
 
 def tiny_updater(folder: Path) -> WeightsUpdater:
-    """Updater of the checkpoint `old`."""
+    """Updater of an engine with the checkpoint `old`."""
     source = SourceConfig(load=str(folder / "old"), tokenizer_type="NullTokenizer")
-    return WeightsUpdater(WeightsRoot.of(str(folder)), load_model(source, {}), source, {})
+    loaded = load_model(source, {})
+    read = partial(read_new_weights, loaded, source, {})
+    engine = build_engine(
+        loaded.model,
+        TWO_LAYERS,
+        loaded.tokenizer,
+        BatchingConfig(block_size=16, block_count=200, max_requests=8),
+        CacheConfig(snapshot_slots=16),
+        dtype=torch.float32,
+    )
+    weights = EngineWeights(loaded, ShardWeights(loaded.model, None), read=read)
+    return WeightsUpdater(WeightsRoot.of(str(folder)), LLMEngine(engine, weights))
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +77,7 @@ def server(serve, tmp_path_factory) -> LiveServer:
     folder = tmp_path_factory.mktemp("weights")
     write_tiny_weights(folder)
     updater = tiny_updater(folder)
-    engine = build_engine(
-        updater.loaded.model,
-        TWO_LAYERS,
-        updater.loaded.tokenizer,
-        BatchingConfig(block_size=16, block_count=200, max_requests=8),
-        CacheConfig(snapshot_slots=16),
-        dtype=torch.float32,
-    )
-    live = serve(engine, api_key=KEY, enable_admin_routes=True)
+    live = serve(updater.engine, api_key=KEY, enable_admin_routes=True)
     live.serving.updater = updater
     return live
 
@@ -342,7 +350,7 @@ class TestUpdate:
         """TE-6: a checkpoint is not read, which takes the memory of a second model, before the last one is written."""
         happened, second = [], threading.Event()
 
-        def read(updater: WeightsUpdater, path: str, _: object) -> tuple[Callable[[], int], str]:
+        def read(updater: WeightsUpdater, path: str) -> tuple[Callable[[], int], str]:
             happened.append(f"read {path}")
             if path == "two":
                 second.set()
@@ -350,12 +358,15 @@ class TestUpdate:
                 time.sleep(0.001)
             return (lambda: 1), f"hash of {path}"
 
-        async def change_weights(in_flight: InFlight, write: object) -> None:
+        def change_weights(*_: object) -> Future[int]:
             happened.append("written")
+            done: Future[int] = Future()
+            done.set_result(1)
+            return done
 
         monkeypatch.setattr(WeightsUpdater, "_read", read)
-        updater = WeightsUpdater(WeightsRoot.of(str(tmp_path)), None, SourceConfig(), {})
-        await asyncio.gather(*(updater.update(path, None, change_weights) for path in ("one", "two")))
+        updater = WeightsUpdater(WeightsRoot.of(str(tmp_path)), SimpleNamespace(change_weights=change_weights))
+        await asyncio.gather(*(updater.update(path) for path in ("one", "two")))
         assert happened == ["read one", "written", "read two", "written"]
         assert updater.weights == "hash of two"
 

@@ -20,7 +20,7 @@ from schemathesis.checks import (
 )
 from schemathesis.generation import GenerationMode
 
-from megatron_ext.config import ServerLimits, SourceConfig
+from megatron_ext.config import ServerLimits
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.http.auth import open_paths
@@ -102,7 +102,7 @@ def governed(serve, tmp_path_factory) -> LiveServer:
     """Server with routes of administrators, and a folder without a checkpoint."""
     server = serve(tiny_engine(), api_key=KEY, enable_admin_routes=True)
     root = WeightsRoot.of(str(tmp_path_factory.mktemp("weights")))
-    server.serving.updater = WeightsUpdater(root, None, SourceConfig(), {})
+    server.serving.updater = WeightsUpdater(root, server.serving.engine)
     return server
 
 

@@ -120,7 +120,7 @@ def test_the_server_starts_and_answers(flags, root, tmp_path, caplog):
         assert settings.server.port == (5000 if flags is CACHING else 8000)
         assert server.http.get("/health").json()["status"] == "ok"
         assert server.engine.context.max_sequence_length == 4096
-        tokenizer = server.serving.engine.controller.tokenizer
+        tokenizer = server.serving.engine.tokenizer
         assert tokenizer.detokenize([1000 + ord("a")]) == "a"
         prompt = "Once upon a time"
         answer = server.client().completions.create(model="model", prompt=prompt, max_tokens=4, temperature=0)

@@ -62,7 +62,7 @@ class LiveServer:
 
     @property
     def engine(self) -> InferenceEngine:
-        return self.serving.engine
+        return self.serving.engine.inference_engine
 
     def client(self, **options: object) -> openai.OpenAI:
         return openai.OpenAI(**self._options(options))

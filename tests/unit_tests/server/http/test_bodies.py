@@ -135,7 +135,7 @@ def test_no_memory_is_503_for_that_request(tiny, monkeypatch, caplog, place):
     owner, name = {
         "parsing": (bodies.json, "loads"),
         "tokenizing": (tiny.serving.texts, "_tokenize"),
-        "the engine's thread": (tiny.serving.engine.core, "add"),
+        "the engine's thread": (tiny.engine.core, "add"),
     }[place]
 
     def fail(*_: object, **__: object) -> None:

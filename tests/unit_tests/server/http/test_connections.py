@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 
 from megatron_ext.config import ServerConfig, ServerLimits
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.server.http import connections as guarded
 from megatron_ext.server.http.connections import (
     SPARE_FILES,
@@ -337,7 +338,7 @@ class TestFiles:
         monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.05)
         monkeypatch.setattr(support, "bind", bind_badly)
         monkeypatch.setattr(guarded.logger, "filters", [guarded.BoundedRate()])
-        server = LiveServer(Serving(tiny_engine(), "tiny", ServerConfig(shutdown_timeout=1.0)))
+        server = LiveServer(Serving(LLMEngine(tiny_engine()), "tiny", ServerConfig(shutdown_timeout=1.0)))
         assert server.http.get("/health").status_code == 200
         # asyncio does not take its next tries back when the listener is closed
         server.wait_until(lambda: not any("_start_serving" in repr(one) for one in list(server.loop._scheduled)))

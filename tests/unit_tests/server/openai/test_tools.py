@@ -170,7 +170,7 @@ class TestGuided:
         chat = embedded.serving.chat
         guided = guided_form(form, answer_format(form, [5, 6], chat), chat)
         assert guided is not None
-        matcher = embedded.serving.engine.controller.grammars.matcher(guided)
+        matcher = embedded.serving.engine.grammars.matcher(guided)
         matcher.take(embedded.serving.tokenizer.tokenize('Let me see. <tool_call>\n{"name": "forecast", "arguments": '))
         with pytest.raises(ValueError):
             matcher.take(embedded.serving.tokenizer.tokenize('{"town"'))
@@ -245,7 +245,7 @@ def test_without_the_extra(embedded, monkeypatch):
     """Calls that are demanded name the missing package; calls that the model may make do not need it."""
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "llguidance" else find(name))
-    grammars = embedded.serving.engine.controller.grammars
+    grammars = embedded.serving.engine.grammars
     monkeypatch.delitem(grammars.__dict__, "_tokenizer", raising=False)
     monkeypatch.setattr(grammars, "_compiled", type(grammars._compiled)())
     body = {"messages": QUESTION, "tools": [WEATHER], "max_tokens": 1}

@@ -1,0 +1,72 @@
+"""Model and engine as one object: counts, memory and the end."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+
+from megatron_ext.config import CacheConfig, RequestParams
+from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.errors import EngineClosed
+from megatron_ext.models.llm_engine import LLMEngine
+from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.server import tiny_engine
+
+PARAMS = RequestParams(num_tokens_to_generate=3)
+
+
+def serve(engine: LLMEngine, length: int = 40) -> None:
+    request = EngineRequest(make_prompt(length, seed=3), PARAMS)
+    engine.client.submit([request])
+    request.record.result()
+
+
+def test_counts_outlive_the_engine():
+    """RU-1: the results of a run are written after its engine has been closed."""
+    engine = LLMEngine(tiny_engine())
+    serve(engine)
+    living, steps = engine.counts()
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.reset_prefix_cache()
+    statistics, at_the_end = engine.counts()
+    assert (statistics.counters, statistics.ended) == (living.counters, 1)
+    assert at_the_end == steps
+    assert steps.prefill_tokens == 40
+
+
+def test_the_end_frees_the_pools_once():
+    """PY-5: a second call does nothing."""
+    closed = []
+    engine = LLMEngine(tiny_engine(), on_close=lambda: closed.append(True))
+    blocks = weakref.ref(engine.inference_engine.context.allocated.kv)
+    engine.close()
+    engine.close()
+    assert closed == [True]
+    assert blocks() is None
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_facts_are_those_of_the_engine(is_caching):
+    inner = tiny_engine(cache=CacheConfig(enable_prefix_caching=is_caching, snapshot_slots=16))
+    engine = LLMEngine(inner)
+    assert (engine.is_caching, engine.is_hybrid) == (is_caching, True)
+    assert engine.limits is inner.core.scheduler.limits
+    assert engine.max_running_requests == 8
+    assert not engine.keeps_cache
+    engine.stop_keeping()  # does nothing
+    engine.close()
+
+
+def test_all_requests_can_be_aborted():
+    """RL-2: they end with what they have, and the engine serves others."""
+    engine = LLMEngine(tiny_engine())
+    engine.client.pause()
+    requests = [EngineRequest(make_prompt(20, seed=one), PARAMS) for one in range(2)]
+    engine.client.submit(requests).result()
+    engine.abort_all()
+    assert [one.record.result().status.name for one in requests] == ["ABORTED"] * 2
+    engine.client.unpause()
+    serve(engine)
+    engine.close()
