@@ -40,6 +40,7 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.tokenizer import NullTokenizer
 
 SMALL = SIZES["5m"].shape
@@ -223,7 +224,7 @@ class Engine:
 
     def add(self, prompt: Sequence[int], params: RequestParams) -> Request:
         """Queue a request."""
-        return self.core.add(next(self._ids), tuple(prompt), params)
+        return self.core.add(next(self._ids), RequestInputs(tuple(prompt), params))
 
     def step(self) -> StepOutput:
         """Take one step."""

@@ -19,6 +19,7 @@ from megatron_ext.models.durable_cache import keep_cache
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.prefix_cache.disk.tier import DiskTier
+from megatron_ext.scheduling.request_inputs import RequestInputs
 
 BATCH = 4  # requests at a time
 SETTLE_SECONDS = 20.0  # to wait at most until what was evicted is written
@@ -149,7 +150,7 @@ def decode_beside_load(run: Run, rounds: int = 6, length: int = 1024, sizes: tup
             requests = driver.start_decoding(
                 [*others, others[0][::-1]], RequestParams(2 * steps * (rounds + 1) + 64, ignore_eos=True)
             )
-            chain = driver.core.add(10**6, tuple(prompt), RequestParams(1))
+            chain = driver.core.add(10**6, RequestInputs(tuple(prompt), RequestParams(1)))
             load = EndlessLoad(disk.tier, list(chain.block_hashes), prompt, engine.scheduler.limits.block_size)
             driver.core.abort(chain)
             found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}

@@ -93,7 +93,7 @@ def host_costs(
     with Phases(time.thread_time).timing({**HOST, "forward, sampling": COMPUTE}) as phases:
         built = decoding(loaded, requests, context, (rounds + 1) * steps, **params)
         running = built.core.scheduler.queues.running
-        streams = [EngineRequest(one.prompt_tokens, one.params, is_streamed=True, request=one) for one in running]
+        streams = [EngineRequest(one.inputs, is_streamed=True, request=one) for one in running]
         measured = []
         for _ in range(rounds + 1):
             phases.own.clear()

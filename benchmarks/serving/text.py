@@ -14,12 +14,10 @@ from itertools import cycle, islice
 from benchmarks.cases import Run, case
 from megatron_ext.config import RequestParams
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.submission import Submission
-from megatron_ext.server.client.request_handle import RequestHandle
-from megatron_ext.server.openai.engine_requests import RequestSpec
+from megatron_ext.scheduling.request_inputs import RequestInputs
+from megatron_ext.server.client.request_group import RequestHandle
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.text_stream import TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
@@ -84,7 +82,7 @@ def costs(step: Step, tokens: list[int], lengths: tuple[int, ...]) -> list[float
 
 def make_request() -> Request:
     """Build a request with a short prompt."""
-    return Request(Submission(0, (1, 2, 3), RequestParams(), arrival=0, seed=0))
+    return Request(0, RequestInputs((1, 2, 3), RequestParams()), arrival=0, seed=0)
 
 
 def grow(request: Request, token: int, *, scores: bool) -> None:
@@ -98,14 +96,13 @@ def grow(request: Request, token: int, *, scores: bool) -> None:
 def handed_over(*, scores: bool) -> Step:
     """Step that delivers a token from the engine's thread to the event loop's handle, appending included."""
     request = make_request()
-    stream = EngineRequest(request.prompt_tokens, request.params, is_streamed=True, request=request)
-    handle = RequestHandle(stream, RequestSpec(request.prompt_tokens, request.params))
+    handle = RequestHandle(request.inputs, is_streamed=True, request=request)
 
     def step(token: int) -> None:
         grow(request, token, scores=scores)
-        stream.collect()
-        while stream.updates:
-            handle.take(stream.updates.popleft())
+        handle.collect()
+        while handle.updates:
+            handle.take(handle.updates.popleft())
 
     return step
 

@@ -14,8 +14,8 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.hash_chain import HASH_BYTES
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.submission import Submission
 
 FEW, DECODING = 10, 4  # waiting requests where planning is cheapest; requests that run beside those that wait
 
@@ -48,7 +48,7 @@ def _prompt(length: int) -> tuple[int, ...]:
 
 def make_request(arrival: int, tokens: tuple[int, ...], generate: int = 1) -> Request:
     """Build a request without an engine."""
-    return Request(Submission(arrival, tokens, RequestParams(num_tokens_to_generate=generate), arrival, seed=0))
+    return Request(arrival, RequestInputs(tokens, RequestParams(num_tokens_to_generate=generate)), arrival, seed=0)
 
 
 def make_scheduler(block_size: int, blocks: int, rows: int, step_tokens: int, longest: int) -> Scheduler:

@@ -18,6 +18,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName,
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.replay import Outcome, Replay
 from megatron_ext.simulation.trace import Turn
@@ -135,7 +136,7 @@ class EngineReplay(Replay):
         turn = self.turns[place]
         prompt = tuple(self._tokens[one - FIRST_SYNTHETIC_ID] for one in turn.tokens())
         params = RequestParams(num_tokens_to_generate=len(turn.answer), temperature=1.0, top_k=0, ignore_eos=True)
-        self._core.add(place, prompt, params)
+        self._core.add(place, RequestInputs(prompt, params))
         return True
 
     def step(self) -> None:

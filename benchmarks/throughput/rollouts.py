@@ -25,6 +25,7 @@ from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update.disk import read_new_weights
 from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request_inputs import RequestInputs
 
 MIB = 1024**2
 BUCKET = 64 * MIB
@@ -73,7 +74,7 @@ def _rollout(
         for _ in range(group):
             name = next(names)
             params = RequestParams(generated, seed=name, **SAMPLED)
-            built.core.add(name, prompt, params, group=index if is_grouped else None)
+            built.core.add(name, RequestInputs(prompt, params), group=index if is_grouped else None)
     return built.drain()
 
 

@@ -8,7 +8,7 @@ from functools import partial as partial_call
 from types import TracebackType
 from typing import TypeVar, overload
 
-from megatron_ext.api.prompt_input import ParamsForAll, Prompt, PromptReader, Prompts, ReadPrompt
+from megatron_ext.api.prompt_input import ParamsForAll, Prompt, PromptReader, Prompts
 from megatron_ext.api.stream import RequestStream
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.config.in_flight import InFlight, check_version
@@ -88,7 +88,7 @@ class LoadedEngine(LLMEngine):
             SilentWeightChange: Weights of an attached model were written without a trace, see `attach_engine`. None of
                 the prompts is served.
         """
-        requests = [_pending(*one) for one in self._reader.read_all(prompts, params)]
+        requests = [EngineRequest(one) for one in self._reader.read_all(prompts, params)]
         submitted = self.client.submit(requests)
         try:
             submitted.result()
@@ -133,7 +133,7 @@ class LoadedEngine(LLMEngine):
         return RequestStream(lambda: self._one(prompt, params), self.client, self._reader.vocabulary)
 
     def _one(self, prompt: Prompt, params: RequestParams | None) -> EngineRequest:
-        return _pending(*self._reader.read_one(prompt, params))
+        return EngineRequest(self._reader.read_one(prompt, params))
 
     # Inspection
 
@@ -278,7 +278,3 @@ class LoadedEngine(LLMEngine):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _pending(prompt: ReadPrompt, params: RequestParams) -> EngineRequest:
-    return EngineRequest(prompt.tokens, params, prompt.text, continued=prompt.continued)

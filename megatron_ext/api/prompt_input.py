@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, SupportsIndex, TypeAlias, TypeGuard
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
@@ -30,21 +30,6 @@ Prompts: TypeAlias = Prompt | Iterable[Prompt]  # one, or several
 ParamsForAll: TypeAlias = RequestParams | Sequence[RequestParams] | None  # for all, or one for each; None: defaults
 
 
-@dataclass(frozen=True)
-class ReadPrompt:
-    """Prompt to submit.
-
-    Attributes:
-        tokens: Token ids.
-        text: Text that they were tokenized from, if any.
-        continued: Record whose output is to be continued; None for a new output.
-    """
-
-    tokens: tuple[int, ...]
-    text: str | None
-    continued: RequestRecord | None = None
-
-
 class PromptReader:
     """Reader of prompts for one model; thread-safe.
 
@@ -63,16 +48,20 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._defaults = defaults
 
-    def read_all(self, prompts: Prompts, params: ParamsForAll) -> list[tuple[ReadPrompt, RequestParams]]:
+    def read_all(self, prompts: Prompts, params: ParamsForAll) -> list[RequestInputs]:
         """Return one prompt or several, each with its parameters.
 
         Raises:
             ConfigError: A prompt is invalid; the error names the prompt and the reason.
         """
-        read = self._read_each(_listed(prompts))
-        return list(zip(read, self._params_of_each(params, read), strict=True))
+        read = [self._read(prompt, f"prompt {index}") for index, prompt in enumerate(_listed(prompts))]
+        settings = self._params_of_each(params, [continued for *_, continued in read])
+        return [
+            RequestInputs(tokens, own, text, continued)
+            for (tokens, text, continued), own in zip(read, settings, strict=True)
+        ]
 
-    def read_one(self, prompt: Prompt, params: RequestParams | None) -> tuple[ReadPrompt, RequestParams]:
+    def read_one(self, prompt: Prompt, params: RequestParams | None) -> RequestInputs:
         """Return one prompt.
 
         Raises:
@@ -81,22 +70,20 @@ class PromptReader:
         several = _listed(prompt)
         if len(several) != 1 or (several[0] is not prompt and not _is_array(prompt)):
             raise ConfigError(f"{_shown(prompt)} is not one prompt; give a text or token ids, several to generate()")
-        read = self._read(several[0], "the prompt")
-        return read, self._checked(params, read)
+        tokens, text, continued = self._read(several[0], "the prompt")
+        return RequestInputs(tokens, self._checked(params, continued), text, continued)
 
-    def _read_each(self, prompts: Sequence[object]) -> list[ReadPrompt]:
-        return [self._read(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
-
-    def _read(self, prompt: object, where: str) -> ReadPrompt:
+    def _read(self, prompt: object, where: str) -> tuple[tuple[int, ...], str | None, RequestRecord | None]:
+        """Return the token ids of a prompt, its text if it has one, and the record whose output it continues."""
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, RequestRecord):
-            return ReadPrompt(prompt.prompt_tokens, prompt.prompt_text, prompt)
+            return prompt.prompt_tokens, prompt.prompt_text, prompt
         try:
             tokens = self._tokens(prompt) if text is None else self._tokenized(text)
             self.vocabulary.check_prompt(tokens)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        return ReadPrompt(tokens, text)
+        return tokens, text, None
 
     def _tokenized(self, text: str) -> tuple[int, ...]:
         if not text:
@@ -119,20 +106,19 @@ class PromptReader:
             raise ConfigError(f"{_shown(wrong)} is not a token id; give whole numbers")
         return tuple(map(operator.index, ids))
 
-    def _params_of_each(self, params: ParamsForAll, prompts: Sequence[ReadPrompt]) -> list[RequestParams]:
+    def _params_of_each(self, params: ParamsForAll, records: Sequence[RequestRecord | None]) -> list[RequestParams]:
         if params is None or isinstance(params, RequestParams):
-            return [self._checked(params, prompt) for prompt in prompts]
+            return [self._checked(params, continued) for continued in records]
         if not isinstance(params, Sequence) or isinstance(params, str):
             return [self._checked(params)]  # raises
-        if len(params) != len(prompts):
+        if len(params) != len(records):
             raise ConfigError(
-                f"{len(params)} RequestParams for {len(prompts)} prompts; give one for all, or one for each"
+                f"{len(params)} RequestParams for {len(records)} prompts; give one for all, or one for each"
             )
         return [self._checked(one) for one in params]
 
-    def _checked(self, params: object, prompt: ReadPrompt | None = None) -> RequestParams:
+    def _checked(self, params: object, continued: RequestRecord | None = None) -> RequestParams:
         if params is None:
-            continued = None if prompt is None else prompt.continued
             params = self._defaults if continued is None else continued.params or self._defaults
         if not isinstance(params, RequestParams):
             raise ConfigError(

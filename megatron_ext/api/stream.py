@@ -112,8 +112,8 @@ class RequestStream(AsyncIterator[StreamPart]):
         request.is_streamed = True
         # No reference to the stream itself, so that it is collected with its reader.
         request.notify = partial(asyncio.get_running_loop().call_soon_threadsafe, self._changed.set)
-        decoder = self._vocabulary.decoder(skips_special=request.params.skip_special_tokens)
-        self._text = TextStream(request.params.stop_words, decoder)
+        decoder = self._vocabulary.decoder(skips_special=request.inputs.params.skip_special_tokens)
+        self._text = TextStream(request.inputs.params.stop_words, decoder)
         await asyncio.wrap_future(self._client.submit([request]))
 
     def _next_part(self) -> StreamPart | None:

@@ -16,6 +16,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.inference_request import DynamicInferenceRequest, RequestConversion
 from megatron_ext.mcore.sampling_params import to_request_params
 from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.scheduling.request_inputs import RequestInputs
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Generation:
 
     def _results(self) -> list[DynamicInferenceRequest]:
         return [
-            self._conversion.convert(one.record.result(), self._params, one.params.num_tokens_to_generate)
+            self._conversion.convert(one.record.result(), self._params, one.inputs.params.num_tokens_to_generate)
             for one in self._requests
         ]
 
@@ -138,7 +139,7 @@ def make_requests(
             ours = dataclasses.replace(ours, num_tokens_to_generate=room)
         if has_token_events:
             ours = dataclasses.replace(ours, track_generated_token_events=True)
-        requests.append(EngineRequest(tokens, ours, prompt if isinstance(prompt, str) else None))
+        requests.append(EngineRequest(RequestInputs(tokens, ours, prompt if isinstance(prompt, str) else None)))
     return requests
 
 

@@ -22,9 +22,9 @@ from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
-from megatron_ext.scheduling.submission import Submission
 from megatron_ext.text.excerpt import excerpt
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def explain_second(first: tuple[int, ...], second: tuple[int, ...], block_size: 
     )
     scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"explained", _SLOTS if is_hybrid else None)
     for place, tokens in enumerate((first, second)):
-        request = Request(Submission(place, tokens, RequestParams(num_tokens_to_generate=1), arrival=place, seed=0))
+        inputs = RequestInputs(tokens, RequestParams(num_tokens_to_generate=1))
+        request = Request(place, inputs, arrival=place, seed=0)
         scheduler.add(request)
         plan = scheduler.schedule()
         scheduler.commit(describe_step(plan.chunks, block_size), {place: 0})

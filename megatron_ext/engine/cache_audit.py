@@ -25,8 +25,8 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.submission import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -188,9 +188,8 @@ class CacheAudit:
                 self.counts.left_out_evicted += 1
                 continue
             name = next(iter(self._names))
-            self._current = Request(
-                Submission(name, due.tokens, _PARAMS, arrival=_LAST - name, seed=0, audit=due.target)
-            )
+            inputs = RequestInputs(due.tokens, _PARAMS)
+            self._current = Request(name, inputs, arrival=_LAST - name, seed=0, audit=due.target)
             self.scheduler.add(self._current)
             return
 
@@ -221,7 +220,7 @@ class CacheAudit:
             self._current = None
 
     def _judge(self, audit: Request, found: Differences) -> None:
-        comparison, target = found.comparison, audit.submission.audit
+        comparison, target = found.comparison, audit.audit
         assert target is not None, "an audit has a target"
         self.counts.blocks += len(comparison.blocks)
         self.counts.snapshots += found.states is not None

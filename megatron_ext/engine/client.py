@@ -233,9 +233,9 @@ class EngineClient:
         groups: dict[tuple[tuple[int, ...], str | None], int] = {}
         try:
             for one in requests:
-                tokens, name = self._core.tokenize(one.tokens), next(self._ids)
-                group = groups.setdefault((tokens, one.params.cache_salt), name) if len(requests) > 1 else None
-                one.request = self._core.add(name, tokens, one.params, one.continued, text=one.text, group=group)
+                name, prompt = next(self._ids), (one.inputs.prompt_tokens, one.inputs.params.cache_salt)
+                group = groups.setdefault(prompt, name) if len(requests) > 1 else None
+                one.request = self._core.add(name, one.inputs, group=group)
                 added.append(one)
         except Exception:
             self._abort(added)

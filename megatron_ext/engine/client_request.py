@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from megatron_ext.config import RequestParams
 from megatron_ext.engine.updates import Update
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 
 
 @dataclass(eq=False)
@@ -18,9 +18,7 @@ class EngineRequest:
     """Request of a client before, while and after the engine has it.
 
     Attributes:
-        tokens: Prompt token ids.
-        params: Sampling parameters.
-        text: Text of the prompt, for the record.
+        inputs: What the caller asks for.
         is_streamed: True to collect updates while the request runs.
         notify: Function that the engine's thread calls after new updates and after the end.
         updates: Updates that the reader has not taken yet.
@@ -29,12 +27,9 @@ class EngineRequest:
         step_error: Error of repeatedly failed steps, if that ended the request.
         request: Request in the engine, once it has been added.
         is_abandoned: True if its caller has left.
-        continued: Record of an earlier request of this prompt, whose output this one continues; None for a new output.
     """
 
-    tokens: Sequence[int]
-    params: RequestParams
-    text: str | None = None
+    inputs: RequestInputs
     is_streamed: bool = False
     notify: Callable[[], object] | None = None
     updates: deque[Update] = field(default_factory=deque)
@@ -43,7 +38,6 @@ class EngineRequest:
     step_error: Exception | None = None
     request: Request | None = None
     is_abandoned: bool = False
-    continued: RequestRecord | None = None
     delivered: int = 0  # generated tokens in updates; used by the engine's thread only
 
     def collect(self) -> bool:

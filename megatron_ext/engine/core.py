@@ -9,7 +9,6 @@ from heapq import nlargest
 from operator import attrgetter
 from typing import TypeVar
 
-from megatron_ext.config import RequestParams
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.cache_audit import AuditFinding
@@ -36,6 +35,7 @@ from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.speculation.proposals import Proposals
 
@@ -105,11 +105,8 @@ class EngineCore:
     def add(
         self,
         request_id: int,
-        tokens: tuple[int, ...],
-        params: RequestParams,
-        continued: RequestRecord | None = None,
+        inputs: RequestInputs,
         *,
-        text: str | None = None,
         turn: int | None = None,
         group: int | None = None,
     ) -> Request:
@@ -117,18 +114,15 @@ class EngineCore:
 
         Args:
             request_id: Unique among requests that have not been reported.
-            tokens: Prompt token ids, from `tokenize`.
-            params: Sampling parameters.
-            continued: Record of a request whose output this one continues.
-            text: Text of the prompt, for its record.
+            inputs: What the caller asks for.
             turn: Index of the replica, modulo their number; by default the routing policy chooses one.
-            group: Number of its group; see `Submission`.
+            group: Number of its group of equal prompts; see `Request`.
 
         Raises:
-            ConfigError: The id is in use, or the parameters are invalid for this model.
+            ConfigError: The id is in use, or the prompt or the parameters are invalid for this model.
         """
         self.check_free(request_id)
-        request = self._intake.make(request_id, tokens, params, text, group, continued)
+        request = self._intake.make(request_id, inputs, group)
         error = check_admissible(request, self.scheduler.limits)
         replica = self._replica_of(request, turn) if error is None else self.replicas[0]
         scheduler = replica.scheduler
@@ -452,7 +446,7 @@ class EngineCore:
         for replica in self.replicas:
             replica.scheduler.check()
         queued = [request for replica in self.replicas for request in replica.scheduler.queues]
-        queued = [request for request in queued if request.submission.audit is None]
+        queued = [request for request in queued if request.audit is None]
         known = {id(request) for request in self.output.requests()}
         assert {id(request) for request in [*queued, *self.output.ended]} == known, "lost requests"
         if self._choice is not None:

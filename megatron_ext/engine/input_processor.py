@@ -13,7 +13,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.submission import Submission
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.matcher import TokenMatcher
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -57,27 +57,24 @@ class InputProcessor:
             ConfigError: The prompt is empty, or contains an id that is not a token.
         """
         tokens = plain_ids(self._settings.tokenize(prompt, add_bos) if isinstance(prompt, str) else prompt)
+        self._check_prompt(tokens)
+        return tokens
+
+    def _check_prompt(self, tokens: Sequence[int]) -> None:
         if not tokens:
             raise ConfigError("the prompt is empty; it needs at least one token")
         self._settings.vocabulary.check_prompt(tokens)
-        return tokens
 
-    def make(
-        self,
-        request_id: int,
-        tokens: tuple[int, ...],
-        params: RequestParams,
-        text: str | None,
-        group: int | None = None,
-        continued: RequestRecord | None = None,
-    ) -> Request:
-        """Make a request of token ids, with their text if it is known; it may continue the output of another one.
+    def make(self, request_id: int, inputs: RequestInputs, group: int | None = None) -> Request:
+        """Make a request.
 
         Raises:
-            ConfigError: The tokenizer cannot read a bad word, a biased id is not a token, the response format cannot be
-                compiled, a checkpoint lies after the prompt, there are more drafts than allowed, or the other output
-                cannot be continued.
+            ConfigError: The prompt is empty or has an id that is not a token, the tokenizer cannot read a bad word, a
+                biased id is not a token, the response format cannot be compiled, a checkpoint lies after the prompt,
+                there are more drafts than allowed, or the other output cannot be continued.
         """
+        tokens, params, continued = inputs.prompt_tokens, inputs.params, inputs.continued
+        self._check_prompt(tokens)
         ends = self._end_ids(params)
         _check_checkpoints(params.cache_checkpoint, len(tokens))
         check_drafts(params, self._settings.max_drafts)
@@ -90,20 +87,17 @@ class InputProcessor:
         if continued is not None:
             check_continuation(continued, tokens, params, ends)
             self._settings.vocabulary.check_prompt(continued.generated_tokens)
-        submission = Submission(
-            request_id=request_id,
-            prompt_tokens=tokens,
-            params=params,
-            arrival=self._next_arrival,
-            seed=self._seed(request_id, params, continued),
+        request = Request(
+            request_id,
+            inputs,
+            self._next_arrival,
+            self._seed(request_id, params, continued),
             end_ids=ends,
-            prompt_text=text,
-            group=group,
-            generated_tokens=() if continued is None else continued.generated_tokens,
             bad_words=tuple(tokens for word in params.bad_words for tokens in self._settings.word_tokens(word)),
+            group=group,
+            continued_tokens=() if continued is None else continued.generated_tokens,
         )
         self._next_arrival += 1
-        request = Request(submission)
         if continued is not None:
             restore_output(request, continued)
         return request

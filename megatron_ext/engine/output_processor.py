@@ -7,7 +7,6 @@ concerns, as FAILED with the error's message: no other request's tokens, blocks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.result import StepResult
@@ -24,21 +23,6 @@ class ScoringError(RuntimeError):
     """Error: a request's log-probs could not be computed."""
 
 
-@dataclass(eq=False)
-class _Output:
-    """State of one request's output.
-
-    Attributes:
-        scheduler: Scheduler that has the request.
-        taken: Generated tokens that were processed; with drafts a step adds several.
-    """
-
-    request: Request
-    scheduler: Scheduler
-    stop_words: StopWordMatcher | None
-    taken: int = 0
-
-
 class OutputProcessor:
     """Output processor of every request, from its arrival to its record.
 
@@ -50,44 +34,49 @@ class OutputProcessor:
     def __init__(self, vocabulary: Vocabulary, error_isolation: ErrorIsolation) -> None:
         self._vocabulary = vocabulary
         self._error_isolation = error_isolation
-        self._outputs: dict[int, _Output] = {}
+        self._requests: dict[int, tuple[Request, Scheduler]] = {}  # not reported yet, each with its replica's scheduler
+        self._matchers: dict[int, StopWordMatcher] = {}  # of requests with stop words
         self.ended: list[Request] = []  # since the last report
         self.reported_count = 0
 
     def __len__(self) -> int:
-        return len(self._outputs)
+        return len(self._requests)
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._outputs
+        return request_id in self._requests
 
     def get(self, request_id: int) -> Request:
         """Return a living request, or one that has ended and is not reported yet."""
-        return self._outputs[request_id].request
+        return self._requests[request_id][0]
 
     def requests(self) -> list[Request]:
         """Return all requests that are not reported yet."""
-        return [output.request for output in self._outputs.values()]
+        return [request for request, _ in self._requests.values()]
 
     def open(self, request: Request, scheduler: Scheduler) -> None:
         """Begin to process the output of a request of a scheduler."""
-        words = request.params.stop_words
-        matcher = StopWordMatcher(words, self._detokenize(request)) if words else None
-        continued = request.submission.generated_tokens
-        if matcher is not None and continued:
-            matcher.feed(continued, ignore=True)
-        self._outputs[request.request_id] = _Output(request, scheduler, matcher, len(continued))
+        words, continued = request.params.stop_words, request.continued_tokens
+        if words:
+            matcher = StopWordMatcher(words, self._detokenize(request))
+            if continued:
+                matcher.feed(continued, ignore=True)
+            self._matchers[request.request_id] = matcher
+        request.output.taken = len(continued)
+        self._requests[request.request_id] = request, scheduler
 
     def take(self, requests: Iterable[Request], result: StepResult) -> None:
         """Process the output of a step's requests: store scores and match stop words."""
         for request in requests:
-            output = self._outputs[request.request_id]
+            output = request.output
             new = request.generated_count - output.taken if request.request_id in result.tokens else 0
             try:
-                stopped_at = self._meets_stop_word(output, new) if new and output.stop_words is not None else None
+                stopped_at = (
+                    self._meets_stop_word(request, new) if new and request.request_id in self._matchers else None
+                )
                 _note_scores(request, result, new if stopped_at is None else stopped_at - output.taken)
             except Exception as error:
                 if request.request_id in result.failures and request.scores.new:  # these were not written
-                    output.scheduler.drop_log_probs(request.scores.new)
+                    self._requests[request.request_id][1].drop_log_probs(request.scores.new)
                 self.fail(request, error)
                 continue
             output.taken += new
@@ -96,18 +85,17 @@ class OutputProcessor:
                 if stopped_at < request.generated_count:
                     request.cut(stopped_at)
 
-    def _meets_stop_word(self, output: _Output, new: int) -> int | None:
+    def _meets_stop_word(self, request: Request, new: int) -> int | None:
         """Return which token completes a stop word, counted from the first generated one; None if none does."""
-        request, matcher = output.request, output.stop_words
-        assert matcher is not None, "only requests with a grammar get here"
+        output, matcher = request.output, self._matchers[request.request_id]
         known = len(request.tokens) - new
         for i, token in enumerate(request.tokens[known:], start=output.taken + 1):
             is_end = request.finish_reason == "stop" and i == request.generated_count
             text = None if is_end else matcher.feed([token], ignore=i <= request.params.min_tokens)
             if text is not None:
-                request.output.stop_word = matcher.found
+                output.stop_word = matcher.found
                 if not request.params.detokenize_stop_sequence:
-                    request.output.generated_text = text
+                    output.generated_text = text
                 return i
         return None
 
@@ -147,7 +135,7 @@ class OutputProcessor:
         if request.is_ended:
             request.revise(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
         else:
-            scheduler = self._outputs[request.request_id].scheduler
+            _, scheduler = self._requests[request.request_id]
             scheduler.end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
             self.ended.append(request)
 
@@ -155,12 +143,12 @@ class OutputProcessor:
         """Return the records of requests that have ended since the last report, and forget them."""
         ended = self.ended[:]
         self.ended.clear()
-        return [self._close(self._outputs.pop(request.request_id)) for request in ended]
+        return [self._close(*self._requests.pop(request.request_id)) for request in ended]
 
-    def _close(self, output: _Output) -> RequestRecord:
+    def _close(self, request: Request, scheduler: Scheduler) -> RequestRecord:
         self.reported_count += 1
-        request = output.request
-        note_end(request, output.scheduler.cache, output.scheduler.limits.block_size)
+        self._matchers.pop(request.request_id, None)
+        note_end(request, scheduler.cache, scheduler.limits.block_size)
         return self._record(request)
 
     def give_up(self, request: Request, error: Exception) -> RequestRecord:
@@ -183,7 +171,7 @@ class OutputProcessor:
             return request.output.generated_text
         tokens = request.generated_tokens
         keeps_end = request.params.detokenize_stop_sequence
-        has_end = bool(tokens) and tokens[-1] in request.submission.end_ids and not keeps_end
+        has_end = bool(tokens) and tokens[-1] in request.end_ids and not keeps_end
         return self._detokenize(request)(tokens[:-1] if has_end else tokens)
 
     def _detokenize(self, request: Request) -> Callable[..., str]:
@@ -191,7 +179,8 @@ class OutputProcessor:
 
     def cancel(self) -> None:
         """Forget all requests."""
-        self._outputs.clear()
+        self._requests.clear()
+        self._matchers.clear()
         self.ended.clear()
 
 

@@ -42,7 +42,7 @@ class ReplicaStep:
     @property
     def chunks(self) -> Sequence[Chunk]:
         """Scheduled chunks of callers' requests, without those of audits."""
-        return [chunk for chunk in self.plan.chunks if chunk.request.submission.audit is None]
+        return [chunk for chunk in self.plan.chunks if chunk.request.audit is None]
 
 
 class Replica:
@@ -162,7 +162,7 @@ class Replica:
         for chunk in in_flight.chunks:
             chunk.request.versions.compute(chunk.request.generated_count, in_flight.weights_version)
         ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
-        self._output.ended += [request for request in ended if request.submission.audit is None]
+        self._output.ended += [request for request in ended if request.audit is None]
         self.audit.note_time(plan.chunks, time.perf_counter() - planned)
         self.audit.take(result.differences.values())
         with self._error_isolation.guard("the record of routing indices"):

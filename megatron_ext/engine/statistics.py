@@ -63,8 +63,8 @@ class EngineStatistics:
         queues, use, costs = scheduler.queues, scheduler.cache.use(), scheduler.limits.costs
         snapshots = use.slots_used + use.provisional_slots
         return cls(
-            running=sum(request.submission.audit is None for request in queues.running),
-            waiting=sum(request.submission.audit is None for request in queues.waiting),
+            running=sum(request.audit is None for request in queues.running),
+            waiting=sum(request.audit is None for request in queues.waiting),
             paused=len(queues.paused),
             ended=ended,
             steps=steps,

@@ -176,7 +176,7 @@ class StructuredOutputs:
             start = self._start(request.params.form)
             self._outputs[request.request_id] = _Output(request, start)
             if not request.generated_count:
-                self._scheduler.allow(request, (start.allowed(request.submission.end_ids),))
+                self._scheduler.allow(request, (start.allowed(request.end_ids),))
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Drop requests that have ended, and cancel their jobs."""
@@ -200,7 +200,7 @@ class StructuredOutputs:
                 output.matcher, output.taken = None, 0
             if output.known != count:
                 new = request.generated_tokens[output.taken :]
-                ends = request.submission.end_ids
+                ends = request.end_ids
                 output.job = Job(output.start, output.matcher, new, drafts.get(name, ()), ends)
                 output.matcher, output.taken = None, count
                 self._thread.submit(output.job)

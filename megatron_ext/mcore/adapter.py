@@ -34,6 +34,7 @@ from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.tokenizer import Tokenizer
@@ -285,7 +286,7 @@ class InferenceEngine(Engine):
         ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
         tokens = self.core.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
-        self.core.add(request_id, tokens, params, text=text, turn=turn)
+        self.core.add(request_id, RequestInputs(tokens, params, text), turn=turn)
         self._asked[request_id] = Asked(sampling_params, params)
         future = self._futures[request_id] = self._loop.create_future()
         self._wake_up()

@@ -12,8 +12,8 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.errors import ConfigError
-from megatron_ext.offline.prompts import TokenizedPrompt
 from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request_inputs import RequestInputs
 
 _LONGEST_SLEEP = 0.1  # seconds
 
@@ -47,7 +47,7 @@ def check_schedule(run: RunConfig, prompt_count: int) -> None:
 
 def run_passes(
     client: EngineClient,
-    prompts: Sequence[TokenizedPrompt],
+    prompts: Sequence[RequestInputs],
     run: RunConfig,
     on_step: Callable[[StepOutput], None],
     is_stopped: Callable[[], bool] = lambda: False,
@@ -87,7 +87,7 @@ class _PassRun:
     def __init__(
         self,
         client: EngineClient,
-        prompts: Sequence[TokenizedPrompt],
+        prompts: Sequence[RequestInputs],
         run: RunConfig,
         on_step: Callable[[StepOutput], None],
     ) -> None:
@@ -131,8 +131,7 @@ class _PassRun:
         return tuple(request.record.result() for request in self._requests)
 
     def _submit(self) -> EngineRequest:
-        prompt = self._prompts[len(self._requests)]
-        request = EngineRequest(prompt.tokens, prompt.params, prompt.text)
+        request = EngineRequest(self._prompts[len(self._requests)])
         self._client.submit([request]).result()
         self._requests.append(request)
         return request

@@ -16,6 +16,7 @@ from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.config.annotations import FieldType, FieldValues, MismatchError, field_types
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.synthetic import RandomTokens, described, synthetic_contents
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
@@ -54,21 +55,6 @@ class Prompt:
     content: str | tuple[int, ...] | RandomTokens
     params: RequestParams
     source: str  # "prompts.jsonl, line 3"
-
-
-@dataclass(frozen=True)
-class TokenizedPrompt:
-    """Tokenized prompt, which may be submitted several times.
-
-    Attributes:
-        tokens: Token ids as the engine would make them.
-        text: Text that was read; None if token ids were read.
-        params: The request's settings.
-    """
-
-    tokens: tuple[int, ...]
-    text: str | None
-    params: RequestParams
 
 
 def read_prompts(
@@ -144,8 +130,8 @@ def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Pro
     return prompts
 
 
-def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[TokenizedPrompt]:
-    """Return the prompts as token ids, checked against tokenizer and vocabulary before the first one runs.
+def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[RequestInputs]:
+    """Return requests of the prompts, checked against tokenizer and vocabulary before the first one runs.
 
     Raises:
         ConfigError: A prompt has no token, an invalid id, or an unsupported response format; names the first such
@@ -163,7 +149,7 @@ def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size
             raise ConfigError(f"{prompt.source}: {error}") from None
         if not tokens:
             raise ConfigError(f"{prompt.source}: the tokenizer returns no token for {_shown(prompt.content)}")
-        tokenized.append(TokenizedPrompt(tokens, text, prompt.params))
+        tokenized.append(RequestInputs(tokens, prompt.params, text))
     return tokenized
 
 

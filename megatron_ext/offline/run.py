@@ -124,7 +124,7 @@ class _Offline:
         tokenizer, vocab_size = self._loaded.tokenizer, self._loaded.config.vocab_size
         assert vocab_size is not None, "a model has been built of it"
         self._prompts = tokenize_prompts(prompts, tokenizer, vocab_size)
-        self._expected = [len(prompt.tokens) + prompt.params.num_tokens_to_generate for prompt in self._prompts]
+        self._expected = [len(prompt.prompt_tokens) + prompt.params.num_tokens_to_generate for prompt in self._prompts]
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
         self._prompt_text = PromptTexts(self._vocabulary.detokenize)
         self._entries = RequestEntries(

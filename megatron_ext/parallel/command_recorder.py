@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from megatron_ext.config import EvictionPolicyName
@@ -54,9 +53,9 @@ class RecordingScheduler(Scheduler):
         return taken
 
     def add(self, request: Request) -> None:
-        """Add a request as `Scheduler` does, and record it without its prompt text, which workers do not need."""
+        """Add a request as `Scheduler` does, and record it."""
         super().add(request)
-        self.note(Add(dataclasses.replace(request.submission, prompt_text=None)))
+        self.note(Add.of(request))
 
     def end(
         self,

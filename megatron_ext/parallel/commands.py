@@ -7,21 +7,42 @@ Schedulers with the same commands between the same steps, and the same sampled t
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.disk_loads import LoadCommand
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.sequence import Masks
-from megatron_ext.scheduling.submission import Submission
 
 
 @dataclass(frozen=True)
 class Add:
-    """Arrival of an admissible request."""
+    """Arrival of an admissible request: the arguments of `Request`."""
 
-    submission: Submission
+    request_id: int
+    inputs: RequestInputs
+    arrival: int
+    seed: int | str
+    end_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    group: int | None = None
+    continued_tokens: tuple[int, ...] = ()
+    audit: AuditTarget | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Add:
+        """Return the command for a new request, without its prompt text and the record that it continues."""
+        inputs = RequestInputs(request.prompt_tokens, request.params)
+        given = {one.name: getattr(request, one.name) for one in fields(cls) if one.name != "inputs"}
+        return cls(inputs=inputs, **given)
+
+    def make(self) -> Request:
+        """Make the request."""
+        return Request(**vars(self))
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Worker:
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Add):
-            request = Request(command.submission)
+            request = command.make()
             self._requests[request.request_id] = request
             self.scheduler.add(request)
         elif isinstance(command, End):

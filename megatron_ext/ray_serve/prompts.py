@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.ray_serve.forwarded import ReadPrompt
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.anthropic.chat_translation import as_chat
 from megatron_ext.server.anthropic.error_envelope import MESSAGES_PATH
 from megatron_ext.server.anthropic.message_fields import MessagesRequest
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.http.body import parse_json
-from megatron_ext.server.openai.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
+from megatron_ext.server.openai.engine_requests import chat_inputs, check_count, completion_inputs
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.responses_api.continuing import conversation_of
 from megatron_ext.server.openai.responses_api.create_request import ResponsesRequest
@@ -41,18 +42,17 @@ async def read_prompt(serving: Serving, path: str, authorization: bytes, body: b
     if not caller.can_generate:
         return ReadPrompt()
     try:
-        found, choices = await _specs(serving, path, parse_json(body), caller)
-        specs = caller.own(found)
-        tokens = tuple(packed_tokens(spec.tokens) for spec in specs[::choices])
+        inputs, choices = await _inputs(serving, path, parse_json(body), caller)
+        tokens = tuple(packed_tokens(one.prompt_tokens) for one in inputs[::choices])
     except (ApiError, ConfigError, ValueError, TypeError, OverflowError):
         return ReadPrompt()
-    first = specs[0].params
-    new_tokens = sum(spec.params.num_tokens_to_generate for spec in specs)
+    first = inputs[0].params
+    new_tokens = sum(one.params.num_tokens_to_generate for one in inputs)
     return ReadPrompt(tokens, first.cache_salt, new_tokens, first.enable_prefix_caching)
 
 
-async def _specs(serving: Serving, path: str, content: object, caller: Caller) -> tuple[list[RequestSpec], int]:
-    """Return the engine requests of a body, prompt by prompt, and the number of choices of each prompt."""
+async def _inputs(serving: Serving, path: str, content: object, caller: Caller) -> tuple[list[RequestInputs], int]:
+    """Return the inputs of a body's requests, prompt by prompt, and the number of choices of each prompt."""
     limits, defaults = serving.prompt_limits, serving.defaults
     if path in (_CHAT, _RESPONSES, MESSAGES_PATH):
         if path == _CHAT:
@@ -63,8 +63,8 @@ async def _specs(serving: Serving, path: str, content: object, caller: Caller) -
             body = ResponsesRequest.model_validate(content)
             chat = body.chat_request(conversation_of(body, serving.responses, caller.tenant).messages)
         prompt = await serving.tokenize_chat(chat.messages, chat.chat_options)
-        return chat_specs(chat, prompt, limits, serving.chat, defaults), chat.n or 1
+        return chat_inputs(chat, prompt, limits, serving.chat, caller, defaults), chat.n or 1
     completion = CompletionRequest.model_validate(content)
     check_count(len(completion.prompts), completion.n or 1, serving.requests.capacity)
     prompts = [await serving.texts.encode(one) if isinstance(one, str) else one for one in completion.prompts]
-    return completion_specs(completion, prompts, limits, defaults), completion.n or 1
+    return completion_inputs(completion, prompts, limits, caller, defaults), completion.n or 1

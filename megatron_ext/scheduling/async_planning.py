@@ -249,7 +249,7 @@ class AsyncPlanner:
         """Return whether a chunk ends a prompt that sleeping samples of its group may take over."""
         followers_of = self._queues.waiting.followers_of
         return any(
-            one.submission.group is not None and one.submission.group == chunk.request.submission.group
+            one.group is not None and one.group == chunk.request.group
             for chunk in continued
             if chunk.end == chunk.request.prompt_length
             for one in followers_of(chunk.request.request_id)
@@ -332,7 +332,7 @@ def _is_simple(chunk: Chunk) -> bool:
     tokens, if the token mask of a structured output is not known, or if an audit compares what the chunk computes.
     """
     request = chunk.request
-    if chunk.drafts or request.submission.audit is not None:
+    if chunk.drafts or request.audit is not None:
         return False
     if chunk.yields_token:
         return not reads_tokens(request.params)

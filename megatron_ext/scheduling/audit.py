@@ -69,7 +69,7 @@ def compare_with_cache(chunks: Iterable[Chunk], cache: PrefixCache, block_size: 
     """Return the comparisons of a step's audits: with blocks that their chunks complete, and the snapshot there."""
     found = []
     for chunk in chunks:
-        target = chunk.request.submission.audit
+        target = chunk.request.audit
         if target is None:
             continue
         first, last = chunk.start // block_size, chunk.end // block_size

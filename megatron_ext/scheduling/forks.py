@@ -46,7 +46,7 @@ class ForkPlanner:
         self._add(chunk.request, chunk)
 
     def _add(self, request: Request, chunk: Chunk | None) -> None:
-        group = request.submission.group
+        group = request.group
         if group is None or request.generated_count or request.sequence.chain is None:
             return
         if chunk is not None and chunk.end == request.prompt_length:
@@ -58,11 +58,11 @@ class ForkPlanner:
         """Let samples be examined that sleep until a source of this step has computed their prefix."""
         for group, chunk in self._sources.items():
             followers = waiting.followers_of(chunk.request.request_id)
-            line.join([one for one in followers if one.submission.group == group], after=chunk.request)
+            line.join([one for one in followers if one.group == group], after=chunk.request)
 
     def plan(self, request: Request, budget: StepBudget) -> tuple[Admission, StepBudget] | None:
         """Return the fork of a waiting request and the remaining budget; None if it does not fork now."""
-        source = self._sources.get(request.submission.group)
+        source = self._sources.get(request.group)
         length, size = request.prompt_length, self._limits.block_size
         blocks = int(length % size > 0)
         if source is None or not _may_fork(request, source.request) or budget.requests < 1 or blocks > budget.blocks:
@@ -73,7 +73,7 @@ class ForkPlanner:
 
     def awaited_source(self, request: Request) -> Request | None:
         """Return the request that still computes the prompt of a waiting one, which a later step may fork from it."""
-        group = request.submission.group
+        group = request.group
         source = None if group in self._sources else self._computing.get(group)
         return source if source is not None and _may_fork(request, source) else None
 

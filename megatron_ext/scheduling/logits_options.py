@@ -56,7 +56,7 @@ def logits_options_of(request: Request, drafts: Sequence[int] = ()) -> LogitsOpt
         params=params,
         tokens=tokens,
         prompt_length=sequence.prompt_length,
-        bad_words=request.submission.bad_words,
+        bad_words=request.bad_words,
         allowed=None if params.form is None else sequence.masks[len(drafts)],
     )
 

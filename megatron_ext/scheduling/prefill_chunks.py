@@ -33,7 +33,7 @@ def chunk_end(request: Request, start: int, shared_end: int, limits: SchedulerLi
     """Return the end of a prefill chunk from `start` of at most `tokens` tokens; `start` if it gets none."""
     length = len(request.tokens)
     end = min(length, start + max(0, tokens))
-    audit = request.submission.audit
+    audit = request.audit
     if audit is not None and start < audit.resume:  # the states there are compared
         end = min(end, audit.resume)
     if not limits.aligned_chunks or request.sequence.chain is None:

@@ -28,6 +28,7 @@ class Output:
         generated_top_n: Top-n alternatives to the generated tokens.
         routing: Routing indices of the tokens computed so far; None if they are not recorded. Only the routing recorder
             writes them.
+        taken: Generated tokens that the output processor has processed; with drafts a step adds several.
     """
 
     generated_text: str | None = None
@@ -37,6 +38,7 @@ class Output:
     generated_log_probs: list[float] = field(default_factory=list)
     generated_top_n: list[TopN] = field(default_factory=list)
     routing: RoutingIndices | None = None
+    taken: int = 0
 
 
 class Status(enum.Enum):

@@ -1,6 +1,6 @@
 """Request from submission to its end, in parts with one writer each.
 
-submission   what was requested                                      immutable
+inputs       what was requested, and what the engine has derived from it   immutable
 sequence     tokens, intervals, blocks, running state slot, snapshots         the scheduler
 scores       prompt log-probs that are kept with blocks                  the scheduler
 timeline     events, times, steps                                    the scheduler; the end, by the code that ends it
@@ -13,25 +13,62 @@ from __future__ import annotations
 
 import dataclasses
 from collections import abc
+from typing import Final
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.prompt_scores import PromptScores
 from megatron_ext.scheduling.record import Outcome, Output, RequestRecord, Status
 from megatron_ext.scheduling.request_events import EventType
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.sequence import Sequence
-from megatron_ext.scheduling.submission import Submission
 from megatron_ext.scheduling.timeline import Timeline
 from megatron_ext.scheduling.token_versions import TokenVersions
 
 
 class Request:
-    """Request in the engine; the same object over preemptions and suspensions. Its properties only read its parts."""
+    """Request in the engine; the same object over preemptions and suspensions. Its properties only read its parts.
 
-    def __init__(self, submission: Submission) -> None:
-        self.submission = submission
-        self.sequence = Sequence(submission.prompt_tokens, submission.seed, submission.generated_tokens)
+    Args:
+        request_id: Unique among living requests.
+        inputs: What the caller asks for.
+        arrival: Rank of arrival; the lower goes first.
+        seed: Seed of the request's own random generator.
+        end_ids: Token ids each of which ends generation.
+        bad_words: Bad words of the params as token ids, each in all variants of its beginning.
+        group: Number that requests of equal prompts and salts share, of which one computes the prompt for all; None for
+            a request without such others.
+        continued_tokens: First tokens of the output, which an earlier request has generated; the numbers of the seed
+            that they were sampled with are skipped.
+        audit: Cached entries to compare with what the request computes; None for a request of a caller.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        inputs: RequestInputs,
+        arrival: int,
+        seed: int | str,
+        *,
+        end_ids: tuple[int, ...] = (),
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        group: int | None = None,
+        continued_tokens: tuple[int, ...] = (),
+        audit: AuditTarget | None = None,
+    ) -> None:
+        self.request_id: Final = request_id
+        self.inputs: Final = inputs
+        self.arrival: Final = arrival
+        self.seed: Final = seed
+        self.end_ids: Final = end_ids
+        self.bad_words: Final = bad_words
+        self.group: Final = group
+        self.continued_tokens: Final = continued_tokens
+        self.audit: Final = audit
+        self.processes_logits: Final = inputs.params.processes_logits  # computed once, read at each token
+        self.sequence = Sequence(inputs.prompt_tokens, seed, continued_tokens)
         self.scores = PromptScores()
         self.timeline = Timeline()
         self.versions = TokenVersions()
@@ -39,24 +76,14 @@ class Request:
         self.outcome: Outcome | None = None  # None while it lives
 
     @property
-    def request_id(self) -> int:
-        """Request id; see `Submission`."""
-        return self.submission.request_id
-
-    @property
     def params(self) -> RequestParams:
-        """Request params; see `Submission`."""
-        return self.submission.params
-
-    @property
-    def arrival(self) -> int:
-        """Rank of arrival; see `Submission`."""
-        return self.submission.arrival
+        """Sampling parameters and other options."""
+        return self.inputs.params
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """Tokens of the prompt; see `Submission`."""
-        return self.submission.prompt_tokens
+        """Tokens of the prompt."""
+        return self.inputs.prompt_tokens
 
     @property
     def prompt_length(self) -> int:
@@ -159,13 +186,13 @@ class Request:
         count, limit = self.generated_count, self.params.num_tokens_to_generate
         if limit == 0:  # the prompt was only to be computed, and scored if requested
             return "length" if self.computed_end == self.prompt_length else None
-        if count and self.tokens[-1] in self.submission.end_ids and self.may_have_stopped:
+        if count and self.tokens[-1] in self.end_ids and self.may_have_stopped:
             return "stop"
         return "length" if count >= limit else None
 
     def ends_with(self, token: int, ahead: int) -> bool:
         """Return whether the `ahead`-th token from now would end the request if it were `token`."""
-        return token in self.submission.end_ids and self.generated_count + ahead > self.params.min_tokens
+        return token in self.end_ids and self.generated_count + ahead > self.params.min_tokens
 
     # State changes
 
@@ -176,7 +203,7 @@ class Request:
 
     def append(self, token: int) -> None:
         """Append a generated token."""
-        if self.generated_count == len(self.submission.generated_tokens):
+        if self.generated_count == len(self.continued_tokens):
             self.timeline.note(EventType.FIRST_TOKEN)
         if self.params.track_generated_token_events:
             self.timeline.note(EventType.GENERATED_TOKEN, {"token_id": token})
@@ -246,8 +273,8 @@ class Request:
         return RequestRecord(
             request_id=self.request_id,
             params=self.params,
-            seed=self.submission.seed,
-            prompt_text=self.submission.prompt_text,
+            seed=self.seed,
+            prompt_text=self.inputs.prompt_text,
             prompt_tokens=self.prompt_tokens,
             status=outcome.status,
             finish_reason=outcome.finish_reason,

@@ -232,7 +232,7 @@ class Scheduler:
         unsettled = self.drafts.unsettled
         for request, end in zip(requests, ends, strict=True):
             computed = request.advance(end)
-            if request.submission.audit is None:
+            if request.audit is None:
                 self.counters.prefill_tokens += computed
             else:
                 self.counters.audit_tokens += computed

@@ -204,7 +204,7 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
     scoring = None if is_decode else _scoring(chunk, block_size)
     blocks_end = end if scoring is None or not scoring.keeps else max(end, scoring.end + 1, scoring.kept_end)
     return ScheduledChunk(
-        request_id=request.submission.request_id,
+        request_id=request.request_id,
         token_ids=_token_ids(chunk),
         start=start,
         end=end,
@@ -245,7 +245,7 @@ def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, tuple[Sn
     is_unknown = chunk.end > len(sequence.tokens)
     yields_token = is_unknown or chunk.yields_token
     return ScheduledChunk(
-        request_id=request.submission.request_id,
+        request_id=request.request_id,
         token_ids=_UNKNOWN if is_unknown else _token_ids(chunk),
         start=chunk.start,
         end=chunk.end,
@@ -279,12 +279,12 @@ def _token_ids(chunk: Chunk) -> tuple[int, ...]:
 
 def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:
     """Return the sampling options of the request's next token, or of the token after `drafts`."""
-    params = request.submission.params
+    params = request.params
     options = params.temperature, params.top_k, params.top_p
     may_stop = request.may_stop or request.generated_count + len(drafts) >= params.min_tokens
-    forbidden = () if may_stop else request.submission.end_ids
+    forbidden = () if may_stop else request.end_ids
     top_n = params.top_n_logprobs if params.return_log_probs else None
-    logits_options = logits_options_of(request, drafts) if request.submission.processes_logits else None
+    logits_options = logits_options_of(request, drafts) if request.processes_logits else None
     if params.is_greedy and logits_options is None:
         return _greedy(*options, forbidden, top_n)
     uniform = None if params.is_greedy else request.sequence.rng.current(len(drafts))

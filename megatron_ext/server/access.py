@@ -11,8 +11,7 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.scheduling.record import Status
-from megatron_ext.server.client.request_group import RequestGroup
-from megatron_ext.server.client.request_handle import RequestHandle
+from megatron_ext.server.client.request_group import RequestGroup, RequestHandle
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.responses import AnswerShape
 from megatron_ext.server.scope import route_path
@@ -109,22 +108,22 @@ class _Line:
 def _answered(builder: AnswerShape, group: RequestGroup) -> tuple[str, str]:
     """Return the response id, and its counts as text; a prompt with several choices counts once."""
     handles, firsts = group.handles, group.handles[:: builder.choices]
-    skipped = _sum(None if one.record is None else one.record.skipped_prefill_token_count for one in firsts)
+    skipped = _sum(None if one.result is None else one.result.skipped_prefill_token_count for one in firsts)
     generated = _sum(_generated(one) for one in handles)
-    times = [one.record.ttft for one in handles if one.record is not None and one.record.ttft is not None]
+    times = [one.result.ttft for one in handles if one.result is not None and one.result.ttft is not None]
     ttft = f"{min(times):.3f}" if times else UNKNOWN
     failures = sum(one.error is not None or _has_failed(one) for one in handles)
     failed = f" failed={failures}" if failures else ""
-    prompt = sum(len(one.spec.tokens) for one in firsts)
+    prompt = sum(len(one.inputs.prompt_tokens) for one in firsts)
     return builder.id, f" prompt={prompt} skipped={skipped} generated={generated} ttft={ttft}{failed}"
 
 
 def _has_failed(handle: RequestHandle) -> bool:
-    return handle.record is not None and handle.record.status is Status.FAILED
+    return handle.result is not None and handle.result.status is Status.FAILED
 
 
 def _generated(handle: RequestHandle) -> int | None:
-    source = handle.record or handle.progress
+    source = handle.result or handle.progress
     return None if source is None else len(source.generated_tokens)
 
 

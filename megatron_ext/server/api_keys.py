@@ -10,14 +10,13 @@ import hmac
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from megatron_ext.config.server import ServerConfig, key_problem
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.openai.engine_requests import RequestSpec
 
 API_KEY_VARIABLE = "MEGATRON_EXT_API_KEY"
 LARGEST_FILE = 1 << 20  # bytes
@@ -45,15 +44,6 @@ class Caller:
         if not self.tenant:
             return salt
         return self.tenant if salt is None else f"{self.tenant}:{salt}"
-
-    def own(self, specs: Iterable[RequestSpec]) -> list[RequestSpec]:
-        """Return the requests with salts bound to this caller."""
-        return [
-            replace(spec, params=replace(spec.params, cache_salt=self.bind(spec.params.cache_salt)))
-            if self.tenant
-            else spec
-            for spec in specs
-        ]
 
 
 class Keys:

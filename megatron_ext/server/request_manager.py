@@ -20,13 +20,12 @@ from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
 from megatron_ext.server.client.engine_listener import EngineListener
-from megatron_ext.server.client.request_group import RequestGroup
-from megatron_ext.server.client.request_handle import RequestHandle
+from megatron_ext.server.client.request_group import RequestGroup, RequestHandle
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.monitoring.request_trace import RequestTrace
-from megatron_ext.server.openai.engine_requests import RequestSpec
 
 Result = TypeVar("Result")
 
@@ -58,7 +57,7 @@ class RequestManager:
         self._is_shared = is_shared
         self._metrics = metrics
         self.capacity = capacity
-        self._handles: dict[EngineRequest, tuple[RequestHandle, RequestGroup]] = {}
+        self._living: dict[RequestHandle, RequestGroup] = {}
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._waiting: list[tuple[str, asyncio.Event]] = []  # for the end of others' requests than a router's
         self.answers: WeakValueDictionary[str, RequestGroup] = WeakValueDictionary()
@@ -95,7 +94,7 @@ class RequestManager:
     @property
     def living(self) -> int:
         """Number of requests that have not ended."""
-        return len(self._handles)
+        return len(self._living)
 
     def load_of_others(self, sender: str) -> tuple[int, int, int]:
         """Return the load of the requests in flight that a router has not sent.
@@ -106,9 +105,9 @@ class RequestManager:
         Returns:
             The number of the requests, their prompt tokens without an answer, and the tokens they may generate.
         """
-        others = [handle for handle, group in self._handles.values() if not sender or group.sender != sender]
-        prompt_tokens = sum(len(handle.spec.tokens) for handle in others if handle.progress is None)
-        return len(others), prompt_tokens, sum(handle.spec.params.num_tokens_to_generate for handle in others)
+        others = [handle for handle, group in self._living.items() if not sender or group.sender != sender]
+        prompt_tokens = sum(len(handle.inputs.prompt_tokens) for handle in others if handle.progress is None)
+        return len(others), prompt_tokens, sum(one.inputs.params.num_tokens_to_generate for one in others)
 
     async def wait_for_others(self, sender: str, patience: float) -> None:
         """Wait until there are no requests in flight that a router has not sent.
@@ -127,13 +126,13 @@ class RequestManager:
             self._waiting.remove(waiting)
 
     def _has_others(self, sender: str) -> bool:
-        return any(group.sender != sender for _, group in self._handles.values())
+        return any(group.sender != sender for group in self._living.values())
 
-    async def submit(self, specs: Sequence[RequestSpec], *, is_streamed: bool, sender: str = "") -> RequestGroup:
+    async def submit(self, inputs: Sequence[RequestInputs], *, is_streamed: bool, sender: str = "") -> RequestGroup:
         """Submit requests to the engine, all or none.
 
         Args:
-            specs: Prompts and parameters.
+            inputs: Prompts and parameters.
             is_streamed: Whether output is delivered while it is generated.
             sender: Router that sent the requests; empty for a client.
 
@@ -141,15 +140,12 @@ class RequestManager:
             ApiError: The queue is full (429); the server is asleep or shutting down (503).
             ConfigError: A prompt or setting is invalid.
         """
-        self._check_capacity(len(specs))
-        handles = [
-            RequestHandle(EngineRequest(spec.tokens, spec.params, is_streamed=is_streamed), spec) for spec in specs
-        ]
+        self._check_capacity(len(inputs))
+        handles = [RequestHandle(one, is_streamed=is_streamed) for one in inputs]
         group = RequestGroup(handles, self.abort, sender)
-        for handle in handles:
-            self._handles[handle.request] = handle, group
+        self._living |= dict.fromkeys(handles, group)
         try:
-            await asyncio.wrap_future(self.client.submit([handle.request for handle in handles]))
+            await asyncio.wrap_future(self.client.submit(handles))
         except EngineClosed:
             self._forget(handles)
             raise shutting_down() from None
@@ -176,7 +172,7 @@ class RequestManager:
     def abort(self, handles: Iterable[RequestHandle]) -> None:
         """Free the resources of these requests after the step in flight; return at once."""
         if not self._is_closed:
-            self.client.abort([handle.request for handle in handles], at_once=True)
+            self.client.abort(handles, at_once=True)
 
     def end_all(self) -> None:
         """End all requests with a 503, and refuse new ones."""
@@ -185,20 +181,21 @@ class RequestManager:
 
     def give_up(self, error: ApiError) -> None:
         """End all requests with an error."""
-        self._end(list(self._handles.values()), error)
+        self._end(list(self._living), error)
 
     def end(self, group: RequestGroup, error: ApiError) -> int:
         """End the unfinished requests of a group with an error; return their number."""
-        ended = [(handle, group) for handle in group.handles if handle.request in self._handles]
+        ended = [handle for handle in group.handles if handle in self._living]
         self._end(ended, error)
         return len(ended)
 
-    def _end(self, ended: Sequence[tuple[RequestHandle, RequestGroup]], error: ApiError) -> None:
+    def _end(self, ended: Sequence[RequestHandle], error: ApiError) -> None:
         if not ended:
             return
-        self.abort(handle for handle, _ in ended)
-        self._forget(handle for handle, _ in ended)
-        for handle, group in ended:
+        self.abort(ended)
+        groups = [self._living[handle] for handle in ended]
+        self._forget(ended)
+        for handle, group in zip(ended, groups, strict=True):
             handle.error = error
             group.changed.set()
 
@@ -278,49 +275,49 @@ class RequestManager:
             self.on_lost_ranks()
 
     def deliver(self, requests: Sequence[EngineRequest]) -> None:
-        """Update the handles of these requests."""
+        """Update these handles; a shared client delivers requests of other code, too."""
+        handles = [one for one in requests if isinstance(one, RequestHandle)]
         try:
-            self._deliver(requests)
+            self._deliver(handles)
         except Exception as error:
-            for request in requests:
-                self._fail(request, error)
+            for handle in handles:
+                self._fail(handle, error)
 
-    def _deliver(self, requests: Sequence[EngineRequest]) -> None:
-        for request in requests:
-            if request not in self._handles:
+    def _deliver(self, handles: Sequence[RequestHandle]) -> None:
+        for handle in handles:
+            group = self._living.get(handle)
+            if group is None:
                 continue
-            handle, group = self._handles[request]
             try:
                 self._take(handle)
                 group.changed.set()
             except Exception as error:
-                self._handles[request] = handle, group
-                self._fail(request, error)
+                self._living[handle] = group
+                self._fail(handle, error)
 
     def _take(self, handle: RequestHandle) -> None:
-        request = handle.request
-        while request.updates:
-            handle.take(request.updates.popleft())
-        if not request.record.done():
+        while handle.updates:
+            handle.take(handle.updates.popleft())
+        if not handle.record.done():
             return
-        error = request.step_error or request.record.exception()
+        error = handle.step_error or handle.record.exception()
         if error is not None:
             handle.error = engine_fault(error)
         else:
-            handle.record = record = request.record.result()
-            if handle.spec.params.enable_prefix_caching:
-                self.recent.note(record, handle.spec.params.cache_salt)
+            handle.result = record = handle.record.result()
+            if handle.inputs.params.enable_prefix_caching:
+                self.recent.note(record, handle.inputs.params.cache_salt)
         self._forget([handle])
 
-    def _fail(self, request: EngineRequest, error: Exception) -> None:
+    def _fail(self, handle: RequestHandle, error: Exception) -> None:
         """End a request whose delivery has failed, in the engine as well."""
-        if request in self._handles:
+        if handle in self._living:
             self._error_isolation.note("a delivery", error)
-            self._end([self._handles[request]], engine_fault(error))
+            self._end([handle], engine_fault(error))
 
     def _forget(self, handles: Iterable[RequestHandle]) -> None:
         for handle in handles:
-            self._handles.pop(handle.request, None)
+            self._living.pop(handle, None)
         for sender, have_ended in self._waiting:
             if not self._has_others(sender):
                 have_ended.set()

@@ -118,9 +118,12 @@ class Serving:
         Raises:
             ApiError: See `TextEncoder.encode`.
         """
+        prefixes = body.marked_prefixes
+        if not prefixes:
+            return []
         options = replace(body.chat_options, add_generation_prompt=False, continue_final_message=False)
         positions: set[int] = set()
-        for messages in body.marked_prefixes:
+        for messages in prefixes:
             with suppress(ConfigError):
                 positions.add(_common_length(prompt, await self.tokenize_chat(messages, options)))
         return sorted(positions - {0}, reverse=True)

@@ -16,9 +16,9 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Sequence as RequestSequence
-from megatron_ext.scheduling.submission import Submission
 from megatron_ext.simulation.cached_models import CachedModel
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.settings import Batch, Settings, limits_of
@@ -142,7 +142,7 @@ class Replay:
             tokens.extend(piece)
         submitted = cast("tuple[int, ...]", tokens)  # read by slices only
         params, arrival = _params(len(turn.answer), turn.salt), len(self._asked_at) - 1
-        request = Request(Submission(place, submitted, params, arrival, seed=0))
+        request = Request(place, RequestInputs(submitted, params), arrival, seed=0)
         if place in self._before:
             before, sequence = self._before.pop(place)
             if sequence.chain is not None:  # another salt replaces it

@@ -218,8 +218,8 @@ class TextTokenizer:
 
         def render(chat: Messages) -> str:
             *contents, last = chat
-            continued = dataclasses.replace(chosen, **_fields(last))
-            return self.apply_chat_template(contents, options=continued)
+            protected = chosen if last is beside else dataclasses.replace(chosen, **_fields(last))
+            return self.apply_chat_template(contents, options=protected)
 
         beside: dict[str, Any] = {"role": _BESIDE, "tools": chosen.tools, "variables": chosen.variables}
         if self._chat_tokens is None:

@@ -204,7 +204,7 @@ async def message_events(
         decoder: Decoder of a request's params: token ids to text.
     """
     (handle,) = group.handles
-    pieces = PieceReader(handle, decoder(handle.spec.params))
+    pieces = PieceReader(handle, decoder(handle.inputs.params))
     try:
         source = source_of(handle)
         assert source is not None, "the request has started"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,7 +14,6 @@ from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.errors import RankError
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.server.client.request_handle import TokenClock
 from megatron_ext.server.monitoring.metrics import Metrics
 
 LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which may be closed
@@ -33,6 +33,32 @@ class EngineEvents(Protocol):
 
     def deliver(self, requests: Sequence[EngineRequest]) -> None:
         """Deliver new output of requests."""
+
+
+class TokenClock:
+    """Time of the last token of each request."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, float]] = {}  # request id -> tokens then, and seconds
+
+    def gaps(self, counts: dict[int, int]) -> list[float]:
+        """Return the seconds since the previous token, for each token that is not its request's first.
+
+        Tokens that arrive together share the time equally.
+        """
+        now = time.monotonic()
+        found = []
+        for request_id, count in counts.items():
+            before, moment = self._last.get(request_id, (0, now))
+            if count > before:
+                self._last[request_id] = count, now
+                if before:
+                    found += [(now - moment) / (count - before)] * (count - before)
+        return found
+
+    def forget(self, request_id: int) -> None:
+        """Forget a request that has ended."""
+        self._last.pop(request_id, None)
 
 
 class EngineListener(ClientListener):

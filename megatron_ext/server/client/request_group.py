@@ -6,7 +6,36 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_ext.server.client.request_handle import RequestHandle
+from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.engine.updates import Progress, Update
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.server.api_errors import ApiError
+
+
+@dataclass(eq=False)
+class RequestHandle(EngineRequest):
+    """Request of the server, with what the event loop knows of its output.
+
+    Attributes:
+        progress: Output so far, of a streamed request.
+        result: Whole output, once the request has ended.
+        error: Reason for a missing result, once the request was given up.
+    """
+
+    progress: Progress | None = None
+    result: RequestRecord | None = None
+    error: ApiError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """True once there is a result or an error."""
+        return self.result is not None or self.error is not None
+
+    def take(self, update: Update) -> None:
+        """Append an update."""
+        if self.progress is None:
+            self.progress = Progress(update)
+        self.progress.add(update)
 
 
 @dataclass(eq=False)
@@ -26,12 +55,12 @@ class RequestGroup:
 
     async def started(self) -> None:
         """Wait until a handle has progress or has ended."""
-        while not any(handle.progress or handle.record or handle.error for handle in self.handles):
+        while not any(handle.progress or handle.has_ended for handle in self.handles):
             await self.next_update()
 
     async def ended(self) -> None:
         """Wait until all handles have ended."""
-        while not all(handle.record or handle.error for handle in self.handles):
+        while not all(handle.has_ended for handle in self.handles):
             await self.next_update()
 
     async def next_update(self) -> None:
@@ -41,4 +70,4 @@ class RequestGroup:
 
     def abort(self) -> None:
         """Abort the handles that have not ended; return at once."""
-        self.on_abort([handle for handle in self.handles if not (handle.record or handle.error)])
+        self.on_abort([handle for handle in self.handles if not handle.has_ended])

@@ -1,4 +1,4 @@
-"""Conversion of OpenAI fields into the engine's request parameters."""
+"""Conversion of OpenAI's fields into the inputs of engine requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megatron_ext.config import RequestParams
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.request import MAX_CHECKPOINTS
 from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.api_errors import context_exceeded, generates_nothing, too_many_requests
+from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
@@ -27,14 +29,6 @@ _SAME_NAMES = tuple(
     for name in RequestParams.__dataclass_fields__
     if name in GenerationRequest.model_fields and name not in ("response_format", "seed")
 )
-
-
-@dataclass(frozen=True)
-class RequestSpec:
-    """Engine request: one choice of one prompt."""
-
-    tokens: tuple[int, ...]
-    params: RequestParams
 
 
 @dataclass(frozen=True)
@@ -60,32 +54,44 @@ def check_count(prompts: int, choices: int, limit: int) -> None:
         raise too_many_requests(prompts, choices, limit)
 
 
-def completion_specs(
-    body: CompletionRequest, prompts: Sequence[Sequence[int]], limits: PromptLimits, defaults: FieldValues = NOTHING
-) -> list[RequestSpec]:
-    """Return the choices of each prompt, prompt by prompt; `defaults` replace fields that the body leaves out.
+def completion_inputs(
+    body: CompletionRequest,
+    prompts: Sequence[Sequence[int]],
+    limits: PromptLimits,
+    caller: Caller,
+    defaults: FieldValues = NOTHING,
+) -> list[RequestInputs]:
+    """Return the choices of each prompt, prompt by prompt.
+
+    Args:
+        body: Request.
+        prompts: Token ids of its prompts.
+        limits: Maximum lengths.
+        caller: Caller, to whom the cache salt is bound.
+        defaults: Values of fields that the body leaves out.
 
     Raises:
         ApiError: A sequence exceeds the limits.
         ConfigError: Values contradict each other.
     """
     echoes_scores = bool(body.echo) and body.logprobs is not None
-    settings = _common(body, defaults) | _scores(body.logprobs, with_prompt=echoes_scores)
+    settings = _common(body, caller, defaults) | _scores(body.logprobs, with_prompt=echoes_scores)
     count = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if count == 0 and not body.echo:
         raise generates_nothing()
-    return [spec for prompt in prompts for spec in _specs(body, prompt, count, settings, limits)]
+    return [one for prompt in prompts for one in _choices(body, prompt, count, settings, limits)]
 
 
-def chat_specs(
+def chat_inputs(
     body: ChatRequest,
     prompt: Sequence[int],
     limits: PromptLimits,
     chat: ChatFormat,
+    caller: Caller,
     defaults: FieldValues = NOTHING,
     form: ResponseFormat | None = None,
     marks: Sequence[int] = (),
-) -> list[RequestSpec]:
+) -> list[RequestInputs]:
     """Return the choices of a conversation.
 
     Args:
@@ -93,6 +99,7 @@ def chat_specs(
         prompt: Tokens of the rendered conversation.
         limits: Maximum lengths.
         chat: Chat format of the model.
+        caller: Caller, to whom the cache salt is bound.
         defaults: Values of fields that the body leaves out.
         form: Response format, in place of the body's own.
         marks: Positions of its `cache_control` marks in the prompt.
@@ -101,7 +108,8 @@ def chat_specs(
         ApiError: A sequence exceeds the limits.
         ConfigError: Values contradict each other.
     """
-    settings = _common(body, defaults) | _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
+    scores = _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
+    settings = _common(body, caller, defaults) | scores
     settings["response_format"] = form or body.form
     checkpoints = (*settings.get("cache_checkpoint", ()), *marks, *chat.ends_of_turns(prompt))
     settings["cache_checkpoint"] = checkpoints[:MAX_CHECKPOINTS]
@@ -111,12 +119,12 @@ def chat_specs(
     if (body.max_calls and chat.calls_are_special) or chat.thinking_is_special:
         settings["skip_special_tokens"] = False
     rest = max(1, min(limits.sequence, limits.pool) - len(prompt))
-    return _specs(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)
+    return _choices(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)
 
 
-def _specs(
+def _choices(
     body: GenerationRequest, prompt: Sequence[int], count: int, settings: FieldValues, limits: PromptLimits
-) -> list[RequestSpec]:
+) -> list[RequestInputs]:
     if len(prompt) + count > limits.sequence:
         raise context_exceeded(len(prompt), count, limits.sequence)
     seeds = [None if body.seed is None else body.seed + choice for choice in range(body.n or 1)]
@@ -124,10 +132,10 @@ def _specs(
     params = [RequestParams(num_tokens_to_generate=count, seed=seed, **settings) for seed in seeds]
     # Only the first choice returns the prompt's data; the others need not compute it again.
     others = [dataclasses.replace(one, skip_prompt_log_probs=one.return_log_probs) for one in params[1:]]
-    return [RequestSpec(tokens, one) for one in (*params[:1], *others)]
+    return [RequestInputs(tokens, one) for one in (*params[:1], *others)]
 
 
-def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
+def _common(body: GenerationRequest, caller: Caller, defaults: FieldValues) -> dict[str, Any]:
     """Return the fields of `RequestParams` that both routes share: those of the body, else those of the model.
 
     OpenAI's top_p 0 is greedy and 1 is off, vLLM's top_k -1 is off; the engine's 0 is off for both.
@@ -140,7 +148,8 @@ def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
         settings["top_k"] = 1
     if settings.get("top_p") == 1:
         settings["top_p"] = 0.0
-    return settings | {"response_format": body.form, "stop_words": body.stop_words}
+    salt = caller.bind(settings.get("cache_salt"))
+    return settings | {"response_format": body.form, "stop_words": body.stop_words, "cache_salt": salt}
 
 
 def _scores(best: int | None, *, with_prompt: bool) -> dict[str, Any]:

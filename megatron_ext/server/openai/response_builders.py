@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, AnswerReader, CallPart, thinking_length
+from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, CallPart, thinking_length
 from megatron_ext.server.openai.responses import Piece, Scored, generated_scores, prompt_scores
 from megatron_ext.server.openai.scored_content import AnswerPiece, ScoredReader, finite, scored_parts
 from megatron_ext.text.vocabulary import Vocabulary
@@ -156,7 +156,7 @@ class ChatResponseBuilder(_Envelope):
     ) -> None:
         super().__init__(model, vocabulary, choices, "chatcmpl", has_scores=has_scores, shows_ids=shows_ids)
         self._form = form
-        self._readers = [ScoredReader(AnswerReader(form), vocabulary) for _ in range(choices)]
+        self._readers = [ScoredReader(form, vocabulary) for _ in range(choices)]
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """Return the fields around the choices."""
@@ -195,7 +195,7 @@ class ChatResponseBuilder(_Envelope):
         calls = part.calls
         text = part.content or (None if calls else "")
         message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
-        if self._readers[index].reader.has_thought:
+        if self._readers[index].has_thought:
             message |= _thinking(part.thinking)
         if calls:
             message["tool_calls"] = [_whole_call(call) for call in calls]
@@ -213,7 +213,7 @@ class ChatResponseBuilder(_Envelope):
         """Return what a piece has made certain, and the finish reason: None until the choice has ended."""
         reader = self._readers[index]
         found = reader.read(piece)
-        has_called = reader.reader.call_count and piece.reason == "stop"
+        has_called = reader.call_count and piece.reason == "stop"
         return found, CALLED if has_called else piece.reason
 
     def _log_probs(self, found: AnswerPiece) -> dict[str, object] | None:

@@ -12,7 +12,7 @@ from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.token_versions import part_of
 from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError, aborted
-from megatron_ext.server.client.request_handle import RequestHandle
+from megatron_ext.server.client.request_group import RequestHandle
 from megatron_ext.text.excerpt import excerpt
 
 DROPPED_THINKING = "dropped_thinking"
@@ -53,7 +53,7 @@ def finished(handle: RequestHandle) -> RequestRecord:
     """
     if handle.error is not None:
         raise handle.error
-    record = handle.record
+    record = handle.result
     assert record is not None, "the request has not ended"
     if record.status is Status.FAILED:
         error = record.error or "the request failed"
@@ -107,8 +107,8 @@ def usage(builder: AnswerShape, records: Sequence[RequestRecord]) -> dict[str, o
 
 def usage_so_far(builder: ResponseBuilder, handles: Sequence[RequestHandle]) -> dict[str, int]:
     """Return the usage of an unfinished response; cached tokens are reported at its end."""
-    sources = [handle.record or handle.progress for handle in handles]
-    prompt = sum(len(handle.spec.tokens) for handle in handles[:: builder.choices])
+    sources = [handle.result or handle.progress for handle in handles]
+    prompt = sum(len(handle.inputs.prompt_tokens) for handle in handles[:: builder.choices])
     generated = sum(len(source.generated_tokens) for source in sources if source is not None)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 

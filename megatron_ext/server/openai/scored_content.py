@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.server.openai.answers import AnswerReader, CallPart, Thinking
+from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking
 from megatron_ext.server.openai.responses import Piece, Scored
 from megatron_ext.text.token_bytes import bytes_in_text
 from megatron_ext.text.tool_calls.events import Content
@@ -76,16 +76,16 @@ class AnswerPiece:
         return calls
 
 
-class ScoredReader:
-    """Reader of one answer that finds the tokens of its contents.
+class ScoredReader(AnswerReader):
+    """Parser of one answer that finds the tokens of its contents.
 
     Args:
-        reader: Parser of the answer.
+        form: Format of the answer.
         vocabulary: Vocabulary that decodes single tokens.
     """
 
-    def __init__(self, reader: AnswerReader, vocabulary: Vocabulary) -> None:
-        self.reader = reader
+    def __init__(self, form: AnswerFormat, vocabulary: Vocabulary) -> None:
+        super().__init__(form)
         self._vocabulary = vocabulary
         self._waiting: list[ScoredPart] = []  # of text that is neither content nor anything else so far
 
@@ -95,13 +95,13 @@ class ScoredReader:
         found: list[tuple[Thinking | Content | CallPart, list[ScoredPart]]] = []
         texts = list(_by_characters(scores)) if scores else [(piece.text, [])]
         for index, (text, tokens) in enumerate(texts, start=1):
-            was_thinking = self.reader.is_thinking
-            parts = self.reader.parts(text, piece.reason if index == len(texts) else None)
+            was_thinking = self.is_thinking
+            parts = self.parts(text, piece.reason if index == len(texts) else None)
             self._waiting += tokens
             for part in parts:
                 found.append((part, self._taken(part.text) if isinstance(part, Content) else []))
             has_content = any(isinstance(part, Content) for part in parts)
-            if not has_content and (parts or was_thinking or self.reader.is_thinking):
+            if not has_content and (parts or was_thinking or self.is_thinking):
                 self._waiting = []  # they are of thinking, or of a call
         return AnswerPiece(found, scores)
 

@@ -17,8 +17,7 @@ from megatron_ext.engine.updates import Progress
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import ApiError, ClientGone, engine_fault
-from megatron_ext.server.client.request_group import RequestGroup
-from megatron_ext.server.client.request_handle import RequestHandle
+from megatron_ext.server.client.request_group import RequestGroup, RequestHandle
 from megatron_ext.server.openai.responses import (
     Piece,
     ResponseBuilder,
@@ -71,7 +70,7 @@ class PieceReader:
     def __init__(self, handle: RequestHandle, detokenize: Callable[..., str], *, splits_tokens: bool = False) -> None:
         self._handle = handle
         self._splits = splits_tokens
-        self._text = TextStream(handle.spec.params.stop_words, detokenize)
+        self._text = TextStream(handle.inputs.params.stop_words, detokenize)
         self._seen = 0  # tokens
         self._untold: tuple[list[int], list[Scored]] = [], []  # tokens whose text is held back, and their scores
         self.is_ended = False
@@ -87,7 +86,7 @@ class PieceReader:
             return
         new, scores = source.generated_tokens[self._seen :], generated_scores(source, self._seen)
         self._seen += len(new)
-        is_last = source is self._handle.record
+        is_last = source is self._handle.result
         if self._splits:
             for place in range(len(new) - is_last):
                 yield from self._fed(new[place : place + 1], scores[place : place + 1])
@@ -173,14 +172,14 @@ def source_of(handle: RequestHandle) -> Progress | RequestRecord | None:
     Raises:
         ApiError: The request has failed.
     """
-    return finished(handle) if handle.record or handle.error else handle.progress
+    return finished(handle) if handle.has_ended else handle.progress
 
 
 async def events(group: RequestGroup, builder: ResponseBuilder, options: StreamOptions) -> AsyncIterator[bytes]:
     """Yield the events of a response; an error on the way is the last event."""
     envelope, handles = builder.envelope(is_part=True), group.handles
     streams = [
-        _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, options.decoder(handle.spec.params))
+        _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, options.decoder(handle.inputs.params))
         for i, handle in enumerate(handles)
     ]
     usage_now: dict[str, object] = {"usage": None} if options.ends_with_usage else {}

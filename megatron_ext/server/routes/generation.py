@@ -10,13 +10,14 @@ from dataclasses import replace
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.access import note_answer
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import sender_of
 from megatron_ext.server.openai.answers import AnswerFormat
-from megatron_ext.server.openai.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
+from megatron_ext.server.openai.engine_requests import chat_inputs, check_count, completion_inputs
 from megatron_ext.server.openai.guided_answers import answer_format, guided_form
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
@@ -39,7 +40,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     prompts: Sequence[Sequence[int]] = handed_on_tokens(request.scope) or [
         await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
     ]
-    specs = completion_specs(body, prompts, serving.prompt_limits, serving.defaults)
+    inputs = completion_inputs(body, prompts, serving.prompt_limits, request.scope[CALLER], serving.defaults)
     echoes = None
     if body.echo:
         texts = [
@@ -55,13 +56,13 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
         echoes=echoes,
         shows_ids=bool(body.return_token_ids),
     )
-    return await _answer(request, serving, body, specs, builder)
+    return await _answer(request, serving, body, inputs, builder)
 
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation."""
-    specs, form = await chat_work(body, request, serving)
+    inputs, form = await chat_work(body, request, serving)
     builder = ChatResponseBuilder(
         serving.answered_name(body.model),
         serving.vocabulary,
@@ -71,11 +72,11 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
         form=form,
     )
     builder.thinking_token = serving.chat.thinking_token
-    return await _answer(request, serving, body, specs, builder)
+    return await _answer(request, serving, body, inputs, builder)
 
 
-async def chat_work(body: ChatRequest, request: Request, serving: Serving) -> tuple[list[RequestSpec], AnswerFormat]:
-    """Return the engine requests of a conversation, and the format in which the model answers.
+async def chat_work(body: ChatRequest, request: Request, serving: Serving) -> tuple[list[RequestInputs], AnswerFormat]:
+    """Return the inputs of a conversation's requests, and the format in which the model answers.
 
     Raises:
         ApiError: The request means another model, or cannot be served.
@@ -88,20 +89,23 @@ async def chat_work(body: ChatRequest, request: Request, serving: Serving) -> tu
     prompt = handed_on[0] if handed_on else await serving.tokenize_chat(body.messages, body.chat_options)
     answer = answer_format(body, prompt, serving.chat)
     functions = await serving.forms.supported(answer.functions, must_call=body.tool_choice.mode == "required")
-    form = guided_form(body, replace(answer, functions=functions), serving.chat)
+    guided = answer if functions == answer.functions else replace(answer, functions=functions)
+    form = guided_form(body, guided, serving.chat)
     if form is not body.form:
         await serving.forms.check(form)
     marks = await serving.marked_positions(body, prompt)
-    specs = chat_specs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults, form, marks)
-    return specs, answer
+    inputs = chat_inputs(
+        body, prompt, serving.prompt_limits, serving.chat, request.scope[CALLER], serving.defaults, form, marks
+    )
+    return inputs, answer
 
 
 async def _answer(
-    request: Request, serving: Serving, body: GenerationRequest, specs: list[RequestSpec], builder: ResponseBuilder
+    request: Request, serving: Serving, body: GenerationRequest, inputs: list[RequestInputs], builder: ResponseBuilder
 ) -> Response:
     """Run the requests, and return their answer, whole or as a stream."""
     builder.shows_versions = bool(body.return_weights_version)
-    group = await run_requests(request, serving, body, specs, builder)
+    group = await run_requests(request, serving, body, inputs, builder)
     if not body.stream:
         return json_response(whole(builder, [finished(handle) for handle in group.handles]))
     options = StreamOptions(serving.decoder, body.includes_usage, body.continues_usage)
@@ -109,7 +113,7 @@ async def _answer(
 
 
 async def run_requests(
-    request: Request, serving: Serving, body: GenerationRequest, specs: list[RequestSpec], shape: AnswerShape
+    request: Request, serving: Serving, body: GenerationRequest, inputs: list[RequestInputs], shape: AnswerShape
 ) -> RequestGroup:
     """Run the requests to their end, or those of a stream to the first token, so that earlier failures have a status.
 
@@ -117,18 +121,17 @@ async def run_requests(
         request: HTTP request; the engine's requests are aborted if its client leaves.
         serving: State of the server.
         body: Body, which says whether the answer is a stream.
-        specs: Engine requests, prompt by prompt.
+        inputs: Inputs of the engine's requests, prompt by prompt.
         shape: Answer, which is told here what it may show.
 
     Raises:
         ApiError: A request has failed.
         ClientGone: The client has left.
     """
-    specs = request.scope[CALLER].own(specs)
     shape.shows_cache = not serving.settings.hide_cache_counts
     if body.explain_prefix_cache:
         shape.explains = serving.explainer()
-    submitting = serving.requests.submit(specs, is_streamed=bool(body.stream), sender=sender_of(request))
+    submitting = serving.requests.submit(inputs, is_streamed=bool(body.stream), sender=sender_of(request))
     group = await while_connected(request.receive, submitting)
     note_answer(request.state, shape, group)
     serving.requests.answers[shape.id] = group

@@ -26,11 +26,11 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
     note_betas(request.headers.get("anthropic-beta", ""))
     chat = as_chat(body, can_think=serving.chat.reasoning is not None)
     try:
-        specs, form = await chat_work(chat, request, serving)
+        inputs, form = await chat_work(chat, request, serving)
     except ContextExceeded as error:
         raise in_messages_words(error) from None
     builder = MessageBuilder(serving.answered_name(body.model), serving.vocabulary, form)
-    group = await run_requests(request, serving, chat, specs, builder)
+    group = await run_requests(request, serving, chat, inputs, builder)
     if body.stream:
         return EventStream(group, message_events(group, builder, serving.decoder))
     return json_response(builder.whole(finished(group.handles[0])))

@@ -44,17 +44,17 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
     conversation = conversation_of(body, serving.responses, tenant)
     chat = body.chat_request(conversation.messages)
     try:
-        specs, form = await chat_work(chat, request, serving)
+        inputs, form = await chat_work(chat, request, serving)
         is_stored = serving.responses.is_on and body.store is not False
         answer = ResponseAnswer(
-            _fields(body, specs[0].params, serving.answered_name(body.model), is_stored=is_stored),
+            _fields(body, inputs[0].params, serving.answered_name(body.model), is_stored=is_stored),
             form,
             serving.vocabulary,
             tag_of(serving.instance),
             shows_ids=bool(body.return_token_ids),
         )
         answer.thinking_token = serving.chat.thinking_token
-        group = await run_requests(request, serving, chat, specs, answer)
+        group = await run_requests(request, serving, chat, inputs, answer)
     except ApiError as error:
         error.param = _NAMES.get(error.param or "", error.param)
         raise
@@ -66,7 +66,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
                 key, conversation.items, answer.response, conversation.before
             )
 
-    pieces = PieceReader(group.handles[0], serving.decoder(specs[0].params), splits_tokens=body.has_scores)
+    pieces = PieceReader(group.handles[0], serving.decoder(inputs[0].params), splits_tokens=body.has_scores)
     events = _events(group, answer, pieces, store)
     if body.stream:
         response: Response = EventStream(group, _sent(events, answer))

@@ -13,6 +13,7 @@ from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams,
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.api.conftest import SMALL
 from tests.unit_tests.support.holding import PATIENCE, held_steps
 
@@ -35,7 +36,7 @@ def resumed(engine):
 
 def begun(engine: LoadedEngine, params: RequestParams = SCORED) -> EngineRequest:
     """Request that has generated a few tokens when this returns, and is paused."""
-    request, has_tokens = EngineRequest(PROMPT, params, is_streamed=True), threading.Event()
+    request, has_tokens = EngineRequest(RequestInputs(PROMPT, params), is_streamed=True), threading.Event()
     request.notify = has_tokens.set
     with held_steps(engine.client, tokens=3):
         engine.client.submit([request]).result(PATIENCE)
@@ -109,7 +110,7 @@ class TestPause:
 class TestStopAllAndKeep:
     def test_records_have_the_tokens_and_log_probs_so_far(self, engine, whole):
         request = begun(engine)
-        waiting = EngineRequest((9, 9), SCORED)
+        waiting = EngineRequest(RequestInputs((9, 9), SCORED))
         engine.client.submit([waiting]).result()
         assert engine.pause_generation(mode="abort") == 2
         record = request.record.result(PATIENCE)  # before generation is resumed

@@ -18,7 +18,7 @@ GREEDY, SAMPLED = RequestParams(), RequestParams(temperature=1.0)
 
 
 def tokens(prompts) -> list[tuple[int, ...]]:
-    return [prompt.tokens for prompt, _ in READER.read_all(prompts, None)]
+    return [one.prompt_tokens for one in READER.read_all(prompts, None)]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ class TestParams:
     """Parameters are for all prompts or one for each."""
 
     def read(self, prompts, params) -> list[RequestParams]:
-        return [one for _, one in READER.read_all(prompts, params)]
+        return [one.params for one in READER.read_all(prompts, params)]
 
     def test_for_all_or_for_each(self):
         assert self.read(["1", "2"], None) == [DEFAULTS, DEFAULTS]
@@ -137,8 +137,8 @@ class TestOne:
 
     @pytest.mark.parametrize("prompt", ["7 8", [7, 8], (7, 8), torch.tensor([7, 8]), numpy.array([7, 8]), range(7, 9)])
     def test_taken(self, prompt):
-        read, params = READER.read_one(prompt, None)
-        assert (read.tokens, params) == ((7, 8), DEFAULTS)
+        read = READER.read_one(prompt, None)
+        assert (read.prompt_tokens, read.params) == ((7, 8), DEFAULTS)
 
     @pytest.mark.parametrize("prompt", [["7 8"], [[7], [8]], [], ["1", "2"]])
     def test_several_are_refused(self, prompt):

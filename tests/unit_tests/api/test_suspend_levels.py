@@ -9,6 +9,7 @@ from megatron_ext import ConfigError, EngineSuspended, LoadedEngine, RequestPara
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.memory import budget
 from megatron_ext.memory.offloading import OffloadedPools, _tensors
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.support.holding import PATIENCE, held_steps
 
 PROMPT = tuple(range(5, 75))
@@ -46,7 +47,7 @@ def test_requests_in_flight_and_the_cache(small, level, is_kept):
     engine = small()
     (expected,) = engine.generate(PROMPT, LONG)
     engine.reset_prefix_cache()
-    request = EngineRequest(PROMPT, LONG)
+    request = EngineRequest(RequestInputs(PROMPT, LONG))
     with held_steps(engine.client, tokens=20):
         engine.client.submit([request]).result(PATIENCE)
         while engine._call(lambda: request.request.generated_count) < 20:

@@ -15,6 +15,7 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.profiler_phases import PHASES
 from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import tiny_engine
 
@@ -24,7 +25,7 @@ def run(engine: LLMEngine, count: int) -> int:
     client = engine.client
     params = RequestParams(num_tokens_to_generate=count)
     for _ in range(2):
-        request = EngineRequest(make_prompt(40, seed=3), params)
+        request = EngineRequest(RequestInputs(tuple(make_prompt(40, seed=3)), params))
         client.submit([request])
         request.record.result()
     client.close()

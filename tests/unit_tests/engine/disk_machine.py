@@ -27,10 +27,10 @@ from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from megatron_ext.scheduling.step import ScheduledStep
-from megatron_ext.scheduling.submission import Submission
 
 MAX_LENGTH = 24
 MAX_ALIVE = 6
@@ -212,7 +212,7 @@ class DiskMachine(RuleBasedStateMachine):
     def add(self, tokens: Sequence[int], to_generate: int, salt: str | None) -> None:
         params = RequestParams(num_tokens_to_generate=to_generate, cache_salt=salt)
         name = self.arrivals
-        request = Request(Submission(name, tuple(tokens), params, arrival=name, seed=0))
+        request = Request(name, RequestInputs(tuple(tokens), params), arrival=name, seed=0)
         if check_admissible(request, self.limits) is None:
             self.arrivals += 1
             self.alive.append(request)

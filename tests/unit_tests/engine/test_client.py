@@ -13,6 +13,7 @@ from megatron_ext.engine.client import FAILED_STEPS, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.thread import result_of
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.support.holding import PATIENCE
 from tests.unit_tests.support.paper_engine import Paper
 
@@ -33,7 +34,7 @@ def client(paper: Paper) -> Iterator[EngineClient]:
 
 def submit(client: EngineClient, first: int = 1) -> EngineRequest:
     params = RequestParams(num_tokens_to_generate=TOKENS, ignore_eos=True)
-    request = EngineRequest((first, 2, 3), params, is_streamed=True)
+    request = EngineRequest(RequestInputs((first, 2, 3), params), is_streamed=True)
     client.submit([request]).result(PATIENCE)
     return request
 
@@ -78,7 +79,7 @@ def test_a_request_that_is_left_during_a_step_ends_before_the_next_one(client, w
         client.abort([request])
 
     params = RequestParams(num_tokens_to_generate=TOKENS, ignore_eos=True)
-    request = EngineRequest((1, 2, 3), params, is_streamed=True, notify=leave)
+    request = EngineRequest(RequestInputs((1, 2, 3), params), is_streamed=True, notify=leave)
     client.submit([request]).result(PATIENCE)
     record = request.record.result(PATIENCE)
     assert (record.status, len(record.generated_tokens)) == (Status.ABORTED, 1)
@@ -130,7 +131,7 @@ def test_requests_wait_for_a_call_that_waits_for_those_before(client, paper):
     client.pause()
     before = submit(client)
     update = client.call_when_idle(lambda: paper.engine.weights_changed(version=5))
-    after = EngineRequest((1, 2, 3), before.params)
+    after = EngineRequest(before.inputs)
     added = client.submit([after])
     client.unpause()
     for future in (update, added):

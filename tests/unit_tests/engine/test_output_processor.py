@@ -13,6 +13,7 @@ from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.unit_tests.scheduling.builders import make_limits, request_of, step
@@ -27,7 +28,7 @@ def generate(count: int = COUNT, continued: RequestRecord | None = None, **param
     """Record of `PROMPT` in an engine of its own, or of what continues an earlier record."""
     paper, name = Paper(), 0 if continued is None else 1
     request_params = RequestParams(count, ignore_eos=True, **params)
-    paper.engine.add(name, PROMPT, request_params, continued)
+    paper.engine.add(name, RequestInputs(PROMPT, request_params, continued=continued))
     paper.run()
     return paper.records[name]
 
@@ -96,7 +97,7 @@ def test_a_continued_output_keeps_its_log_probs():
     """RL-11: they are not computed again."""
     record = dataclasses.replace(generate(4), generated_log_probs=(-1.0, -2.0, -3.0, -4.0))
     params = RequestParams(COUNT, ignore_eos=True, return_log_probs=True, skip_prompt_log_probs=True)
-    request = Paper().engine.add(1, PROMPT, params, record)
+    request = Paper().engine.add(1, RequestInputs(PROMPT, params, continued=record))
     assert request.output.generated_log_probs == [-1.0, -2.0, -3.0, -4.0]
 
 

@@ -19,6 +19,7 @@ from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.thread import EngineThread
 from megatron_ext.scheduling.block_hasher import HASH_SLICE, BlockHasher
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.unit_tests.support.simulated_engine import LIMITS
@@ -97,7 +98,7 @@ def _note_calls(owner: object, name: str, notes: list[str]) -> None:
 
 
 def add(engine: EngineCore, request_id: int, tokens=PROMPT) -> None:
-    engine.add(request_id, tokens, RequestParams(num_tokens_to_generate=3, ignore_eos=True))
+    engine.add(request_id, RequestInputs(tokens, RequestParams(num_tokens_to_generate=3, ignore_eos=True)))
 
 
 def test_the_host_works_while_the_device_computes():

@@ -78,18 +78,18 @@ def is_victims(processor: OutputProcessor, request: Request, *_: object) -> bool
 
 
 def inject_detokenize_while_matching(driver, patch, error) -> None:
-    matcher = driver.engine.core.output._outputs[VICTIM].stop_words
+    matcher = driver.engine.core.output._matchers[VICTIM]
     patch.setattr(matcher._text, "_detokenize", at_call(matcher._text._detokenize, 3, error))
 
 
 def inject_matcher(driver, patch, error) -> None:
-    matcher = driver.engine.core.output._outputs[VICTIM].stop_words
+    matcher = driver.engine.core.output._matchers[VICTIM]
     patch.setattr(StopWordMatcher, "feed", at_call(StopWordMatcher.feed, 2, error, of=lambda one, *_: one is matcher))
 
 
 def inject_matcher_at_the_last_token(driver, patch, error) -> None:
     """The commit has ended the request already."""
-    matcher = driver.engine.core.output._outputs[VICTIM].stop_words
+    matcher = driver.engine.core.output._matchers[VICTIM]
     patch.setattr(StopWordMatcher, "feed", at_call(StopWordMatcher.feed, 8, error, of=lambda one, *_: one is matcher))
 
 
@@ -128,7 +128,7 @@ def assert_nothing_is_left(driver: Driver) -> None:
     engine, scheduler = driver.engine, driver.scheduler
     engine.check()
     assert not engine.has_unfinished_requests()
-    assert not engine.core.output._outputs
+    assert not engine.core.output._requests
     assert not engine.core.output.ended
     assert driver.free_blocks == scheduler.blocks.total
     assert scheduler.running_slots.free_count == scheduler.running_slots.total

@@ -13,6 +13,7 @@ from megatron_ext.config.in_flight import InFlight
 from megatron_ext.memory import budget
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_routing_replay import GPT, assert_recorded
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
@@ -56,7 +57,7 @@ def add_samples(driver: Driver, ids: Iterable[int], prompt: list[int] = PROMPT, 
     ids = list(ids)
     settings = {"num_tokens_to_generate": 8, "return_log_probs": True, "skip_prompt_log_probs": True} | params
     for request_id in ids:
-        driver.engine.core.add(request_id, tuple(prompt), RequestParams(**settings), group=ids[0])
+        driver.engine.core.add(request_id, RequestInputs(tuple(prompt), RequestParams(**settings)), group=ids[0])
 
 
 def prefilled(driver: Driver) -> int:
@@ -145,9 +146,8 @@ class TestSources:
     def test_one_that_ends_with_its_first_token(self, start):
         driver, oracle = start()
         for request_id, count in enumerate((1, 8, 1, 8)):
-            driver.engine.core.add(
-                request_id, tuple(PROMPT), RequestParams(num_tokens_to_generate=count, return_log_probs=False), group=0
-            )
+            params = RequestParams(num_tokens_to_generate=count, return_log_probs=False)
+            driver.engine.core.add(request_id, RequestInputs(tuple(PROMPT), params), group=0)
         check(driver, oracle, range(4))
         assert prefilled(driver) == 55
 
@@ -158,7 +158,7 @@ class TestSources:
             params = RequestParams(
                 num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=request_id != 1
             )
-            driver.engine.core.add(request_id, tuple(PROMPT), params, group=0)
+            driver.engine.core.add(request_id, RequestInputs(tuple(PROMPT), params), group=0)
         check(driver, oracle, range(3))
         assert driver.records[1].computed_prefill_token_count == 55
         assert driver.records[2].computed_prefill_token_count == 0

@@ -70,7 +70,7 @@ class Life:
 
     def abort(self) -> None:
         queues = self.driver.scheduler.queues
-        living = [request.request_id for request in queues if request.submission.audit is None]
+        living = [request.request_id for request in queues if request.audit is None]
         if living:
             self.driver.engine.abort_request(self.source.choice(living))
             self.driver.engine.check()

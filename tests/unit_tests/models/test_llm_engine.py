@@ -10,6 +10,7 @@ from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import EngineClosed
 from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import tiny_engine
 
@@ -17,7 +18,7 @@ PARAMS = RequestParams(num_tokens_to_generate=3)
 
 
 def serve(engine: LLMEngine, length: int = 40) -> None:
-    request = EngineRequest(make_prompt(length, seed=3), PARAMS)
+    request = EngineRequest(RequestInputs(tuple(make_prompt(length, seed=3)), PARAMS))
     engine.client.submit([request])
     request.record.result()
 
@@ -63,7 +64,7 @@ def test_all_requests_can_be_aborted():
     """RL-2: they end with what they have, and the engine serves others."""
     engine = LLMEngine(tiny_engine())
     engine.client.pause()
-    requests = [EngineRequest(make_prompt(20, seed=one), PARAMS) for one in range(2)]
+    requests = [EngineRequest(RequestInputs(tuple(make_prompt(20, seed=one)), PARAMS)) for one in range(2)]
     engine.client.submit(requests).result()
     engine.abort_all()
     assert [one.record.result().status.name for one in requests] == ["ABORTED"] * 2

@@ -20,9 +20,9 @@ from megatron_ext.engine.client import EngineClient
 from megatron_ext.models import engine_args
 from megatron_ext.offline import run as offline
 from megatron_ext.offline.passes import run_passes
-from megatron_ext.offline.prompts import TokenizedPrompt
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.signals import Interruption
 from tests.unit_tests.support.holding import PATIENCE
 
@@ -33,7 +33,7 @@ TINY = """
 --mamba-num-groups 1 --tokenizer-type NullTokenizer --vocab-size 64 --inference-dynamic-batching-block-count 8
 --inference-dynamic-batching-max-requests 4
 """.split()
-PROMPTS = [TokenizedPrompt((1, 2, 3), None, RequestParams())] * 4
+PROMPTS = [RequestInputs((1, 2, 3), RequestParams())] * 4
 DONE, ABORTED = Status.COMPLETED, Status.ABORTED
 
 
@@ -286,6 +286,7 @@ def test_a_second_signal_while_the_cache_is_written(
 HELD = """
 import runpy, sys
 from megatron_ext.engine.client import EngineClient
+from megatron_ext.scheduling.request_inputs import RequestInputs
 step, steps = EngineClient.step, []
 def held(client):
     steps.append(client)

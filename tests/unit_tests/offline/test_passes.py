@@ -8,9 +8,9 @@ from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.passes import check_schedule, run_passes
-from megatron_ext.offline.prompts import TokenizedPrompt
+from megatron_ext.scheduling.request_inputs import RequestInputs
 
-PROMPTS = [TokenizedPrompt((1, 2, 3), None, RequestParams())] * 4
+PROMPTS = [RequestInputs((1, 2, 3), RequestParams())] * 4
 
 
 def run(engine, **settings) -> tuple[list, list[int]]:

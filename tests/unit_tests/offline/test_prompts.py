@@ -12,12 +12,12 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.offline.prompts import (
     LineRules,
     Prompt,
-    TokenizedPrompt,
     example_prompts,
     parse_lines,
     read_prompts,
     tokenize_prompts,
 )
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.tokenizer import NullTokenizer
 
 DEFAULTS = RequestParams(num_tokens_to_generate=7, temperature=0.5)
@@ -250,8 +250,8 @@ class TestTokenizePrompts:
     def test_texts_and_ids(self):
         prompts = [Prompt(content, DEFAULTS, "here") for content in ((0, 99), "1  2 3")]
         assert tokenize_prompts(prompts, NullTokenizer(100), vocab_size=100) == [
-            TokenizedPrompt((0, 99), None, DEFAULTS),
-            TokenizedPrompt((1, 2, 3), "1  2 3", DEFAULTS),
+            RequestInputs((0, 99), DEFAULTS),
+            RequestInputs((1, 2, 3), DEFAULTS, "1  2 3"),
         ]
 
     def test_an_id_outside_the_vocabulary(self):

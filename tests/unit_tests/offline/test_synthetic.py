@@ -17,9 +17,9 @@ DEFAULTS = RequestParams(num_tokens_to_generate=7)
 def lengths(run: RunConfig, seed: int = 1) -> list[int]:
     prompts = read_prompts(run, DEFAULTS, seed=seed)
     tokenized = tokenize_prompts(prompts, NullTokenizer(50), 64)
-    assert all(set(one.tokens) <= set(range(50)) for one in tokenized)
-    assert all(one.text is None and one.params == DEFAULTS for one in tokenized)
-    return [len(one.tokens) for one in tokenized]
+    assert all(set(one.prompt_tokens) <= set(range(50)) for one in tokenized)
+    assert all(one.prompt_text is None and one.params == DEFAULTS for one in tokenized)
+    return [len(one.prompt_tokens) for one in tokenized]
 
 
 def test_as_many_as_come_in_their_time():
@@ -38,7 +38,7 @@ def test_the_seed_decides():
     assert lengths(run, 1) == lengths(run, 1) != lengths(run, 2)
     one, other = (tokenize_prompts(read_prompts(run, DEFAULTS, seed=4), NullTokenizer(50), 64) for _ in range(2))
     assert one == other
-    assert one[0].tokens[:3] != one[1].tokens[:3]
+    assert one[0].prompt_tokens[:3] != one[1].prompt_tokens[:3]
 
 
 def test_gaps_of_a_vocabulary_are_left_out():
@@ -49,7 +49,7 @@ def test_gaps_of_a_vocabulary_are_left_out():
 
     run = RunConfig(num_tokens_to_prompt=(30, 30), incoming_requests_per_sec=0.1)
     (prompt,) = tokenize_prompts(read_prompts(run, DEFAULTS), Gaps(), 64)
-    assert set(prompt.tokens) == {3, 7}
+    assert set(prompt.prompt_tokens) == {3, 7}
 
 
 def test_given_prompts_decide():

@@ -28,9 +28,9 @@ from megatron_ext.parallel.commands import (
 )
 from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, NoteRun, PlaceLoad
 from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.submission import Submission
+from megatron_ext.scheduling.request_inputs import RequestInputs
 
-NEW = Add(Submission(3, (1, 2, 3), RequestParams(num_tokens_to_generate=4), 0, seed=1))
+NEW = Add(3, RequestInputs((1, 2, 3), RequestParams(num_tokens_to_generate=4)), 0, seed=1)
 ONE_MESSAGE = {
     "nothing": (),
     "the largest id": ((1, End(2**32 - 1, Status.FAILED)),),

@@ -26,6 +26,7 @@ from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget
 from tests.on_request import long_except
@@ -128,7 +129,7 @@ class LedMachine(RuleBasedStateMachine):
     def submit(self, prompts: list[list[int]], params: RequestParams) -> None:
         self.prompts += prompts
         for tokens in prompts:
-            self.core.add(self.names, tuple(tokens), params, text="a prompt")
+            self.core.add(self.names, RequestInputs(tuple(tokens), params, "a prompt"))
             self.names += 1
 
     @precondition(lambda self: self.prompts)
@@ -292,9 +293,9 @@ def world() -> World:
     return World(LIMITS, EvictionPolicyName.LRU, None, replicas=2)
 
 
-def add(world: World, name: int, prompt: list[int], **options: object) -> None:
+def add(world: World, name: int, prompt: list[int], text: str | None = None, **options: object) -> None:
     params = RequestParams(num_tokens_to_generate=4, **options.pop("params", {}))
-    world.core.add(name, tuple(prompt), params, **options)
+    world.core.add(name, RequestInputs(tuple(prompt), params, text), **options)
 
 
 class TestFleet:
@@ -317,8 +318,8 @@ class TestFleet:
         world.step()
         add(world, 0, [0, 1, 0], text="aba")
         (command,) = world.core.replicas[0].scheduler.take_commands()
-        assert command.submission.prompt_text is None
-        assert command.submission.prompt_tokens == (0, 1, 0)
+        assert command.inputs.prompt_text is None
+        assert command.inputs.prompt_tokens == (0, 1, 0)
 
     def test_stop_words_end_followers_requests_with_the_next_batch(self, world: World):
         world.step()

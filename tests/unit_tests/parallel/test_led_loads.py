@@ -18,6 +18,7 @@ from megatron_ext.prefix_cache.disk.tier_storage import Gone
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.priority import TestPriority
 from tests.unit_tests.parallel.tiered_world import TieredWorld
 
@@ -83,7 +84,7 @@ class Life:
             return self.steps()
         self.prompts.append(tuple(prompt[:18]))
         params = RequestParams(num_tokens_to_generate=self.rng.randint(1, 4), ignore_eos=True)
-        self.core.add(self.names, self.prompts[-1], params, turn=self.rng.randrange(2))
+        self.core.add(self.names, RequestInputs(self.prompts[-1], params), turn=self.rng.randrange(2))
         self.names += 1
         return self.steps()
 

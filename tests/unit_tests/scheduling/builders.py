@@ -12,9 +12,9 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
-from megatron_ext.scheduling.submission import Submission
 
 # Blocks of 4 tokens, so that sizes are easy to follow by hand.
 LIMITS = SchedulerLimits(
@@ -36,7 +36,7 @@ def make_limits(**changes: object) -> SchedulerLimits:
 def make_request(arrival: int, prompt: int, generated: int = 0, **params: object) -> Request:
     """A request with tokens 1000 * arrival + position; nothing is computed, nothing owned."""
     tokens = tuple(1000 * arrival + position for position in range(prompt))
-    request = Request(Submission(100 + arrival, tokens, RequestParams(**params), arrival=arrival, seed=arrival))
+    request = Request(100 + arrival, RequestInputs(tokens, RequestParams(**params)), arrival=arrival, seed=arrival)
     for position in range(prompt, prompt + generated):
         request.append(1000 * arrival + position)
     return request
@@ -101,9 +101,8 @@ def frozen(queues: Queues) -> list[list[tuple[int, bytes]]]:
 
 def request_of(arrival: int, tokens: Iterable[int], end: int | None = None, **params: object) -> Request:
     """A request of these tokens, its id its arrival; `end` is its termination token."""
-    return Request(
-        Submission(arrival, tuple(tokens), RequestParams(**params), arrival, arrival, () if end is None else (end,))
-    )
+    inputs = RequestInputs(tuple(tokens), RequestParams(**params))
+    return Request(arrival, inputs, arrival, arrival, end_ids=() if end is None else (end,))
 
 
 def add(scheduler: Scheduler, *requests: Request) -> None:

@@ -22,9 +22,9 @@ from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import EventType
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
-from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, foreseen_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import frozen
 from tests.unit_tests.scheduling.cache_model import Key, Memory, Owner, World
@@ -107,7 +107,7 @@ class CachingMachine(RuleBasedStateMachine):
             return_log_probs=wants_scores,
         )
         name = self.arrivals
-        request = Request(Submission(name, tuple(tokens), params, arrival=name, seed=0))
+        request = Request(name, RequestInputs(tuple(tokens), params), arrival=name, seed=0)
         if check_admissible(request, self.limits) is not None or len(self.alive()) == MAX_ALIVE:
             return
         self.arrivals += 1

@@ -13,9 +13,9 @@ from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, describe_ahead
-from megatron_ext.scheduling.submission import Submission
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import make_limits
@@ -46,9 +46,8 @@ class Planned:
         params = {"num_tokens_to_generate": 6, "ignore_eos": True} | params
         made = RequestParams(**params)
         self.count += 1
-        request = Request(
-            Submission(self.count, tuple(prompt), made, self.count, seed=self.count, group=group, audit=audit)
-        )
+        inputs = RequestInputs(tuple(prompt), made)
+        request = Request(self.count, inputs, self.count, seed=self.count, group=group, audit=audit)
         self.scheduler.add(request)
         return request
 

@@ -17,7 +17,7 @@ from megatron_ext.scheduling.planner import check_admissible, plan_admission, pl
 from megatron_ext.scheduling.prefill_chunks import chunk_end
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.submission import Submission
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.scheduling.builders import Situation, frozen, make_limits, make_request
 
 
@@ -356,7 +356,7 @@ class TestGrowth:
 def test_a_chunk_of_an_audit_ends_at_the_snapshot_that_it_compares():
     """EX-15: the states at another position are not those of the snapshot."""
     audit = AuditTarget((), resume=12)
-    request = Request(Submission(0, tuple(range(30)), RequestParams(), arrival=0, seed=0, audit=audit))
+    request = Request(0, RequestInputs(tuple(range(30)), RequestParams()), arrival=0, seed=0, audit=audit)
     assert [chunk_end(request, start, 0, make_limits(), tokens=8) for start in (0, 8, 12)] == [8, 12, 20]
 
 

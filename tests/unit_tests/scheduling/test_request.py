@@ -18,9 +18,9 @@ from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import Event, EventType
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
-from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.builders import make_request
 
 
@@ -157,7 +157,7 @@ class TestPlace:
 class TestGenerator:
     def test_it_depends_on_the_seed_alone(self):
         def draws(arrival: int, seed: int | str) -> list[float]:
-            request = Request(Submission(arrival, (1,), make_request(0, 1).params, arrival=arrival, seed=seed))
+            request = Request(arrival, RequestInputs((1,), make_request(0, 1).params), arrival=arrival, seed=seed)
             drawn = []
             for token in range(5):
                 drawn.append(request.sequence.rng.current())
@@ -326,7 +326,7 @@ class TestRecord:
         assert (record.ttft, record.latency) == (1.0, 5.0)
 
     def test_the_prompt_text_is_the_submitted_one(self):
-        request = Request(Submission(0, (1, 2), make_request(0, 1).params, 0, 0, prompt_text=""))
+        request = Request(0, RequestInputs((1, 2), make_request(0, 1).params, ""), 0, 0)
         request.end(Status.ABORTED)
         assert record_of(request).prompt_text == ""
 
@@ -334,9 +334,9 @@ class TestRecord:
 class TestParts:
     """Each part has one writer; the request's own names only read."""
 
-    def test_the_submission_is_immutable(self):
+    def test_the_inputs_are_immutable(self):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            make_request(0, prompt=2).submission.end_ids = (5,)
+            make_request(0, prompt=2).inputs.prompt_tokens = (5,)
 
     @pytest.mark.parametrize("name", ["tokens", "computed_end", "block_table", "params", "status", "finish_reason"])
     def test_nothing_is_written_through_the_request(self, name: str):
@@ -345,8 +345,9 @@ class TestParts:
 
     def test_parts_are_few_and_small(self):
         request = make_request(0, prompt=2)
-        assert list(vars(request)) == ["submission", "sequence", "scores", "timeline", "versions", "output", "outcome"]
-        assert all(len(vars(part)) <= 16 for part in vars(request).values() if part is not None)
+        parts = {name: vars(part) for name, part in vars(request).items() if hasattr(part, "__dict__")}
+        assert list(parts) == ["inputs", "sequence", "scores", "timeline", "versions", "output"]
+        assert all(len(part) <= 16 for part in parts.values())
 
     def test_preemption_returns_blocks_and_slot(self):
         request = make_request(0, prompt=6)

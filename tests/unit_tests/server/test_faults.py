@@ -11,7 +11,8 @@ import pytest
 
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.engine.updates import Update
-from megatron_ext.server.client.request_handle import RequestHandle, TokenClock
+from megatron_ext.server.client.engine_listener import TokenClock
+from megatron_ext.server.client.request_group import RequestHandle
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.text.stop_words import StopWordMatcher
@@ -129,14 +130,14 @@ class TestOneRequest:
         failed: list[str] = []
 
         def fail_once(handle: RequestHandle, name: str, value: object) -> None:
-            if name in ("record", "progress") and is_victims(value) and not failed:
+            if name in ("result", "progress") and is_victims(value) and not failed:
                 failed.append(name)
                 raise Planted("planted")
             object.__setattr__(handle, name, value)
 
         monkeypatch.setattr(RequestHandle, "__setattr__", fail_once)
         victim, *others = ask_all(server, [VICTIM, *OTHERS], stream=stream)
-        assert failed == ["progress" if stream else "record"]
+        assert failed == ["progress" if stream else "result"]
         assert "the engine failed: Planted" in victim
         assert ([streamed_text(one) for one in others] if stream else texts(others)) == expected
         assert counted() == 1

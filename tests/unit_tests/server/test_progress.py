@@ -7,12 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ext.config import RequestParams
-from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.input_processor import InputProcessor
 from megatron_ext.scheduling.request import Request
-from megatron_ext.server.client.request_handle import RequestHandle
-from megatron_ext.server.openai.engine_requests import RequestSpec
+from megatron_ext.server.client.request_group import RequestHandle
 from megatron_ext.server.openai.response_builders import CompletionResponseBuilder
 from megatron_ext.server.openai.streaming import _ChoiceStream
 from megatron_ext.text.vocabulary import Vocabulary
@@ -59,8 +56,7 @@ def scored_request() -> Request:
 
 def streamed(request: Request, *, is_streamed: bool = True) -> RequestHandle:
     """The handle of a request that the engine has."""
-    one = EngineRequest(request.prompt_tokens, RequestParams(), is_streamed=is_streamed, request=request)
-    return RequestHandle(one, RequestSpec(request.prompt_tokens, RequestParams()))
+    return RequestHandle(request.inputs, is_streamed=is_streamed, request=request)
 
 
 def as_record(source: object) -> tuple:
@@ -74,14 +70,14 @@ class TestUpdates:
         """However many tokens come between two of them."""
         request = scored_request()
         handle = streamed(request)
-        assert not handle.request.collect(), "no token yet"
+        assert not handle.collect(), "no token yet"
         for count in (1, 3, 1, 7):
             generate(request, count)
-            assert handle.request.collect()
-            update = handle.request.updates.popleft()
+            assert handle.collect()
+            update = handle.updates.popleft()
             assert len(update.generated_tokens) == count
             handle.take(update)
-            assert not handle.request.collect()
+            assert not handle.collect()
         assert as_record(handle.progress) == (
             list(request.prompt_tokens),
             request.generated_tokens,
@@ -96,8 +92,8 @@ class TestUpdates:
         request = scored_request()
         handle = streamed(request)
         generate(request)
-        handle.request.collect()
-        (update,) = handle.request.updates
+        handle.collect()
+        (update,) = handle.updates
         before = as_record(update)
         generate(request, 5)
         request.output.prompt_log_probs.append(0.0)
@@ -107,16 +103,16 @@ class TestUpdates:
         request = scored_request()
         handle = streamed(request, is_streamed=False)
         generate(request)
-        assert not handle.request.collect()
-        assert not handle.request.updates
+        assert not handle.collect()
+        assert not handle.updates
 
     def test_a_lost_update_is_not_passed_over(self):
         request = scored_request()
         handle = streamed(request)
         for _ in range(2):
             generate(request)
-            handle.request.collect()
-        _, second = handle.request.updates
+            handle.collect()
+        _, second = handle.updates
         with pytest.raises(AssertionError, match="an update is missing"):
             handle.take(second)
 
@@ -130,8 +126,8 @@ def sent(readings: list[int]) -> tuple[str, list[float]]:
     parts = []
     for count in range(1, STEPS + 1):
         generate(request)
-        handle.request.collect()
-        handle.take(handle.request.updates.popleft())
+        handle.collect()
+        handle.take(handle.updates.popleft())
         if count in readings:
             parts += stream.parts()
     choices = [part["choices"][0] for part in parts]

@@ -9,6 +9,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.unit_tests.support.simulated_device import (
@@ -57,7 +58,7 @@ class Paper:
 
     def add(self, request_id: int, tokens: tuple[int, ...], *, group: int | None = None, **params: object) -> None:
         self.params[request_id] = RequestParams(**({"num_tokens_to_generate": 8} | params))
-        self.engine.add(request_id, tokens, self.params[request_id], group=group)
+        self.engine.add(request_id, RequestInputs(tokens, self.params[request_id]), group=group)
 
     @property
     def ahead(self) -> int:

@@ -12,6 +12,7 @@ from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.text.vocabulary import Vocabulary
@@ -68,7 +69,7 @@ class Replicas:
     def add(self, tokens: Sequence[int], count: int = 4, **options: object) -> int:
         """Add a request of `count` tokens; return the number of its replica, -1 if it was refused."""
         turn = options.pop("turn", None)
-        request = self.core.add(self._count, tuple(tokens), RequestParams(count, **options), turn=turn)
+        request = self.core.add(self._count, RequestInputs(tuple(tokens), RequestParams(count, **options)), turn=turn)
         self._count += 1
         return self.replica_of(request)
 

@@ -8,9 +8,9 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.config.batching import ENOUGH_PREFILL_TOKENS
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
-from megatron_ext.scheduling.submission import Submission
 
 BLOCK, LONGEST = 64, 4_096
 LIMITS = SchedulerLimits(
@@ -45,7 +45,7 @@ class SimulatedEngine:
         """See `Peer`."""
         self._count += 1
         params = RequestParams(count, ignore_eos=True)
-        request = Request(Submission(self._count, tuple(prompt), params, self._count, seed=0))
+        request = Request(self._count, RequestInputs(tuple(prompt), params), self._count, seed=0)
         self._requests[self._count] = key, request
         self._scheduler.add(request)
 

@@ -14,7 +14,7 @@ from megatron_ext.engine.pausing import ABORT
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
-from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking, thinking_length
+from megatron_ext.server.openai.answers import AnswerFormat, CallPart, Thinking, thinking_length
 from megatron_ext.server.openai.responses import Piece, explained, usage
 from megatron_ext.server.openai.responses_api.response_ids import new_id
 from megatron_ext.server.openai.scored_content import ScoredPart, ScoredReader
@@ -107,7 +107,7 @@ class ResponseAnswer:
         self._vocabulary = vocabulary
         self._tag = tag
         self._shows_ids = shows_ids
-        self._reader = ScoredReader(AnswerReader(form), vocabulary)
+        self._reader = ScoredReader(form, vocabulary)
         self._number = 0  # of the next event
         self._open: _OpenItem | None = None
         self.output: list[dict[str, object]] = []

@@ -95,7 +95,7 @@ def test_one_beginning_and_no_more(engine: InferenceEngine) -> None:
         for params in (None, asked):
             assert list(engine.generate([prompt], params)[0].prompt_tokens) == [0, *IDS], prompt
         (offline,) = tokenize_prompts([Prompt(prompt, RequestParams(), "here")], engine.controller.tokenizer, 101)
-        assert list(offline.tokens) == [0, *IDS], prompt
+        assert list(offline.prompt_tokens) == [0, *IDS], prompt
     for ids in (IDS, [0, 0, *IDS]):
         assert list(engine.generate([ids])[0].prompt_tokens) == ids
 

@@ -15,8 +15,8 @@ from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.submission import Submission
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import commit
@@ -64,7 +64,7 @@ class Life:
             enable_prefix_caching=source.random() > 0.05,
             return_log_probs=source.random() < 0.1,
         )
-        request = Request(Submission(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0))
+        request = Request(self.arrivals, RequestInputs(tuple(tokens), params), arrival=self.arrivals, seed=0)
         if check_admissible(request, self.scheduler.limits) is None:
             self.arrivals += 1
             self.scheduler.add(request)

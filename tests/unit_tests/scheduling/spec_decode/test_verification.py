@@ -10,12 +10,12 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.request_rng import RequestRng
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode.draft_slots import DraftSlots
 from megatron_ext.scheduling.spec_decode.verification import accepted_tokens, max_drafts
 from megatron_ext.scheduling.step import describe_step
-from megatron_ext.scheduling.submission import Submission
 from megatron_ext.speculation.proposals import DraftError, Proposals
 from tests.unit_tests.scheduling.builders import make_limits
 
@@ -27,7 +27,7 @@ def decoding(prompt: int = 5, *, slots: int | None = None, policy: object = None
     params = limits.pop("params", {})
     scheduler = Scheduler(make_limits(**(DRAFTS | limits)), policy, b"model", slots)
     wishes = RequestParams(**({"num_tokens_to_generate": 20} | params))
-    request = Request(Submission(7, tuple(range(prompt)), wishes, arrival=0, seed=0, end_ids=(99,)))
+    request = Request(7, RequestInputs(tuple(range(prompt)), wishes), arrival=0, seed=0, end_ids=(99,))
     scheduler.add(request)
     while not request.generated_count:
         step_of(scheduler, 50)
@@ -125,7 +125,7 @@ class TestLimits:
     def test_nothing_cached_goes_for_a_draft(self):
         """SP-5: two of three blocks are the request's, and one is cached and evictable."""
         scheduler, _ = decoding(slots=4, policy=EvictionPolicyName.LRU, total_blocks=3)
-        scheduler.add(Request(Submission(8, (50, 51, 52, 53), RequestParams(num_tokens_to_generate=1), 1, seed=1)))
+        scheduler.add(Request(8, RequestInputs((50, 51, 52, 53), RequestParams(num_tokens_to_generate=1)), 1, seed=1))
         scheduler.commit(describe_step(scheduler.schedule().chunks, 4), {7: 60, 8: 61})
         assert (scheduler.cache.pool.free_count, scheduler.cache.available_count) == (0, 1)
         scheduler.propose({7: (1, 2, 3)})

@@ -278,7 +278,7 @@ class TestRequestLimits:
     def test_more_requests_than_could_ever_be_there(self, small, monkeypatch, fields, named):
         """Known before a text becomes tokens, or anything is built for the engine."""
         monkeypatch.setattr(small.serving.texts, "encode", None)
-        monkeypatch.setattr("megatron_ext.server.routes.generation.completion_specs", None)
+        monkeypatch.setattr("megatron_ext.server.routes.generation.completion_inputs", None)
         assert named in check_error(small.http.post(COMPLETIONS, json=fields), 400)["message"]
 
     def test_choices_of_a_chat(self, small, monkeypatch):

@@ -11,8 +11,9 @@ import torch
 
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.server import unknown_fields
+from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.engine_requests import PromptLimits, chat_specs
+from megatron_ext.server.openai.engine_requests import PromptLimits, chat_inputs
 from megatron_ext.server.openai.guided_answers import answer_format, guided_form
 from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.text.tokenizer import TextTokenizer
@@ -355,5 +356,5 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path):
     for marks, skips in ((["<other>"], True), (["<tool_call>", "</tool_call>"], False)):
         fast.add_special_tokens(marks)
         fast.save(str(tmp_path / "tokenizer.json"))
-        (spec,) = chat_specs(body, [5, 6], limits, ChatFormat(TextTokenizer(tmp_path)))
-        assert spec.params.skip_special_tokens == skips
+        (inputs,) = chat_inputs(body, [5, 6], limits, ChatFormat(TextTokenizer(tmp_path)), Caller())
+        assert inputs.params.skip_special_tokens == skips
