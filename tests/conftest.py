@@ -15,7 +15,19 @@ from hypothesis import HealthCheck, settings
 
 from megatron_ext.ops import cpp
 from megatron_ext.ops.triton import INTERPRET
-from tests import base, durations, limits, marked_files, numbers, on_device, on_request, priority, realtime, worlds
+from tests import (
+    base,
+    durations,
+    forked,
+    limits,
+    marked_files,
+    numbers,
+    on_device,
+    on_request,
+    priority,
+    realtime,
+    worlds,
+)
 
 # Kernels run on CPU tensors then. Triton reads it when it is imported, by the conftest of a folder at the earliest.
 if not torch.cuda.is_available():
@@ -60,8 +72,11 @@ def pytest_sessionstart() -> None:
     cpp.are_used()
 
 
-def pytest_collection_finish() -> None:
-    """Spare tests the cost of imports: collections of all their objects, and loggers that pytest visits one by one."""
+@pytest.hookimpl(tryfirst=True)  # before the loop of tests/workers.py
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Spare tests the cost of imports: again in processes, collections of all objects, loggers that pytest visits."""
+    if not session.config.option.collectonly:
+        forked.start_server(session.config)
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
             logger.propagate = True  # pytest adds its handlers to each logger that does not

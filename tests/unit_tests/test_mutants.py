@@ -178,6 +178,7 @@ class TestLocate:
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with a package of the same name as ours: a child that imports ours finds no `sums` in it."""
     monkeypatch.setattr(mutants, "WARM", ())
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     texts = {
         "pyproject.toml": PYPROJECT,
         "megatron_ext/__init__.py": "",

@@ -13,11 +13,14 @@ import sys
 
 import pytest
 
+from tests.base import found_core
 from tests.unit_tests.apis.as_upstream import FIELDS, OURS, TOP_N, UPSTREAM
 from tests.unit_tests.support.source import ROOT
 from tools import bases
 
 VERSION = "0.19.2"
+# It is long beside another version, since all of this process's imports are made once more; `.ci/run` has both.
+pytestmark = [] if found_core()[0] == VERSION else [pytest.mark.long]
 DEADLINE = 300  # seconds, for a loaded machine
 SCORES = ("prompt_log_probs", "generated_log_probs")
 # What main has, or this package in addition, beyond 0.19.2.

@@ -145,3 +145,16 @@ def test_pools_are_given_back():
     driver.add(1, make_prompt(21), num_tokens_to_generate=8)
     records = driver.run()
     assert records[1].generated_tokens == records[0].generated_tokens
+
+
+def test_a_request_that_lives_through_a_suspend_is_drafted_for_as_before():
+    """SP-10: outputs of the layer from before the suspend are no part of its next drafts."""
+    driver = Watched("attention_only", 2, None)
+    driver.add(0, make_prompt(21), num_tokens_to_generate=12)
+    driver.step()
+    driver.step()
+    driver.engine.suspend()
+    driver.engine.resume()
+    driver.run()
+    assert driver.scheduler.counters.drafted > 4
+    assert worst_difference(driver) < 1e-4

@@ -214,7 +214,9 @@ def test_a_process_of_its_own_reads_standard_input(tmp_path):
     process.join(PATIENCE)
     assert process.exitcode == DONE, log.read_text()
     lines = log.read_text().splitlines()
-    (warning,) = [line for line in lines if not line.startswith("start: ")]
+    others = [line for line in lines if not line.startswith("start: ")]
+    assert len(others) == 1, others
+    (warning,) = others
     assert warning.endswith("its weights are random")
     phases = [re.sub(r"[\d.]+ s$", "1 s", line) for line in lines if line != warning]
     assert phases == [*(f"start: {name} in 1 s" for name in PHASES), "start: ready after 1 s"]
