@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -54,10 +55,10 @@ def test_the_first_token_of_every_sample_is_delivered_with_its_step(client):
         while requests[number].updates:
             seen[number].append(len(requests[number].updates.popleft().generated_tokens))
 
+    params = RequestParams(num_tokens_to_generate=3, ignore_eos=True, temperature=0.8)
     requests = [
         EngineRequest(
-            (1, 2, 3),
-            RequestParams(num_tokens_to_generate=3, ignore_eos=True, temperature=0.8, seed=number),
+            RequestInputs((1, 2, 3), dataclasses.replace(params, seed=number)),
             is_streamed=True,
             notify=partial(note, number),
         )
