@@ -15,7 +15,8 @@ from benchmarks.models import Engine
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.models.durable_cache import keep_cache
+from megatron_ext.mcore.warm_restart_setup import keep_engine
+from megatron_ext.models.identity import cache_facts
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.prefix_cache.disk.tier import DiskTier
@@ -77,7 +78,7 @@ def tier_without_hits(run: Run, rounds: int = 6, length: int = 320, sizes: tuple
         with tempfile.TemporaryDirectory() as folder:
             cache = CacheConfig(prefix_cache_dir=folder + "/cache", prefix_cache_disk_gb=4.0, snapshot_slots=2 * BATCH)
             tier = built(loaded, cache, **memory)
-            keep_cache(tier, loaded, weights, cache)
+            keep_engine(tier, cache_facts(loaded, weights), cache)
             engines = {"memory": built(loaded, CacheConfig(snapshot_slots=2 * BATCH), **memory), "disk": tier}
             costs = {name: Costs() for name in engines}
             for number in range(rounds + 1):
@@ -151,7 +152,7 @@ def decode_beside_load(run: Run, rounds: int = 6, length: int = 1024, sizes: tup
                 [*others, others[0][::-1]], RequestParams(2 * steps * (rounds + 1) + 64, ignore_eos=True)
             )
             chain = driver.core.add(10**6, RequestInputs(tuple(prompt), RequestParams(1)))
-            load = EndlessLoad(disk.tier, list(chain.block_hashes), prompt, engine.scheduler.limits.block_size)
+            load = EndlessLoad(disk.tier, list(chain.block_hashes), prompt, engine.core.scheduler.limits.block_size)
             driver.core.abort(chain)
             found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
             for number in range(rounds + 1):

@@ -21,7 +21,8 @@ from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams, Sour
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.models.durable_cache import keep_cache
+from megatron_ext.mcore.warm_restart_setup import keep_engine
+from megatron_ext.models.identity import cache_facts
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.models.weights_digest import files_digest, tensors_digest
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
@@ -55,7 +56,7 @@ def started(loaded: LoadedModel, weights: bytes, directory: Path) -> InferenceEn
     cache = CacheConfig(prefix_cache_dir=str(directory), prefix_cache_disk_gb=2.0, prefix_cache_drain_seconds=60.0)
     settings = BatchingConfig(buffer_size_gb=0.6, max_requests=4)
     built = build_engine(loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype)
-    keep_cache(built, loaded, weights, cache)
+    keep_engine(built, cache_facts(loaded, weights), cache)
     return built
 
 

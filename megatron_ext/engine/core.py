@@ -20,12 +20,12 @@ from megatron_ext.engine.input_processor import InputProcessor, InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.replica import Replica
 from megatron_ext.engine.replica_choice import ReplicaChoice
-from megatron_ext.engine.resources import ModelResources, NoResources
+from megatron_ext.engine.resources import ModelResources
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.step_log import StepLog
 from megatron_ext.engine.suspending import SuspendLevel, Suspension
-from megatron_ext.engine.workers import NoWorkers, Workers
+from megatron_ext.engine.workers import Workers
 from megatron_ext.errors import ConfigError, EngineSuspended, WeightUpdateError
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.disk.announcing import EntryObserver, announce
@@ -73,8 +73,8 @@ class EngineCore:
         self.replicas = tuple(
             Replica(*part, input_settings, self.output, self.error_isolation, proposals) for part in parts
         )
-        self.workers: Workers = workers or NoWorkers()
-        self.resources: ModelResources = resources or NoResources()
+        self.workers = workers or Workers()
+        self.resources = resources or ModelResources()
         self.step_log = StepLog(logging_interval)
         self.step_count = 0
         self._captured: Counter[int] = Counter()  # steps by the rows of their graph

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class ModelResources(Protocol):
-    """Weights and pools of the model on this rank."""
+class ModelResources:
+    """Weights and pools of the model on this rank; this base class is that of an engine without a model."""
 
     def has_new_weights(self) -> bool:
         """Return whether the weights changed since the last call."""
+        return False
 
     def check_weights(self, *, is_caching: bool) -> None:
         """Check that an engine that was idle has the weights that it knows of, before requests are added.
@@ -42,32 +41,3 @@ class ModelResources(Protocol):
 
     def bind_thread(self) -> None:
         """Make the calling thread use the model's device."""
-
-
-class NoResources:
-    """Resources of an engine without a model: no weights, no pools."""
-
-    def has_new_weights(self) -> bool:
-        """See `ModelResources`."""
-        return False
-
-    def check_weights(self, *, is_caching: bool) -> None:
-        """See `ModelResources`."""
-
-    def mark_new_weights(self) -> None:
-        """See `ModelResources`."""
-
-    def use_new_weights(self) -> None:
-        """See `ModelResources`."""
-
-    def allocate(self) -> None:
-        """See `ModelResources`."""
-
-    def capture(self) -> None:
-        """See `ModelResources`."""
-
-    def free(self, *, offloads: bool = False) -> None:
-        """See `ModelResources`."""
-
-    def bind_thread(self) -> None:
-        """See `ModelResources`."""

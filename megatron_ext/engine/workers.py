@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class Workers(Protocol):
-    """Ranks that repeat each step of the engine core.
+class Workers:
+    """Ranks that repeat each step of the engine core; this base class is that of a world of one rank.
 
     Attributes:
         heartbeat: Maximum seconds between two messages of rank 0 to the ranks; None if there are no other ranks.
         has_stores: Whether the caches of the ranks have stores on disk.
     """
 
-    heartbeat: float | None
-    has_stores: bool
+    heartbeat: float | None = None
+    has_stores = False
 
     def begin_step(self) -> None:
         """Send the commands since the last message, and make all ranks take a step.
@@ -62,6 +60,7 @@ class Workers(Protocol):
 
     def keep_cache(self) -> bool:
         """Make all ranks write their caches to their stores, beside rank 0; False if they do not follow now."""
+        return True
 
     def stop(self) -> bool:
         """Stop all ranks, which write their caches to their stores, beside rank 0; no step may follow.
@@ -69,52 +68,11 @@ class Workers(Protocol):
         Returns:
             False if they did not follow any more.
         """
+        return True
 
     def step_error(self, error: Exception) -> Exception:
         """Return the error to raise after a step failed on rank 0.
 
         With several ranks this is a `RankError`, and no further step is taken.
         """
-
-
-class NoWorkers:
-    """Workers of a world of one rank."""
-
-    heartbeat: float | None = None
-    has_stores = False
-
-    def begin_step(self) -> None:
-        """See `Workers`."""
-
-    def idle(self) -> None:
-        """See `Workers`."""
-
-    def release(self) -> None:
-        """See `Workers`."""
-
-    def suspend(self) -> None:
-        """See `Workers`."""
-
-    def resume(self) -> None:
-        """See `Workers`."""
-
-    def meet(self) -> None:
-        """See `Workers`."""
-
-    def open_stores(self) -> None:
-        """See `Workers`."""
-
-    def go_live(self) -> None:
-        """See `Workers`."""
-
-    def keep_cache(self) -> bool:
-        """Return True; see `Workers`."""
-        return True
-
-    def stop(self) -> bool:
-        """Return True; see `Workers`."""
-        return True
-
-    def step_error(self, error: Exception) -> Exception:
-        """Return the error unchanged; see `Workers`."""
         return error

@@ -13,15 +13,12 @@ from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import Counter
 from megatron.core.utils import get_asyncio_loop
-from torch import nn
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import EngineStep, active_requests
-from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.result import StepResult
-from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
@@ -31,11 +28,9 @@ from megatron_ext.mcore.versions import Engine
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.parallel.parallel_context import ParallelContext
-from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
@@ -78,7 +73,7 @@ class EngineFacts:
     bytes_held_twice: int
 
 
-class Asked(NamedTuple):
+class RequestedParams(NamedTuple):
     """Parameters of a request.
 
     Attributes:
@@ -90,7 +85,7 @@ class Asked(NamedTuple):
     resolved: RequestParams
 
 
-def _record_itself(record: RequestRecord, _: Asked) -> RequestRecord:
+def _record_itself(record: RequestRecord, _: RequestedParams) -> RequestRecord:
     return record
 
 
@@ -121,7 +116,7 @@ class InferenceEngine(Engine):
     core: EngineCore
     decode_only = DecodeOnly()
     capture_stats: dict[str, float] | None = None
-    present: Callable[[RequestRecord, Asked], RequestRecord] = staticmethod(_record_itself)
+    present: Callable[[RequestRecord, RequestedParams], RequestRecord] = staticmethod(_record_itself)
 
     def __init__(
         self,
@@ -159,7 +154,7 @@ class InferenceEngine(Engine):
             for future in self._futures.values():
                 future.cancel()
         self._futures: dict[int, asyncio.Future[RequestRecord]] = {}  # by request id
-        self._asked: dict[int, Asked] = {}  # by request id
+        self._asked: dict[int, RequestedParams] = {}  # by request id
         interval = self._logging_interval
         self.core = make_core(
             self._parallel_context, self.context, self.controller, self.random_seed, interval, self._routing
@@ -208,16 +203,6 @@ class InferenceEngine(Engine):
         return self.context.plan.world
 
     @property
-    def scheduler(self) -> Scheduler:
-        """Scheduler with the queues, blocks and running state slots."""
-        return self.core.scheduler
-
-    @property
-    def error_isolation(self) -> ErrorIsolation:
-        """Errors that were isolated from the steps."""
-        return self.core.error_isolation
-
-    @property
     def step_count(self) -> int:
         """Number of computed steps."""
         return self.core.step_count
@@ -237,23 +222,6 @@ class InferenceEngine(Engine):
     def lifetime_prefill_token_count(self) -> int:
         """Prefill tokens computed by all requests, recomputed tokens included."""
         return self.core.counters.prefill_tokens
-
-    @property
-    def lifetime_skipped_token_count(self) -> int:
-        """Prompt tokens of all requests that no layer computed."""
-        return self.core.counters.skipped_tokens
-
-    def statistics(self) -> EngineStatistics:
-        """Return all counters in one snapshot."""
-        return self.core.statistics()
-
-    def prefix_cache_statistics(self) -> dict[str, float] | None:
-        """Return the `prefix_cache` object of the JSON output; None if nothing is cached."""
-        return self.statistics().prefix_cache()
-
-    def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
-        """Return the cached prefixes that most requests resumed from, hottest first."""
-        return self.core.hottest_prefixes(count)
 
     # Request lifecycle
 
@@ -287,7 +255,7 @@ class InferenceEngine(Engine):
         tokens = self.core.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
         self.core.add(request_id, RequestInputs(tokens, params, text), turn=turn)
-        self._asked[request_id] = Asked(sampling_params, params)
+        self._asked[request_id] = RequestedParams(sampling_params, params)
         future = self._futures[request_id] = self._loop.create_future()
         self._wake_up()
         return future
@@ -300,15 +268,6 @@ class InferenceEngine(Engine):
         """
         if self.core.abort(self.core.get(request_id)):
             self._wake_up()
-
-    def fail_request(self, request_id: int, error: Exception) -> None:
-        """End a living request as FAILED after an error in work that only this request needed.
-
-        Raises:
-            KeyError: No living request has this id.
-        """
-        self.core.fail(self.core.get(request_id), error)
-        self._wake_up()
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a step would compute or report anything."""
@@ -356,7 +315,7 @@ class InferenceEngine(Engine):
         records = [self._presented(record) for record in self.core.report(context_state)]
         for record in records:
             future = self._futures.pop(record.request_id, None)
-            with self.error_isolation.guard("the future of a request"):
+            with self.core.error_isolation.guard("the future of a request"):
                 if future is not None and not future.done():
                     future.set_result(record)
         return {
@@ -413,10 +372,6 @@ class InferenceEngine(Engine):
         Requests in flight keep their tokens and compute keys, values and states again.
         """
         self.core.weights_changed()
-
-    @property
-    def _model(self) -> nn.Module:
-        return self.controller.inference_wrapped_model.model
 
     # Pool lifecycle
 

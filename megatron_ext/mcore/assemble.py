@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -165,13 +166,13 @@ def build_worker(
     speculative_tokens: int = 0,
     speculation: SpeculationConfig = NO_SPECULATION,
     packs_weights: bool = False,
-    opener: Callable[[InferenceController], Callable[[PrefixCache], WarmRestart | None]] | None = None,
+    opener: Callable[[InferenceController, PrefixCache], WarmRestart | None] | None = None,
 ) -> Worker:
     """Build the worker that replaces the engine on a rank other than 0; see `build_engine`.
 
     Args:
         speculation: See `build_engine`.
-        opener: Makes the function that opens the store of this rank's part of the cache; None if it is not kept.
+        opener: Opens the store of this rank's part of the cache; None if it is not kept.
     """
     prediction = _prediction_of(model, config, dtype, speculation)
     controller = _build_controller(
@@ -196,7 +197,7 @@ def build_worker(
     context.prepare_cuda_graphs()
     warm_up(_parts_to_warm_up(controller, layer, parallel_context), is_visible=False)
     if opener is not None:
-        worker.open_store = opener(controller)
+        worker.open_store = partial(opener, controller)
     if speculation.measures_costs:
         worker.follow()  # until rank 0 has measured them
     return worker

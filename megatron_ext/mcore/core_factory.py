@@ -10,6 +10,7 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputSettings
+from megatron_ext.engine.resources import ModelResources
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.step_executor import StepExecutor
@@ -109,7 +110,7 @@ def make_worker(
     )
 
 
-class ContextResources:
+class ContextResources(ModelResources):
     """`ModelResources` of a context and its model.
 
     Args:

@@ -100,5 +100,5 @@ def _add_requests(engine: InferenceEngine, requests: int, tokens: int) -> None:
 
 
 def _all_decode(engine: InferenceEngine, requests: int) -> bool:
-    running = engine.scheduler.queues.running
+    running = engine.core.scheduler.queues.running
     return len(running) == requests and all(request.is_decoding for request in running)

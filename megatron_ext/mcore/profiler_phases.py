@@ -29,7 +29,7 @@ def named_phases(
         before_step: Called in the engine's thread before each step.
         before_close: Called in the engine's thread before the engine is closed.
     """
-    scheduler, context = engine.scheduler, engine.context
+    scheduler, context = engine.core.scheduler, engine.context
     places: tuple[tuple[str, object, str], ...] = (
         ("plan", scheduler, "schedule"),
         ("stage", context, "stage"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ext.config import CacheConfig
@@ -28,11 +28,13 @@ logger = logging.getLogger(__name__)
 REPORTS = "audits"  # in the directory of the cache
 
 GIB = 1024**3
-StoreOpener = Callable[[PrefixCache], WarmRestart | None]
 
 
 def keep_engine(
-    engine: InferenceEngine, model: Sequence[bytes], settings: CacheConfig, parallel_context: ParallelContext | None
+    engine: InferenceEngine,
+    model: Sequence[bytes],
+    settings: CacheConfig,
+    parallel_context: ParallelContext | None = None,
 ) -> None:
     """Open the stores of an engine's caches on all ranks and put their entries back, if the directory can be used now.
 
@@ -55,13 +57,6 @@ def keep_engine(
         for number, replica in enumerate(core.replicas[1:], 1):
             put_back(replica.scheduler.cache, NoPart(), parallel_context.cache_ranks(number))
     core.attach_disk(disk)
-
-
-def opener_of_part(
-    controller: InferenceController, model: Sequence[bytes], settings: CacheConfig, parallel_context: ParallelContext
-) -> StoreOpener:
-    """Return `open_part` as a function of the cache, for a rank other than 0; with its arguments."""
-    return lambda cache: open_part(controller, cache, model, settings, parallel_context)
 
 
 def open_part(

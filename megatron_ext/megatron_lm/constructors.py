@@ -21,7 +21,7 @@ from megatron_ext.apis.generation import conversion_for
 from megatron_ext.apis.inference_config import read_inference_config
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.adapter import Asked
+from megatron_ext.mcore.adapter import RequestedParams
 from megatron_ext.mcore.inference_request import DynamicInferenceRequestRecord
 from megatron_ext.megatron_lm.arguments import ContextArguments, context_arguments
 from megatron_ext.models.llm_engine import LLMEngine
@@ -207,7 +207,7 @@ class Presenter:
     def __init__(self, engine: LLMEngine, *, has_pause_events: bool) -> None:
         self._conversion = conversion_for(engine, has_pause_events=has_pause_events)
 
-    def __call__(self, record: RequestRecord, asked: Asked) -> DynamicInferenceRequestRecord:
+    def __call__(self, record: RequestRecord, asked: RequestedParams) -> DynamicInferenceRequestRecord:
         """Return Megatron's record of a request that has ended."""
         given = asked.given if isinstance(asked.given, SamplingParams) else SamplingParams()
         request = self._conversion.convert(record, given, asked.resolved.num_tokens_to_generate)

@@ -12,9 +12,9 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
-from megatron_ext.mcore.warm_restart_setup import write_audit_reports
+from megatron_ext.mcore.warm_restart_setup import keep_engine, open_part, write_audit_reports
 from megatron_ext.mcore.warm_up import Phase, unreported
-from megatron_ext.models.durable_cache import keep_cache, store_opener
+from megatron_ext.models.identity import cache_facts
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.prediction_checks import check_prediction
 from megatron_ext.models.update.disk import NewWeights, read_new_weights
@@ -105,7 +105,8 @@ class EngineArgs:
             phase=self._phase,
         )
         if self._weights is not None and cache.is_durable:
-            keep_cache(engine, loaded, self._weights, cache, settings.parallel, self._parallel_context)
+            facts = cache_facts(loaded, self._weights, settings.parallel, self._parallel_context)
+            keep_engine(engine, facts, cache, self._parallel_context)
         write_audit_reports(engine, cache)
         return engine
 
@@ -149,7 +150,8 @@ def build_follower(
     """
     opener = None
     if cache.is_durable:  # before anything packs the weights
-        opener = store_opener(loaded, weights_digest(loaded), cache, settings.parallel, parallel_context)
+        facts = cache_facts(loaded, weights_digest(loaded), settings.parallel, parallel_context)
+        opener = partial(open_part, model=facts, settings=cache, parallel_context=parallel_context)
     weights = rank_weights(settings, parallel_context, loaded)
     worker = build_worker(
         loaded.model,

@@ -1,4 +1,4 @@
-"""Identity of a loaded model: hashes of its tokenizer and of its weights."""
+"""Identity of a loaded model: hashes of its tokenizer and of its weights, and what its cached entries depend on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,39 @@ import os
 from hashlib import blake2b
 from pathlib import Path
 
+from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular
+from megatron_ext.mcore import platform
+from megatron_ext.models.load import LoadedModel
+from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
 
 HASH_BYTES = 16
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, evenly spaced; smaller files are read whole
 WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt", ".bin")
 _LARGEST_LISTED = 4096  # for a tokenizer without a serialized form: number of ids whose texts are hashed
+
+
+def cache_facts(
+    loaded: LoadedModel,
+    weights: bytes,
+    parallel: ParallelConfig | None = None,
+    parallel_context: ParallelContext | None = None,
+) -> list[bytes]:
+    """Return what cached entries depend on that an engine does not know; see `cache_identity`.
+
+    Args:
+        loaded: This rank's part of the model.
+        weights: Digest of the weights; see `weights_digest`.
+        parallel: Parallel sizes.
+        parallel_context: All ranks; None for a world of one.
+    """
+    facts = [tokenizer_hash(loaded.tokenizer).encode(), weights]
+    if parallel_context is None:
+        return [*facts, b"one rank"]
+    here, sizes = parallel_context.here, platform.group_sizes(parallel)
+    return [*facts, f"tensor {here.tensor}, stage {here.pipeline} of {sizes.described()}".encode()]
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

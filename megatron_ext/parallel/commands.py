@@ -91,7 +91,7 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class StartAnew:
+class Reset:
     """Restart: all requests and counters are dropped; freed pools are allocated again."""
 
 
@@ -200,7 +200,7 @@ Command = (
     | ReadWeights
     | ResetPrefixCache
     | Resume
-    | StartAnew
+    | Reset
     | Suspend
     | UpdateWeights
     | WeightsChanged

@@ -17,8 +17,8 @@ from megatron_ext.parallel.commands import (
     GoLive,
     KeepCache,
     OpenStore,
+    Reset,
     Resume,
-    StartAnew,
 )
 
 
@@ -26,7 +26,7 @@ def _nothing() -> None:
     """Wait for no other rank."""
 
 
-class Driver:
+class Driver(Workers):
     """`Workers` of a world of several ranks.
 
     Before each step one batch goes to all ranks: the commands that rank 0's schedulers recorded since the last batch. A
@@ -57,7 +57,7 @@ class Driver:
         self._releases = releases
         self._is_released = False
         self.has_stores = False
-        self.note(StartAnew())
+        self.note(Reset())
 
     def begin_step(self) -> None:
         """Send the commands and start a step; see `Workers.begin_step`."""

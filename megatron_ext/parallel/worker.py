@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from megatron_ext.engine.disk_placing import LoadPlacing
 from megatron_ext.engine.executor import Executor
+from megatron_ext.engine.resources import ModelResources
 from megatron_ext.parallel.commands import (
     Action,
     Add,
@@ -24,9 +24,9 @@ from megatron_ext.parallel.commands import (
     Propose,
     Quarantine,
     ReadWeights,
+    Reset,
     ResetPrefixCache,
     Resume,
-    StartAnew,
     Suspend,
     UpdateWeights,
     WeightsChanged,
@@ -38,23 +38,6 @@ from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, NoteRun, PlaceLoad
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-
-
-class Memory(Protocol):
-    """Weights and pools of this rank; see `ModelResources`."""
-
-    def mark_new_weights(self) -> None:
-        """Record an in-place write of the weights."""
-
-    def use_new_weights(self) -> None:
-        """Drop what was derived from the old weights."""
-
-    def allocate(self) -> None:
-        """Allocate the pools if they are not allocated."""
-
-    def free(self) -> None:
-        """Free the pools if they are allocated; their contents are lost."""
-
 
 _RETURNING = (Action.STOP, Action.RELEASE, Action.HAND_OVER)
 
@@ -77,7 +60,7 @@ class Worker:
         receive: Waits for rank 0's next batch.
         make_scheduler: Returns a scheduler without requests, equal to rank 0's.
         executor: Computes steps.
-        memory: Pools, allocated and freed on rank 0's commands.
+        memory: Weights and pools of this rank, changed on rank 0's commands.
         meet: Returns when all ranks have obeyed the last batch.
 
     Attributes:
@@ -96,7 +79,7 @@ class Worker:
         receive: Callable[[], Batch],
         make_scheduler: Callable[[], Scheduler],
         executor: Executor,
-        memory: Memory,
+        memory: ModelResources,
         meet: Callable[[], None] = _nothing,
     ) -> None:
         self.replica = replica
@@ -161,7 +144,7 @@ class Worker:
         elif isinstance(command, Resume):
             self._memory.allocate()
             self.is_suspended = False
-        elif isinstance(command, StartAnew):
+        elif isinstance(command, Reset):
             self._start_anew()
         else:
             self._obey_for_cache(command)

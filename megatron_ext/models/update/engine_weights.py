@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from megatron_ext.engine.workers import NoWorkers, Workers
+from megatron_ext.engine.workers import Workers
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import NewWeights
@@ -38,7 +38,7 @@ class EngineWeights:
     naming: Naming | None = None
     ranks: RankWeights | None = None
     read: Callable[[Path], NewWeights] | None = None
-    workers: Workers = field(default_factory=NoWorkers)
+    workers: Workers = field(default_factory=Workers)
 
     def names(self) -> Naming:
         """Return the names of whole tensors.

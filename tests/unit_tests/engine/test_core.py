@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.engine.resources import NoResources
+from megatron_ext.engine.resources import ModelResources
 from megatron_ext.engine.step_log import LINE_SECONDS, StepLog
 from megatron_ext.errors import WeightUpdateError
 from tests.unit_tests.support.paper_engine import Paper
@@ -16,7 +16,7 @@ from tests.unit_tests.support.paper_engine import Paper
 def test_weights_that_others_have_changed_are_noticed_without_a_cache():
     """RL-2: tokens of the next step are of a new version."""
     paper = Paper(policy=None)
-    paper.engine.resources = resources = NoResources()
+    paper.engine.resources = resources = ModelResources()
     paper.add(0, (1, 2, 3), ignore_eos=True)
     paper.step()
     resources.has_new_weights = iter([True, *[False] * 100]).__next__

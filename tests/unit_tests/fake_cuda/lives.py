@@ -119,7 +119,7 @@ def served(
         if between is not None:
             between(steps)
     records = [one.result() for one in added]
-    return {"requests": [told(one) for one in records], "skipped": engine.lifetime_skipped_token_count, "steps": steps}
+    return {"requests": [told(one) for one in records], "skipped": engine.core.counters.skipped_tokens, "steps": steps}
 
 
 def told(record: RequestRecord) -> dict[str, object]:
@@ -148,7 +148,7 @@ def serve_programs(kind: str, asked: Callable[[], Requests] = plain_requests, **
         engine = engine_of(kind, cuda_graph_impl="local", num_cuda_graphs=1, **settings)
         engine.create_cuda_graphs()
         found = served(engine, asked(), watch)
-        assert engine.statistics().counters.launched_ahead > 0, "no step was launched ahead (CU-6)"
+        assert engine.core.statistics().counters.launched_ahead > 0, "no step was launched ahead (CU-6)"
         return found
 
     return live
@@ -267,7 +267,7 @@ def embedded(watch: AbstractContextManager[object]) -> dict[str, object]:
     while engine.has_unfinished_requests():
         with watch:
             engine.step_modern()
-    return {"requests": [told(one.result()) for one in added], "skipped": engine.lifetime_skipped_token_count}
+    return {"requests": [told(one.result()) for one in added], "skipped": engine.core.counters.skipped_tokens}
 
 
 LIVES: dict[str, Life] = {

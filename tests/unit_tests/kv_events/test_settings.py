@@ -203,7 +203,7 @@ def test_an_engine_computes_the_same_with_events():
         engine = tiny_engine()
         events.attach(LLMEngine(engine))
         assert answers(engine) == silent
-        follower = Worker(events.publishers[0], engine.scheduler.cache)
+        follower = Worker(events.publishers[0], engine.core.scheduler.cache)
         until(follower.has_all)
     told = follower.reader.blocks.values()
     assert any(block.tokens == tuple(range(3, 19)) and block.extra == (event_salt("tenant"),) for block in told)

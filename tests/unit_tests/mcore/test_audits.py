@@ -65,7 +65,7 @@ def test_a_sound_cache(get_driver, get_oracle, monkeypatch, kind: str, *, shares
     assert counts.blocks == sum(one.matched_block_count for one in hits)
     assert counts.snapshots == (0 if layers.states is None else len(hits))
     assert not audit_of(driver).findings
-    statistics = driver.engine.statistics()
+    statistics = driver.engine.core.statistics()
     assert statistics.counters.audit_tokens == BLOCK * counts.blocks
     assert (statistics.ended, statistics.running, statistics.waiting) == (4, 0, 0)
     for name in driver.records:
@@ -170,8 +170,8 @@ class TestTime:
         driver = get_driver("hybrid", cache=CacheConfig())
         for _ in range(3):
             serve(driver, PROMPT)
-        assert driver.engine.statistics().audit is None
-        assert "audit_due" not in driver.engine.statistics().prefix_cache()
+        assert driver.engine.core.statistics().audit is None
+        assert "audit_due" not in driver.engine.core.statistics().prefix_cache()
         assert driver.scheduler.counters.audit_tokens == 0
 
     def test_not_beside_others(self, get_driver):

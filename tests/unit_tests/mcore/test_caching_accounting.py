@@ -106,7 +106,7 @@ def test_statistics(get_caching_driver):
     driver.run()
     use = {"blocks_total": 6, "blocks_cached": 5, "blocks_evictable": 5, "blocks_in_use": 0, "blocks_evicted": 2}
     happened = {"hits": 2, "coordination_waits": 2}
-    assert driver.engine.prefix_cache_statistics().items() >= (use | happened).items()
+    assert driver.engine.core.statistics().prefix_cache().items() >= (use | happened).items()
 
 
 def test_the_log_line(warm, caplog):

@@ -61,14 +61,14 @@ def finish(driver: CachingDriver, get_oracle, kind: str = "hybrid") -> dict[int,
 def test_a_forward_that_raises(get_oracle, kind, call):
     """KV-5: a failed forward publishes and leaks nothing; earlier blocks and snapshots are found, and all succeed."""
     driver = in_flight(get_oracle, kind)
-    lifetime, skipped = driver.engine.lifetime_prefill_token_count, driver.engine.lifetime_skipped_token_count
+    lifetime, skipped = driver.engine.lifetime_prefill_token_count, driver.engine.core.counters.skipped_tokens
     with FAILING[kind](call), pytest.raises(Broken):
         driver.step()
     assert_nothing_is_held(driver)
     assert driver.scheduler.cache.use().blocks_cached == 6
     assert [request.request_id for request in driver.scheduler.queues.waiting] == [0, 1, 2, 3]
     assert driver.engine.lifetime_prefill_token_count == lifetime
-    assert driver.engine.lifetime_skipped_token_count == skipped
+    assert driver.engine.core.counters.skipped_tokens == skipped
     if kind == "hybrid":
         assert driver.snapshots_of(LONG) == [64]
         with FAILING[kind](1), pytest.raises(Broken):  # a step without a decode
@@ -132,7 +132,7 @@ def test_retried_admissions_count_once(get_oracle, kind):
         with FAILING[kind](), pytest.raises(Broken):
             driver.step()
     assert finish(driver, get_oracle, kind) == {0: 0, 1: 64}
-    assert driver.engine.lifetime_skipped_token_count == 64
+    assert driver.engine.core.counters.skipped_tokens == 64
     assert driver.engine.lifetime_prefill_token_count == 69 + 5
     assert driver.records[1].recomputed_token_count == 0
 

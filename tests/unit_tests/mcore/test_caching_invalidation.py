@@ -205,11 +205,14 @@ class TestIdleDummyStep:
         driver.context.cuda_graph_batch_dimensions_list = [object()]
 
         def idle() -> None:
-            before = (driver.engine.prefix_cache_statistics(), driver.engine.lifetime_prefill_token_count)
+            before = (driver.engine.core.statistics().prefix_cache(), driver.engine.lifetime_prefill_token_count)
             content = [pool.clone() for pool in (driver.context.snapshots.conv, driver.context.snapshots.ssm)]
             driver.engine.controller.dummy_forward()
             driver.engine.check()
-            assert (driver.engine.prefix_cache_statistics(), driver.engine.lifetime_prefill_token_count) == before
+            assert (
+                driver.engine.core.statistics().prefix_cache(),
+                driver.engine.lifetime_prefill_token_count,
+            ) == before
             for pool, old in zip((driver.context.snapshots.conv, driver.context.snapshots.ssm), content, strict=True):
                 assert pool.allclose(old, equal_nan=True)
 
@@ -409,4 +412,4 @@ def test_an_engines_reset_empties_its_cache(get_caching_driver, oracle):
         driver.run()
         assert_equals_oracle(driver, request_id, oracle)
     assert driver.skipped(1, 2) == [0, 96]
-    assert driver.engine.lifetime_skipped_token_count == 96
+    assert driver.engine.core.counters.skipped_tokens == 96

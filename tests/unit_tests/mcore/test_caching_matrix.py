@@ -102,7 +102,7 @@ def test_cache_on_equals_cache_off(get_driver, get_oracle, kind, batching, cache
     for request_id in (1, 12, 23):
         assert_equals_oracle(on, request_id, get_oracle(kind))
     total = sum(map(sum, skipped))
-    assert on.engine.lifetime_skipped_token_count == total
+    assert on.engine.core.counters.skipped_tokens == total
     assert on.engine.lifetime_prefill_token_count == off.engine.lifetime_prefill_token_count - total
 
 

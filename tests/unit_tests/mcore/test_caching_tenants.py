@@ -180,11 +180,11 @@ class TestOff:
         assert self.run(driver, monkeypatch) == []
         assert driver.scheduler.blocks.free_count == driver.scheduler.blocks.total
         assert driver.scheduler.cache.use().blocks_cached == 0
-        assert driver.engine.prefix_cache_statistics() is None
+        assert driver.engine.core.statistics().prefix_cache() is None
         driver.add(1, PROMPT, skip_prompt_log_probs=True, cache_salt="a")
         assert driver.engine.get_request(1).sequence.chain is None
         driver.run()
         assert driver.records[1].prefill_reasons == {"caching_off": 55}
-        assert (driver.records[1].matched_block_count, driver.engine.lifetime_skipped_token_count) == (0, 0)
+        assert (driver.records[1].matched_block_count, driver.engine.core.counters.skipped_tokens) == (0, 0)
         for request_id in range(2):
             assert_equals_oracle(driver, request_id, oracle)

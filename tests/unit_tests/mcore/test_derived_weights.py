@@ -24,7 +24,7 @@ KINDS = ["hybrid", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("ga
 
 def derived(driver: Driver) -> dict[str, int]:
     """Number of things derived from weights that the engine holds, by name; rates of states are never held."""
-    model, context = driver.engine._model, driver.context
+    model, context = driver.engine.controller.inference_wrapped_model.model, driver.context
     return {
         "packed weights": sum(isinstance(one, Packable) and one.packed is not None for one in model.modules()),
         "recorded steps": 0 if context.recorded_steps is None else len(context.recorded_steps._sizes),
@@ -42,7 +42,7 @@ def test_each_source(kind: str, way: str):
     driver = HybridDriver(build_slow_decay(config), config, packs_weights=True, operator_backend=BACKEND)
     driver.sight(0, PROMPT)
     held = derived(driver)
-    shards = ShardWeights(driver.engine._model, None, source_is_gpt=False)
+    shards = ShardWeights(driver.engine.controller.inference_wrapped_model.model, None, source_is_gpt=False)
     assert BACKEND == "auto" or held["packed weights"] > 0
     assert any(held.values())
     before = driver.records[0].generated_log_probs
@@ -53,7 +53,9 @@ def test_each_source(kind: str, way: str):
         if way == "shards":
             shards.write({name: new}, ShardOptions(partial=True))
         else:
-            update_weights(driver.engine._model, OwnNames(), {name: new}, partial=True)
+            update_weights(
+                driver.engine.controller.inference_wrapped_model.model, OwnNames(), {name: new}, partial=True
+            )
         driver.engine.core.weights_changed()
         driver.sight(request_id, PROMPT)
         assert_equals_oracle(driver, request_id, Oracle(plain))

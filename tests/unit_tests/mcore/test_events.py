@@ -48,7 +48,7 @@ def test_computed_and_recomputed_tokens_are_exact(pressed):
 def test_the_lifetime_count_is_the_sum_over_requests(pressed):
     total = sum(r.computed_prefill_token_count + r.recomputed_token_count for r in pressed.records.values())
     assert pressed.engine.lifetime_prefill_token_count == total
-    assert pressed.engine.lifetime_skipped_token_count == 0
+    assert pressed.engine.core.counters.skipped_tokens == 0
     assert pressed.engine.step_count == len(pressed.steps)
 
 

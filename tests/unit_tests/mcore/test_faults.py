@@ -157,7 +157,7 @@ def test_an_error_of_one_request_ends_it_and_nothing_else(get_driver, expected, 
     }
     assert all(record.status is Status.COMPLETED for record in records.values())
     assert futures[VICTIM].result() is victim
-    assert driver.engine.error_isolation.count == 1
+    assert driver.engine.core.error_isolation.count == 1
     assert_nothing_is_left(driver)
 
 
@@ -268,7 +268,7 @@ class TestErrorsThatEndNoRequest:
         for request_id in driver.engine._futures:
             driver.engine._futures[request_id] = Closed(loop=driver.engine._loop)
         self.check(driver, expected())
-        assert driver.engine.error_isolation.count == 4
+        assert driver.engine.core.error_isolation.count == 4
         assert sum("the future of a request failed" in record.message for record in caplog.records) == 1
 
     @pytest.mark.parametrize("part", ["line", "use"])
@@ -286,7 +286,7 @@ class TestErrorsThatEndNoRequest:
         else:
             monkeypatch.setattr(driver.scheduler.cache, "use", fail)
         self.check(driver, expected())
-        assert driver.engine.error_isolation.count == driver.engine.step_count
+        assert driver.engine.core.error_isolation.count == driver.engine.step_count
         assert sum("the log line of a step failed" in record.message for record in caplog.records) == 1
 
     def test_a_log_that_raises(self, get_driver, expected, broken_log, capsys):
@@ -398,5 +398,5 @@ class TestSuspended:
         engine = get_driver().engine
         with pytest.raises(ValueError, match="not in the vocabulary"):
             engine.generate([PROMPTS[0], [5, 1000]])
-        assert len(engine.scheduler.queues) == 0
+        assert len(engine.core.scheduler.queues) == 0
         assert [record.prompt_tokens for record in engine.generate([PROMPTS[2]])] == [tuple(PROMPTS[2])]

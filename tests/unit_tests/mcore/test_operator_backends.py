@@ -135,7 +135,7 @@ def test_tiles_of_ssd_in_an_engine_equal_the_reference(is_padded):
             for request_id, tokens in enumerate((prompt, other)):
                 driver.add(request_id, tokens, num_tokens_to_generate=1, return_log_probs=False)
                 driver.run()
-        assert driver.engine.lifetime_skipped_token_count == 128
+        assert driver.engine.core.counters.skipped_tokens == 128
         assert ("chunk_scan" in {launch.kernel for launch in launches}) is (backend == "triton")
         assert "ssd_prefill" not in {launch.kernel for launch in launches}
         assert not padded or any(bucket.prefills for bucket in driver.buckets)

@@ -149,9 +149,9 @@ def test_with_a_cache_of_blocks(get_oracle, monkeypatch, seed):
     life = Life(driver, source)
     for _ in range(4):
         life.live(get_oracle("attention_only"))
-        if driver.engine.lifetime_skipped_token_count:
+        if driver.engine.core.counters.skipped_tokens:
             break
-    assert driver.engine.lifetime_skipped_token_count > 0
+    assert driver.engine.core.counters.skipped_tokens > 0
 
 
 @pytest.mark.parametrize("seed", seeds([2], 6))
@@ -241,7 +241,7 @@ def test_a_drafter_costs_its_drafts_only(get_driver, get_oracle, caplog):
     life.check(oracle)
     said = [record.getMessage() for record in caplog.records if "the drafter failed" in record.getMessage()]
     assert len(said) == 2, "once for an error, once for invalid drafts"
-    assert life.driver.engine.error_isolation.count > len(said)
+    assert life.driver.engine.core.error_isolation.count > len(said)
 
 
 def test_a_paused_request_keeps_the_state_that_it_goes_on_from(get_driver, get_oracle):

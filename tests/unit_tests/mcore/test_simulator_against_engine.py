@@ -68,7 +68,7 @@ def in_engine(model, policy: str, slots: int) -> tuple[list[Life], dict[str, int
             life = lives[record.request_id]
             life.answer, life.skipped = record.generated_tokens, record.skipped_prefill_token_count
             done.append(life)
-    return lives, engine.prefix_cache_statistics(), engine.scheduler.limits
+    return lives, engine.core.statistics().prefix_cache(), engine.core.scheduler.limits
 
 
 def in_simulator(lives: list[Life], limits, policy: str, slots: int) -> tuple[list[int], dict[str, int]]:

@@ -51,7 +51,7 @@ def is_red(pair: Pair, answer: PendingOutput) -> bool:
     """Return whether a check fails: the engine's, its invariants, the drafter's, or the comparison."""
     try:
         driver = speak(pair, answer)
-        assert not driver.engine.error_isolation.count, "the drafter saw another past"
+        assert not driver.engine.core.error_isolation.count, "the drafter saw another past"
         assert_same(driver, pair.plain)
         assert_same_cache(driver, pair.plain)
     except (AssertionError, RuntimeError):

@@ -46,7 +46,7 @@ def test_each_skipped_token_says_where_its_entries_had_been(get_driver, tmp_path
     assert [record.skipped_prefill_token_count for record in records] == [64, 64, 128, 0, 0, 0, 64]
     assert [record.skipped_from_disk_token_count for record in records] == [64, 64, 64, 0, 0, 0, 0]
     assert [record.prefix_cache_explanation.from_disk for record in records] == [64, 64, 64, 0, 0, 0, 0]
-    counts = driver.engine.statistics().prefix_cache_disk()
+    counts = driver.engine.core.statistics().prefix_cache_disk()
     assert (counts["hits"], counts["skipped_tokens"]) == (3, 192)
     driver.engine.close()
 

@@ -74,7 +74,7 @@ def test_what_was_evicted_comes_back_from_disk(get_driver, tmp_path, kind):
     _, _, in_memory = serve(driver, prompt)
     assert in_memory > 0
     push_out(driver)
-    assert driver.engine.statistics().use.blocks_evicted > 0
+    assert driver.engine.core.statistics().use.blocks_evicted > 0
     again, log_probs_again, from_disk = serve(driver, prompt)
     assert from_disk == in_memory
     assert again == tokens
@@ -97,7 +97,7 @@ def test_memory_that_blocks_and_snapshots_share_gives_up_and_takes_back(get_driv
             assert again == tokens
             torch.testing.assert_close(torch.tensor(log_probs_again), torch.tensor(log_probs), atol=2e-4, rtol=0)
             assert skipped >= 112
-    counts, use = driver.engine.core.disk.counts(), driver.engine.statistics().use
+    counts, use = driver.engine.core.disk.counts(), driver.engine.core.statistics().use
     assert counts["loads_placed"] > 6
     assert use.slabs_retyped + use.blocks_moved + use.snapshots_moved > 0
     driver.engine.close()
@@ -110,7 +110,7 @@ def test_a_snapshot_on_disk_serves_blocks_in_memory(get_driver, tmp_path):
     tokens, *_ = serve(driver, prompt)
     _, _, in_memory = serve(driver, prompt)
     push_out(driver)
-    use = driver.engine.statistics().use
+    use = driver.engine.core.statistics().use
     assert use.blocks_evicted == 0
     assert use.slots_evicted > 0
     settle(driver)  # what waits to be written is not read from the file
@@ -147,11 +147,11 @@ def test_a_request_that_diverges_from_what_is_on_disk_leaves_a_snapshot_there(ge
     cache = {"provisional_slots": 0, "snapshot_mode": mode}
     driver = small(get_driver, tmp_path / "cache", kind, **cache)
     found = served_beside(driver)
-    assert driver.engine.statistics().use.blocks_evicted > 0
+    assert driver.engine.core.statistics().use.blocks_evicted > 0
     driver.engine.close()
     driver = get_driver(kind, cache=CacheConfig(snapshot_slots=100, **cache), block_count=400)
     assert found == served_beside(driver)
-    assert driver.engine.statistics().use.blocks_evicted == 0
+    assert driver.engine.core.statistics().use.blocks_evicted == 0
     assert max(found) == 80
 
 
@@ -164,7 +164,7 @@ def test_the_end_of_a_prefix_on_disk_continues_its_start_in_memory(get_driver, t
     _, _, in_memory = serve(driver, prompt)
     serve(driver, make_prompt(140, seed=1))  # evicts the last blocks of the prompt, whose first ones stay
     settle(driver)  # what waits to be written is not read from the file
-    cached = driver.engine.statistics().use.blocks_cached
+    cached = driver.engine.core.statistics().use.blocks_cached
     evicted = driver.engine.core.disk.counts()["evicted"]
     assert 0 < evicted < 14
     again, _, skipped = serve(driver, prompt)
@@ -297,7 +297,7 @@ def test_a_quarantined_block_is_dropped_on_disk(get_driver, tmp_path):
     prompt = make_prompt(120)
     tokens, *_ = serve(driver, prompt)
     push_out(driver)
-    scheduler, tier = driver.engine.scheduler, driver.engine.core.disk.tier
+    scheduler, tier = driver.engine.core.scheduler, driver.engine.core.disk.tier
     chain = HashChain(scheduler.root_of(None), scheduler.limits.block_size)
     hashes = chain.extend(prompt)
     wrong = {EntryKey(EntryKind.BLOCK, one) for one in hashes[3:]}
@@ -334,7 +334,7 @@ def test_nothing_of_new_weights_is_written_after_a_reset_of_the_engine(get_drive
     driver.engine.reset()
     serve(driver, make_prompt(120))
     push_out(driver)
-    assert driver.engine.statistics().use.blocks_evicted > 0
+    assert driver.engine.core.statistics().use.blocks_evicted > 0
     counts = driver.engine.core.disk.counts()
     assert (counts["blocks"], counts["snapshots"], counts["written"]) == (0, 0, 0)
     driver.engine.close()
@@ -350,7 +350,7 @@ def test_an_error_of_the_tier_ends_its_use_and_costs_no_request(get_driver, tmp_
     number = 1000
     driver.add(number, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=6)
     driver.step()
-    assert driver.engine.scheduler.waits_for_disk(driver.engine.core.get(number))
+    assert driver.engine.core.scheduler.waits_for_disk(driver.engine.core.get(number))
 
     def fail(_: object) -> None:
         raise MemoryError("planted")

@@ -20,7 +20,8 @@ from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.mirror import Mirror
-from megatron_ext.models.durable_cache import keep_cache
+from megatron_ext.mcore.warm_restart_setup import keep_engine
+from megatron_ext.models.identity import cache_facts
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.prefix_cache.disk.announcing import announce
@@ -49,7 +50,7 @@ def started(
     model = driver.engine.controller.inference_wrapped_model.model
     tokenizer = NullTokenizer(97)
     loaded = LoadedModel(model, None, tokenizer, torch.float32, "test")  # its configuration is in the engine's plan
-    keep_cache(driver.engine, loaded, tensors_digest(model), settings)
+    keep_engine(driver.engine, cache_facts(loaded, tensors_digest(model)), settings)
     driver.engine.check()
     return driver
 
@@ -97,13 +98,13 @@ def test_a_restart_finds_what_was_cached(get_driver, tmp_path, kind, is_shared):
     tokens, log_probs, _ = served(driver)
     *_, skipped = served(driver)
     assert all(skipped)
-    cached = driver.engine.statistics().use.blocks_cached
+    cached = driver.engine.core.statistics().use.blocks_cached
     driver.engine.close()
-    assert driver.engine.statistics().use.blocks_cached == cached
+    assert driver.engine.core.statistics().use.blocks_cached == cached
 
     driver = started(get_driver, tmp_path / "cache", kind, cache=cache, **memory)
-    assert driver.engine.statistics().use.blocks_cached == cached
-    assert driver.engine.statistics().use.snapshots_taken == 0
+    assert driver.engine.core.statistics().use.blocks_cached == cached
+    assert driver.engine.core.statistics().use.snapshots_taken == 0
     again, log_probs_again, skipped_again = served(driver)
     assert skipped_again == skipped
     assert again == tokens
@@ -141,7 +142,7 @@ def test_a_small_memory_takes_what_is_worth_most(get_driver, tmp_path):
     driver = started(get_driver, tmp_path / "cache", "attention_only", block_count=6)
     counts = driver.engine.core.disk.counts()
     assert (counts["loaded"], counts["blocks"]) == (6, stored)
-    assert driver.engine.statistics().use.blocks_evicted == 0
+    assert driver.engine.core.statistics().use.blocks_evicted == 0
     driver.add(0, hottest, skip_prompt_log_probs=True, num_tokens_to_generate=1)
     driver.run()
     assert driver.records[0].skipped_prefill_token_count == 63
@@ -172,7 +173,7 @@ def test_another_identity_finds_nothing(get_driver, tmp_path, caplog, change):
             parameter.flatten()[5] -= 1
         assert weights != tensors_digest(model)
     with caplog.at_level(logging.WARNING):
-        keep_cache(other.engine, loaded, weights, settings)
+        keep_engine(other.engine, cache_facts(loaded, weights), settings)
     assert sum("another model" in record.getMessage() for record in caplog.records) == 1
     counts = other.engine.core.disk.counts()
     assert (counts["loaded"], counts["blocks"]) == (0, 0)
@@ -248,7 +249,7 @@ def test_no_time_to_write_is_counted(get_driver, tmp_path):
     """DC-1."""
     driver = started(get_driver, tmp_path / "cache", cache={"prefix_cache_drain_seconds": 0.0})
     served(driver)
-    use = driver.engine.statistics().use
+    use = driver.engine.core.statistics().use
     driver.engine.close()
     counts = driver.engine.core.disk.counts()
     assert counts["written"] == 0
@@ -285,7 +286,7 @@ def test_a_reset_of_the_engine_keeps_what_is_worth_keeping(get_driver, tmp_path)
     tokens, _, _ = served(driver)
     driver.engine.reset()
     driver.records.clear()
-    assert driver.engine.statistics().use.blocks_cached == 0
+    assert driver.engine.core.statistics().use.blocks_cached == 0
     kept = driver.engine.core.disk.counts()["blocks"]
     assert kept > 0
     other = make_prompt(70, seed=7)
@@ -313,7 +314,7 @@ def test_an_end_that_fails_gives_the_slot_up(get_driver, tmp_path, monkeypatch):
 
     monkeypatch.setattr(disk.memory, "read_block", fail)
     driver.engine.close()
-    assert driver.engine.error_isolation.count == 1
+    assert driver.engine.core.error_isolation.count == 1
     slot = take_slot(tmp_path / "cache")
     assert slot.path.name == "slot-0"
     slot.close()
@@ -428,7 +429,7 @@ def test_what_was_put_back_is_announced(get_driver, tmp_path):
         driver.run()
     driver.engine.close()
     driver = started(get_driver, tmp_path / "cache")
-    changes, scheduler = Changes(), driver.engine.scheduler
+    changes, scheduler = Changes(), driver.engine.core.scheduler
     scheduler.cache.add_observer(changes)
     announce(scheduler.cache, changes, scheduler.root_of(None))
     delta = changes.take()

@@ -18,7 +18,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import RankError
 from megatron_ext.parallel import command_recorder, worker
-from megatron_ext.parallel.commands import Action, End, ResetPrefixCache, Resume, StartAnew, Suspend
+from megatron_ext.parallel.commands import Action, End, Reset, ResetPrefixCache, Resume, Suspend
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.disk_loads import DiskLoads
@@ -393,7 +393,7 @@ class TestFleet:
         world.core.close()
         batches = [pickle.loads(one) for one in world.sent]
         assert [batch.action for batch in batches] == [Action.STOP]
-        assert batches[0].of(0) == [StartAnew()]
+        assert batches[0].of(0) == [Reset()]
         world.followers[0].follow()  # ends
 
     def test_pools_follow(self, world: World):

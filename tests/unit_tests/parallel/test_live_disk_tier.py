@@ -173,7 +173,7 @@ def live(
     engine = leaders[0].engine
     loads = [vars(replica.loading._tier.counts) for replica in engine.core.replicas]
     schedulers = [replica.scheduler for replica in engine.core.replicas]
-    evicted = engine.statistics().use.blocks_evicted
+    evicted = engine.core.statistics().use.blocks_evicted
     return Life(leaders[0].answers, loads, engine.core.disk.counts()["drops"], caches(schedulers), evicted)
 
 

@@ -97,7 +97,7 @@ class Rank:
         """Start, serve on rank 0 as `act` does, and end."""
         if self.context.is_driver:
             engine = EngineArgs(self._settings, self.context, loaded=self._loaded).build_engine()
-            cached = engine.statistics().use.blocks_cached
+            cached = engine.core.statistics().use.blocks_cached
             engine.check()
             records = act(engine)
             engine.check()

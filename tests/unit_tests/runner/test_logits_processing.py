@@ -131,10 +131,10 @@ def test_suspended_twice(new_driver, wanted):
 def test_after_a_cached_prefix(new_driver, wanted):
     driver = new_driver(cache=CacheConfig(snapshot_slots=20))
     first = run(driver, wanted)
-    skipped = driver.engine.lifetime_skipped_token_count
+    skipped = driver.engine.core.counters.skipped_tokens
     driver.records.clear()
     assert run(driver, wanted) == first == expected(wanted)
-    assert driver.engine.lifetime_skipped_token_count > skipped
+    assert driver.engine.core.counters.skipped_tokens > skipped
 
 
 @pytest.mark.parametrize("broken", ["prompt", "generated"])

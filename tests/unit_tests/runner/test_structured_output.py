@@ -124,8 +124,8 @@ def test_with_drafts(answers, loaded):
         assert record.generated_tokens == expected.generated_tokens
         assert record.finish_reason == expected.finish_reason
         assert record.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-3)
-    assert engine.scheduler.counters.accepted > 30
-    assert engine.scheduler.counters.drafted > engine.scheduler.counters.accepted, "no draft was rejected"
+    assert engine.core.scheduler.counters.accepted > 30
+    assert engine.core.scheduler.counters.drafted > engine.core.scheduler.counters.accepted, "no draft was rejected"
 
 
 def test_log_probs_are_of_all_tokens_not_of_those_that_may_come(answers, loaded):
@@ -277,7 +277,7 @@ def test_a_request_that_ends_while_its_mask_is_computed_frees_everything(loaded,
     future = engine.add_request(seed, PROMPT, row_metadata(seed))
     while not held.is_holding.is_set():
         engine.step_modern()
-    scheduler = engine.scheduler
+    scheduler = engine.core.scheduler
     if end == "abort":
         engine.abort_request(seed)
         engine.step_modern()

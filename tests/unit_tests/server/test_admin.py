@@ -418,7 +418,7 @@ class TestUpdate:
         assert ask(server, "GET", "/health").status_code == 503
         refused = ask(server, "POST", "/v1/completions", json={"prompt": PROMPT})
         assert check_error(refused, 503)["code"] == "weights_not_written"
-        assert server.engine.statistics().use.blocks_cached == 0
+        assert server.engine.core.statistics().use.blocks_cached == 0
         assert ask(server, "POST", "/update_weights_from_disk", json={"model_path": "old"}).status_code == 200
         assert ask(server, "GET", "/health").status_code == 200
         assert tokens(server)["choices"]

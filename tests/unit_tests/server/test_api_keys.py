@@ -198,7 +198,7 @@ class TestDigests:
         tiny.reset_cache()
         for _ in range(2):
             assert cached(tiny, None) in (0, 32)
-        (prefix,) = tiny.engine.hottest_prefixes(1)
+        (prefix,) = tiny.engine.core.hottest_prefixes(1)
         shared = [tiny.http.get("/prefix_cache").json()["hottest_prefixes"][0]["digest"] for _ in range(2)]
         assert shared == [public_hash(prefix.block_hash)] * 2, "equal for as long as the process lives"
         assert re.fullmatch("[0-9a-f]{64}", shared[0])

@@ -10,7 +10,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.models.durable_cache import keep_cache
+from megatron_ext.mcore.warm_restart_setup import keep_engine
+from megatron_ext.models.identity import cache_facts
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.server.http.status_page import PAGE
@@ -58,7 +59,7 @@ def started(serve: Callable[..., LiveServer], directory: Path) -> LiveServer:
     engine = tiny_engine(cache=cache)
     model = engine.controller.inference_wrapped_model.model
     loaded = LoadedModel(model, None, NullTokenizer(97), torch.float32, "tiny")
-    keep_cache(engine, loaded, tensors_digest(model), cache)
+    keep_engine(engine, cache_facts(loaded, tensors_digest(model)), cache)
     return serve(engine)
 
 
@@ -109,7 +110,7 @@ def test_counts_of_a_restart(serve, tmp_path):
     assert second.metric("audits_completed_total") == 2
     assert second.metric("audit_seconds_total") > 0
     occupancy = second.http.get("/prefix_cache").json()["occupancy"]
-    costs = second.engine.scheduler.limits.costs
+    costs = second.engine.core.scheduler.limits.costs
     snapshots = occupancy["slots_used"] + occupancy["provisional_slots"]
     expected = occupancy["blocks_cached"] * costs.block_bytes + snapshots * costs.state_bytes
     assert second.metric("prefix_cache_bytes") == expected > 0

@@ -175,7 +175,7 @@ def test_while_a_step_takes_long_the_server_answers(serve):
     def slow():
         begun.set()
         assert go_on.wait(PATIENCE)
-        steps.append(len(server.engine.scheduler.queues))
+        steps.append(len(server.engine.core.scheduler.queues))
         return generate()
 
     server.engine.controller.compute_step = slow

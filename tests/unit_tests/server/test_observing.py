@@ -100,7 +100,7 @@ class TestCacheRoute:
                 complete(fresh, prompt, max_tokens=1)
         shown = fresh.http.get("/prefix_cache").json()
         assert shown["geometry"]["block_size_tokens"] == 16
-        assert shown["occupancy"] == fresh.engine.prefix_cache_statistics()
+        assert shown["occupancy"] == fresh.engine.core.statistics().prefix_cache()
         assert [(one["tokens"], one["hits"]) for one in shown["hottest_prefixes"]] == [(32, 2), (16, 1)]
         assert all(re.fullmatch("[0-9a-f]{64}", one["digest"]) for one in shown["hottest_prefixes"])
         assert "<" not in fresh.http.get("/prefix_cache").text

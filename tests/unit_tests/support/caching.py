@@ -44,7 +44,7 @@ class CachingDriver(Driver):
     def watch_scheduler(self) -> None:
         super().watch_scheduler()
         self.matched: dict[int, list[int]] = defaultdict(list)
-        self.writes = KvWrites(self.context, self.engine.scheduler, self._shared_blocks)
+        self.writes = KvWrites(self.context, self.engine.core.scheduler, self._shared_blocks)
         admit = self.scheduler._admit
 
         def admit_watched(admission: Admission) -> None:
@@ -66,7 +66,7 @@ class CachingDriver(Driver):
     def run(self) -> dict[int, RequestRecord]:
         records = super().run()
         skipped = sum(record.skipped_prefill_token_count for record in records.values())
-        assert self.engine.lifetime_skipped_token_count == skipped
+        assert self.engine.core.counters.skipped_tokens == skipped
         return records
 
     def skipped(self, *request_ids: int) -> list[int]:

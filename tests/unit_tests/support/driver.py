@@ -108,7 +108,7 @@ class Driver:
 
     @property
     def scheduler(self):
-        return self.engine.scheduler
+        return self.engine.core.scheduler
 
     @property
     def free_blocks(self) -> int:

@@ -133,7 +133,7 @@ def lead(engine: InferenceEngine, script: Script) -> Lived:
     assert not engine.has_unfinished_requests(), "requests never end"
     engine.close()
     counters = dataclasses.replace(engine.core.counters)
-    return Lived(records, engine.prefix_cache_statistics(), counters, engine.step_count, engine.geometry)
+    return Lived(records, engine.core.statistics().prefix_cache(), counters, engine.step_count, engine.geometry)
 
 
 def _act(

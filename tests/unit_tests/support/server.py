@@ -103,7 +103,7 @@ class LiveServer:
         self.in_engine_thread(self._check_idle)
 
     def _check_idle(self) -> None:
-        engine, scheduler = self.engine, self.engine.scheduler
+        engine, scheduler = self.engine, self.engine.core.scheduler
         engine.check()
         assert not engine.has_unfinished_requests()
         assert scheduler.cache.use().blocks_in_use == 0

@@ -52,7 +52,7 @@ def serve(driver: Driver, *, is_caching: bool) -> None:
     driver.add(3, make_prompt(5), num_tokens_to_generate=20, temperature=0.8, top_k=9, top_p=0.9, seed=7, **plain)
     driver.add(4, [*stem, 3], num_tokens_to_generate=1, **plain)
     driver.run()
-    assert (driver.engine.lifetime_skipped_token_count > 0) is is_caching
+    assert (driver.engine.core.counters.skipped_tokens > 0) is is_caching
 
 
 def new_driver(kind, get_oracle, driver=PaddedDriver, *, is_caching=True, **settings):
@@ -99,7 +99,7 @@ def test_kernels_take_padding(get_oracle):
             driver.add(request_id, make_prompt(18)[:length], num_tokens_to_generate=2)
             driver.run()
     assert driver.eager_steps == 0
-    assert driver.engine.lifetime_skipped_token_count == 16
+    assert driver.engine.core.counters.skipped_tokens == 16
     for request_id in range(2):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
     context = driver.context

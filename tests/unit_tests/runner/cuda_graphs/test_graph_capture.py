@@ -299,7 +299,7 @@ def test_new_weights_elsewhere_need_new_graphs(get_oracle):
     fixed, before = driver.context.cuda_graph_runner, driver.graphs.captured
     driver.engine.weights_changed()
     assert driver.graphs.captured == before
-    weight = next(driver.engine._model.parameters())
+    weight = next(driver.engine.controller.inference_wrapped_model.model.parameters())
     old = weight.data
     try:
         weight.data = old.clone()

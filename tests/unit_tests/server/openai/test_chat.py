@@ -231,7 +231,7 @@ def test_hints_are_taken_without_effect(embedded, stream, fields):
             for _ in range(2):
                 body = prompt | given | {"max_tokens": 1, "stream": stream}
                 embedded.http.post(path, json=body).raise_for_status()
-            cache = embedded.engine.scheduler.cache
+            cache = embedded.engine.core.scheduler.cache
             seen.append((list(cache.by_worth()), cache.hottest(9)))
         assert seen[0] == seen[1]
         assert seen[0][1], "the second of each hits"
