@@ -48,11 +48,9 @@ class LoadedEngine(LLMEngine):
         self, engine: InferenceEngine, weights: EngineWeights, defaults: RequestParams, on_close: Callable[[], None]
     ) -> None:
         super().__init__(engine, weights, on_close=on_close)
-        loaded = weights.loaded
-        assert loaded.config.vocab_size is not None, "a model has been built of it"
-        self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults, self.grammars)
-        self.model_config: ModelConfig = loaded.config
-        self.model_name: str = loaded.name
+        self._reader = PromptReader(self.tokenizer, self.vocabulary, self.grammars, defaults)
+        self.model_config: ModelConfig = weights.loaded.config
+        self.model_name: str = weights.loaded.name
 
     # Requests
 
@@ -130,7 +128,7 @@ class LoadedEngine(LLMEngine):
             The parts; see `StreamPart`. The request begins when the first one is read. The errors are those of
             `generate`, and `RequestFailed` where the record would be `FAILED`.
         """
-        return RequestStream(lambda: self._one(prompt, params), self.client, self._reader.vocabulary)
+        return RequestStream(lambda: self._one(prompt, params), self.client, self.vocabulary)
 
     def _one(self, prompt: Prompt, params: RequestParams | None) -> EngineRequest:
         return EngineRequest(self._reader.read_one(prompt, params))

@@ -35,16 +35,16 @@ class PromptReader:
 
     Args:
         tokenizer: Tokenizer of the model.
-        vocab_size: Vocabulary size of the model.
-        defaults: Parameters of a prompt without its own.
+        vocabulary: Vocabulary of the model.
         grammars: The engine's grammar compiler: response formats are compiled here once, outside its thread.
+        defaults: Parameters of a prompt without its own.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, defaults: RequestParams, grammars: Grammars | None = None
+        self, tokenizer: Tokenizer, vocabulary: Vocabulary, grammars: Grammars, defaults: RequestParams
     ) -> None:
-        self.vocabulary = Vocabulary(tokenizer, vocab_size)
-        self._grammars = grammars or Grammars(tokenizer, vocab_size)
+        self._vocabulary = vocabulary
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._defaults = defaults
 
@@ -80,7 +80,7 @@ class PromptReader:
             return prompt.prompt_tokens, prompt.prompt_text, prompt
         try:
             tokens = self._tokens(prompt) if text is None else self._tokenized(text)
-            self.vocabulary.check_prompt(tokens)
+            self._vocabulary.check_prompt(tokens)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         return tokens, text, None

@@ -330,7 +330,11 @@ class EngineCore:
         try:
             result = write()
         except WeightUpdateError as error:
-            self.weights_failed(error)
+            if not error.is_restored:
+                self.update_error = error
+                for request in self.output.requests():
+                    self.output.fail(request, error)
+            self.weights_changed(version=self.weights_version, is_complete=False)
             raise
         self.weights_changed(in_flight, version, is_complete=is_complete)
         return result
@@ -350,14 +354,6 @@ class EngineCore:
         self.resources.mark_new_weights()
         self.resources.has_new_weights()  # so that the next step does not detect them again
         self._use_new_weights(in_flight, version)
-
-    def weights_failed(self, error: WeightUpdateError) -> None:
-        """Handle an update that failed after its first write: unless the old weights are back, all requests fail."""
-        if not error.is_restored:
-            self.update_error = error
-            for request in self.output.requests():
-                self.output.fail(request, error)
-        self.weights_changed(version=self.weights_version, is_complete=False)
 
     def continue_from(self, version: int) -> None:
         """Set the version of the weights of a core without requests, in the place of one that had it."""

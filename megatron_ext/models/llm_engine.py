@@ -104,11 +104,11 @@ class LLMEngine:
     def _counts(self) -> tuple[EngineStatistics, StepCounts]:
         return self._core.statistics(), self._core.step_counts()
 
-    def load(self) -> Future[tuple[int, EngineStatistics]]:
+    def measure_load(self) -> Future[tuple[int, EngineStatistics]]:
         """Read the prompt tokens that are neither computed nor cached, and the counts."""
-        return self.client.call(self._load)
+        return self.client.call(self._measure_load)
 
-    def _load(self) -> tuple[int, EngineStatistics]:
+    def _measure_load(self) -> tuple[int, EngineStatistics]:
         waiting = sum(prompt_tokens_to_compute(replica.scheduler) for replica in self._core.replicas)
         return waiting, self._core.statistics()
 

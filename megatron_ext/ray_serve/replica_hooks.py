@@ -47,7 +47,7 @@ class ReplicaHooks:
 
         if self._measured is None or self._measured[0] + _PERIOD < time.monotonic():
             requests, engine = self._serving.requests, self._serving.engine
-            waiting, statistics = await asyncio.wrap_future(engine.load())
+            waiting, statistics = await asyncio.wrap_future(engine.measure_load())
             load = ReplicaLoad(
                 "",
                 waiting,

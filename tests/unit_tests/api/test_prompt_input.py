@@ -10,10 +10,13 @@ import torch
 
 from megatron_ext import ConfigError, RequestParams
 from megatron_ext.api.prompt_input import PromptReader
+from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.tokenizer import NullTokenizer
+from megatron_ext.text.vocabulary import Vocabulary
 
 DEFAULTS = RequestParams(num_tokens_to_generate=3)
-READER = PromptReader(NullTokenizer(100), 100, DEFAULTS)
+TOKENIZER = NullTokenizer(100)
+READER = PromptReader(TOKENIZER, Vocabulary(TOKENIZER, 100), Grammars(TOKENIZER, 100), DEFAULTS)
 GREEDY, SAMPLED = RequestParams(), RequestParams(temperature=1.0)
 
 

@@ -55,11 +55,16 @@ def test_a_step_reports_every_request_that_it_has_given_a_token():
 def test_only_a_complete_update_ends_a_failed_one():
     """RL-1: after an update of part of the weights they are of no version still."""
     paper = Paper()
-    paper.engine.weights_failed(error := WeightUpdateError("no memory", is_restored=False))
+
+    def write() -> None:
+        raise WeightUpdateError("no memory", is_restored=False)
+
+    with pytest.raises(WeightUpdateError):
+        paper.engine.change_weights(write)
     paper.engine.weights_changed(is_complete=False)
     with pytest.raises(WeightUpdateError):
         paper.engine.check_weights()
-    assert paper.engine.update_error is error
+    assert paper.engine.update_error is not None
     paper.engine.weights_changed()
     paper.engine.check_weights()
 
