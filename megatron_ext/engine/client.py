@@ -22,7 +22,6 @@ from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import EngineStep, StepOutput
 from megatron_ext.engine.idle_gate import IdleGate, answer
 from megatron_ext.engine.pausing import ABORT, Pause, PauseMode
-from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.thread import EngineThread, result_of
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.request import Request
@@ -114,14 +113,6 @@ class EngineClient:
         """True if a step would compute or report anything."""
         return self._core.is_busy
 
-    def suspend(self) -> None:
-        """Free the pools, and wait for that; see `EngineCore.suspend`."""
-        self.call(self._core.suspend).result()
-
-    def resume(self) -> None:
-        """Allocate the pools again, and wait for that; see `EngineCore.resume`."""
-        self.call(self._core.resume).result()
-
     def pause(self, max_seconds: float | None = None, mode: PauseMode = "keep") -> int:
         """Stop stepping and wait until the device is idle; new requests queue up. Replaces a pause before it.
 
@@ -149,10 +140,6 @@ class EngineClient:
             EngineClosed: The client is closed.
         """
         self.call(self._listen, listener or ClientListener()).result()
-
-    def step_counts(self) -> StepCounts:
-        """Return the numbers of steps so far, read between two steps."""
-        return self.call(self._core.step_counts).result()
 
     def step(self) -> StepOutput:
         """Take one step and wait for it, if the client does not step by itself; raises the errors of the core."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.config import RunConfig
-from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
 
@@ -46,7 +46,7 @@ def check_schedule(run: RunConfig, prompt_count: int) -> None:
 
 
 def run_passes(
-    client: EngineClient,
+    engine: LLMEngine,
     prompts: Sequence[RequestInputs],
     run: RunConfig,
     on_step: Callable[[StepOutput], None],
@@ -55,7 +55,7 @@ def run_passes(
     """Run the prompts `run.inference_repeat_n` times, pass after pass; request ids continue across passes.
 
     Args:
-        client: Client of an engine without requests; it does not step by itself.
+        engine: Engine without requests; it does not step by itself.
         prompts: At least one prompt.
         run: Schedule of the submissions.
         on_step: Called after each step with its output.
@@ -64,8 +64,8 @@ def run_passes(
     """
     passes = []
     for _ in range(run.inference_repeat_n):
-        one = _PassRun(client, prompts, run, on_step)
-        before = client.step_counts()
+        one = _PassRun(engine, prompts, run, on_step)
+        _, before = engine.counts()
         start = time.monotonic()
         seconds = 0.0
         if not is_stopped():
@@ -73,7 +73,7 @@ def run_passes(
             seconds = time.monotonic() - start
         if is_stopped():
             one.abort()
-        passes.append(Pass(one.records(), seconds, client.step_counts() - before))
+        passes.append(Pass(one.records(), seconds, engine.counts()[1] - before))
     return passes
 
 
@@ -86,12 +86,12 @@ class _PassRun:
 
     def __init__(
         self,
-        client: EngineClient,
+        engine: LLMEngine,
         prompts: Sequence[RequestInputs],
         run: RunConfig,
         on_step: Callable[[StepOutput], None],
     ) -> None:
-        self._client = client
+        self._engine, self._client = engine, engine.client
         self._prompts = prompts
         self._run = run
         self._on_step = on_step
@@ -110,8 +110,8 @@ class _PassRun:
             if self._client.is_busy:
                 self._step()
                 if self._run.suspend_resume_interval and self.steps % self._run.suspend_resume_interval == 0:
-                    self._client.suspend()
-                    self._client.resume()
+                    self._engine.suspend()
+                    self._engine.resume()
             elif len(self._requests) == len(self._prompts):
                 return
             elif self._run.arrival_rate:

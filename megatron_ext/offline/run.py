@@ -19,7 +19,6 @@ from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import check_machine, say_start
 from megatron_ext.console.startup import StartUp
 from megatron_ext.console.terminal import Output, printable
-from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.input_processor import check_drafts
 from megatron_ext.errors import ConfigError, OutputError
@@ -153,7 +152,7 @@ class _Offline:
         )
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):
-            passes = self._serve(engine.client)
+            passes = self._serve(engine)
             self._close(engine)
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
@@ -170,7 +169,7 @@ class _Offline:
             engine = LLMEngine(self._args.build_engine(cache), steps_itself=False)
             if not is_on:
                 self._interruption.hold()
-            passes = self._serve(engine.client, f"cache {'on' if is_on else 'off'} ")
+            passes = self._serve(engine, f"cache {'on' if is_on else 'off'} ")
             self._close(engine)  # the pools of both runs need not fit at the same time
             results.append(_records(passes))
             if self._interruption.is_asked:
@@ -188,7 +187,7 @@ class _Offline:
         with self._interruption.cutting_short(engine.stop_keeping) if engine.keeps_cache else nullcontext():
             engine.close()
 
-    def _serve(self, client: EngineClient, description: str = "") -> list[Pass]:
+    def _serve(self, engine: LLMEngine, description: str = "") -> list[Pass]:
         """Run the prompts; after each step, ended requests are on disk and on the screen."""
         run = self._settings.run
         self._start_up.ready()
@@ -203,7 +202,7 @@ class _Offline:
 
         with self._hint_of_a_crash(), progress_bar(self._expected * run.inference_repeat_n, description) as bar:
             return run_passes(
-                client,
+                engine,
                 self._prompts,
                 run,
                 lambda output: after_step(output, bar),

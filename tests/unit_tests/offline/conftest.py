@@ -48,7 +48,7 @@ def make_record(request_id: int = 0, **changes) -> RequestRecord:
 
 @dataclass
 class FakeEngine:
-    """An engine client that serves each request in two steps, and logs its calls."""
+    """An engine that serves each request in two steps, and logs its calls; it is its own client."""
 
     log: list[str] = field(default_factory=list)
     requests: list[EngineRequest] = field(default_factory=list)  # by id
@@ -95,8 +95,12 @@ class FakeEngine:
             self.requests[request_id].record.set_result(records[-1])
         return StepOutput([], records, 0.0)
 
-    def step_counts(self) -> StepCounts:
-        return StepCounts(self.log.count("step"))
+    @property
+    def client(self) -> FakeEngine:
+        return self
+
+    def counts(self) -> tuple[None, StepCounts]:
+        return None, StepCounts(self.log.count("step"))
 
     def suspend(self) -> None:
         self.log.append("suspend")
