@@ -341,7 +341,9 @@ async def _no_memory(request: Request, _: MemoryError) -> Response:
 async def _fault(request: Request, error: Exception) -> Response:
     # Starlette raises the error again, and uvicorn logs the traceback.
     logger.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
-    return ApiError(500, f"the server failed: {type(error).__name__}", kind=FAULT).to_response()
+    # Starlette raises the error again afterwards, and uvicorn closes the connection: clients are not to use it again.
+    close = {"Connection": "close"}
+    return ApiError(500, f"the server failed: {type(error).__name__}", kind=FAULT, headers=close).to_response()
 
 
 def describe(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:

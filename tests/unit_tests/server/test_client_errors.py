@@ -69,13 +69,17 @@ class TestIds:
         assert ID.fullmatch(tiny.http.get("/health", headers={"X-Request-Id": '"";'}).headers["x-request-id"])
 
     def test_of_unexpected_errors(self, tiny, monkeypatch, caplog):
-        """The handler of these is outside of other middleware; answer and log have id and status all the same."""
-        monkeypatch.setattr(tiny.serving, "describe", lambda: 1 / 0)
+        """The handler of these is outside of other middleware; answer and log have id and status all the same.
+
+        The answer says that the connection is closed: the next request on it would meet "connection reset".
+        """
+        monkeypatch.setattr(tiny.serving, "describe", lambda _: 1 / 0)
         with caplog.at_level("INFO"):
             answer = tiny.http.get("/v1/models", headers={"X-Request-Id": "mine-2"})
             tiny.wait_until(lambda: any("GET /v1/models" in one for one in caplog.messages if "duration" in one))
         check_error(answer, 500)
         assert answer.headers["x-request-id"] == "mine-2"
+        assert answer.headers["connection"] == "close"
         assert [one for one in caplog.messages if "GET /v1/models 500" in one]
 
     def test_a_missing_key(self, serve):
