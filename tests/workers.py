@@ -28,7 +28,7 @@ from tests import realtime
 
 SECONDS_TO_END = 30
 """Time that a worker has for what its tests have left, such as a thread, before it is killed."""
-_PASSED_LATER = pytest.StashKey[list[str]]()
+_PASSED_LATER = pytest.StashKey[list[tuple[str, str]]]()  # tests, and their first failures
 Events = list[tuple[str, dict[str, Any]]]  # names of hooks and what they are called with
 
 
@@ -73,16 +73,19 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     for index in alone.difference(failed):
         run.publish(index, first[index])
     second = run.hold(failed)
-    session.config.stash[_PASSED_LATER] = [session.items[i].nodeid for i in failed if not _has_failed(second[i])]
+    session.config.stash[_PASSED_LATER] = [
+        (session.items[index].nodeid, run.failure(first[index])) for index in failed if not _has_failed(second[index])
+    ]
     for index in failed:
         run.publish(index, second[index])
     return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Name the tests that have passed in a second run only."""
-    for nodeid in config.stash.get(_PASSED_LATER, []):
+    """Name the tests that have passed in a second run only, and say how they failed before."""
+    for nodeid, failure in config.stash.get(_PASSED_LATER, []):
         terminalreporter.write_line(f"passed the second time only: {nodeid}", yellow=True)
+        terminalreporter.write_line(failure)
 
 
 def _has_failed(events: Events) -> bool:
@@ -134,6 +137,13 @@ class _Run:
             for worker in self._workers:
                 self._end(worker)
             self._workers.clear()
+
+    def failure(self, events: Events) -> str:
+        """Return the text of the failures among a test's events."""
+        config = self._session.config
+        failed = [values for _, values in events if values.get("outcome") == "failed"]
+        reports = [config.hook.pytest_report_from_serializable(config=config, data=values) for values in failed]
+        return "\n".join(report.longreprtext for report in reports)
 
     def publish(self, _: int, events: Events) -> None:
         """Call the hooks of a test's events in this process."""

@@ -111,6 +111,7 @@ def test_those_of_real_time_run_alone_and_once_more_if_they_fail(tmp_path):
     assert code == 0, output
     assert "5 passed" in output
     assert "passed the second time only: test_some.py::test_fails_once\n" in output
+    assert "assert was_there" in output.split("second time only")[1]
 
 
 def test_a_test_that_fails_twice_fails(tmp_path):
