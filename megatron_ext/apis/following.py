@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_ext.apis.inference_config import EngineOptions
 from megatron_ext.apis.serve_config import ServeConfig
 from megatron_ext.apis.state_log import State, StateLog, StateReader, wait_for
 from megatron_ext.apis.views import EngineView
@@ -28,7 +27,6 @@ class FollowingRuntime:
 
     Args:
         follower: This rank's part of the engine.
-        options: Options of the engine.
         log: States of the engine.
         tokenizer: Tokenizer of the model.
 
@@ -40,9 +38,8 @@ class FollowingRuntime:
         RankError: The first rank could not start.
     """
 
-    def __init__(self, follower: EngineFollower, options: EngineOptions, log: StateLog, tokenizer: Tokenizer) -> None:
+    def __init__(self, follower: EngineFollower, log: StateLog, tokenizer: Tokenizer) -> None:
         self._follower = follower
-        self._options = options
         self._log = log
         self._seen = StateReader(log)  # by the lifecycle's methods
         self._changing = threading.Lock()

@@ -163,7 +163,7 @@ def _start(
     log = StateLog() if dist.get_world_size() > 1 else None
     if not isinstance(attached, LoadedEngine):
         assert log is not None, "there is another rank"
-        return FollowingRuntime(attached, options, log, tokenizer)
+        return FollowingRuntime(attached, log, tokenizer)
     try:
         return EngineRuntime(attached, options, tokenizer, log)
     except BaseException:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megatron_ext.errors import ConfigError, EngineClosed
@@ -32,7 +31,6 @@ class Pause:
     max_seconds: float | None = None
     mode: PauseMode = "keep"
     _timer: threading.Timer | None = None
-    _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         if self.max_seconds is not None and not 0 < self.max_seconds <= threading.TIMEOUT_MAX:
@@ -40,11 +38,6 @@ class Pause:
             raise ConfigError(f"max_seconds is {self.max_seconds}, and must be {limit}, or None for no limit")
         if self.mode not in get_args(PauseMode):
             raise ConfigError(f"mode is {self.mode!r}, and must be keep or abort")
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds until generation resumes by itself; None without a limit."""
-        return None if self.max_seconds is None else max(0.0, self._began + self.max_seconds - time.monotonic())
 
     def start(self, on_timeout: Callable[[], object]) -> None:
         """Call `on_timeout` in a thread of its own after the maximum duration, unless the pause is cancelled.

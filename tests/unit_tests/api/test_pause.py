@@ -91,7 +91,7 @@ class TestPause:
     def test_it_ends_by_itself(self, engine, whole, caplog):
         caplog.set_level(logging.WARNING, "megatron_ext")
         request = begun(engine)
-        assert engine.client.pausing.seconds_left is None
+        assert engine.client.pausing.max_seconds is None
         engine.pause_generation(max_seconds=0.05)
         record = request.record.result(PATIENCE)  # without a call
         assert record.generated_tokens == whole.generated_tokens
