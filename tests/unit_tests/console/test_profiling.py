@@ -67,10 +67,10 @@ def test_the_engine_is_as_before(tmp_path):
     """Profiling leaves nothing in an engine or in the sampling module; without the flag nothing is written."""
     engine = LLMEngine(tiny_engine())
     inner = engine.inference_engine
-    before = [set(vars(one)) for one in (inner.core, inner.scheduler, inner.context)]
+    before = [set(vars(one)) for one in (inner.core, inner.core.scheduler, inner.context)]
     with profiled(engine, str(tmp_path / "none")), profiled(engine, None):
         assert inner.core.compute.__name__ == "compute"
-    assert [set(vars(one)) for one in (inner.core, inner.scheduler, inner.context)] == before
+    assert [set(vars(one)) for one in (inner.core, inner.core.scheduler, inner.context)] == before
     from megatron_ext.mcore import controller
 
     assert not hasattr(controller.choose_tokens, "__wrapped__")
