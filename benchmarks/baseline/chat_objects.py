@@ -1,4 +1,17 @@
-"""Objects of this package that a chat request passes, from its route to its first sampled token."""
+"""Objects of this package that a chat request passes, from its route to its first sampled token.
+
+An object is passed if it carries the request (its body, text, token ids or parameters, or an object made from these),
+or if one of its methods is called with something that does. There are three kinds:
+
+- made for the request: its body, and what is made from the call of its route until it is in the scheduler's queue;
+  these objects live as long as the request or its answer;
+- made for a step: what is made from then on, the plan, the message, the inputs and the result of the step that computes
+  it. They serve all requests of that step, and the next step has new ones;
+- called: what existed before.
+
+Not seen: parts that get nothing of the request when they are made (a `Request` makes its own timeline, counts and
+random generator), and what is only referred to by a closure.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +19,10 @@ import sys
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import FrameType, FunctionType
 
-from benchmarks.cases import Figure, Run, case
+from benchmarks.cases import Run, case
 
 PACKAGE = "megatron_ext"
 CONTAINERS = (list, tuple, set, frozenset)
@@ -17,13 +31,12 @@ ELEMENTS = 8  # of a container that are looked at
 LONGEST = 4_096  # tokens of sequences that are searched for the prompt
 NO_PROMPT = "-"  # in no joined tokens
 TEXT = "What does json.loads do?"
+FIRST_TEXT = "What is a list?"  # of a request before it, which makes what all requests share
+REQUEST, STEP, CALLED = "made for the request", "made for a step", "called"
 
 
 class Passed:
     """Objects that a request passes, noted by a profile function.
-
-    Its text, its token ids, its body and all objects that are made from them carry the request. An object is passed if
-    it carries the request, or if one of its methods is called with something that does.
 
     Args:
         first: Function whose call begins the path; its first argument carries the request.
@@ -33,7 +46,7 @@ class Passed:
     Attributes:
         objects: Passed objects, in the order of their first call.
         queued: Number of those until the request was in the scheduler's queue.
-        prompt: `joined` token ids of the text; to be set before the request is sent.
+        prompt: `joined` token ids of the text; to be set before the request is sent. Earlier ones are not followed.
     """
 
     def __init__(self, first: FunctionType, queue: FunctionType, last: FunctionType) -> None:
@@ -44,7 +57,7 @@ class Passed:
         self._ids: set[int] = set()
         self._carriers: set[int] = set()
         self._made: dict[int, object] = {}  # since the route was called; kept, so that no other object gets an id
-        self._is_on = False
+        self._is_on = self._has_begun = False
         self._lock = threading.RLock()
 
     def __enter__(self) -> Passed:
@@ -56,9 +69,13 @@ class Passed:
         sys.setprofile(None)
         threading.setprofile(None)
 
-    def is_made(self, one: object) -> bool:
-        """Return whether an object was made after the path began."""
-        return id(one) in self._made
+    def kinds(self) -> dict[str, list[str]]:
+        """Return the class names of the objects by their kind, each in the order of their first call."""
+        found: dict[str, list[str]] = {REQUEST: [], STEP: [], CALLED: []}
+        for place, one in enumerate(self.objects):
+            made = REQUEST if place < self.queued else STEP
+            found[made if id(one) in self._made else CALLED].append(type(one).__name__)
+        return found
 
     def _follow(self, frame: FrameType, event: str, value: object) -> None:
         if event not in ("call", "return"):
@@ -71,9 +88,11 @@ class Passed:
 
     def _called(self, frame: FrameType) -> None:
         code = frame.f_code
-        if code is self._first:
-            self._is_on = True
-            self._carry(frame.f_locals[code.co_varnames[0]])
+        if code is self._first and self.prompt != NO_PROMPT and not self._has_begun:  # resuming it is a call, too
+            self._is_on = self._has_begun = True
+            body = frame.f_locals[code.co_varnames[0]]
+            self._made[id(body)] = body
+            self._carry(body)
         if not self._is_on:
             return
         arguments = _arguments(frame)
@@ -151,6 +170,8 @@ def _ours(value: object, depth: int = DEPTH) -> Iterator[object]:
     elif depth and isinstance(value, CONTAINERS):
         for one in list(value)[:ELEMENTS]:
             yield from _ours(one, depth - 1)
+    elif isinstance(value, partial):
+        yield from _ours([*value.args, *value.keywords.values()], depth)
     elif depth and isinstance(value, dict):
         for one in list(value.values())[:ELEMENTS]:
             yield from _ours(one, depth - 1)
@@ -179,13 +200,15 @@ def passed() -> Passed:
 
     with Passed(create_chat_completion, EngineCore.add, Scheduler.commit) as found:
         serving = build_serving(settings)  # starts the engine's thread
-        found.prompt = joined(serving.tokenizer.tokenize(TEXT))
         server = build_server(serving, on_ready)
         loop = threading.Thread(target=server.run, kwargs={"sockets": [bind("127.0.0.1", 0)]}, daemon=True)
         loop.start()
         ready.wait()
-        body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4}
-        httpx.post(f"{urls[0]}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+        for text in (FIRST_TEXT, TEXT):
+            if text == TEXT:
+                found.prompt = joined(serving.tokenizer.tokenize(TEXT))
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+            httpx.post(f"{urls[0]}/v1/chat/completions", json=body, timeout=60).raise_for_status()
     server.should_exit = True
     loop.join()
     return found
@@ -194,14 +217,8 @@ def passed() -> Passed:
 @case("baseline", quick={})
 def chat_objects(run: Run) -> None:
     """Objects of our classes that one chat request makes, or that are called with it, until its first sampled token."""
-    found = passed()
-    rows: dict[str, dict[str, Figure]] = {}
-    for place, one in enumerate(found.objects):
-        name = f"{type(one).__module__}.{type(one).__qualname__}".partition(".")[2]
-        part = "route to queue" if place < found.queued else "step"
-        kind = "made" if found.is_made(one) else "called"
-        for row in (name, "all"):
-            figures = rows.setdefault(row, {})
-            figures[f"{part}, {kind}"] = int(figures.get(f"{part}, {kind}") or 0) + 1
-    for row in sorted(rows, key=lambda name: name == "all"):
-        run.row(row, rows[row])
+    kinds = passed().kinds()
+    names = [name for found in kinds.values() for name in dict.fromkeys(found)]
+    for name in dict.fromkeys(names):
+        run.row(name, {kind: found.count(name) or None for kind, found in kinds.items()})
+    run.row("all", {kind: len(found) for kind, found in kinds.items()})

@@ -1,0 +1,46 @@
+"""Objects that a chat request passes, from its route to its first sampled token: few, and all in docs/design.md."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.baseline.chat_objects import CALLED, REQUEST, STEP, passed
+from tests.priority import TestPriority
+from tests.unit_tests.support.source import ROOT
+
+pytestmark = pytest.mark.priority(TestPriority.MEDIUM)
+
+MOST = 15  # made for one request
+HEADING = "### From the route of a chat request to its first sampled token\n"
+
+
+@pytest.fixture(scope="module")
+def kinds() -> dict[str, list[str]]:
+    """Class names of the objects of a request that is not the server's first, by their kind."""
+    return passed().kinds()
+
+
+def listed() -> dict[str, list[str]]:
+    """Class names in the first column of each kind's table in docs/design.md."""
+    section = (ROOT / "docs/design.md").read_text("utf-8").split(HEADING)[1].split("\n### ")[0]
+    tables = [re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for table in section.split("| --- |\n")[1:]]
+    assert len(tables) == 3
+    names = [[name for row in rows for name in re.findall(r"`(\w+)`", row)] for rows in tables]
+    return dict(zip((REQUEST, CALLED, STEP), names, strict=True))
+
+
+def test_few_are_made_for_a_request(kinds):
+    """What is asked for stands in one immutable object; the others add something to it."""
+    assert len(kinds[REQUEST]) <= MOST
+    assert kinds[REQUEST].count("RequestInputs") == kinds[REQUEST].count("Request") == 1
+
+
+def test_the_design_lists_all_that_are_made_for_a_request(kinds):
+    assert kinds[REQUEST] == listed()[REQUEST]
+
+
+@pytest.mark.parametrize("kind", [CALLED, STEP])
+def test_the_design_lists_all_others(kinds, kind):
+    assert dict.fromkeys(kinds[kind]).keys() == set(listed()[kind])
