@@ -19,6 +19,7 @@ from megatron_ext.config import CacheConfig, ModelConfig, RequestParams
 from megatron_ext.engine import async_scheduling
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore import platform
+from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
@@ -45,7 +46,7 @@ PHASES: dict[str, tuple[object, str]] = {
     "describe": (Scheduler, "describe"),
     "describe ahead": (async_scheduling, "describe_ahead"),
     "write and send": (CudaGraphRunner, "_send"),
-    "launch": (CudaGraphRunner, "launch"),
+    "launch": (StepExecutor, "_launch"),
     "wait": (PendingOutput, "read"),
     "commit": (Scheduler, "commit"),
     "report": (EngineCore, "report"),

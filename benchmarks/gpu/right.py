@@ -154,18 +154,24 @@ def alike_tokens(one: RequestRecord, other: RequestRecord) -> int:
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[list[int]]:
-    """Make waiting an error during launches; tokens are waited for afterwards. The list counts the launches."""
-    launch, count = CudaGraphRunner.launch, [0]
+    """Make waiting an error in captured forwards and their sampling. The list counts the captured steps."""
+    count = [0]
 
-    def watched(*arguments: object, **options: object) -> object:
-        count[0] += 1
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(*arguments, **options)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def watched(function: Callable[..., object], is_counted: int) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            count[0] += is_counted
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    with mock.patch.object(CudaGraphRunner, "launch", watched):
+        return call
+
+    with (
+        mock.patch.object(CudaGraphRunner, "forward", watched(CudaGraphRunner.forward, 1)),
+        mock.patch.object(CudaGraphRunner, "sample", watched(CudaGraphRunner.sample, 0)),
+    ):
         yield count
 
 

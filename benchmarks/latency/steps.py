@@ -18,9 +18,10 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
-from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import ScheduledStep
 
 REQUESTS, BLOCK, TURN = 8, 64, 8  # TURN: steps of an engine's turn
 
@@ -53,7 +54,7 @@ def decode_context(run: Run, rounds: int = 6, contexts: tuple = (128, 2_048, 8_1
 
 # The host's part
 
-COMPUTE = (InferenceController, "compute_step")
+COMPUTE = (StepExecutor, "compute_eagerly")
 HOST = {
     "plan": (Scheduler, "schedule"),
     "describe": (Scheduler, "describe"),
@@ -64,10 +65,13 @@ HOST = {
 SAMPLED = {"temperature": 0.8, "top_p": 0.9}
 
 
-def no_model(controller: InferenceController) -> StepResult:
-    """Compute nothing: every chunk that yields a token gets token 0."""
-    step = controller.inference_wrapped_model.inference_context.step
-    return StepResult(dict.fromkeys([row.request_id for row in step.sampling], 0), {}, {}, {})
+def no_model(executor: StepExecutor, step: ScheduledStep) -> StepResult:
+    """Stage a step, and compute nothing: every chunk that yields a token gets token 0."""
+    context = executor._context
+    context.stage(step)
+    rows = context.staged.sampling
+    context.clear_step()
+    return StepResult(dict.fromkeys([row.request_id for row in rows], 0))
 
 
 @case("latency", in_bench=True, quick={"rounds": 1, "steps": 2, "context": 16, "requests": (64,)})

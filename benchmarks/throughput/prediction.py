@@ -30,9 +30,10 @@ from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.offline.prompts import example_prompts
+from megatron_ext.scheduling.step import ScheduledStep
 
 DRAFTS = 3
 METHODS = ("ngram", "mtp")
@@ -81,7 +82,7 @@ class Arm:
         """Serve texts, `count` at once, and note the rate."""
         self.answers.clear()
         taken = 0.0
-        with mock.patch.object(InferenceController, "compute_step", self._imposing(InferenceController.compute_step)):
+        with mock.patch.object(StepExecutor, "compute_eagerly", self._imposing(StepExecutor.compute_eagerly)):
             for first in range(0, len(texts), count):
                 taken += self._decode(texts[first : first + count], replace(params, seed=first))
         self.rates.append(sum(map(len, self.answers)) / taken)
@@ -100,10 +101,10 @@ class Arm:
         self._imposed.clear()
         return own_time() - start
 
-    def _imposing(self, compute: Callable[[InferenceController], StepResult]) -> Callable[..., StepResult]:
-        def imposed(controller: InferenceController) -> StepResult:
-            result = compute(controller)
-            for chunk in controller.inference_wrapped_model.inference_context.step.chunks if self._imposed else ():
+    def _imposing(self, compute: Callable[[StepExecutor, ScheduledStep], StepResult]) -> Callable[..., StepResult]:
+        def imposed(executor: StepExecutor, step: ScheduledStep) -> StepResult:
+            result = compute(executor, step)
+            for chunk in step.chunks if self._imposed else ():
                 name, text = chunk.request_id, self._imposed[chunk.request_id]
                 if name in result.tokens:
                     first = chunk.end - len(result.target_tokens.get(name, ()))

@@ -28,7 +28,7 @@ from megatron_ext.models.load import LoadedModel
 
 PHASES: dict[str, tuple[object, str]] = {
     "trunk": (InferenceController, "forward"),
-    "sampling": (InferenceController, "compute_step"),
+    "sampling": (InferenceController, "sample"),
     "layer": (MultiTokenEngine, "logits"),
 }
 PROMPT = 64  # tokens

@@ -38,10 +38,10 @@ class StepResult:
         differences: Differences between cached entries and those that audits have computed.
     """
 
-    tokens: dict[int, int]
-    generated: dict[int, Score]
-    prompt: dict[int, tuple[Score, ...]]
-    failures: dict[int, str]
+    tokens: dict[int, int] = field(default_factory=dict)
+    generated: dict[int, Score] = field(default_factory=dict)
+    prompt: dict[int, tuple[Score, ...]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
     target_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     target_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
     graph_rows: int | None = None

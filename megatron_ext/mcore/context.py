@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,17 +12,17 @@ from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.layers.layer_map import LayerPlaces
 from megatron_ext.mcore.versions import Context
-from megatron_ext.memory.arena_changes import make_changes
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.entry_comparison import compare_entries
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.offloading import OffloadedPools
 from megatron_ext.memory.pools import Pools, allocate_pools
-from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
+from megatron_ext.memory.state_pool import SnapshotPool, StatePool
+from megatron_ext.memory.step_states import StepStates
 from megatron_ext.mixers.recurrent import RecurrentStep
+from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Heads, Rotation, rotate_and_write, rotation_at
-from megatron_ext.prefix_cache.slabs import NO_CHANGES
 from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.input_writer import StagingRules
@@ -31,8 +31,10 @@ from megatron_ext.runner.recorded_steps import RecordedSteps
 from megatron_ext.runner.step_output import scored_states
 from megatron_ext.scheduling.audit import Comparison, Differences
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.speculation.drafting import DraftPools
+
+Sampled = TypeVar("Sampled")
 
 
 class InferenceContext(Context):
@@ -173,21 +175,36 @@ class InferenceContext(Context):
 
     # The staged step
 
-    def stage(self, step: ScheduledStep) -> None:
-        """Make `step` the one that the next forward computes, and copy restored states into their running slots.
+    def compute(
+        self,
+        step: ScheduledStep,
+        forward: Callable[[ScheduledStep, StepStates], Callable[[], Sampled]],
+        operators: str | None,
+    ) -> Sampled:
+        """Compute a step: restore states, run its forward, keep states, sample.
 
-        Changes of an arena come first, around the restores.
+        If anything raises, the step has no effect, and its requests' pool contents are undefined.
+
+        Args:
+            step: Scheduled step.
+            forward: Restores the states, computes logits, and returns the function that samples them.
+            operators: Backend name of the operators, which restores and snapshots are, too; or None.
 
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
+        with torch.inference_mode(), preferring(operators):
+            try:
+                states = StepStates(self.allocated, step, at_chunk_ends=self.plan.limits.aligned_chunks)
+                sample = forward(step, states)
+                states.keep()
+                return sample()
+            finally:
+                self.clear_step()
+
+    def stage(self, step: ScheduledStep) -> None:
+        """Make `step` the one that the next eager or recorded forward computes."""
         self._rotation = None
-        if step.changes == NO_CHANGES:
-            self._restore_states(step.chunks)
-        else:
-            make_changes(self.allocated, step.changes, partial(self._restore_states, step.chunks))
-        if self.snapshots is not None:
-            self.snapshots.open([one.slot for chunk in step.chunks for one in chunk.snapshots])
         recorded = None if self.recorded_steps is None else self.recorded_steps.stage(step)
         tokens = None if self.cuda_graph_runner is None else self.cuda_graph_runner.prev_sampled_token_ids
         self.step = recorded or stage_step(step, self._staging_rules, self._block_rows, prev_sampled=tokens)
@@ -214,34 +231,6 @@ class InferenceContext(Context):
     def staging_rules(self) -> StagingRules:
         """Facts of pools and model that staging uses."""
         return self._staging_rules
-
-    def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Copy snapshots to running slots before any write: the step may reuse a restored slot, or its slab."""
-        live, snapshots = self.live_states, self.snapshots
-        if live is None or snapshots is None:
-            return
-        restored = [(chunk.restore, chunk.running_slot) for chunk in chunks if chunk.restore is not None]
-        if restored:
-            slots = [restore.slot for restore, _ in restored]
-            block_hashes = [restore.block_hash for restore, _ in restored]
-            snapshots.restore(slots, block_hashes, live, [slot for _, slot in restored])
-
-    def finish_snapshots(self) -> None:
-        """Complete the snapshots after a forward: copy live states at chunk ends; those inside are written."""
-        live_states, snapshots = self.live_states, self.snapshots
-        if live_states is None or snapshots is None:
-            return
-        taken = [(chunk, one) for chunk in self.staged.chunks for one in chunk.snapshots]
-        is_aligned = self.plan.limits.aligned_chunks
-        live = [
-            (chunk.running_slot, one.slot)
-            for chunk, one in taken
-            if chunk.is_decode or (is_aligned and not chunk.target_sampling)
-        ]
-        if live:
-            running_slots, slots = zip(*live, strict=True)
-            copy_states(live_states, running_slots, snapshots, slots)
-        snapshots.close([one.slot for _, one in taken], [one.block_hash for _, one in taken])
 
     def clear_step(self) -> None:
         """Discard the step after its end."""

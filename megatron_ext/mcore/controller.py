@@ -1,9 +1,10 @@
-"""Inference controller: compute a staged step, sample its tokens and score them."""
+"""Inference controller: run the forward of a staged step, sample its tokens and score them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
@@ -80,6 +81,7 @@ class InferenceController(Controller):
         self.records_routing = False
         self.leading_drafter: LeadingDrafter | None = None
         self.hidden_states: HiddenStates | None = None
+        self._routing: Sequence[Tensor] = ()  # of the MoE layers in the last forward, if it is recorded
         self.grammars = Grammars(self.tokenizer, vocabulary_size)
 
     def _init_dynamic_sampling_tensors(self) -> None:
@@ -106,25 +108,20 @@ class InferenceController(Controller):
         """Run `compute_idle_token` under upstream's name: the step of a rank without requests."""
         compute_idle_token(unwrap_model(self.inference_wrapped_model.model))
 
-    async def async_generate_output_tokens_dynamic_batch(self, skip_bookkeeping: bool = False) -> StepResult | None:
-        """Run `compute_step` under upstream's name; None if nothing is staged."""
-        return None if self.inference_wrapped_model.inference_context.step is None else self.compute_step()
+    async def async_generate_output_tokens_dynamic_batch(self, skip_bookkeeping: bool = False) -> None:
+        """Do nothing: `StepExecutor` computes steps, and leaves none staged."""
 
-    def compute_step(self) -> StepResult | None:
-        """Compute the context's staged step, sample and score; None on stages before the last one.
+    def sample(self, logits: Tensor) -> StepResult:
+        """Sample and score the context's computed step from its logits [m, V].
 
         Tensor-parallel ranks get the same logits each, and score together.
         """
-        context = self.inference_wrapped_model.inference_context
-        with torch.inference_mode(), preferring(self.operators):
-            with recorded_routing() if self.records_routing else contextlib.nullcontext(()) as recorded:
-                logits = self.forward()
-            if logits is None:
-                return None
-            is_alone = self.inference_wrapped_model.tp_size == 1
-            pool = context.allocated.log_probs
-            result = choose_tokens(logits[0], context.step, self._scored_logits, pool=pool, is_alone=is_alone)
-            return dataclasses.replace(result, routing=routing_by_request(recorded, context.step))
+        context, is_alone = self.inference_wrapped_model.inference_context, self.inference_wrapped_model.tp_size == 1
+        pool = context.allocated.log_probs
+        result = choose_tokens(logits, context.step, self._scored_logits, pool=pool, is_alone=is_alone)
+        if not self.records_routing:
+            return result
+        return dataclasses.replace(result, routing=routing_by_request(self._routing, context.step))
 
     @property
     def waits_in_forward(self) -> bool:
@@ -137,14 +134,14 @@ class InferenceController(Controller):
         if self.packed is not None:
             self.packed.refresh()
         context = self.inference_wrapped_model.inference_context
-        if context.recorded_steps is None:
-            return self._run_model()
-        with torch.inference_mode():
+        with recorded_routing() if self.records_routing else contextlib.nullcontext(()) as self._routing:
+            if context.recorded_steps is None:
+                return self._run_model()
             return context.recorded_steps.forward(self._run_model, context.step)
 
     def _run_model(self) -> Tensor | None:
         input_ids, position_ids = self.inference_wrapped_model.inference_context.current_input_and_position_ids()
-        with preferring(self.operators), inference_mode():
+        with inference_mode():
             logits: Tensor | None = self.inference_wrapped_model.run_one_forward_step(
                 {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
@@ -90,29 +91,21 @@ class _ContextModel:
         """See `CapturedModel`."""
         return self._controller.weight_addresses()
 
-    def begin_step(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """See `CapturedModel`."""
-        if self._controller.hidden_states is not None:
-            self._controller.hidden_states.stage(chunks)
-
-    def end_step(self) -> None:
-        """See `CapturedModel`."""
-        if self._controller.hidden_states is not None:
-            self._controller.hidden_states.commit()
-
-    def clear_step(self) -> None:
-        """See `CapturedModel`."""
-        self._context.clear_step()
-        if self._controller.hidden_states is not None:
-            self._controller.hidden_states.unstage()
-
     def forward(self, step: ModelInput) -> Tensor:
         """See `CapturedModel`."""
         self._context.begin(step)
-        with fixed_shapes():
-            logits = self._controller.forward()
+        try:
+            with fixed_shapes():
+                logits = self._controller.forward()
+        finally:
+            self._context.clear_step()
         assert logits is not None, "the last stage is here"
         return logits[0]
+
+    def writing(self, chunks: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
+        """See `CapturedModel`."""
+        states = self._controller.hidden_states
+        return nullcontext() if states is None else states.writing(chunks)
 
 
 def _problem(controller: InferenceController) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ class HiddenStates:
     """Hidden states after the final norm, copied from each step as it is computed; positions in a ring per request.
 
     A step that is computed again, or that follows rejected drafts, overwrites them. A captured or recorded step writes
-    to rows that are set before it: `stage`, the step, `commit`, and in any case `unstage`.
+    inside `writing`, to rows that are set before it.
 
     Args:
         model: Model whose stack is watched.
@@ -104,27 +105,29 @@ class HiddenStates:
     def _unused(self) -> int:
         return self._requests * KEPT_TOKENS
 
-    def stage(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Set the rows that a captured step with these chunks, one per row of the step, writes to."""
+    @contextmanager
+    def writing(self, chunks: Sequence[ScheduledChunk]) -> Iterator[None]:
+        """Set the rows that a captured or recorded step of these chunks, one per row of the step, writes to.
+
+        Unless the step raises, they are kept. Other steps, which compute only padding, write to no row that is read.
+        """
         if self._targets is None:
+            yield
             return
         sources, targets, self._staged = self._places_of(chunks)
-        if not self._is_padded:  # a recorded step has these tokens only, on the CPU
-            self._targets.numpy()[: len(targets)] = targets
-            return
-        rows = np.full(self._fixed_tokens, self._unused)
-        rows[sources] = targets
-        self._targets.copy_(torch.from_numpy(rows))
-
-    def commit(self) -> None:
-        """Keep what a captured step has written."""
-        self._keep(self._staged)
-
-    def unstage(self) -> None:
-        """Let captured steps write to no row that is read, as those that only compute padding."""
-        self._staged = {}
-        if self._targets is not None and self._is_padded:
-            self._targets.fill_(self._unused)
+        try:
+            if self._is_padded:
+                rows = np.full(self._fixed_tokens, self._unused)
+                rows[sources] = targets
+                self._targets.copy_(torch.from_numpy(rows))
+            else:  # a recorded step has these tokens only, on the CPU
+                self._targets.numpy()[: len(targets)] = targets
+            yield
+            self._keep(self._staged)
+        finally:
+            self._staged = {}
+            if self._is_padded:
+                self._targets.fill_(self._unused)
 
     def read(self, wanted: Sequence[tuple[int, range]]) -> Tensor:
         """Return the hidden states of positions of some requests, one after the other, [n, h]."""

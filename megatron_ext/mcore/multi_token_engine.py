@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,8 +20,8 @@ from megatron_ext.mcore.versions import inference_mode
 from megatron_ext.mcore.warm_up import WarmUpPart
 from megatron_ext.memory.draft_memory import DraftMemory
 from megatron_ext.memory.engine_plan import ModelShape, plan_draft_layers
+from megatron_ext.memory.step_states import StepStates
 from megatron_ext.ops import backend_selection
-from megatron_ext.ops.backends import preferring
 from megatron_ext.runner.recorded_steps import MAX_ROWS
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.multi_token import ChunkInput, LayeredDrafter, MultiTokenDrafter
@@ -186,22 +186,25 @@ class MultiTokenEngine(MultiTokenDrafter):
 
     def logits(self, step: ScheduledStep, inputs: Mapping[int, ChunkInput]) -> Tensor:
         """Compute the layer for a step; return the logits after each chunk that is sampled from, [m, V]."""
+        with inference_mode():
+            return self._context.compute(step, partial(self._forward, inputs), self._operators)
+
+    def _forward(
+        self, inputs: Mapping[int, ChunkInput], step: ScheduledStep, states: StepStates
+    ) -> Callable[[], Tensor]:
+        """Run the layer's forward; keep its outputs for the next draft, and for the layer of the next depth."""
         context = self._context
-        with torch.inference_mode(), preferring(self._operators), inference_mode():
-            try:
-                context.stage(step)
-                chunks, recorded = context.staged.chunks, context.recorded_steps
-                buffers = self._filled(chunks, inputs)
-                run = partial(self._run, buffers)
-                logits = run() if recorded is None else recorded.forward(run, context.staged)
-                output = buffers.outputs[:, None]
-                self._keep_outputs(inputs, output[context.staged.sample_tokens])
-                if self._kept_outputs is not None:
-                    self._kept_outputs.write([_placed(one, inputs[one.request_id]) for one in chunks], output)
-                context.finish_snapshots()
-            finally:
-                context.clear_step()
-            return logits
+        states.restore()
+        context.stage(step)
+        chunks, recorded = context.staged.chunks, context.recorded_steps
+        buffers = self._filled(chunks, inputs)
+        run = partial(self._run, buffers)
+        logits = run() if recorded is None else recorded.forward(run, context.staged)
+        output = buffers.outputs[:, None]
+        self._keep_outputs(inputs, output[context.staged.sample_tokens])
+        if self._kept_outputs is not None:
+            self._kept_outputs.write([_placed(one, inputs[one.request_id]) for one in chunks], output)
+        return lambda: logits
 
     def _filled(self, chunks: Sequence[ScheduledChunk], inputs: Mapping[int, ChunkInput]) -> _Buffers:
         """Return the buffers of the staged step, with its hidden states and shifts of positions."""

@@ -11,11 +11,12 @@ from torch.profiler import record_function
 
 from megatron_ext.mcore import controller
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.memory.step_states import StepStates
 
 Function = Callable[..., object]
 
-# In order of a step. "restore" is inside "stage".
-PHASES = ("plan", "stage", "restore", "forward", "sample", "commit", "output")
+# In order of a step.
+PHASES = ("plan", "restore", "stage", "forward", "sample", "commit", "output")
 
 
 @contextlib.contextmanager
@@ -32,8 +33,8 @@ def named_phases(
     scheduler, context = engine.core.scheduler, engine.context
     places: tuple[tuple[str, object, str], ...] = (
         ("plan", scheduler, "schedule"),
+        ("restore", StepStates, "restore"),
         ("stage", context, "stage"),
-        ("restore", context, "_restore_states"),
         ("forward", engine.controller, "forward"),
         ("sample", controller, "choose_tokens"),
         ("commit", scheduler, "commit"),

@@ -1,26 +1,34 @@
-"""Step executor: stage a scheduled step, run the forward, sample, and complete its snapshots."""
+"""Step executor: compute a scheduled step by the forward that suits it, eager, recorded or captured."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
-import torch
+from torch import Tensor
 
 from megatron_ext.engine.executor import Computed, Computing
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.memory.fork_copies import copy_forks
-from megatron_ext.ops.backends import preferring
+from megatron_ext.memory.step_states import StepStates
+from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.runner.cuda_graphs.buckets import why_eager
-from megatron_ext.scheduling.audit import Differences
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
+
+Sampled = TypeVar("Sampled")
 
 
 class StepExecutor:
     """Executor of steps, one at a time, from their messages alone.
+
+    The forward of a step is a graph, if the step fits one (`CudaGraphRunner`); else it is eager: the model's Python
+    code, or a record of its operators (`RecordedSteps`). The tokens of captured steps, and of eager ones between them,
+    stay on the device for the next step (`Launched`); other steps are complete when their launch returns.
 
     Args:
         context: Pools and the staged step.
@@ -32,54 +40,20 @@ class StepExecutor:
         self._controller = controller
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        """Run `compute` with the whole model on this rank."""
-        return self._whole(step, self.compute(step))
+        """Compute this rank's part of a step; all ranks of a model choose the same forward.
 
-    def _whole(self, step: ScheduledStep, result: StepResult | None) -> StepResult:
-        assert result is not None, "the last stage is here"
-        return dataclasses.replace(result, differences=self.compare(step)) if step.comparisons else result
+        Returns:
+            Result with the differences that audits have found in this rank's layers; no tokens on stages before the
+            last one.
 
-    def compare(self, step: ScheduledStep) -> dict[int, Differences]:
-        """Compare cached entries with those that audits have just computed, in the layers of this rank."""
-        return self._context.compare(step.comparisons)
+        Raises:
+            RestoreError: A snapshot is not the one that its request was to resume from.
+        """
+        return self.launch(step).result()
 
     def launch(self, step: ScheduledStep) -> Computing:
         """Launch a step, see `Launching.launch`; some eager steps are complete when this returns."""
-        launched = self._launch_captured(step) or self._launch_eagerly(step)
-        return launched or Computed(self._whole(step, self.compute_eagerly(step)))
-
-    def _launch_captured(self, step: ScheduledStep) -> Computing | None:
-        """Launch a step by captured graphs; None if it must be eager."""
-        runner = self._context.cuda_graph_runner
-        bucket = None if runner is None or step.comparisons or step.forks else runner.find(step)
-        if runner is None or bucket is None:
-            return None
-        with preferring(self._controller.operators):
-            return runner.launch(step, bucket)
-
-    def _launch_eagerly(self, step: ScheduledStep) -> Computing | None:
-        """Launch an eager step whose results stay on the device; None if they must be read back at once.
-
-        If anything raises, the step has no effect, as in `compute_eagerly`.
-        """
-        runner = self._context.cuda_graph_runner
-        if runner is None or step.comparisons or step.forks or why_eager(step) is not None:
-            return None
-        with preferring(self._controller.operators):
-            try:
-                self._context.stage(step)
-                runner.prev_sampled_token_ids.forget()
-                with torch.inference_mode():
-                    logits = self._controller.forward()
-                assert logits is not None, "the last stage is here"
-                launched = runner.eager_output.launch(logits[0], self._context.staged)
-                self._context.finish_snapshots()
-            except BaseException:
-                runner.prev_sampled_token_ids.forget()
-                raise
-            finally:
-                self._context.clear_step()
-        return launched
+        return self._launch(step) or Computed(self.compute_eagerly(step))
 
     @property
     def can_launch_next(self) -> bool:
@@ -88,20 +62,37 @@ class StepExecutor:
         return runner is not None and runner.prev_sampled_token_ids.are_on_device
 
     def launch_next(self, step: ScheduledStep) -> Computing | None:
-        """Launch the next step, see `AsyncExecutor.launch_next`.
+        """Launch the next step, see `AsyncExecutor.launch_next`."""
+        return self._launch(step, is_next=True)
 
-        An eager step whose forward waits for the device is not launched: it would delay the tokens before it.
+    def _launch(self, step: ScheduledStep, *, is_next: bool = False) -> Launched | None:
+        """Launch a step whose tokens stay on the device; None if it must be computed and read at once.
+
+        Args:
+            step: Scheduled step.
+            is_next: Whether the tokens of the step before have not been read. They must not wait for this step's
+                forward, nor be overwritten by a capture, which computes padding.
         """
         runner = self._context.cuda_graph_runner
-        if runner is None:
+        if runner is None or step.comparisons or step.forks:
             return None
-        bucket = runner.find_next(step)
-        if bucket is None:
-            return None if self._controller.waits_in_forward else self._launch_eagerly(step)
-        if not runner.is_captured(bucket):
+        forward: Callable[[ScheduledStep, StepStates], Callable[[], Launched]]
+        bucket = runner.find(step)
+        if bucket is not None:
+            if is_next and not runner.is_captured(bucket):
+                return None
+            forward = partial(runner.forward, bucket)
+        elif why_eager(step) is None and not (is_next and self._controller.waits_in_forward):
+            forward = partial(self._forward, partial(self._leave_tokens, runner))
+        else:
             return None
-        with preferring(self._controller.operators):
-            return runner.launch(step, bucket)
+        try:
+            launched = self._context.compute(step, forward, self._controller.operators)
+        except BaseException:
+            runner.prev_sampled_token_ids.forget()
+            raise
+        runner.prev_sampled_token_ids.note(launched.rows)
+        return launched
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
         """Record the block hashes of snapshots; see `AsyncExecutor.name_states`."""
@@ -109,38 +100,32 @@ class StepExecutor:
             assert self._context.snapshots is not None, "only a model with states has any to name"
             self._context.snapshots.close([one.slot for one in states], [one.block_hash for one in states])
 
-    def compute(self, step: ScheduledStep) -> StepResult | None:
-        """Compute a step, by captured graphs if it fits one; all ranks of a model choose the same ones.
-
-        Returns:
-            None on stages before the last one.
-
-        Raises:
-            RestoreError: A snapshot is not the one that its request was to resume from.
-        """
-        launched = self._launch_captured(step)
-        return self.compute_eagerly(step) if launched is None else launched.result()
-
-    def compute_eagerly(self, step: ScheduledStep) -> StepResult | None:
-        """Compute a step. If anything raises, the step has no effect, and its requests' pool contents are undefined.
-
-        Returns:
-            None on stages before the last one.
-
-        Raises:
-            RestoreError: A snapshot is not the one that its request was to resume from.
-        """
+    def compute_eagerly(self, step: ScheduledStep) -> StepResult:
+        """Compute a step by an eager forward and read its results; see `execute`."""
         if self._context.cuda_graph_runner is not None:
             self._context.cuda_graph_runner.prev_sampled_token_ids.forget()
-        with preferring(self._controller.operators):  # restores and snapshots are operators, too
-            try:
-                self._context.stage(step)
-                result = self._controller.compute_step()
-                self._context.finish_snapshots()
-                copy_forks(self._context.allocated, step.forks)
-            finally:
-                self._context.clear_step()
-        return result
+        forward = partial(self._forward, partial(self._read_tokens, step))
+        return self._context.compute(step, forward, self._controller.operators)
+
+    def _forward(
+        self, sample: Callable[[Tensor | None], Sampled], step: ScheduledStep, states: StepStates
+    ) -> Callable[[], Sampled]:
+        """Run an eager or recorded forward, whose logits [1, m, V] `sample` gets; None before the last stage."""
+        states.restore()
+        self._context.stage(step)
+        return partial(sample, self._controller.forward())
+
+    def _leave_tokens(self, runner: CudaGraphRunner, logits: Tensor | None) -> Launched:
+        """Sample where captured steps leave their tokens."""
+        assert logits is not None, "the last stage is here"
+        return runner.sample_eager(logits[0], self._context.staged)
+
+    def _read_tokens(self, step: ScheduledStep, logits: Tensor | None) -> StepResult:
+        """Sample and score on the last stage, and compare what audits have computed."""
+        result = StepResult() if logits is None else self._controller.sample(logits[0])
+        if not step.comparisons:
+            return result
+        return dataclasses.replace(result, differences=self._context.compare(step.comparisons))
 
     def idle(self) -> None:
         """Take part in the MoE layers of ranks that have work; no other rank depends on this one."""

@@ -14,7 +14,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.executor import Executor
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.cache_ranks import CacheRanks
-from megatron_ext.parallel.executors import Part, RemoteExecutor, SharedExecutor
+from megatron_ext.parallel.executors import RemoteExecutor, SharedExecutor
 from megatron_ext.parallel.link import Link
 from megatron_ext.parallel.rank_checks import CheckedExecutor
 from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
@@ -98,8 +98,8 @@ class ParallelContext:
         """True on rank 0."""
         return self.here.rank == 0
 
-    def executor(self, part: Part) -> Executor:
-        """Return the executor of this rank's part of its replica."""
+    def executor(self, part: Executor) -> Executor:
+        """Return the executor of this rank's replica, of which `part` computes this rank's part."""
         return self._checked(SharedExecutor(part, self._results(self.here.replica)), self.here.replica)
 
     def remote_executor(self, replica: int) -> Executor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce, broadcast, recv, send
@@ -43,20 +43,17 @@ class Results:
         self._source = source
         self._has_routing = has_routing
 
-    def share(self, step: ScheduledStep, result: StepResult | None) -> StepResult:
+    def share(self, step: ScheduledStep, result: StepResult) -> StepResult:
         """Return the result of a step on every rank; scores on the source and rank 0 only.
 
         Args:
             step: The computed step.
-            result: The result on the source; ignored on other ranks.
+            result: Result of this rank's part: tokens and scores on the source, and differences in its own layers.
         """
-        yielding = step.yielding
-        is_source = self._rank == self._source
-        if is_source:
-            assert result is not None, "this rank samples"
-        given = result if is_source and result is not None else StepResult({}, {}, {}, {})
         if self._group.size() == 1:
-            return given
+            return result
+        yielding = step.yielding
+        given = result if self._rank == self._source else StepResult()
         tokens, target_tokens = self._share_tokens(yielding, given) if yielding else ({}, {})
         scores: Scores = (
             given.generated,
@@ -79,18 +76,18 @@ class Results:
             routing=routing,
             kept_prompt_log_probs=kept,
             graph_rows=given.graph_rows,
+            differences={
+                one.request_id: self._merge(one, result.differences.get(one.request_id)) for one in step.comparisons
+            },
         )
 
-    def merge(self, step: ScheduledStep, own: Mapping[int, Differences]) -> dict[int, Differences]:
-        """Return the largest differences that any rank of the replica found in a step's comparisons.
+    def _merge(self, comparison: Comparison, own: Differences | None) -> Differences:
+        """Return the largest differences that any rank of the replica found in a comparison.
 
         Args:
-            step: The computed step.
-            own: Differences in the layers of this rank, by request id; empty on a rank outside of the replica.
+            comparison: A comparison of the step.
+            own: Differences in the layers of this rank; None on a rank outside of the replica.
         """
-        return {one.request_id: self._merge_one(one, own.get(one.request_id)) for one in step.comparisons}
-
-    def _merge_one(self, comparison: Comparison, own: Differences | None) -> Differences:
         blocks = len(comparison.blocks)
         row = torch.zeros(blocks + 2, dtype=torch.float64)
         if own is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any, Final, Protocol
@@ -66,14 +67,8 @@ class KeptOutputs(Protocol):
 
     hook: int
 
-    def stage(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Set the rows of a step's tokens."""
-
-    def commit(self) -> None:
-        """Keep what the step has written."""
-
-    def unstage(self) -> None:
-        """Let later steps set the rows anew."""
+    def writing(self, chunks: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
+        """Return the context of a step that writes the outputs of these chunks."""
 
 
 class Wiring:
@@ -333,15 +328,8 @@ class RecordedSteps:
         staged, self._staged = self._staged, None
         if staged is None or staged[1] is not step or self._wiring.has_hooks:
             return run()
-        if self._kept is None:
+        with nullcontext() if self._kept is None else self._kept.writing(step.chunks):
             return self._repeat(staged[0], run, step)
-        try:
-            self._kept.stage(step.chunks)
-            result = self._repeat(staged[0], run, step)
-            self._kept.commit()
-            return result
-        finally:
-            self._kept.unstage()
 
     def _repeat(self, size: _Recorded, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
         """Repeat the step's forward if it has been recorded, else run and record it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -13,20 +14,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.arena_changes import make_changes
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.host_limits import allocating
 from megatron_ext.memory.pools import Pools
-from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_rows, copy_states
+from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_rows
+from megatron_ext.memory.step_states import RowPairs, StepStates
 from megatron_ext.ops.backends import preferring
-from megatron_ext.prefix_cache.slabs import NO_CHANGES
-from megatron_ext.runner.cuda_graphs.async_output import Launched, fetch, output_layout
+from megatron_ext.runner.cuda_graphs.async_output import Launched, OutputRow, fetch, output_layout
 from megatron_ext.runner.cuda_graphs.block_tables import BlockTables
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
 from megatron_ext.runner.cuda_graphs.captured_reads import HoldingCapture
-from megatron_ext.runner.cuda_graphs.eager_output import EagerOutput
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph
-from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler
+from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler, score
 from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
 from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
@@ -41,6 +40,7 @@ from megatron_ext.runner.logits_metadata import (
 )
 from megatron_ext.runner.model_input import ModelInput
 from megatron_ext.runner.sampler import SamplerNeeds, sampler_needs_of
+from megatron_ext.runner.step_output import next_tokens
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 
 logger = logging.getLogger(__name__)
@@ -74,14 +74,8 @@ class CapturedModel(Protocol):
     def forward(self, step: ModelInput) -> Tensor:
         """Return the logits of a step [rows, V], computed in shapes that do not depend on values."""
 
-    def begin_step(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Prepare what else the graphs write of a step; one chunk per row."""
-
-    def end_step(self) -> None:
-        """Keep what else the graphs have written of the step."""
-
-    def clear_step(self) -> None:
-        """Discard the step after its end."""
+    def writing(self, chunks: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
+        """Return the context of a step with these chunks, one per row; see `HiddenStates.writing`."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,6 @@ class CudaGraphRunner:
 
     Attributes:
         prev_sampled_token_ids: Tokens that the step launched last has left on the device.
-        eager_output: Output of eager steps, in the same buffers.
     """
 
     def __init__(
@@ -137,7 +130,6 @@ class CudaGraphRunner:
         self._buffers = InputBuffers(self._guided.values(), self._rules.device, answer.count)
         self._outputs = AsyncModelOutput(self._buffers.answer, self._rules.device)
         self.prev_sampled_token_ids = PrevSampledTokenIds(self._buffers)
-        self.eager_output = EagerOutput(self._buffers.answer, self._outputs, self.prev_sampled_token_ids)
         self._logits: Tensor | None = None  # [max rows, V], the output buffer of every forward
         self._captured: dict[Bucket, BucketGraphs] = {}
         self._pools: Pools | None = None  # pools that the graphs were captured for; likewise the next
@@ -191,13 +183,10 @@ class CudaGraphRunner:
         if self._model.pools is not self._pools:
             self.forget()
         if bucket not in self._captured:
-            self._send(_EMPTY, bucket, [], _EVERYTHING)  # capture computes only padding rows
-            try:
-                with preferring(self._model.operators):  # also at the start, before any launch
-                    self._captured[bucket] = self._make(bucket)
-                self._weights = self._model.weight_addresses()  # experts' weights may be contiguous now
-            finally:
-                self._model.clear_step()
+            self._send(_EMPTY, bucket, _EVERYTHING)  # capture computes only padding rows
+            with preferring(self._model.operators):  # also at the start, before any launch
+                self._captured[bucket] = self._make(bucket)
+            self._weights = self._model.weight_addresses()  # experts' weights may be contiguous now
         return self._captured[bucket]
 
     @torch.inference_mode()
@@ -230,48 +219,50 @@ class CudaGraphRunner:
                 return None, "more penalized tokens, biases or words than there is room for"
         return bucket, reason
 
-    def find_next(self, step: ScheduledStep) -> Bucket | None:
-        """Return the bucket of a step that may take tokens from the previous one; None if the step must be eager."""
-        return self._find(step)[0]
-
     def is_captured(self, bucket: Bucket) -> bool:
         """Return whether the graphs of a bucket exist; capturing computes padding, which overwrites the last tokens."""
         return bucket in self._captured and self._model.pools is self._pools
 
-    def launch(self, step: ScheduledStep, bucket: Bucket) -> Launched:
-        """Enqueue a step. If anything raises, the step has no effect.
-
-        Raises:
-            RestoreError: A snapshot is not the one that its request was to resume from.
-        """
-        self._graphs_of(bucket)  # before the step is written: the graph may have to be captured
+    def forward(self, bucket: Bucket, step: ScheduledStep, states: StepStates) -> Callable[[], Launched]:
+        """Send a step and replay the graph of its bucket, with copies of states inside; return what samples it."""
+        graphs = self._graphs_of(bucket)  # before the step is written: the graph may have to be captured
         needs = sampler_needs_of(_sampling(step.chunks))
-        step = self._make_changes(step)
-        copies, block_hashes = self._open(step)
-        try:
-            chunks = self._send(step, bucket, copies[: bucket.copies], needs)
-            self._model.begin_step(chunks)
-            self._compute(bucket, needs)
-            self._model.end_step()
-            self._close(copies[bucket.copies :], block_hashes)
-            layout = output_layout(bucket.rows, self._vocabulary)
-            launched = fetch(self._outputs, layout, chunks, is_scored=needs.is_scored)
-        finally:
-            self.prev_sampled_token_ids.forget()
-            self._model.clear_step()
-        self.prev_sampled_token_ids.note(launched.rows)
-        return launched
+        chunks = self._send(step, bucket, needs, *states.take(bucket.copies))
+        with self._model.writing(chunks):
+            graphs.forward()
+        return partial(self.sample, bucket, chunks, needs)
 
-    @torch.inference_mode()
-    def _compute(self, bucket: Bucket, needs: SamplerNeeds) -> None:
-        graphs = self._captured[bucket]
-        graphs.forward()
-        graphs.choice.run(needs)
+    def sample(self, bucket: Bucket, chunks: Sequence[ScheduledChunk], needs: SamplerNeeds) -> Launched:
+        """Sample and, if a row requests it, score a replayed step; enqueue the copy of the results to the host."""
+        self._captured[bucket].choice.run(needs)
+        layout = output_layout(bucket.rows, self._vocabulary)
+        return fetch(self._outputs, layout, chunks, is_scored=needs.is_scored)
+
+    def sample_eager(self, logits: Tensor, step: ModelInput) -> Launched:
+        """Sample an eager step as `sample` does, and leave its tokens where captured steps leave theirs.
+
+        Args:
+            logits: Logits [m, V] of the step's sampling rows; at most as many as the largest captured step has.
+            step: Step without drafts and scored prompts.
+        """
+        layout = output_layout(len(logits), self._vocabulary)
+        parts = layout.parts(self._buffers.answer)
+        parts["tokens"].copy_(next_tokens(logits, step))
+        is_scored = any(row.sampling.top_n is not None for row in step.sampling)
+        if is_scored:
+            score(logits, parts)
+        rows = [OutputRow(one.request_id, row, one.sampling.top_n) for row, one in enumerate(step.sampling)]
+        return Launched(self._outputs.fetch(layout.count if is_scored else len(rows)), layout, rows)
 
     def _send(
-        self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]], needs: SamplerNeeds
+        self,
+        step: ScheduledStep,
+        bucket: Bucket,
+        needs: SamplerNeeds,
+        restores: RowPairs = (),
+        copies: RowPairs = (),
     ) -> tuple[ScheduledChunk, ...]:
-        """Write the step into the input buffers and send them.
+        """Write the step into the input buffers and send them; see `InputBatch.write`.
 
         Returns:
             One chunk per row.
@@ -279,7 +270,7 @@ class CudaGraphRunner:
         layouts = self._guided if needs.has_mask else self._processed if needs.is_processed else self._layouts
         layout = layouts[bucket]
         chunks, arrays = self._writer.pad(step, bucket), self._buffers.open(layout)
-        self._writer.write(chunks, bucket, arrays, copies)
+        self._writer.write(chunks, bucket, arrays, restores, copies)
         arrays["token_places"][:] = self.prev_sampled_token_ids.places_of(chunks[: bucket.decodes], layout)
         unused = 0
         if needs.is_processed:
@@ -289,55 +280,6 @@ class CudaGraphRunner:
         self._buffers.send(layout, unused=unused)
         self._chunks = chunks
         return chunks
-
-    def _make_changes(self, step: ScheduledStep) -> ScheduledStep:
-        """Make the changes of an arena, if any, and with them the step's restores; return the step without those."""
-        if step.changes == NO_CHANGES:
-            return step
-        pools = self._model.pools
-        assert pools is not None, "the engine is suspended: there are no pools"
-        make_changes(pools, step.changes, partial(self._restore, step))
-        return replace(step, chunks=tuple([replace(chunk, restore=None) for chunk in step.chunks]), changes=NO_CHANGES)
-
-    def _restore(self, step: ScheduledStep) -> None:
-        """Copy the snapshots that a step resumes from to running state slots, ahead of its graph."""
-        live, snapshots = self._states
-        restores = [(chunk.restore, chunk.running_slot) for chunk in step.chunks if chunk.restore is not None]
-        if restores and live is not None and snapshots is not None:
-            sources = [one for one, _ in restores]
-            slots, block_hashes = [one.slot for one in sources], [one.block_hash for one in sources]
-            snapshots.restore(slots, block_hashes, live, [slot for _, slot in restores])
-
-    def _open(self, step: ScheduledStep) -> tuple[list[tuple[int, int]], list[tuple[int, bytes]]]:
-        """Check the snapshots that the step restores and mark those that it writes as incomplete, on the host.
-
-        Returns:
-            Running states to copy into snapshots, as (running state slot, snapshot slot), and all snapshots that the
-            step writes, as (snapshot slot, block hash).
-        """
-        _, snapshots = self._states
-        if snapshots is None:
-            return [], []
-        restored = [chunk.restore for chunk in step.chunks if chunk.restore is not None]
-        snapshots.check([one.slot for one in restored], [one.block_hash for one in restored])
-        taken = [(chunk, one) for chunk in step.chunks for one in chunk.snapshots]
-        snapshots.open([one.slot for _, one in taken])
-        at_ends = not self._rules.snapshots_in_prefill
-        copies: list[tuple[int, int]] = [
-            (chunk.running_slot, one.slot) for chunk, one in taken if chunk.is_decode or at_ends
-        ]
-        written: list[tuple[int, bytes]] = [(one.slot, one.block_hash) for _, one in taken]
-        return copies, written
-
-    def _close(self, copies: Sequence[tuple[int, int]], block_hashes: Sequence[tuple[int, bytes]]) -> None:
-        """Copy the states that exceed the graph's capacity, then mark all snapshots complete for later work."""
-        live, snapshots = self._states
-        if live is None or snapshots is None:
-            return
-        if copies:
-            sources, targets = zip(*copies, strict=True)
-            copy_states(live, sources, snapshots, targets)
-        snapshots.close([slot for slot, _ in block_hashes], [block_hash for _, block_hash in block_hashes])
 
     # Captured work
 

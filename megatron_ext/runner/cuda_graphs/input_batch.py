@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.memory.engine_plan import EnginePlan
+from megatron_ext.memory.step_states import RowPairs
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import StaticBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
@@ -33,7 +34,6 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 DUMMY_REQUEST: Final = -1
 _NO_COPY: Final = (-1, -1)  # see `ops.state_copy`
 Arrays = Mapping[str, np.ndarray]
-Copies = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,22 @@ class InputBatch:
     def _dummy_chunk(self, *, is_decode: bool) -> ScheduledChunk:
         return ScheduledChunk(DUMMY_REQUEST, (0,), 0, 1, is_decode, self._dummy, 0, RunningSlot(self._spare.live))
 
-    def write(self, chunks: Sequence[ScheduledChunk], bucket: Bucket, arrays: Arrays, copies: Copies) -> None:
+    def write(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        bucket: Bucket,
+        arrays: Arrays,
+        restores: RowPairs = (),
+        copies: RowPairs = (),
+    ) -> None:
         """Fill every array of the bucket's layout.
 
         Args:
             chunks: One chunk per row, see `pad`.
             bucket: Bucket of the step.
             arrays: Arrays by the names of `layout_of`.
-            copies: Running states that become snapshots after the forward, as (running state slot, snapshot slot); at
-                most `bucket.copies` pairs.
+            restores: Copies of snapshots before the layers; see `StepStates.take`.
+            copies: Copies of running states after the layers; at most `bucket.copies` pairs.
         """
         rules, prefills, cuts = self._rules, chunks[bucket.decodes :], []
         if rules.has_states and prefills:
@@ -141,7 +148,6 @@ class InputBatch:
         if rules.has_states:
             self._write_pairs(arrays, "copy_from", "copy_to", copies)
             if prefills:
-                restores = [(one.restore.slot, one.running_slot) for one in prefills if one.restore is not None]
                 self._write_pairs(arrays, "restore_from", "restore_to", restores)
                 write_grid(np.asarray(cuts), bucket.grid(rules.kernel_chunk), arrays)
 
@@ -158,7 +164,7 @@ class InputBatch:
             arrays[name][..., :width], arrays[name][..., width:] = written[name], padding[name]
 
     @staticmethod
-    def _write_pairs(arrays: Arrays, sources: str, targets: str, pairs: Copies) -> None:
+    def _write_pairs(arrays: Arrays, sources: str, targets: str, pairs: RowPairs) -> None:
         """Write copies of states, padded with the pair that the operator ignores."""
         missing = len(arrays[sources]) - len(pairs)
         assert missing >= 0, "a bucket has room for its copies"

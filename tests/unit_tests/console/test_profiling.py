@@ -38,7 +38,7 @@ def events(directory: Path) -> list[dict]:
 
 
 def test_every_phase_of_every_step(tmp_path):
-    """Restoring is inside staging, and operations of the model are inside the forward."""
+    """Phases come in order, and operations of the model are inside the forward."""
     engine = LLMEngine(tiny_engine())
     with profiled(engine, str(tmp_path)):
         steps = run(engine, 4)
@@ -47,7 +47,6 @@ def test_every_phase_of_every_step(tmp_path):
     first = {name: next(one for one in found if one["name"] == name) for name in PHASES}
     starts = [first[name]["ts"] for name in PHASES]
     assert starts == sorted(starts)
-    assert first["restore"]["ts"] + first["restore"]["dur"] <= first["stage"]["ts"] + first["stage"]["dur"]
     (file,) = tmp_path.iterdir()
     operations = [one for one in json.loads(file.read_text())["traceEvents"] if one.get("cat") == "cpu_op"]
     begin, end = first["forward"]["ts"], first["forward"]["ts"] + first["forward"]["dur"]

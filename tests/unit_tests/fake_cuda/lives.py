@@ -201,10 +201,10 @@ def ordered(engine: InferenceEngine, order: list[str]) -> Iterator[None]:
         order.append(f"read {next(i for i, other in enumerate(launched) if other is one)}")
         return read(one)
 
-    captured, eager = noted("captured", runner.launch), noted("eager", runner.eager_output.launch)
+    captured, eager = noted("captured", runner.sample), noted("eager", runner.sample_eager)
     with (
-        mock.patch.object(runner, "launch", captured),
-        mock.patch.object(runner.eager_output, "launch", eager),
+        mock.patch.object(runner, "sample", captured),
+        mock.patch.object(runner, "sample_eager", eager),
         mock.patch.object(Launched, "result", read_noted),
     ):
         yield

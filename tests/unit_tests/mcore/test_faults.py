@@ -302,7 +302,7 @@ STEP_PARTS = {
     "stage": "megatron_ext.mcore.context.stage_step",
     "sampling": "megatron_ext.runner.step_output.sample",
     "scoring": "megatron_ext.runner.step_output.score_rows",
-    "snapshots": "megatron_ext.mcore.context.InferenceContext.finish_snapshots",
+    "snapshots": "megatron_ext.memory.step_states.StepStates.keep",
     "forward": "megatron_ext.mcore.context.InferenceContext.append_rotated",
 }
 

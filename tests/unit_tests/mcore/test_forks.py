@@ -216,15 +216,15 @@ class TestRoom:
         """The forks of a failed step wait again, and are forks of the next one."""
         driver, oracle = start()
         add_samples(driver, range(3))
-        compute, failures = driver.engine.controller.compute_step, iter([RuntimeError("planted")])
+        compute, failures = driver.engine.controller.sample, iter([RuntimeError("planted")])
 
-        def fail_once():
-            result = compute()
+        def fail_once(logits):
+            result = compute(logits)
             for error in failures:
                 raise error
             return result
 
-        monkeypatch.setattr(driver.engine.controller, "compute_step", fail_once)
+        monkeypatch.setattr(driver.engine.controller, "sample", fail_once)
         with pytest.raises(RuntimeError, match="planted"):
             driver.engine.core.step()
         driver.engine.check()

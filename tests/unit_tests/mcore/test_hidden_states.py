@@ -93,11 +93,9 @@ def test_captured_steps(made):
         model.decoder(torch.arange(first, first + 6)[:, None, None].expand(6, 1, WIDTH))
         captured._context.step = None
 
-    captured.stage([chunks[0], dummy, chunks[1]])
-    replay(10.0)
-    assert not captured.kept(1), "the step may fail yet"
-    captured.commit()
-    captured.unstage()
+    with captured.writing([chunks[0], dummy, chunks[1]]):
+        replay(10.0)
+        assert not captured.kept(1), "the step may fail yet"
     replay(20.0)
     assert captured.kept(1) == captured.kept(2) == range(2)
     assert read(captured, (1, range(2)), (2, range(2))) == [10, 11, 13, 14]

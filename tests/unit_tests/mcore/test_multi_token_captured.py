@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -195,15 +196,17 @@ def test_inputs_of_a_recorded_draft_that_are_not_written_are_seen(monkeypatch):
 def test_rows_of_a_recorded_step_that_are_not_set_are_seen(monkeypatch):
     """The negative control: hidden states of repeated steps go to the rows of the first one."""
     driver = WatchedRecorded("hybrid", 2, None)
-    stage, staged = HiddenStates.stage, []
+    writing, staged = HiddenStates.writing, []
 
+    @contextlib.contextmanager
     def stale(self, chunks):
-        stage(self, chunks)
-        staged.append(self._targets.clone())
-        if len(staged) > 4:
-            self._targets.copy_(staged[0])
+        with writing(self, chunks):
+            staged.append(self._targets.clone())
+            if len(staged) > 4:
+                self._targets.copy_(staged[0])
+            yield
 
-    monkeypatch.setattr(HiddenStates, "stage", stale)
+    monkeypatch.setattr(HiddenStates, "writing", stale)
     driver.add(0, make_prompt(21), num_tokens_to_generate=20, return_log_probs=False)
     driver.run()
     assert driver.replays > 4

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import RestoreError
-from megatron_ext.mcore import context as context_module
-from megatron_ext.memory import state_pool
+from megatron_ext.memory import state_pool, step_states
 from megatron_ext.memory.state_pool import StatePool
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces
@@ -305,7 +304,7 @@ def test_a_snapshot_of_another_request_in_decode(get_driver, get_oracle, monkeyp
         copy_states(source, slots, target, target_slots[::-1])
 
     copy_states = state_pool.copy_states
-    monkeypatch.setattr(context_module, "copy_states", swap)
+    monkeypatch.setattr(step_states, "copy_states", swap)
     driver = get_driver("hybrid", cache=CacheConfig(snapshot_slots=10), block_size=BLOCK)
     prompts = [make_prompt(BLOCK - 3, seed=seed) for seed in range(2)]
     for request_id, prompt in enumerate(prompts):

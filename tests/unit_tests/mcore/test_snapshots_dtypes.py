@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megatron_ext.memory.step_states import StepStates
 from tests.on_request import long_except
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import Driver, make_prompt
@@ -64,16 +65,18 @@ def test_fp32_states_are_equal(get_driver, get_oracle):
 
 
 @pytest.mark.parametrize("which", ["conv", "ssm"])
-def test_the_bounds_see_a_lost_state(get_driver, get_oracle, which):
+def test_the_bounds_see_a_lost_state(get_driver, get_oracle, monkeypatch, which):
     """Negative control: in one layer of every snapshot."""
 
-    def spoil() -> None:
-        finish()
+    def spoil(states: StepStates) -> None:
+        keep(states)
         getattr(on.context.snapshots, which)[0] = 0.0
 
     on, off = build_driver(get_oracle, **BF16, max_requests=30), get_driver("hybrid", **BF16, max_requests=30)
-    finish, on.context.finish_snapshots = on.context.finish_snapshots, spoil
-    play(on)
+    keep = StepStates.keep
+    with monkeypatch.context() as patch:
+        patch.setattr(StepStates, "keep", spoil)
+        play(on)
     found = differences(on, play(off), first=COUNT)
     assert found.quantile(0.95) > P95
     assert found.max() > MOST

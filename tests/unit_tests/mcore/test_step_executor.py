@@ -17,9 +17,10 @@ STEP = ScheduledStep((), 0)
 def context() -> mock.MagicMock:
     """A context whose runner has no graph for any step."""
     runner = mock.MagicMock(prev_sampled_token_ids=PrevSampledTokenIds(mock.Mock()))
-    runner.find.return_value = runner.find_next.return_value = None
-    runner.eager_output.launch.side_effect = lambda *_: runner.prev_sampled_token_ids.note([(0, 0)])
-    return mock.MagicMock(cuda_graph_runner=runner)
+    runner.find.return_value = None
+    context = mock.MagicMock(cuda_graph_runner=runner)
+    context.compute.return_value.rows = [(0, 0)]
+    return context
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -30,10 +31,12 @@ def test_a_forward_that_waits_is_not_launched_ahead(context, waits):
     assert executor.can_launch_next is not waits
 
 
-def test_snapshots_that_fail_leave_no_tokens(context):
-    """CU-6: a step that fails after its tokens were sampled is followed by none that takes them."""
-    context.finish_snapshots.side_effect = RuntimeError("the device is gone")
+def test_a_step_that_fails_leaves_no_tokens(context):
+    """CU-6: a step that fails is followed by none that takes tokens, its own or those of the step before."""
     executor = StepExecutor(context, mock.MagicMock(operators=None))
+    executor.launch(STEP)
+    assert executor.can_launch_next
+    context.compute.side_effect = RuntimeError("the device is gone")
     with pytest.raises(RuntimeError, match="the device is gone"):
         executor.launch(STEP)
     assert not executor.can_launch_next

@@ -32,10 +32,10 @@ def count(*arguments: object) -> tuple[Lived, int]:
         return {} if next(turns) % 3 else propose(self, asks)
 
     with (
-        mock.patch.object(CudaGraphRunner, "launch", autospec=True, side_effect=CudaGraphRunner.launch) as launch,
+        mock.patch.object(CudaGraphRunner, "sample", autospec=True, side_effect=CudaGraphRunner.sample) as sample,
         mock.patch.object(Drafting, "propose", seldom),
     ):
-        return live(*arguments), launch.call_count
+        return live(*arguments), sample.call_count
 
 
 # Drafts of multi-token prediction, whose steps are eager -> fields of the model.

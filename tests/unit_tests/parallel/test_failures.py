@@ -49,7 +49,7 @@ def be_patient(kind: str = "nothing") -> None:
 def before_step(step: int, happening) -> None:
     from megatron_ext.mcore.step_executor import StepExecutor
 
-    compute, steps = StepExecutor.compute, []
+    compute, steps = StepExecutor.execute, []
 
     def compute_watched(self, message):
         steps.append(message)
@@ -57,7 +57,7 @@ def before_step(step: int, happening) -> None:
             happening()
         return compute(self, message)
 
-    StepExecutor.compute = compute_watched
+    StepExecutor.execute = compute_watched
 
 
 def fail() -> None:

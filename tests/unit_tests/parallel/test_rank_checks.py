@@ -58,7 +58,7 @@ def live_with_naps(parallel: ParallelConfig, whole: Whole) -> tuple[Lived, list[
 
     from megatron_ext.mcore.step_executor import StepExecutor
 
-    compute, digests = StepExecutor.compute, []
+    compute, digests = StepExecutor.execute, []
     source = random.Random(torch.distributed.get_rank())
 
     def compute_watched(self, step):
@@ -66,7 +66,7 @@ def live_with_naps(parallel: ParallelConfig, whole: Whole) -> tuple[Lived, list[
         time.sleep(source.random() * 0.01)
         return compute(self, step)
 
-    StepExecutor.compute = compute_watched
+    StepExecutor.execute = compute_watched
     return live(parallel, CONFIG, whole, SCRIPT), digests
 
 

@@ -121,7 +121,7 @@ def failing(serve) -> LiveServer:
     server = serve(tiny_engine())
     server.failures = 0
     controller = server.engine.controller
-    generate = controller.compute_step
+    generate = controller.forward
 
     def fail_sometimes():
         if server.failures > 0:
@@ -129,7 +129,7 @@ def failing(serve) -> LiveServer:
             raise MemoryError("no memory")
         return generate()
 
-    controller.compute_step = fail_sometimes
+    controller.forward = fail_sometimes
     return server
 
 
@@ -169,7 +169,7 @@ class TestEngineThatFails:
 def test_while_a_step_takes_long_the_server_answers(serve):
     """A client that leaves during the step frees its request when the step ends, before the next one."""
     server = serve(tiny_engine())
-    generate = server.engine.controller.compute_step
+    generate = server.engine.controller.forward
     begun, go_on, steps = threading.Event(), threading.Event(), []
 
     def slow():
@@ -178,7 +178,7 @@ def test_while_a_step_takes_long_the_server_answers(serve):
         steps.append(len(server.engine.core.scheduler.queues))
         return generate()
 
-    server.engine.controller.compute_step = slow
+    server.engine.controller.forward = slow
     body = json.dumps({"prompt": [1, 2], "max_tokens": 1000})
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as leaving:
@@ -225,7 +225,7 @@ def test_the_cache_is_described_while_a_step_takes_long(serve):
         server.http.post("/v1/completions", json={"prompt": PREFIX, "max_tokens": 1})
     before = server.http.get("/prefix_cache").json()
     assert before["hottest_prefixes"]
-    compute = server.engine.controller.compute_step
+    compute = server.engine.controller.forward
     begun, go_on = threading.Event(), threading.Event()
 
     def slow():
@@ -233,7 +233,7 @@ def test_the_cache_is_described_while_a_step_takes_long(serve):
         assert go_on.wait(PATIENCE)
         return compute()
 
-    server.engine.controller.compute_step = slow
+    server.engine.controller.forward = slow
     asking = threading.Thread(target=server.http.post, args=("/v1/completions",), kwargs={"json": {"prompt": [1, 2]}})
     asking.start()
     assert begun.wait(PATIENCE)

@@ -21,6 +21,7 @@ from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.graph_capture import NoGraphs
 from megatron_ext.runner.cuda_graphs.input_batch import DUMMY_REQUEST
 from megatron_ext.runner.model_input import ModelInput
+from megatron_ext.runner.sampler import SamplerNeeds
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from tests.unit_tests.support.driver import Driver
@@ -57,26 +58,23 @@ class Padded:
         self._watch_graphs(self.context.cuda_graph_runner)
 
     def _watch_graphs(self, fixed: CudaGraphRunner) -> None:
-        find, launch = fixed.find, fixed.launch
+        find, sample, sample_eager = fixed.find, fixed.sample, fixed.sample_eager
 
         def find_noted(step: ScheduledStep) -> Bucket | None:
             bucket = find(step)
             self.eager_steps += bucket is None
             return bucket
 
-        def launch_noted(step: ScheduledStep, bucket: Bucket) -> Launched:
-            launched = launch(step, bucket)
+        def sample_noted(bucket: Bucket, chunks: Sequence[ScheduledChunk], needs: SamplerNeeds) -> Launched:
             self.buckets.append(bucket)
+            self._keep_states([chunk for chunk in chunks if chunk.request_id != DUMMY_REQUEST])
+            return sample(bucket, chunks, needs)
+
+        def sample_eager_noted(logits: Tensor, step: ModelInput) -> Launched:
             self._keep_states(step.chunks)
-            return launched
+            return sample_eager(logits, step)
 
-        launch_eagerly = fixed.eager_output.launch
-
-        def launch_eagerly_noted(logits: Tensor, step: ModelInput) -> Launched:
-            self._keep_states(step.chunks)
-            return launch_eagerly(logits, step)
-
-        fixed.find, fixed.launch, fixed.eager_output.launch = find_noted, launch_noted, launch_eagerly_noted
+        fixed.find, fixed.sample, fixed.sample_eager = find_noted, sample_noted, sample_eager_noted
 
     def _keep_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Keep copies of the states a step leaves: by its commit the next step may have been computed."""

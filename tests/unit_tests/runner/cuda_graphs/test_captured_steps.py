@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.runner.cuda_graphs.buckets import Bucket
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import BucketGraphs
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.runner.short_models import CONFIGS
@@ -57,21 +61,32 @@ class Recorded:
         self.is_on = False
         fixed = driver.context.cuda_graph_runner
         if fixed is None:
-            self._watch(driver.engine.controller, "compute_step")
+            controller = driver.engine.controller
+            self._watch(controller, "forward")
+            self._watch(controller, "sample", begins=False)
         else:
-            self._watch(fixed, "_compute")
+            self._make, fixed._make = fixed._make, self._make_watched
 
-    def _watch(self, owner: object, name: str) -> None:
-        compute = getattr(owner, name)
+    def _make_watched(self, bucket: Bucket) -> BucketGraphs:
+        graphs = self._make(bucket)
+        self._watch(graphs.choice, "run", begins=False)
+        return dataclasses.replace(graphs, forward=self._recorded(graphs.forward))
+
+    def _watch(self, owner: object, name: str, *, begins: bool = True) -> None:
+        setattr(owner, name, self._recorded(getattr(owner, name), begins=begins))
+
+    def _recorded(self, compute: Callable[..., object], *, begins: bool = True) -> Callable[..., object]:
+        """Record calls, in a program of their own or after the forward of the step."""
 
         def recorded(*arguments: object) -> object:
             if not self.is_on:
                 return compute(*arguments)
-            self.programs.append(ProgramRecorder())
+            if begins:
+                self.programs.append(ProgramRecorder())
             with self.programs[-1]:
                 return compute(*arguments)
 
-        setattr(owner, name, recorded)
+        return recorded
 
     def step(self) -> ProgramRecorder:
         """The program of the next step."""

@@ -134,8 +134,8 @@ def test_padding_is_marked_for_kernels_on_cuda(get_oracle):
     runner, written = driver.context.cuda_graph_runner, {}
     write = runner._writer.write
 
-    def write_noted(chunks, bucket, arrays, copies):
-        write(chunks, bucket, arrays, copies)
+    def write_noted(chunks, bucket, arrays, *copies):
+        write(chunks, bucket, arrays, *copies)
         if bucket.prefills:
             written.update({name: one.copy() for name, one in arrays.items()}, decodes=bucket.decodes)
 
@@ -303,16 +303,16 @@ def test_tokens_are_read_after_the_launch(get_oracle):
     driver.engine.add_request(0, make_prompt(20), RequestParams(num_tokens_to_generate=8))
     driver.step()
     fixed, read = driver.context.cuda_graph_runner, []
-    launch = fixed.launch
+    sample = fixed.sample
 
-    def launch_noted(step, bucket):
-        computing = launch(step, bucket)
-        result, (chunk,) = computing.result, step.chunks
+    def sample_noted(bucket, chunks, needs):
+        computing = sample(bucket, chunks, needs)
+        result, chunk = computing.result, chunks[0]
         computing.result = lambda: (read.append(f"read {chunk.end}"), result())[1]
         read.append(f"launch {chunk.end}")
         return computing
 
-    fixed.launch = launch_noted
+    fixed.sample = sample_noted
     driver.engine.core.host_work = lambda: read.append("host")
     for _ in range(3):
         driver.step()

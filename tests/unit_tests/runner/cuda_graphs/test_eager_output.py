@@ -61,14 +61,14 @@ def test_long_prefills_equal_those_that_are_waited_for(get_oracle, kind):
 
 
 def events_of(driver: PaddedDriver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Launches and reads of the driver's steps, in order; a step's name is the end of its last chunk."""
+    """Launches and reads of the driver's steps, in order; a step's name is the end of its chunk."""
     events: list[str] = []
     launched: list[tuple[Launched, int]] = []
     runner, read = driver.context.cuda_graph_runner, Launched.result
 
-    def watched(launch, step_of):
+    def watched(sample, chunks_of):
         def noted(*arguments):
-            found, end = launch(*arguments), step_of(*arguments).chunks[-1].end
+            found, end = sample(*arguments), max(chunk.end for chunk in chunks_of(*arguments))
             launched.append((found, end))
             events.append(f"launch {end}")
             return found
@@ -80,8 +80,8 @@ def events_of(driver: PaddedDriver, monkeypatch: pytest.MonkeyPatch) -> list[str
         return read(found)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "launch", watched(runner.launch, lambda step, bucket: step))
-        patch.setattr(runner.eager_output, "launch", watched(runner.eager_output.launch, lambda logits, step: step))
+        patch.setattr(runner, "sample", watched(runner.sample, lambda bucket, chunks, needs: chunks))
+        patch.setattr(runner, "sample_eager", watched(runner.sample_eager, lambda logits, step: step.chunks))
         patch.setattr(Launched, "result", read_noted)
         driver.run()
     return events
@@ -126,16 +126,16 @@ def test_a_forward_that_waits_is_not_launched_ahead(get_oracle, monkeypatch):
 def test_a_prefill_that_fails_sends_both_steps_back(get_oracle, monkeypatch, at):
     """CU-6: an error in a launch, or in the one after it; no tokens are taken from either step."""
     driver = new_driver("hybrid", get_oracle, **SIZES)
-    output, calls = driver.context.cuda_graph_runner.eager_output, []
-    launch = output.launch
+    runner, calls = driver.context.cuda_graph_runner, []
+    sample = runner.sample_eager
 
     def broken(*arguments):
         calls.append(None)
         if len(calls) == at:
             raise RuntimeError("the device is gone")
-        return launch(*arguments)
+        return sample(*arguments)
 
-    monkeypatch.setattr(output, "launch", broken)
+    monkeypatch.setattr(runner, "sample_eager", broken)
     driver.add(0, make_prompt(840), num_tokens_to_generate=4)
     with pytest.raises(RuntimeError, match="the device is gone"):
         driver.run()

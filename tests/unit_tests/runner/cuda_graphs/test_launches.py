@@ -69,13 +69,14 @@ def count_decode(of: ModelConfig, backend: str) -> LaunchCounter:
     fixed = Unwatched(model, of, cache=CacheConfig(), dtype=DTYPE, **settings).context.cuda_graph_runner
     bucket = next(one for one in fixed._buckets.all() if not one.prefills)
     with counted({}, computes=False):
-        fixed._graphs_of(bucket)
+        graphs = fixed._graphs_of(bucket)
     mixers = {
         f"{number}{letter}": getattr(model.decoder.layers[number], MIXERS[letter])
         for number, letter in enumerate(of.hybrid_override_pattern)
     }
-    with preferring(backend), counted(mixers, model.decoder, computes=False) as counter:
-        fixed._compute(bucket, SamplerNeeds(is_processed=False, is_drawn=False, is_scored=False, has_mask=False))
+    with torch.inference_mode(), preferring(backend), counted(mixers, model.decoder, computes=False) as counter:
+        graphs.forward()
+        graphs.choice.run(SamplerNeeds(is_processed=False, is_drawn=False, is_scored=False, has_mask=False))
     return counter
 
 
