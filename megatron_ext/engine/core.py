@@ -249,7 +249,7 @@ class EngineCore:
         """
         for part in step.parts:
             if part.result is not None:
-                self.output.take([chunk.request for chunk in part.chunks], part.result)
+                self.output.take(part.chunks, part.result)
         ended = list(self.output.ended)
         records = self.output.report()
         for replica in self.replicas:

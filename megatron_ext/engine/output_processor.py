@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.routing_recorder import note_rows
 from megatron_ext.errors import CheckpointError, describe
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.explain_admission import note_end
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
@@ -64,19 +66,21 @@ class OutputProcessor:
         request.output.taken = len(continued)
         self._requests[request.request_id] = request, scheduler
 
-    def take(self, requests: Iterable[Request], result: StepResult) -> None:
-        """Process the output of a step's requests: store scores and match stop words."""
-        for request in requests:
-            output = request.output
+    def take(self, chunks: Iterable[Chunk], result: StepResult) -> None:
+        """Process the output of a step's chunks: store scores and routing rows, and match stop words."""
+        for chunk in chunks:
+            request, output = chunk.request, chunk.request.output
+            scheduler = self._requests[request.request_id][1]
             new = request.generated_count - output.taken if request.request_id in result.tokens else 0
             try:
+                note_rows(chunk, result, scheduler.cache, scheduler.limits.block_size)
                 stopped_at = (
                     self._meets_stop_word(request, new) if new and request.request_id in self._matchers else None
                 )
                 _note_scores(request, result, new if stopped_at is None else stopped_at - output.taken)
             except Exception as error:
-                if request.request_id in result.failures and request.scores.new:  # these were not written
-                    self._requests[request.request_id][1].drop_log_probs(request.scores.new)
+                if request.kept.new:  # noted by the commit, and maybe not written
+                    scheduler.drop_kept_data(tuple(request.kept.new))
                 self.fail(request, error)
                 continue
             output.taken += new

@@ -15,7 +15,7 @@ from megatron_ext.engine.in_flight_step import InFlightStep
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.result import StepResult
-from megatron_ext.engine.routing_recorder import RoutingRecorder
+from megatron_ext.engine.routing_recorder import take_cached_rows
 from megatron_ext.engine.structured_output import StructuredOutputs
 from megatron_ext.errors import RestoreError, describe
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -84,7 +84,6 @@ class Replica:
         self.structured = StructuredOutputs(scheduler, input_settings.matcher, input_settings.mask_thread)
         self.audit = CacheAudit(scheduler)
         self.loading: DiskLoading | None = None
-        self._routing = RoutingRecorder(scheduler.limits.block_size)
         self.ahead = AsyncScheduling(scheduler, executor, is_on=proposals is None)
 
     def propose(self) -> None:
@@ -165,8 +164,6 @@ class Replica:
         self._output.ended += [request for request in ended if request.audit is None]
         self.audit.note_time(plan.chunks, time.perf_counter() - planned)
         self.audit.take(result.differences.values())
-        with self._error_isolation.guard("the record of routing indices"):
-            self._routing.note((chunk.request for chunk in in_flight.chunks), in_flight.step, result)
         self._last_seconds = time.perf_counter() - planned
         if self.loading is not None:
             self.loading.note_step(in_flight.chunks, self._last_seconds)
@@ -183,6 +180,7 @@ class Replica:
         self.audit.note_hits(plan.admissions)
         for admission in plan.admissions:
             admission.request.versions.admit(self.ahead.weights_version)
+            take_cached_rows(admission, self.scheduler.cache, self.scheduler.limits.block_size)
         return plan
 
     def _take_off(self, plan: StepPlan) -> InFlightStep:

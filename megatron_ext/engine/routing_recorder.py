@@ -1,75 +1,65 @@
-"""Routing recorder: collects the routing indices of requests, those of cached tokens included."""
+"""Routing recorder: collects the routing indices of requests, those of cached tokens included.
+
+A request has a row for every token that a step computed for it, and takes those of the tokens that it skips from the
+data kept with cached blocks (`prefix_cache/kept_data.py`). A fork takes its source's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from megatron_ext.engine.result import StepResult
-from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.scheduling.request import Request
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.kept_data import DataKind
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.routing_indices import RoutingIndices
-from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 
-class RoutingRecorder:
-    """Recorder of one replica's routing indices.
+class RoutingError(RuntimeError):
+    """Error: routing indices of a request are missing."""
 
-    A request has the rows of every token that a step computed for it. Rows are also kept for each KV block, as the keys
-    and values are: a request that skips cached tokens takes theirs. Entries of a block that is used again are
-    overwritten, so the memory is bounded by the pool.
+
+def take_cached_rows(admission: Admission, cache: PrefixCache, block_size: int) -> None:
+    """Begin the rows of an admitted request with those of the tokens that it skips, while its blocks are cached."""
+    request, chunk = admission.request, admission.chunk
+    request.output.routing, request.output.cached_routing = None, b""
+    if DataKind.ROUTING in request.kept.kinds and chunk.source is None:
+        blocks = -(-chunk.start // block_size)
+        request.output.cached_routing = cache.kept.rows(request.block_hashes[:blocks])
+
+
+def note_rows(chunk: Chunk, result: StepResult, cache: PrefixCache, block_size: int) -> None:
+    """Add the rows of a committed chunk to its request's, and keep those of the blocks that it completed.
 
     Args:
+        chunk: Chunk of the step. A fork comes after its source.
+        result: Result of the step; without routing indices nothing is noted.
+        cache: Cache of the request.
         block_size: Tokens of a block.
+
+    Raises:
+        RoutingError: Rows of tokens before the chunk are missing.
     """
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._blocks: dict[BlockId, bytearray] = {}
-
-    def note(self, requests: Iterable[Request], step: ScheduledStep, result: StepResult) -> None:
-        """Record the rows of a committed step.
-
-        Args:
-            requests: Request of each chunk, in the order of the message.
-            step: Message of the step.
-            result: Result of the step; without routing indices nothing is recorded.
-        """
-        if not result.routing:
-            return
-        for request, chunk in zip(requests, step.chunks, strict=True):
-            rows = result.routing.get(chunk.request_id if chunk.source is None else chunk.source.request_id)
-            if rows is None:
-                continue
-            if chunk.source is not None:  # a fork computes nothing; it takes all rows from blocks
-                rows = RoutingIndices(b"", rows.layers, rows.topk)
-                if chunk.source.block_copy is not None:
-                    source, target = chunk.source.block_copy
-                    self._blocks[target] = bytearray(self._blocks[source])
-            self._note(request, chunk, rows)
-
-    def _note(self, request: Request, chunk: ScheduledChunk, rows: RoutingIndices) -> None:
-        size = rows.token_bytes
-        if request.output.routing is None:
-            request.output.routing = RoutingIndices(bytearray(), rows.layers, rows.topk)
-        data = request.output.routing.data
-        assert isinstance(data, bytearray), "a request's own rows grow"
-        if len(data) < chunk.start * size:
-            data += self._cached(chunk, len(data) // size, size)
-        del data[chunk.start * size :]  # drafts that were not accepted, or tokens computed again
-        data += rows.data
-        self._keep(chunk, rows, size)
-
-    def _cached(self, chunk: ScheduledChunk, first: int, size: int) -> bytes:
-        """Return the rows of tokens [first, chunk.start), which the request skipped."""
-        block = first // self._block_size
-        blocks = chunk.block_ids[block : -(-chunk.start // self._block_size)]
-        before = block * self._block_size
-        return b"".join(self._blocks[one] for one in blocks)[(first - before) * size : (chunk.start - before) * size]
-
-    def _keep(self, chunk: ScheduledChunk, rows: RoutingIndices, size: int) -> None:
-        """Keep the rows of tokens whose keys and values the step wrote."""
-        for position in range(max(chunk.start, chunk.shared_end), chunk.end):
-            index, place = divmod(position, self._block_size)
-            block = self._blocks.setdefault(chunk.block_ids[index], bytearray(self._block_size * size))
-            begin = (position - chunk.start) * size
-            block[place * size : (place + 1) * size] = rows.data[begin : begin + size]
+    request, start = chunk.request, chunk.start
+    source = request if chunk.source is None else chunk.source.request
+    rows = result.routing.get(source.request_id)
+    if rows is None:
+        return
+    output, size = request.output, rows.token_bytes
+    if chunk.source is not None:
+        assert source.output.routing is not None, "its chunk was noted before"
+        taken, added = source.output.routing.data[: start * size], b""
+        output.routing = RoutingIndices(bytearray(taken), rows.layers, rows.topk)
+    else:
+        added = bytes(rows.data)
+        if output.routing is None:  # the first chunk since the request was admitted
+            output.routing = RoutingIndices(bytearray(output.cached_routing), rows.layers, rows.topk)
+            output.cached_routing = b""
+    data = output.routing.data
+    assert isinstance(data, bytearray), "a request's own rows grow"
+    if len(data) < start * size:
+        raise RoutingError(f"routing indices of tokens {len(data) // size} to {start} are missing")
+    del data[start * size :]  # drafts that were not accepted, or the rest of the last cached block
+    data += added
+    of_block = block_size * size
+    for block_hash, number in request.kept.new.items():
+        cache.kept.store_rows(block_hash, bytes(data[number * of_block : (number + 1) * of_block]))

@@ -278,6 +278,7 @@ def _limits(
         audit_interval=cache.audit_interval if cache.enable_prefix_caching else 0,
         is_durable=cache.is_durable,
         keeps_log_probs=cache.keeps_log_probs,
+        keeps_routing=batching.moe_enable_routing_replay,
         opportunistic=OpportunisticRules(max_slots=cache.provisional_slots),
     )
 

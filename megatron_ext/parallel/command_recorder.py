@@ -9,7 +9,7 @@ from megatron_ext.parallel.commands import (
     Add,
     Allow,
     Command,
-    DropLogProbs,
+    DropKeptData,
     End,
     Propose,
     Quarantine,
@@ -85,10 +85,10 @@ class RecordingScheduler(Scheduler):
         super().reset_prefix_cache()
         self.note(ResetPrefixCache())
 
-    def drop_log_probs(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Drop kept log-probs as `Scheduler` does, and record it."""
-        super().drop_log_probs(block_hashes)
-        self.note(DropLogProbs(tuple(block_hashes)))
+    def drop_kept_data(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Drop what is kept with blocks as `Scheduler` does, and record it."""
+        super().drop_kept_data(block_hashes)
+        self.note(DropKeptData(tuple(block_hashes)))
 
     def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
         """Drop a wrong entry as `Scheduler` does, and record it."""

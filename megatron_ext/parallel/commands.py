@@ -67,8 +67,8 @@ class Quarantine:
 
 
 @dataclass(frozen=True)
-class DropLogProbs:
-    """Blocks whose log-probs could not be kept; see `Scheduler.drop_log_probs`."""
+class DropKeptData:
+    """Blocks whose log-probs or routing rows could not be kept; see `Scheduler.drop_kept_data`."""
 
     block_hashes: tuple[BlockHash, ...]
 
@@ -188,7 +188,7 @@ Command = (
     | Allow
     | DescribeWeights
     | Draft
-    | DropLogProbs
+    | DropKeptData
     | End
     | ForgetDrafts
     | GoLive

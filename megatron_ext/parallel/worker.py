@@ -15,7 +15,7 @@ from megatron_ext.parallel.commands import (
     Command,
     DescribeWeights,
     Draft,
-    DropLogProbs,
+    DropKeptData,
     End,
     ForgetDrafts,
     GoLive,
@@ -158,8 +158,8 @@ class Worker:
     def _obey_for_cache(self, command: Command) -> None:
         if isinstance(command, Quarantine):
             self.scheduler.quarantine(command.block_hash, states_only=command.states_only)
-        elif isinstance(command, DropLogProbs):
-            self.scheduler.drop_log_probs(command.block_hashes)
+        elif isinstance(command, DropKeptData):
+            self.scheduler.drop_kept_data(command.block_hashes)
         elif isinstance(command, ResetPrefixCache):
             self.scheduler.reset_prefix_cache()
         elif isinstance(command, WeightsChanged):

@@ -15,7 +15,7 @@ from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.kept_log_probs import KeptLogProbs
+from megatron_ext.prefix_cache.kept_data import KeptData
 from megatron_ext.prefix_cache.lower_tier import CachedEntries, LowerTier
 from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
 from megatron_ext.prefix_cache.origins import DiskOrigins
@@ -81,7 +81,7 @@ class PrefixCache:
             self.border.states = self.states
         self.entries = CachedEntries(self._index, self.states, self.border)
         self.ghosts = Ghosts()
-        self.log_probs = KeptLogProbs()
+        self.kept = KeptData()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
         self.origins = DiskOrigins()
@@ -249,7 +249,7 @@ class PrefixCache:
             for block_hash in self.states.among(block_hashes):
                 self.states.drop(block_hash)
         self.origins.drop_blocks(block_hashes)
-        self.log_probs.drop(block_hashes)
+        self.kept.drop(block_hashes)
         if self.cached_token_ids is not None:
             for block_hash in block_hashes:
                 self.cached_token_ids.drop(block_hash)
@@ -280,7 +280,7 @@ class PrefixCache:
             self.states.clear()
         self.ghosts.clear()
         self.origins.clear()
-        self.log_probs.clear()
+        self.kept.clear()
         if self.cached_token_ids is not None:
             self.cached_token_ids.clear()
         if self.observer is not None:
@@ -342,7 +342,7 @@ class PrefixCache:
         check_memory(self._index, self.pool, self.states, self.border)
         check_notes(self._index, self.states, self.cached_token_ids, self.ghosts)
         self.origins.check(self._index.block_hashes(), () if self.states is None else self.states.visible())
-        self.log_probs.check(self._index.block_hashes())
+        self.kept.check(self._index.block_hashes())
         self._unused.check()
         assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
         if not self._keeps_unused:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron_ext.config import RequestParams
+from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.scheduling.explanation import Explanation, Reason
 
 
@@ -36,6 +37,7 @@ class PrefillLedger:
         self._matched_end = self._usable_end = 0
         self._block_size = 1
         self._general_reason: Reason | None = None
+        self._lacking = Reason.PROMPT_LOGPROBS  # reason for matched blocks that are not usable
         self.matched_blocks: int | None = None  # at the first admission
         self.skipped = 0
         self.skipped_from_disk = 0  # those of them that entries put back from disk have saved
@@ -60,6 +62,7 @@ class PrefillLedger:
         block_size: int,
         general_reason: Reason | None,
         usable_blocks: int | None = None,
+        lacking: DataKind | None = None,
     ) -> int:
         """Account for the admission of the request into the batch.
 
@@ -68,7 +71,8 @@ class PrefillLedger:
             matched_blocks: Cached blocks that the request shares.
             block_size: Tokens of a block.
             general_reason: Reason why the cache is not used at all for this request; None if it is used.
-            usable_blocks: Blocks among them whose log-probs are kept, if the request needs these; None for all.
+            usable_blocks: Blocks among them with all data that the request needs (see `kept_data`); None for all.
+            lacking: Data that the next block lacks; None if all blocks are usable.
 
         Returns:
             Number of prompt tokens that are skipped now.
@@ -78,6 +82,7 @@ class PrefillLedger:
         self._block_size = block_size
         self._matched_end = matched_blocks * block_size
         self._usable_end = self._matched_end if usable_blocks is None else usable_blocks * block_size
+        self._lacking = Reason.NO_ROUTING_INDICES if lacking is DataKind.ROUTING else Reason.PROMPT_LOGPROBS
         self._general_reason = general_reason
         skipped = max(0, min(resume_position, self.prompt_length) - self.known_end)
         self.skipped += skipped
@@ -114,7 +119,7 @@ class PrefillLedger:
         whole_blocks_end = self.prompt_length // self._block_size * self._block_size
         return [
             (Reason.NO_SNAPSHOT, min(self._usable_end, self.prompt_length - 1)),
-            (Reason.PROMPT_LOGPROBS, min(self._matched_end, self.prompt_length - 1)),
+            (self._lacking, min(self._matched_end, self.prompt_length - 1)),
             (Reason.LAST_TOKEN, self._matched_end),
             (Reason.NOT_CACHED, whole_blocks_end),
             (Reason.PARTIAL_BLOCK, self.prompt_length),

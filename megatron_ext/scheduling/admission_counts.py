@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.kept_log_probs import lacks_log_probs
+from megatron_ext.scheduling.kept_data import lacking_data
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits
 
 
@@ -46,7 +46,7 @@ def count_lost(admission: Admission, cache: PrefixCache, limits: SchedulerLimits
     """Count the tokens that a first admission computes because cached entries were evicted, and note its prompt."""
     request, matched, start = admission.request, len(admission.matched), admission.chunk.start
     cache.note_prompt(request.block_hashes)
-    if lacks_log_probs(request, matched, cache):
+    if lacking_data(request, matched, cache):
         return
     lost = cache.ghosts.lost(len(request.tokens), request.block_hashes, matched, start, limits.block_size, cache.states)
     if lost is not NOTHING_LOST:

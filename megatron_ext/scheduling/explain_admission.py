@@ -7,13 +7,16 @@ from array import array
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.admission_counts import tokens_from_disk
 from megatron_ext.scheduling.explanation import Explanation, Why
-from megatron_ext.scheduling.kept_log_probs import lacks_log_probs
+from megatron_ext.scheduling.kept_data import lacking_data
 from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.request import Request
+
+_LACKING = {DataKind.LOG_PROBS: Why.NO_LOG_PROBS, DataKind.ROUTING: Why.NO_ROUTING_INDICES}
 
 
 def explain_admission(admission: Admission, cache: PrefixCache, block_size: int) -> None:
@@ -55,7 +58,7 @@ def explain(request: Request, cache: PrefixCache, matched: int, start: int, bloc
     known = cache.cached_token_ids
     age = known.age(request.block_hashes[matched - 1]) if known is not None and matched else None
     blank = Explanation("", start, matched * block_size, most, block_size, age=age)
-    keeps = request.scores.are_kept
+    keeps = request.kept.keeps_log_probs
     general = general_reason(request.params, is_caching=cache.is_enabled, keeps_log_probs=keeps)
     if general is not None:
         return dataclasses.replace(blank, reason=general.value)
@@ -63,8 +66,8 @@ def explain(request: Request, cache: PrefixCache, matched: int, start: int, bloc
         return dataclasses.replace(blank, reason=Why.TOO_SHORT.value)
     if start == most:
         return dataclasses.replace(blank, reason=Why.SKIPPED_ALL.value)
-    if lacks_log_probs(request, matched, cache):
-        return dataclasses.replace(blank, reason=Why.NO_LOG_PROBS.value)
+    if (lacking := lacking_data(request, matched, cache)) is not None:
+        return dataclasses.replace(blank, reason=_LACKING[lacking].value)
     goal = min(matched * block_size, most)
     if start < goal:
         return _with_divergence(request, cache, _without_states(request, cache, blank, goal), matched)

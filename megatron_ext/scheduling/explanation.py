@@ -14,6 +14,7 @@ class Reason(str, enum.Enum):
     OPTED_OUT = "opted_out"
     CACHING_OFF = "caching_off"
     PROMPT_LOGPROBS = "prompt_logprobs"  # requested, and not kept with the blocks
+    NO_ROUTING_INDICES = "no_routing_indices"  # recorded, and not kept with the blocks
     NOT_CACHED = "not_cached"  # no block matched there
     NO_SNAPSHOT = "no_snapshot"  # blocks matched beyond the resume position
     PARTIAL_BLOCK = "partial_block"  # the tail that fills no block
@@ -26,6 +27,7 @@ class Why(str, enum.Enum):
     TOO_SHORT = "too_short"  # the prompt has no block that could be skipped
     SKIPPED_ALL = "skipped_all"  # all that can be skipped of a prompt of this length
     NO_LOG_PROBS = "no_log_probs"  # the blocks are cached, and their log-probs, which were requested, are not kept
+    NO_ROUTING_INDICES = "no_routing_indices"  # the blocks are cached, and their routing indices are not kept
     NO_SLOTS = "no_slots"  # there are no slots for states at all
     SNAPSHOT_GIVEN_UP = "snapshot_given_up"  # the blocks are cached, their states were evicted
     NO_SNAPSHOT = "no_snapshot"  # the blocks are cached without states at their ends, or with opportunistic ones only
@@ -127,6 +129,8 @@ class Explanation:
             Why.SKIPPED_ALL.value: f"all {self.skipped} tokens that can be skipped were",
             Why.NO_LOG_PROBS.value: f"{self.matched} tokens are cached, and not all of their log-probs, which were "
             f"requested; computing began at {self.skipped}",
+            Why.NO_ROUTING_INDICES.value: f"{self.matched} tokens are cached, and not all of their routing indices; "
+            f"computing began at {self.skipped}",
             Why.NO_SLOTS.value: f"{self.matched} tokens are cached, and there are no slots for their states",
             Why.SNAPSHOT_GIVEN_UP.value: f"{self.matched} tokens are cached; states before {self._goal()} were "
             f"evicted{when} {self._missing_slots_text()}; computing began at {self.skipped}",
@@ -153,6 +157,7 @@ class Explanation:
         return {
             Why.TOO_SHORT.value: "Nothing needs to change: so short a prompt is computed quickly.",
             Why.NO_LOG_PROBS.value: "Nothing needs to change: this request leaves log-probs for those after it.",
+            Why.NO_ROUTING_INDICES.value: "Nothing needs to change: this request leaves them for those after it.",
             Why.NO_SLOTS.value: f"Start the server with memory for snapshots ({_SLOTS_FLAG}).",
             Why.SNAPSHOT_GIVEN_UP.value: f"Send requests with the same beginning closer together, or start the server "
             f"with more memory for snapshots ({_SLOTS_FLAG}).",

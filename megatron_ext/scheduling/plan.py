@@ -33,6 +33,7 @@ class SchedulerLimits:
     explains: bool = False  # explain cache use of each request; keeps the token ids of cached blocks
     audit_interval: int = 0  # hits from one audit to the next; 0: none
     keeps_log_probs: bool = False  # of prompts, with their cached blocks
+    keeps_routing: bool = False  # routing indices are recorded, and kept with cached blocks
     is_durable: bool = False  # cached blocks outlive the process, with their token ids
     costs: EntryCosts = NEUTRAL_COSTS  # of cached tokens, for cost-aware policies; equal on all ranks
     opportunistic: OpportunisticRules = AS_MANY_AS_FREE  # opportunistic checkpoints of prefills, in free slots
@@ -88,7 +89,7 @@ class Admission:
         chunk: First chunk; starts at the resume position.
         restore: Snapshot of the states at the resume position; None if there is no snapshot to restore.
         opportunistic: Positions of opportunistic checkpoints, in order of priority.
-        usable_blocks: Blocks among `matched` that it need not compute for their log-probs.
+        usable_blocks: Blocks among `matched` with all data that it needs (see `kept_data`).
     """
 
     request: Request

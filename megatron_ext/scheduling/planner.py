@@ -21,7 +21,7 @@ from megatron_ext.prefix_cache.matching import resume_point
 from megatron_ext.scheduling.block_hasher import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.forks import ForkPlanner
-from megatron_ext.scheduling.kept_log_probs import usable_blocks
+from megatron_ext.scheduling.kept_data import usable_blocks
 from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
 from megatron_ext.scheduling.prefill_chunks import chunk_end, plan_continuations
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
@@ -302,13 +302,13 @@ def _wake_disturbed(
 def reads_cache(request: Request) -> bool:
     """Return whether cached blocks may replace computation: not if log-probs are requested that are not kept."""
     params = request.params
-    is_scored = params.wants_prompt_log_probs and (params.top_n_logprobs > 0 or not request.scores.are_kept)
+    is_scored = params.wants_prompt_log_probs and (params.top_n_logprobs > 0 or not request.kept.keeps_log_probs)
     return request.sequence.chain is not None and not is_scored
 
 
 def reads_disk(request: Request) -> bool:
-    """Return whether entries on disk, which have no log-probs, may replace computation."""
-    return reads_cache(request) and not request.needs_log_probs
+    """Return whether entries on disk, with which no data is kept, may replace computation."""
+    return reads_cache(request) and not request.needed_data
 
 
 def may_wait_for_prefix(request: Request, matched: Sequence[BlockId], waiting: WaitingQueue) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
-from megatron_ext.scheduling.kept_log_probs import note_scored
+from megatron_ext.scheduling.kept_data import note_kept
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.request import Request
@@ -16,11 +16,11 @@ def publish_blocks(
 ) -> None:
     """Publish the blocks that a request has completed, unless it was admitted in an earlier cache epoch.
 
-    Log-probs that it has computed are kept with those of its blocks that others can find from now on.
+    Log-probs and routing rows that it has computed are kept with those of its blocks that others can find from now on.
     """
-    scored = request.sequence.block_table
+    before = request.sequence.block_table
     _publish(request, block_size, cache, pending_blocks, waiting)
-    note_scored(request, scored, cache, block_size)
+    note_kept(request, before, cache, block_size)
 
 
 def _publish(

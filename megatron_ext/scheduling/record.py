@@ -29,6 +29,7 @@ class Output:
         routing: Routing indices of the tokens computed so far; None if they are not recorded. Only the routing recorder
             writes them.
         taken: Generated tokens that the output processor has processed; with drafts a step adds several.
+        cached_routing: Rows of the cached blocks that the request resumed in, until its first chunk is computed.
     """
 
     generated_text: str | None = None
@@ -39,6 +40,7 @@ class Output:
     generated_top_n: list[TopN] = field(default_factory=list)
     routing: RoutingIndices | None = None
     taken: int = 0
+    cached_routing: bytes = b""
 
 
 class Status(enum.Enum):

@@ -2,7 +2,7 @@
 
 inputs       what was requested, and what the engine has derived from it   immutable
 sequence     tokens, intervals, blocks, running state slot, snapshots         the scheduler
-scores       prompt log-probs that are kept with blocks                  the scheduler
+kept         progress of the data that is kept with blocks                    the scheduler
 timeline     events, times, steps                                    the scheduler; the end, by the code that ends it
 versions     versions of the weights that made its tokens            the replica
 output       text cut by a stop word, log-probs                      the output processor
@@ -18,8 +18,9 @@ from typing import Final
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.scheduling.audit import AuditTarget
-from megatron_ext.scheduling.prompt_scores import PromptScores
+from megatron_ext.scheduling.kept_progress import KeptProgress
 from megatron_ext.scheduling.record import Outcome, Output, RequestRecord, Status
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -69,7 +70,7 @@ class Request:
         self.audit: Final = audit
         self.processes_logits: Final = inputs.params.processes_logits  # computed once, read at each token
         self.sequence = Sequence(inputs.prompt_tokens, seed, continued_tokens)
-        self.scores = PromptScores()
+        self.kept = KeptProgress()
         self.timeline = Timeline()
         self.versions = TokenVersions()
         self.output = Output()
@@ -156,9 +157,12 @@ class Request:
         return None if self.outcome is None else self.outcome.finish_reason
 
     @property
-    def needs_log_probs(self) -> bool:
-        """True if log-probs of its prompt are still to come, and may be those kept with cached blocks."""
-        return self.scores.are_kept and not self.sequence.generated_count
+    def needed_data(self) -> tuple[DataKind, ...]:
+        """Kinds of data that cached blocks must have to be skipped; log-probs are those of the prompt only."""
+        kinds = self.kept.kinds
+        if not kinds or not self.sequence.generated_count:
+            return kinds
+        return tuple(kind for kind in kinds if kind is not DataKind.LOG_PROBS)
 
     @property
     def lacks_mask(self) -> bool:

@@ -8,6 +8,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.admission_counts import count_hit, count_lost, note_use
@@ -21,6 +22,7 @@ from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.explain_admission import explain_admission
 from megatron_ext.scheduling.forks import share_published
 from megatron_ext.scheduling.invariants import check_ownership
+from megatron_ext.scheduling.kept_data import lacking_data
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import (
@@ -99,7 +101,9 @@ class Scheduler:
         """Give a request the root of its block hashes, unless it has it already or does not use the cache."""
         if self.cache.is_enabled and request.params.enable_prefix_caching:
             self._keys.start(request.sequence, request.params.cache_salt)
-            request.scores.are_kept = self.limits.keeps_log_probs and request.params.wants_prompt_log_probs
+            keeps_log_probs = self.limits.keeps_log_probs and request.params.wants_prompt_log_probs
+            kinds = {DataKind.LOG_PROBS: keeps_log_probs, DataKind.ROUTING: self.limits.keeps_routing}
+            request.kept.kinds = tuple(kind for kind, is_kept in kinds.items() if is_kept)
 
     def waits_for_disk(self, request: Request) -> bool:
         """Return whether a waiting request waits for entries on disk."""
@@ -180,12 +184,13 @@ class Scheduler:
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
-        keeps, is_caching = request.scores.are_kept, self.cache.is_enabled
+        keeps, is_caching = request.kept.keeps_log_probs, self.cache.is_enabled
         reason = general_reason(request.params, is_caching=is_caching, keeps_log_probs=keeps)
         start, size = admission.chunk.start, self.limits.block_size
-        usable = request.scores.blocks = admission.usable_blocks
-        request.scores.resume_position, request.scores.known_end = start, usable * size
-        self.counters.skipped_tokens += sequence.ledger.admit(start, len(matched), size, reason, usable)
+        usable = request.kept.blocks = admission.usable_blocks
+        request.kept.resume_position, request.kept.known_end = start, usable * size
+        lacking = None if source is not None else lacking_data(request, len(matched), self.cache)
+        self.counters.skipped_tokens += sequence.ledger.admit(start, len(matched), size, reason, usable, lacking)
         self.pending_blocks.add(request.request_id, request.block_hashes[len(matched) :])
         count_hit(admission, self.cache, self.limits, self.counters)
         self.counters.blocks_matched += len(matched)
@@ -322,9 +327,9 @@ class Scheduler:
             self.pending_blocks.discard(request_id)
         self.queues.waiting.forget()
 
-    def drop_log_probs(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Drop the kept log-probs of blocks that could not be scored."""
-        self.cache.log_probs.drop(block_hashes)
+    def drop_kept_data(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Drop what is kept with blocks, since log-probs or routing rows that were noted have not been written."""
+        self.cache.kept.drop(block_hashes)
 
     def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
         """Drop a wrong entry and all computed from it; requests that use it start again. Return the blocks dropped.

@@ -303,10 +303,10 @@ def _scoring(chunk: Chunk, block_size: int) -> Scoring | None:
     Unless log-probs are kept, a request for them skips no token. One that starts again before its first token reads and
     scores all anew. Every scheduler with the same history knows this; the log-probs themselves are not known to all.
     """
-    request, scores, length = chunk.request, chunk.request.scores, chunk.request.prompt_length
+    request, kept, length = chunk.request, chunk.request.kept, chunk.request.prompt_length
     if not request.params.wants_prompt_log_probs or request.generated_count:
         return None
-    kept_end, is_first = scores.known_end, chunk.start == scores.resume_position
+    kept_end, is_first = kept.known_end, chunk.start == kept.resume_position
     resumes_there = is_first and chunk.start == kept_end > 0  # the state before it is that of a position not computed
     end = min(chunk.end, length - 1)
     start = min(end, max(kept_end - 1, chunk.start - resumes_there))
@@ -317,7 +317,7 @@ def _scoring(chunk: Chunk, block_size: int) -> Scoring | None:
         request.prompt_tokens[start + 1 : end + 1],
         request.params.top_n_logprobs,
         kept_end=kept_end if is_first else 0,
-        keeps=scores.are_kept,
-        block_ends=tuple(ends) if scores.are_kept else (),
+        keeps=kept.keeps_log_probs,
+        block_ends=tuple(ends) if kept.keeps_log_probs else (),
     )
     return scoring if scoring.targets or scoring.kept_end or scoring.block_ends else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.prefix_cache.matching import resume_point
-from megatron_ext.scheduling.kept_log_probs import usable_blocks
+from megatron_ext.scheduling.kept_data import usable_blocks
 from megatron_ext.scheduling.planner import reads_cache
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler

@@ -10,7 +10,7 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_point
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.kept_log_probs import lacks_log_probs
+from megatron_ext.scheduling.kept_data import lacking_data
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest, StepBudget
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
@@ -146,8 +146,10 @@ def wait_for_prefix(
     for the states there is available.
     """
     leading, computed_end = leader
-    if request.needs_log_probs and (not leading.needs_log_probs or lacks_log_probs(request, matched, cache)):
-        return None
+    if needed := request.needed_data:
+        leaves_less = not set(needed).issubset(leading.needed_data)
+        if leaves_less or lacking_data(request, matched, cache) is not None:
+            return None
     block_size = limits.block_size
     block_hashes = request.block_hashes
     common = common_blocks(block_hashes, leading.block_hashes) * block_size

@@ -11,6 +11,8 @@ from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache.kept_data import DataKind
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -49,7 +51,8 @@ def test_log_probs_end_with_the_stop_word_of_a_run_of_drafts():
     for token in (5, 6, 8):
         request.append(token)
     scores = [Score(-float(i), {}) for i in range(3)]
-    output.take([request], StepResult({0: 5}, {0: scores[0]}, {}, {}, {0: (6, 8)}, {0: tuple(scores[1:])}))
+    chunk = Chunk(request, len(PROMPT) - 1, len(PROMPT) + 2)
+    output.take([chunk], StepResult({0: 5}, {0: scores[0]}, {}, {}, {0: (6, 8)}, {0: tuple(scores[1:])}))
     assert list(request.generated_tokens) == [5, 6]
     assert request.output.generated_log_probs == [0.0, -1.0]
 
@@ -61,10 +64,10 @@ def test_blocks_whose_scoring_failed_keep_no_log_probs():
     request = request_of(0, PROMPT, **scored)
     output = opened(request, scheduler)
     step(scheduler)
-    assert scheduler.cache.log_probs.run(request.block_hashes) == 2
-    output.take([request], StepResult({}, {}, {}, {0: "no memory"}))
+    assert scheduler.cache.kept.run(request.block_hashes, [DataKind.LOG_PROBS]) == 2
+    output.take([Chunk(request, 0, len(PROMPT))], StepResult({}, {}, {}, {0: "no memory"}))
     assert request.status is Status.FAILED
-    assert scheduler.cache.log_probs.run(request.block_hashes) == 0
+    assert scheduler.cache.kept.run(request.block_hashes, [DataKind.LOG_PROBS]) == 0
 
 
 @pytest.mark.parametrize("keeps", [False, True])

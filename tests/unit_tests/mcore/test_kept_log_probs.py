@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.runner import step_output
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
@@ -153,7 +154,7 @@ def test_blocks_that_another_request_publishes_first(get_oracle):
     driver.add(1, PROMPT, **SCORED)
     driver.step()
     assert driver.steps[0] == ((0, 0, len(PROMPT)), (1, 0, len(PROMPT)))
-    assert len(driver.scheduler.cache.log_probs) == 0
+    assert driver.scheduler.cache.kept.count(DataKind.LOG_PROBS) == 0
     driver.run()
     assert [serve(driver, 2, PROMPT), serve(driver, 3, PROMPT)] == [0, 4 * BLOCK]
     for name in range(4):
@@ -199,7 +200,7 @@ def test_what_forgets(get_oracle):
     assert serve(driver, 2, PROMPT, cache_salt="other") == 0
     for i, forget in enumerate((engine.reset_prefix_cache, engine.weights_changed, lambda: suspend(driver))):
         forget()
-        assert len(driver.scheduler.cache.log_probs) == 0
+        assert driver.scheduler.cache.kept.count(DataKind.LOG_PROBS) == 0
         assert [serve(driver, 10 + 2 * i, PROMPT), serve(driver, 11 + 2 * i, PROMPT)] == [0, whole]
     for name in driver.records:
         assert_equals_oracle(driver, name, get_oracle("hybrid"))

@@ -11,10 +11,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.engine import output_processor
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
 from megatron_ext.models.build import build_model
-from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.record import RequestRecord, Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.drafters import Knowing, right_for_a_while
@@ -151,3 +153,24 @@ def test_steps_are_eager(gpt: nn.Module, caplog: pytest.LogCaptureFixture) -> No
     chat(driver)
     assert "every step is eager, since --moe-enable-routing-replay reads the experts" in caplog.text
     assert_recorded(driver.records[3], gpt, GPT)
+
+
+def test_an_error_of_one_record_stays_with_its_request(gpt: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SE-2: neighbours have their rows, and blocks that have none are computed again."""
+    driver, note = caching(gpt), output_processor.note_rows
+
+    def note_all_but_one(chunk: Chunk, *args: object) -> None:
+        if chunk.request.request_id == 0:
+            raise KeyError("a row")
+        note(chunk, *args)
+
+    monkeypatch.setattr(output_processor, "note_rows", note_all_but_one)
+    driver.add(0, PROMPT)
+    driver.add(1, make_prompt(len(PROMPT), seed=1))
+    records = driver.run()
+    assert (records[0].status, records[0].error) == (Status.FAILED, "KeyError: 'a row'")
+    for request_id, skipped in ((2, 0), (3, 3 * BLOCK)):
+        driver.add(request_id, PROMPT)
+        assert driver.run()[request_id].skipped_prefill_token_count == skipped
+    for request_id in (1, 2, 3):
+        assert_recorded(driver.records[request_id], gpt, GPT)

@@ -13,7 +13,7 @@ from megatron_ext.parallel.commands import (
     Batch,
     DescribeWeights,
     Draft,
-    DropLogProbs,
+    DropKeptData,
     End,
     ForgetDrafts,
     Propose,
@@ -69,7 +69,7 @@ def test_commands_that_need_a_second_message(told: str):
 
 def test_every_command_is_small_but_those_with_contents():
     """A command that is added to the list has to find its place, or be said to be large."""
-    large = {Add, Allow, DescribeWeights, DropLogProbs, Propose, Quarantine, ReadWeights, UpdateWeights, WeightsChanged}
+    large = {Add, Allow, DescribeWeights, DropKeptData, Propose, Quarantine, ReadWeights, UpdateWeights, WeightsChanged}
     large |= {BeginLoad, EndLoad, NoteRun, PlaceLoad}  # rare
     large |= {Draft, ForgetDrafts}  # beside a proposal or an end
     assert {*batch_encoding._SMALL} | large == {*commands.Command.__args__}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.engine import output_processor
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import RankError
 from megatron_ext.parallel import command_recorder, worker
@@ -335,6 +337,22 @@ class TestFleet:
         (batch,) = map(pickle.loads, world.sent)
         assert batch.of(1) == [ResetPrefixCache(), Suspend()]  # memory is freed at once
         assert world.core.replicas[1].scheduler.take_commands() == [Resume()]
+
+    def test_an_error_of_routing_rows_changes_the_plans_of_all_ranks(self, monkeypatch: pytest.MonkeyPatch):
+        """MF-9, MR-2: rank 0 alone has rows; the blocks that lack them are computed again on every rank."""
+        limits = dataclasses.replace(LIMITS, keeps_routing=True)
+        world = World(limits, EvictionPolicyName.LRU, None, replicas=2)
+        prompt, skipped = [0, 1, 0, 1, 1, 0, 0, 1, 0, 0, 1], []
+        for name in range(4):
+            with monkeypatch.context() as patch:
+                if name == 1:
+                    patch.setattr(output_processor, "note_rows", mock.Mock(side_effect=[LookupError("a row"), None]))
+                    world.core.reset_prefix_cache()
+                add(world, name, prompt, turn=1, params={"ignore_eos": True})
+                while world.core.is_busy:
+                    skipped += [one.skipped_prefill_token_count for one in world.step()]  # compares messages
+        assert skipped[:3] == [0, 0, 0]
+        assert skipped[3] > 0
 
     def test_new_weights_make_other_keys_on_every_rank(self):
         """MR-2, EX-4: new weights change the keys, unlike a reset alone: the messages name snapshots by keys."""

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.kept_data import DataKind
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 CHAIN = [b"a", b"b", b"c"]
@@ -145,7 +146,8 @@ def test_what_leaves_takes_along_what_is_known_of_it(forget):
     cache = PrefixCache(4, LRU, 2, keeps_tokens=True)
     cache.release(fill(cache, CHAIN))
     cache.cached_token_ids.keep_run(CHAIN, b"root", [1, 2, 3], 1, 3)
-    assert list(cache.log_probs.keep(CHAIN)) == CHAIN
+    for kind in DataKind:
+        assert cache.kept.keep(kind, CHAIN) == CHAIN
     cache.states.reserve(b"a")
     cache.states.commit(b"a")
     cache.origins.add_blocks(CHAIN)

@@ -346,7 +346,7 @@ class TestParts:
     def test_parts_are_few_and_small(self):
         request = make_request(0, prompt=2)
         parts = {name: vars(part) for name, part in vars(request).items() if hasattr(part, "__dict__")}
-        assert list(parts) == ["inputs", "sequence", "scores", "timeline", "versions", "output"]
+        assert list(parts) == ["inputs", "sequence", "kept", "timeline", "versions", "output"]
         assert all(len(part) <= 16 for part in parts.values())
 
     def test_preemption_returns_blocks_and_slot(self):

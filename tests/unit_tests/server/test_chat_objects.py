@@ -32,7 +32,7 @@ def listed() -> dict[str, list[str]]:
 
 
 def test_few_are_made_for_a_request(kinds):
-    """What is asked for stands in one immutable object; the others add something to it."""
+    """One immutable object has what is asked for; the others add something to it."""
     assert len(kinds[REQUEST]) <= MOST
     assert kinds[REQUEST].count("RequestInputs") == kinds[REQUEST].count("Request") == 1
 
