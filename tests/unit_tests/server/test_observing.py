@@ -34,48 +34,53 @@ def complete(server: LiveServer, prompt=PROMPT, **fields) -> dict:
 
 @pytest.fixture(scope="module")
 def fresh(serve) -> LiveServer:
-    """A server of one test after the other, in order."""
+    """A server of one test after the other."""
     return serve(tiny_engine())
 
 
-class TestMetrics:
-    def test_before_the_first_request_everything_is_there(self, fresh):
-        for name in ("requests_total", "prompt_tokens_computed_total"):
-            assert f"megatron_ext_{name}{{" in fresh.http.get("/metrics").text
-        assert fresh.metric("prompt_tokens_skipped_total") == 0
-        assert fresh.metric("kv_blocks") == 200
-        assert fresh.metric("state_slots") == 16
-        assert fresh.metric("info", model="tiny") == 1
+@pytest.fixture(scope="module")
+def counted(serve) -> tuple[LiveServer, list[dict]]:
+    """A server that has served four requests, and their usage."""
+    server = serve(tiny_engine())
+    others = ({}, {}, {"enable_prefix_caching": False}, {"echo": True, "logprobs": 0})
+    return server, [complete(server, max_tokens=4, **fields)["usage"] for fields in others]
 
-    def test_counts_of_a_few_requests(self, fresh):
+
+class TestMetrics:
+    def test_before_the_first_request_everything_is_there(self, serve):
+        unused = serve(tiny_engine())
+        for name in ("requests_total", "prompt_tokens_computed_total"):
+            assert f"megatron_ext_{name}{{" in unused.http.get("/metrics").text
+        assert unused.metric("prompt_tokens_skipped_total") == 0
+        assert unused.metric("kv_blocks") == 200
+        assert unused.metric("state_slots") == 16
+        assert unused.metric("info", model="tiny") == 1
+
+    def test_counts_of_a_few_requests(self, counted):
         """EX-2: skipped and computed tokens by reason, as in the requests' own usage."""
-        usages = [
-            complete(fresh, max_tokens=4)["usage"],
-            complete(fresh, max_tokens=4)["usage"],
-            complete(fresh, max_tokens=4, enable_prefix_caching=False)["usage"],
-            complete(fresh, max_tokens=4, echo=True, logprobs=0)["usage"],
-        ]
+        server, usages = counted
         details = [usage["prompt_tokens_details"] for usage in usages]
-        assert fresh.metric("prompt_tokens_skipped_total") == sum(one["cached_tokens"] for one in details) == 32
+        assert server.metric("prompt_tokens_skipped_total") == sum(one["cached_tokens"] for one in details) == 32
         for reason in Reason:
             expected = sum(one["computed_tokens_by_reason"].get(reason.value, 0) for one in details)
-            assert fresh.metric("prompt_tokens_computed_total", reason=reason.value) == expected, reason
-        assert fresh.metric("prompt_tokens_computed_total", reason="opted_out") == 40
-        assert fresh.metric("tokens_generated_total") == 16
-        assert fresh.metric("requests_total", outcome="length") == 4
-        assert fresh.metric("prefix_cache_hits_total") == 1
-        assert fresh.metric("kv_blocks_cached") == fresh.metric("kv_blocks_evictable") == 2
-        assert fresh.metric("kv_blocks_in_use") == 0
-        assert fresh.metric("state_slots_used") == 1
-        assert fresh.metric("snapshots_taken_total") == 1
+            assert server.metric("prompt_tokens_computed_total", reason=reason.value) == expected, reason
+        assert server.metric("prompt_tokens_computed_total", reason="opted_out") == 40
+        assert server.metric("tokens_generated_total") == 16
+        assert server.metric("requests_total", outcome="length") == 4
+        assert server.metric("prefix_cache_hits_total") == 1
+        assert server.metric("kv_blocks_cached") == server.metric("kv_blocks_evictable") == 2
+        assert server.metric("kv_blocks_in_use") == 0
+        assert server.metric("state_slots_used") == 1
+        assert server.metric("snapshots_taken_total") == 1
 
-    def test_times(self, fresh):
+    def test_times(self, counted):
         """Times are one first token per request, and a gap before each other token."""
-        assert fresh.metric("time_to_first_token_seconds_count") == 4
-        assert fresh.metric("inter_token_seconds_count") == 12
-        assert fresh.metric("request_seconds_count") == 4
-        total, first = (fresh.metric(f"{name}_sum") for name in ("request_seconds", "time_to_first_token_seconds"))
-        assert 0 < first + fresh.metric("inter_token_seconds_sum") <= total * 1.5
+        server, _ = counted
+        assert server.metric("time_to_first_token_seconds_count") == 4
+        assert server.metric("inter_token_seconds_count") == 12
+        assert server.metric("request_seconds_count") == 4
+        total, first = (server.metric(f"{name}_sum") for name in ("request_seconds", "time_to_first_token_seconds"))
+        assert 0 < first + server.metric("inter_token_seconds_sum") <= total * 1.5
 
     def test_each_name_is_documented(self, fresh):
         text = (ROOT / "docs" / "server.md").read_text()

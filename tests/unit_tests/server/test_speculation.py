@@ -47,15 +47,18 @@ def ask(server, **fields):
 
 def test_usage_and_metrics_count_accepted_drafts(drafting, plain):
     """SP-7: the answer equals that of a server without drafts, whose usage has no draft counts."""
+    names = [("draft_tokens_total", {}), ("accepted_draft_tokens_total", {})]
+    names += [("draft_tokens_by_position_total", {"position": str(i)}) for i in (1, 2, 3)]
+    before = [drafting.metric(name, **labels) for name, labels in names]
     expected, drafted = ask(plain).json(), ask(drafting).json()
     assert drafted["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
     assert "completion_tokens_details" not in expected["usage"]
     details = drafted["usage"]["completion_tokens_details"]
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
     assert accepted + rejected > 0
-    assert drafting.metric("draft_tokens_total") == accepted + rejected
-    assert drafting.metric("accepted_draft_tokens_total") == accepted
-    by_position = [drafting.metric("draft_tokens_by_position_total", position=str(i)) for i in (1, 2, 3)]
+    after = [drafting.metric(name, **labels) for name, labels in names]
+    drafts, used, *by_position = (now - then for now, then in zip(after, before, strict=True))
+    assert (drafts, used) == (accepted + rejected, accepted)
     assert by_position == sorted(by_position, reverse=True)
     assert sum(by_position) == accepted + rejected
     assert plain.metric("draft_tokens_total") == 0
