@@ -296,6 +296,11 @@ def _warn_of_cache_settings(plan: EnginePlan, cache: CacheConfig) -> None:
         )
     elif asked and not plan.is_hybrid:
         logger.warning("this model has no recurrent layers: settings of snapshots have no effect")
+    if plan.limits.keeps_routing and cache.is_durable:
+        logger.warning(
+            "--moe-enable-routing-replay: entries of --prefix-cache-dir have no routing indices, so that no prompt "
+            "token is skipped because of them; leave one of the flags out"
+        )
 
 
 def plan_draft_layers(

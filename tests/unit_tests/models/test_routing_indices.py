@@ -65,7 +65,11 @@ def check() -> Iterator[Check]:
         yield compare
 
 
-def test_after_a_load_from_disk(check: Check, tmp_path: Path) -> None:
+def warnings_of(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("--moe-enable-routing-replay" in message for message in caplog.messages)
+
+
+def test_after_a_load_from_disk(check: Check, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is kept with entries on disk: their tokens are computed again, and then skipped as ever."""
     source = random.Random(5)
     first, other = make_prompt(source, 300), make_prompt(source, 400)
@@ -73,6 +77,7 @@ def test_after_a_load_from_disk(check: Check, tmp_path: Path) -> None:
     with start(prefix_cache_dir=str(tmp_path / "cache"), **pool) as engine:
         skipped = [check(engine.generate([prompt], PARAMS)[0]) for prompt in (first, other, first, first)]
     assert skipped == [0, 0, 0, 288]
+    assert warnings_of(caplog) == 1
 
 
 def test_after_a_restart(check: Check, tmp_path: Path) -> None:
@@ -86,7 +91,7 @@ def test_after_a_restart(check: Check, tmp_path: Path) -> None:
             assert [check(record) for record in engine.generate([cached, new], PARAMS)] == [skipped] * 2
 
 
-def test_after_moves(check: Check) -> None:
+def test_after_moves(check: Check, caplog: pytest.LogCaptureFixture) -> None:
     """Blocks move when slabs of a small memory change between blocks and snapshots."""
     source = random.Random(5)
     prefixes, skipped = [make_prompt(source, 80) for _ in range(4)], 0
@@ -97,3 +102,4 @@ def test_after_moves(check: Check) -> None:
             skipped += check(engine.generate([prompt], PARAMS)[0])
         assert engine.statistics().prefix_cache()["blocks_moved"] > 20
     assert skipped > 2000
+    assert warnings_of(caplog) == 0
