@@ -183,6 +183,4 @@ class EngineRuntime:
 
     def reset(self) -> None:
         """Abort all requests, empty the prefix cache, and count from zero."""
-        self._loaded.abort_all()
-        self._loaded.reset_prefix_cache()
-        self._baseline = self._loaded.counts()[1]
+        self._baseline = self._loaded.reset()

@@ -218,9 +218,14 @@ class LLMEngine:
         """Allocate the pools again; requests in flight recompute the KV and states that were dropped, and continue."""
         self._call(self._core.resume)
 
-    def abort_all(self) -> None:
-        """Abort all requests."""
-        self._call(self._core.abort_all)
+    def reset(self) -> StepCounts:
+        """Abort all requests and empty the cache, between two steps; return the counts so far."""
+        return self._call(self._reset)
+
+    def _reset(self) -> StepCounts:
+        self._core.abort_all()
+        self._core.reset_prefix_cache()
+        return self._core.step_counts()
 
     def close(self) -> None:
         """End requests in flight with `EngineClosed`, and free all resources. Further calls do nothing."""

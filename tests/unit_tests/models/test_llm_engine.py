@@ -60,14 +60,18 @@ def test_facts_are_those_of_the_engine(is_caching):
     engine.close()
 
 
-def test_all_requests_can_be_aborted():
-    """RL-2: they end with what they have, and the engine serves others."""
+def test_a_reset_aborts_all_requests_and_empties_the_cache():
+    """RL-2, EX-4: they end with what they have, and the engine serves others."""
     engine = LLMEngine(tiny_engine())
+    serve(engine)
+    before, steps = engine.counts()
+    assert before.use.blocks_cached > 0
     engine.client.pause()
     requests = [EngineRequest(RequestInputs(tuple(make_prompt(20, seed=one)), PARAMS)) for one in range(2)]
     engine.client.submit(requests).result()
-    engine.abort_all()
+    assert engine.reset() == steps
     assert [one.record.result().status.name for one in requests] == ["ABORTED"] * 2
+    assert engine.counts()[0].use.blocks_cached == 0
     engine.client.unpause()
     serve(engine)
     engine.close()
