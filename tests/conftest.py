@@ -74,7 +74,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the loop of tests/workers.py
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Spare tests the cost of imports: again in processes, collections of all objects, loggers that pytest visits."""
+    """Fork the server of processes; exclude imported objects from collections, and loggers from visits by pytest."""
     if not session.config.option.collectonly:
         forked.start_server(session.config)
     for logger in logging.root.manager.loggerDict.values():

@@ -15,6 +15,7 @@ import select
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import connection, context, forkserver, get_context, reduction, resource_tracker
 from pathlib import Path
@@ -62,6 +63,8 @@ def _serve(config: pytest.Config, listener: socket.socket, alive: int) -> NoRetu
         if listener in select.select([listener, alive], [], [])[0]:  # until then the imports may not be needed
             importlib.import_module(_PRELOAD)
             forkserver.main(listener.detach(), alive, [])
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(0)
 

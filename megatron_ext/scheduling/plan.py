@@ -89,7 +89,7 @@ class Admission:
         chunk: First chunk; starts at the resume position.
         restore: Snapshot of the states at the resume position; None if there is no snapshot to restore.
         opportunistic: Positions of opportunistic checkpoints, in order of priority.
-        usable_blocks: Blocks among `matched` with all data that it needs (see `kept_data`).
+        usable_blocks: Blocks among `matched` with all data that it needs (see `kept_data`); of a fork, its full blocks.
     """
 
     request: Request

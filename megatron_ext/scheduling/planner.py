@@ -94,7 +94,7 @@ def plan_step(
     sources = [one.chunk.source for one in entry.admissions if one.chunk.source is not None]
     assert all(one in chunks for one in sources), "no boundary lies inside of the last chunk of a prompt"
     # A preempted request may have to compute a single generated token again: to the layers that is a decode as well.
-    chunks.sort(key=lambda chunk: not chunk.is_decode if chunk.source is None else 2)
+    chunks.sort(key=lambda chunk: (chunk.source is not None, not chunk.is_decode))
     wanted = plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache)
     admissions = place_opportunistic(entry.admissions, continued, wanted, limits, cache)
     return StepPlan(

@@ -339,9 +339,9 @@ async def _no_memory(request: Request, _: MemoryError) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again, and uvicorn logs the traceback.
+    # Starlette raises the error again after the answer: uvicorn logs the traceback and closes the connection, on which
+    # clients would send their next request without the header.
     logger.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
-    # Starlette raises the error again afterwards, and uvicorn closes the connection: clients are not to use it again.
     close = {"Connection": "close"}
     return ApiError(500, f"the server failed: {type(error).__name__}", kind=FAULT, headers=close).to_response()
 
