@@ -113,6 +113,7 @@ def test_a_process_that_fails_or_hangs_keeps_its_figures(program, seconds, rows,
     assert bool(page["failed"]) == bool(error)
 
 
+@pytest.mark.long
 def test_peers_start_without_this_package():
     """The environments of vLLM, llama.cpp and megatron-core 0.19.2 have neither rich nor megatron_ext."""
     modules = ("worker", "peers.vllm_engine", "peers.llama_cpp", "gpu.peer", "gpu.megatron_0_19.stand_ins")

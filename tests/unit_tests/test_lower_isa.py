@@ -57,6 +57,7 @@ def test_the_report_has_a_line_for_each_library() -> None:
 @pytest.mark.skipif(
     lower_isa.why_not("avx2", platform.machine(), lower_isa.cpu_flags()) is not None, reason="a CPU without AVX2"
 )
+@pytest.mark.long
 def test_a_command_runs_lowered() -> None:
     """Each library reports AVX2 or less, whatever the CPU has, and the command has the same environment."""
     ask = "import os; print('the command:', os.environ['ATEN_CPU_CAPABILITY'], os.environ['MKL_CBWR'])"

@@ -193,6 +193,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tree"
 
 
+@pytest.mark.long
 def test_found_and_survived(tree, capsys):
     names = ["subtracts", "zero-without-a", "hidden", "long"]
     assert mutants.main(["--root", str(tree), "--jobs", "1", *names]) == 1
@@ -202,12 +203,14 @@ def test_found_and_survived(tree, capsys):
     assert (tree / "megatron_ext" / "sums.py").read_text() == SUM
 
 
+@pytest.mark.long
 def test_tests_that_fail_without_a_mistake(tree, capsys):
     """A mutant is rejected if its test does not exist or fails without the mutation."""
     assert mutants.main(["--root", str(tree), "--jobs", "1", "without-a-test"]) == 1
     assert "without a mistake" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_long_test_of_a_record_that_does_not_say_so(tree, capsys):
     """A deselected test is an error even if another one of the record runs; it must not count as a survivor."""
     assert mutants.main(["--root", str(tree), "--jobs", "1", "deselected"]) == 1

@@ -136,6 +136,7 @@ class LLM:
 }
 
 
+@pytest.mark.long
 def test_vllm_runs_in_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in of vLLM in an interpreter of its own; without VLLM_PYTHON the case is left out."""
     for name, text in VLLM.items():

@@ -89,6 +89,7 @@ def test_transformers_computes_the_same(shipped: LoadedModel) -> None:
     assert excess(shipped.model, theirs) > 100
 
 
+@pytest.mark.long
 def test_it_knows_a_nat_more_than_any_unigram_model(loss: float, held_out: tuple[Tensor, Tensor]) -> None:
     """EM-20: in nats per token."""
     assert loss <= unigram_entropy(held_out[1].flatten()) - 1.0

@@ -133,6 +133,7 @@ def frequencies(
     return torch.bincount(tokens, minlength=len(logits))
 
 
+@pytest.mark.long
 def test_distributions_by_their_definition() -> None:
     """EX-13: masses .25 .5 .25: shares, and the kept tokens if a share is reached exactly."""
     logits = [math.log(mass) for mass in (0.25, 0.5, 0.25)]

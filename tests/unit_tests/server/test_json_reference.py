@@ -47,7 +47,8 @@ def test_results_of_a_run(tmp_path):
     """Every key, those of objects included; with drafts, log-probs, events and explanations."""
     output = tmp_path / "out.json"
     options = "--output-request-events --return-log-probs --top-n-logprobs 2 --explain-prefix-cache"
-    options += f" --speculative-method ngram --num-speculative-tokens 2 --prefix-cache-dir {tmp_path / 'cache'}"
+    options += " --speculative-method ngram --num-speculative-tokens 2 --speculative-draft-cost 0.1"
+    options += f" --prefix-cache-dir {tmp_path / 'cache'}"
     options += f" --num-tokens-to-generate 2 --prefix-cache-audit 1 --output-path {output}"
     assert main(["run", "--prompts", "A list is", *options.split()]) == 0
     entry = json.loads(output.read_text("utf-8"))["0"]

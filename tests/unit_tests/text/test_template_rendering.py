@@ -141,6 +141,7 @@ def test_a_slow_conversation_delays_no_other(watched):
     assert first not in watched.used[1:]
 
 
+@pytest.mark.long
 def test_more_conversations_than_processes(monkeypatch):
     monkeypatch.setattr(template_rendering, "MOST", 2)
     watched = Watched()
