@@ -6,7 +6,6 @@ import contextlib
 
 from megatron_ext.engine.executor import AsyncExecutor, Computing, Executor
 from megatron_ext.engine.in_flight_step import InFlightStep
-from megatron_ext.scheduling.async_planning import plan_of
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_ahead
 
@@ -57,11 +56,11 @@ class AsyncScheduling:
         if executor is None or not executor.can_launch_next:
             return
         async_planner = self._scheduler.async_planner
-        chunks = async_planner.plan_next(in_flight.chunks)
-        if not chunks:
+        plan = async_planner.plan_next(in_flight.chunks)
+        if plan is None:
             return
         cache = self._scheduler.cache
-        step = describe_ahead(chunks, self._scheduler.limits.block_size, async_planner.states, cache.changes)
+        step = describe_ahead(plan.chunks, self._scheduler.limits.block_size, async_planner.states, cache.changes)
         try:
             computing = executor.launch_next(step)
         except BaseException:
@@ -72,7 +71,7 @@ class AsyncScheduling:
         else:
             cache.changes_told()
             self._in_flight, self._unread = (
-                InFlightStep(plan_of(chunks), step, computing, self.weights_version),
+                InFlightStep(plan, step, computing, self.weights_version),
                 None,
             )  # computed before this one
 

@@ -95,6 +95,10 @@ class HashChain:
         other._block_hashes = self._block_hashes[: tokens // self._block_size]
         return other
 
+    def cut(self, tokens: int) -> None:
+        """Forget the hashes of blocks that are not complete with so many tokens."""
+        del self._block_hashes[tokens // self._block_size :]
+
     def extend(self, tokens: Sequence[int]) -> Sequence[BlockHash]:
         """Return the block hashes of the complete blocks of `tokens`, which begin with all tokens seen before.
 

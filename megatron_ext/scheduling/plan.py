@@ -159,6 +159,7 @@ class StepPlan:
     deferrals: tuple[Deferral, ...]  # those that wait for a prefix, awake ones, and last the first that lacks room
 
     @property
-    def deferral(self) -> Deferral | None:
-        """Deferral of the first request that has to wait for room; None if there is no such request."""
-        return next((one for one in self.deferrals if one.wait_for is None and one.load is None), None)
+    def only_continues(self) -> bool:
+        """True if requests of the batch go on, and neither they nor waiting ones change their place in any queue."""
+        is_moving = self.preemptions or self.pauses or self.resumes or self.failures or self.admissions
+        return not is_moving and all(one.wait_for is None for one in self.deferrals)

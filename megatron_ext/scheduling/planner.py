@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -60,6 +60,7 @@ def plan_step(
     pending_blocks: PendingBlocks,
     draft_budget: DraftBudget = NO_DRAFT_BUDGET,
     disk_loads: AwaitedLoads | None = None,
+    leaving: Collection[Request] = (),
 ) -> StepPlan:
     """Plan one step.
 
@@ -68,14 +69,15 @@ def plan_step(
     >= max_requests` leaves room for both). A prefill that has begun is finished before another begins, unless
     `SchedulerLimits.may_prefill` allows more in one step. Drafts of requests that decode get what is left of tokens,
     free blocks and slots for their states. A request whose token mask is missing is left out (SE-10). One that waits
-    for entries on disk (`disk_loads`) is overtaken.
+    for entries on disk (`disk_loads`) is overtaken. Requests that leave before the step (`leaving`) keep their blocks
+    until then, and are not in it.
     """
-    growth = _plan_growth(queues, limits, cache)
+    growth = _plan_growth(queues, limits, cache, leaving)
     decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
     begun = [(request, request.computed_end) for request in growth.prefilling]
     continued = plan_continuations(begun, limits, limits.max_tokens - len(decodes))
     entry = _Entry([], [], [])
-    if not growth.paused and not growth.preempted:  # they arrived first
+    if len(queues.waiting) and not growth.paused and not growth.preempted:  # these arrived first
         kept = cache.kept_for_snapshots if len(queues.running) else 0
         budget = StepBudget(
             blocks=max(0, growth.free_blocks - kept),
@@ -87,20 +89,21 @@ def plan_step(
             released=growth.released,
         )
         entry = _plan_admissions(queues, limits, budget, cache, pending_blocks, disk_loads, continued)
-    chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
-    if limits.aligned_chunks:
+    chunks = [*decodes, *continued, *[admission.chunk for admission in entry.admissions]]
+    if limits.aligned_chunks and entry.deferrals:
         chunks = _cut_for_followers(chunks, entry.deferrals)
     chunks = with_drafts(chunks, entry.admissions, draft_budget, limits, cache)
-    sources = [one.chunk.source for one in entry.admissions if one.chunk.source is not None]
-    assert all(one in chunks for one in sources), "no boundary lies inside of the last chunk of a prompt"
-    # A preempted request may have to compute a single generated token again: to the layers that is a decode as well.
-    chunks.sort(key=lambda chunk: (chunk.source is not None, not chunk.is_decode))
+    if continued or entry.admissions or draft_budget.proposals:  # not decodes alone
+        sources = [one.chunk.source for one in entry.admissions if one.chunk.source is not None]
+        assert all(one in chunks for one in sources), "no boundary lies inside of the last chunk of a prompt"
+        # A preempted request may have to compute a single generated token again: a decode as well to the layers.
+        chunks.sort(key=lambda chunk: (chunk.source is not None, not chunk.is_decode))
     wanted = plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache)
     admissions = place_opportunistic(entry.admissions, continued, wanted, limits, cache)
     return StepPlan(
         preemptions=tuple(growth.preempted),
-        pauses=tuple(request for request in growth.paused if request in queues.running),
-        resumes=tuple(request for request in growth.decoding if request in queues.paused),
+        pauses=tuple([request for request in growth.paused if request in queues.running]),
+        resumes=tuple([request for request in queues.paused if request in growth.decoding]),
         failures=(*growth.failed, *entry.failed),
         admissions=tuple(admissions),
         chunks=tuple(chunks),
@@ -123,7 +126,7 @@ class _Growth:
     held: int  # requests that keep what they own and are left out until their token masks are known
 
 
-def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) -> _Growth:
+def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, leaving: Collection[Request]) -> _Growth:
     """Distribute free blocks among the requests in the batch that need one for their next token.
 
     A request that outgrows the pool fails. One that finds no free block is paused and keeps what it owns. The youngest
@@ -131,26 +134,26 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) ->
     """
     growing: list[Request] = []
     prefilling: list[Request] = []
-    ready = [request for request in queues.running if not request.lacks_mask]
-    held = len(queues.running) - len(ready)
+    ready = [request for request in queues.running if not request.lacks_mask and request not in leaving]
+    held = len(queues.running) - len(leaving) - len(ready)
     for request in ready:
         (growing if request.sequence.is_decoding else prefilling).append(request)
     if len(queues.paused):
         growing = sorted([*queues.paused, *growing], key=attrgetter("arrival"))
-    outgrown = [request for request in growing if _missing_blocks(request, limits)]
-    failed = [(request, error) for request in outgrown if (error := _check_fits_pool(request, limits)) is not None]
-    leaving = [request for request, _ in failed]
-    growing = [request for request in growing if request not in leaving] if leaving else growing
+    missing = {request: count for request in growing if (count := _missing_blocks(request, limits))}
+    failed = [(request, error) for request in missing if (error := _check_fits_pool(request, limits)) is not None]
+    failing = [request for request, _ in failed]
+    growing = [request for request in growing if request not in failing] if failing else growing
 
     preempted: list[Request] = []
     while True:
-        released = cache.pool.releasable(request.block_table for request in [*leaving, *preempted])
-        decoding, paused, left = _share_blocks(growing, limits, cache.available_count + len(released))
-        kept = len({block for request in paused for block in request.block_table})
-        over_budget = limits.paused_blocks is not None and kept > limits.paused_blocks
+        released = frozenset(cache.pool.releasable([request.block_table for request in [*failing, *preempted]]))
+        decoding, paused, left = _share_blocks(growing, missing, cache.available_count + len(released))
+        kept = {block for request in paused for block in request.block_table} if paused else ()
+        over_budget = limits.paused_blocks is not None and len(kept) > limits.paused_blocks
         stuck = bool(paused) and not decoding and not prefilling and not held
         if not over_budget and not stuck:
-            return _Growth(prefilling, decoding, paused, preempted, failed, left, frozenset(released), held)
+            return _Growth(prefilling, decoding, paused, preempted, failed, left, released, held)
         youngest = paused[-1]
         growing.remove(youngest)
         preempted.append(youngest)
@@ -172,12 +175,12 @@ def _missing_blocks(request: Request, limits: SchedulerLimits) -> int:
 
 
 def _share_blocks(
-    growing: Iterable[Request], limits: SchedulerLimits, free_blocks: int
+    growing: Iterable[Request], missing: Mapping[Request, int], free_blocks: int
 ) -> tuple[list[Request], list[Request], int]:
-    """Give free blocks to requests that need one, in the given order: decoding, paused, blocks left."""
+    """Give free blocks to requests that need some, in the given order: decoding, paused, blocks left."""
     decoding, paused = [], []
     for request in growing:
-        needed = _missing_blocks(request, limits)
+        needed = missing.get(request, 0)
         if needed <= free_blocks:
             decoding.append(request)
             free_blocks -= needed

@@ -78,7 +78,14 @@ class Scheduler:
         self._keys = CacheKeys(fingerprint, limits.block_size)
         self.root_of = self._keys.root  # of the block hashes of requests with a salt
         self.async_planner = AsyncPlanner(
-            limits, self.queues, self.cache, self.pending_blocks, self._hashing, self.counters, self.disk_loads
+            limits,
+            self.queues,
+            self.cache,
+            self.pending_blocks,
+            self._hashing,
+            self.counters,
+            self.disk_loads,
+            self._grow,
         )
 
     @property
@@ -146,7 +153,6 @@ class Scheduler:
         self.drafts.reserve(plan.chunks)
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
         self._hashing.go_on()
-        self.async_planner.note(plan)
         return plan
 
     def describe(self, plan: StepPlan) -> ScheduledStep:

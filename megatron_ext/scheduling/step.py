@@ -253,7 +253,7 @@ def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, tuple[Sn
         block_ids=sequence.block_table[: -(-chunk.end // block_size)],
         shared_end=sequence.shared_end,
         running_slot=sequence.running_slot,
-        snapshots=(*_snapshots(chunk), *states.get(request.request_id, ())),
+        snapshots=(_snapshots(chunk) if sequence.snapshots else ()) + states.get(request.request_id, ()),
         sampling=_sampling(request, _UNKNOWN if is_unknown else ()) if yields_token else None,
     )
 

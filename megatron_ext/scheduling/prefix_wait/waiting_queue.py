@@ -102,11 +102,6 @@ class WaitingQueue:
         """Return the awake requests, in order of arrival."""
         return Line(self._awake)
 
-    @property
-    def first_awake(self) -> Request | None:
-        """First awake request; None if no request is awake."""
-        return self._awake[0] if self._awake else None
-
     def is_asleep(self, request: Request) -> bool:
         """Return whether `request` sleeps, so that steps need not examine it."""
         prefix_wait = self._prefix_waits.get(request)

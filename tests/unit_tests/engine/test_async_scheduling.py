@@ -11,7 +11,6 @@ from megatron_ext.config.in_flight import InFlight
 from megatron_ext.engine.executor import Computed
 from megatron_ext.engine.in_flight_step import InFlightStep
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.scheduling.async_planning import plan_of
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.priority import TestPriority
@@ -223,6 +222,13 @@ def test_rows_are_told_apart_by_requests():
     assert left.result().tokens.keys() == {4}
 
 
+@dataclasses.dataclass(frozen=True)
+class SimplePlan:
+    """Plan of a step that only continues requests."""
+
+    chunks: tuple[Chunk, ...]
+
+
 def flight_of(**tables: object) -> InFlightStep:
     """Three chunks on their way, of requests 0 to 2: two decode, the last one prefills."""
     chunks = tuple(
@@ -231,7 +237,7 @@ def flight_of(**tables: object) -> InFlightStep:
     )
     told = tuple(SimpleNamespace(request_id=i, length=chunk.length) for i, chunk in enumerate(chunks))
     result = StepResult(**({"tokens": {0: 5, 1: 6, 2: 7}, "generated": {}, "prompt": {}, "failures": {}} | tables))
-    return InFlightStep(plan_of(chunks), ScheduledStep(told, num_decode=2), Computed(result), 0)
+    return InFlightStep(SimplePlan(chunks), ScheduledStep(told, num_decode=2), Computed(result), 0)
 
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])

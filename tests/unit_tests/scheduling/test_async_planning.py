@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
 
 import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.scheduling.async_planning import Chunks, plan_of
 from megatron_ext.scheduling.audit import AuditTarget
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
@@ -57,9 +58,16 @@ class Planned:
         self.scheduler.commit(step, {one.request_id: one.request_id for one in step.yielding})
         self.scheduler.check()
 
-    def ahead(self, plan: StepPlan) -> Chunks:
+    def plan_next(self, plan: StepPlan) -> tuple[Chunk, ...]:
+        """Chunks planned after `plan`; the requests are as they were before."""
+        before = [state_of(one) for one in self.scheduler.queues]
+        found = self.scheduler.async_planner.plan_next(plan.chunks)
+        assert [state_of(one) for one in self.scheduler.queues] == before
+        return () if found is None else found.chunks
+
+    def ahead(self, plan: StepPlan) -> tuple[Chunk, ...]:
         """Chunks planned after `plan`; the step is not launched."""
-        chunks = self.scheduler.async_planner.plan_next(plan.chunks)
+        chunks = self.plan_next(plan)
         self.scheduler.async_planner.check()
         self.scheduler.async_planner.forgo()
         return chunks
@@ -72,7 +80,12 @@ class Planned:
         return spans(plan.chunks), spans(ahead)
 
 
-def spans(chunks: Chunks) -> list[tuple[int, int, int]]:
+def state_of(request: Request) -> object:
+    """Tokens of a request, how far they are computed, and their block hashes."""
+    return request.tokens[:], request.computed_end, list(request.block_hashes)
+
+
+def spans(chunks: Iterable[Chunk]) -> list[tuple[int, int, int]]:
     return [(one.request.request_id, one.start, one.end) for one in chunks]
 
 
@@ -133,15 +146,14 @@ def test_a_mask_that_is_missing_is_waited_for(monkeypatch):
     assert planned.ahead(plan) == ()
 
 
-def test_a_request_that_has_not_been_looked_at_is_waited_for():
-    """CU-6, KV-6: a new request may follow the prefill, so a plan must see it; turned away, it delays no step."""
+@pytest.mark.parametrize(("prompt", "ahead"), [(range(70, 90), [(1, 8, 16)]), ([*range(18), 99], [])])
+def test_a_new_request_that_will_follow_is_waited_for(prompt, ahead):
+    """CU-6, KV-6: it must register while its leader can take a snapshot; one that lacks tokens delays no step."""
     planned = Planned()
     planned.add(range(40))
     plan = planned.scheduler.schedule()
-    planned.add(range(70, 90))
-    assert planned.ahead(plan) == ()
-    planned.commit(plan)
-    assert planned.step()[1] == [(1, 16, 24)], "it lacks tokens, and will"
+    planned.add(prompt)
+    assert spans(planned.ahead(plan)) == ahead
 
 
 def test_room_for_another_prefill_is_waited_for():
@@ -175,6 +187,16 @@ def test_a_paused_request_is_waited_for():
     assert any(paused for paused, _ in found)
     assert any(ahead for _, ahead in found)
     assert not any(paused and ahead for paused, ahead in found)
+
+
+def test_the_place_of_a_request_that_ends_is_waited_for():
+    """CU-6: the batch has room for another one as soon as one has all its tokens."""
+    planned = Planned(max_requests=2)
+    planned.add(range(3), num_tokens_to_generate=2)
+    for start in (20, 40):
+        planned.add(range(start, start + 3))
+    assert planned.step() == ([(1, 0, 3), (2, 0, 3)], [(1, 3, 4), (2, 3, 4)])
+    assert planned.step() == ([(1, 3, 4), (2, 3, 4)], [])
 
 
 def test_a_request_that_cannot_enter_is_not_waited_for():
@@ -219,16 +241,6 @@ def test_followers_that_wake_are_waited_for(slots):
     assert planned.step()[0] == [(1, 16, 24)] or slots is None
 
 
-def test_a_request_that_may_follow_is_waited_for(monkeypatch):
-    """CU-6, KV-6: if its next block is being computed, the next plan may let it follow."""
-    planned = Planned(slots=0)
-    planned.add(range(40))
-    planned.add([*range(18), 99])
-    assert planned.step()[1] == []
-    monkeypatch.setattr(type(planned.scheduler.pending_blocks), "leader", lambda blocks, block_hash: None)
-    assert planned.step()[1] == [(1, 16, 24)], "the negative control"
-
-
 def test_samples_that_may_fork_are_waited_for():
     """CU-6: the last chunk of a prompt that others of its group take over is planned."""
     planned = Planned()
@@ -254,7 +266,7 @@ def test_a_step_ahead_keeps_the_states_that_its_plan_would_keep(is_aborted, kept
     decode = planned.add(range(90, 93))
     planned.add(range(40), cache_checkpoint=(12,))
     scheduler, plan = planned.scheduler, planned.scheduler.schedule()
-    assert spans(scheduler.async_planner.plan_next(plan.chunks)) == [(1, 3, 4), (2, 5, 12)]
+    assert spans(planned.plan_next(plan)) == [(1, 3, 4), (2, 5, 12)]
     planned.commit(plan)
     if is_aborted:
         scheduler.end(decode, Status.ABORTED)
@@ -268,11 +280,11 @@ def test_a_request_that_matches_more_than_before_is_waited_for():
     planned.add(range(16), num_tokens_to_generate=12)
     planned.add([*range(16), 30])
     plan = planned.scheduler.schedule()
-    ahead = planned.scheduler.async_planner.plan_next(plan.chunks)
+    ahead = planned.plan_next(plan)
     assert spans(ahead) == [(1, 16, 17)], "it lacks blocks"
     planned.commit(plan)
     planned.scheduler.async_planner.adopt()
-    assert planned.ahead(plan_of(ahead)) == ()
+    assert planned.ahead(dataclasses.replace(plan, chunks=ahead)) == ()
 
 
 def test_a_prefill_of_generated_tokens_ends_with_a_known_one():
@@ -285,7 +297,7 @@ def test_a_prefill_of_generated_tokens_ends_with_a_known_one():
     count = len(request.tokens)
     plan = planned.scheduler.schedule()
     assert spans(plan.chunks) == [(1, 0, 8)]
-    chunks = planned.scheduler.async_planner.plan_next(plan.chunks)
+    chunks = planned.plan_next(plan)
     states = planned.scheduler.async_planner.states
     (found,) = describe_ahead(chunks, BLOCK, states).chunks
     assert (found.start, found.end) == (8, count)
@@ -328,7 +340,7 @@ def test_plans_ahead_are_the_plans_after(seed, number):
         if not plan.chunks:
             planned.add([*source.choice(stems)[: source.randrange(20)], *range(source.randrange(1, 30))], seed=seed)
             continue
-        chunks = scheduler.async_planner.plan_next(plan.chunks)
+        chunks = planned.plan_next(plan)
         if chunks:
             expected = describe_ahead(chunks, BLOCK, scheduler.async_planner.states).chunks
             prefills += any(not one.is_decode for one in expected)

@@ -65,7 +65,7 @@ class TestTokens:
         # 16 tokens: 1 decoded, 12 are the rest of request 100, 3 are left for 102.
         assert chunks_of(step) == [(101, 6, 7), (100, 8, 20), (102, 0, 3)]
         assert admitted(step) == [(102, 3)]
-        assert step.deferral is None
+        assert step.deferrals == ()
 
     def test_running_prefill_shares_tokens_oldest_first(self):
         situation = Situation(total_blocks=20, max_tokens=12)
@@ -100,7 +100,7 @@ class TestTokens:
         waiting = situation.waiting(1, prompt=16)
         step = plan(situation)
         assert chunks_of(step) == [(100, 5, 6)]
-        assert step.deferral == Deferral(waiting, "tokens", needed=16, available=15)
+        assert step.deferrals == (Deferral(waiting, "tokens", needed=16, available=15),)
 
     def test_without_chunked_prefill_a_prompt_that_fits_is_never_cut(self):
         situation = Situation(total_blocks=20, chunked_prefill=False)
@@ -108,7 +108,7 @@ class TestTokens:
         second = situation.waiting(1, prompt=2)
         step = plan(situation)
         assert chunks_of(step) == [(100, 0, 15)]
-        assert step.deferral == Deferral(second, "tokens", needed=2, available=1)
+        assert step.deferrals == (Deferral(second, "tokens", needed=2, available=1),)
 
     def test_after_a_preemption_too_many_tokens_are_cut_even_without_chunked_prefill(self):
         """The request was admissible with 14 prompt tokens; refusing it now would lose its generated tokens."""
@@ -128,7 +128,8 @@ class TestTokens:
         situation.waiting(4, prompt=1)
         step = plan(situation)
         assert chunks_of(step) == [(100, 2, 3), (101, 2, 3), (102, 2, 3), (103, 2, 3)]
-        assert (step.deferral.resource, step.deferral.needed, step.deferral.available) == ("requests", 1, 0)
+        (one,) = step.deferrals
+        assert (one.resource, one.needed, one.available) == ("requests", 1, 0)
 
     def test_one_generated_token_computed_again_counts_among_the_decodes(self):
         """A preempted request may get one token of the budget for a generated token: a decode to the layers."""
@@ -188,7 +189,7 @@ class TestAdmission:
         situation.waiting(2, prompt=1)
         step = plan(situation)
         assert admitted(step) == []
-        assert step.deferral == Deferral(head, "blocks", needed=4, available=3)
+        assert step.deferrals == (Deferral(head, "blocks", needed=4, available=3),)
 
     def test_a_preempted_request_comes_before_younger_ones(self):
         situation = Situation(max_tokens=16)
@@ -202,7 +203,7 @@ class TestAdmission:
         head = situation.waiting(1, prompt=8)
         step = plan(situation)
         assert chunks_of(step) == [(100, 4, 5)]
-        assert step.deferral == Deferral(head, "blocks", needed=2, available=1)
+        assert step.deferrals == (Deferral(head, "blocks", needed=2, available=1),)
 
     def test_no_admission_while_a_request_is_paused(self):
         situation = Situation(total_blocks=5)
@@ -212,7 +213,7 @@ class TestAdmission:
         situation.waiting(3, prompt=1)
         step = plan(situation)
         assert moves(step) == {}
-        assert step.deferral is None  # it was not even asked
+        assert step.deferrals == ()  # it was not even asked
         assert chunks_of(step) == [(100, 6, 7), (101, 1, 4)]
 
     def test_no_admission_in_a_step_that_preempts(self):
@@ -345,7 +346,7 @@ class TestGrowth:
         step = plan(situation)
         assert [(request, error.needed, error.available) for request, error in step.failures] == [(grown, 5, 4)]
         assert admitted(step) == [(101, 1)]
-        assert step.deferral is None
+        assert step.deferrals == ()
 
     def test_a_request_as_large_as_the_pool_decodes_to_its_last_token(self):
         situation = Situation(total_blocks=4)

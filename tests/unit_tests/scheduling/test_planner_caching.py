@@ -33,7 +33,7 @@ def test_blocks_that_a_failing_request_releases_are_not_counted_twice(policy):
     plan = step(scheduler)
     assert [request.request_id for request, _ in plan.failures] == [0]
     assert admitted(plan) == [(1, 1, 1)]
-    assert (plan.deferral.request.request_id, plan.deferral.needed, plan.deferral.available) == (2, 2, 1)
+    assert (plan.deferrals[-1].request.request_id, plan.deferrals[-1].needed, plan.deferrals[-1].available) == (2, 2, 1)
 
 
 @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
@@ -68,7 +68,7 @@ def test_a_new_request_leaves_snapshots_alone_while_another_runs():
     assert admitted(step(scheduler)) == [(0, 0, 1)]
     add(scheduler, request_of(1, range(50, 78), num_tokens_to_generate=1))
     plan = step(scheduler)
-    assert (plan.deferral.resource, plan.deferral.needed, plan.deferral.available) == ("blocks", 7, 5)
+    assert (plan.deferrals[-1].resource, plan.deferrals[-1].needed, plan.deferrals[-1].available) == ("blocks", 7, 5)
     assert cache.available_count >= 7
     assert admitted(step(scheduler)) == [(1, 0, 7)]
 

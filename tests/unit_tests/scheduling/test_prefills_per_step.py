@@ -45,7 +45,7 @@ def test_one_at_a_time():
     assert chunks(plans[1]) == {0: (10, 11), 1: (0, 10)}
     assert chunks(plans[2]) == {0: (11, 12), 1: (10, 11), 2: (0, 10)}
     assert prefills(plans[3]) == []
-    deferral = plans[0].deferral
+    deferral = plans[0].deferrals[-1]
     assert (deferral.request.request_id, deferral.resource, deferral.needed, deferral.available) == (
         1,
         "prefills",

