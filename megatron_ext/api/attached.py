@@ -8,7 +8,8 @@ from types import TracebackType
 from megatron_ext.api.engine import LoadedEngine
 from megatron_ext.errors import ConfigError, EngineClosed, WeightUpdateError
 from megatron_ext.models.update.named_tensors import NamedTensors
-from megatron_ext.models.update.shards import ShardOptions, ShardWeights
+from megatron_ext.models.update.shards import ShardOptions
+from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.parallel.commands import Action
 from megatron_ext.parallel.worker import Worker
 
@@ -25,13 +26,13 @@ class EngineFollower:
 
     Args:
         worker: Repeats the steps of the first rank.
-        shards: This rank's part of the weights.
+        weights: Writer of this rank's part of the weights.
         on_close: Called once, at the end.
     """
 
-    def __init__(self, worker: Worker, shards: ShardWeights, on_close: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, weights: WeightWriter, on_close: Callable[[], None]) -> None:
         self._worker = worker
-        self._shards = shards
+        self._weights = weights
         self._on_close = on_close
         self._is_closed = False
         self._is_awaited = False  # the first rank waits for this one's shards
@@ -84,7 +85,7 @@ class EngineFollower:
         self._is_awaited = False
         options = ShardOptions(partial, in_flight, weights_version, keep_old)
         try:
-            self._shards.write(named_shards, options)
+            self._weights.write_shards(named_shards, options)
         except (ConfigError, WeightUpdateError):
             self._worker.follow()
             raise

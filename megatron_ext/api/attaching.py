@@ -89,8 +89,7 @@ def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> At
     from megatron_ext.models.attach.wrappers import is_gpt, unwrapped
     from megatron_ext.models.engine_args import EngineArgs, build_follower
     from megatron_ext.models.generation_defaults import request_defaults
-    from megatron_ext.models.update.engine_weights import EngineWeights
-    from megatron_ext.models.update.shards import ShardWeights
+    from megatron_ext.models.update.writer import WeightWriter
     from megatron_ext.parallel.failure import ending_together
 
     defaults = request_defaults(settings.source, settings.sampling_given)
@@ -103,13 +102,13 @@ def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> At
             parallel_context.releases_ranks = True
         loaded = _on_all_ranks(parallel_context, partial(_shared, model, tokenizer, settings.parallel, undo))
         in_gpt = is_gpt(unwrapped(model))
-        shards = ShardWeights(loaded.model, parallel_context, source_is_gpt=in_gpt, owns_padding=False)
+        weights = WeightWriter(loaded, parallel_context, source_is_gpt=in_gpt, owns_padding=False)
         with ending_together(settings.parallel.distributed_timeout_minutes):
             if parallel_context is None or parallel_context.is_driver:
                 engine = EngineArgs(settings, parallel_context, loaded=loaded).build_engine()
-                return AttachedEngine(engine, EngineWeights(loaded, shards), defaults, undo.pop_all().close)
-            worker = build_follower(settings, parallel_context, loaded, settings.cache)
-            return EngineFollower(worker, shards, undo.pop_all().close)
+                return AttachedEngine(engine, weights, defaults, undo.pop_all().close)
+            worker = build_follower(settings, parallel_context, weights, settings.cache)
+            return EngineFollower(worker, weights, undo.pop_all().close)
 
 
 def _shared(model: object, tokenizer: object, parallel: ParallelConfig, undo: contextlib.ExitStack) -> LoadedModel:

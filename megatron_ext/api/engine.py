@@ -18,9 +18,9 @@ from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.llm_engine import LLMEngine
-from megatron_ext.models.update.engine_weights import EngineWeights
 from megatron_ext.models.update.named_tensors import NamedTensors
 from megatron_ext.models.update.shards import ShardOptions
+from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.scheduling.record import RequestRecord
 
 Result = TypeVar("Result")
@@ -45,7 +45,7 @@ class LoadedEngine(LLMEngine):
     """
 
     def __init__(
-        self, engine: InferenceEngine, weights: EngineWeights, defaults: RequestParams, on_close: Callable[[], None]
+        self, engine: InferenceEngine, weights: WeightWriter, defaults: RequestParams, on_close: Callable[[], None]
     ) -> None:
         super().__init__(engine, weights, on_close=on_close)
         self._reader = PromptReader(self.tokenizer, self.vocabulary, self.grammars, defaults)
@@ -210,20 +210,20 @@ class LoadedEngine(LLMEngine):
                 written anything.
             WeightUpdateError: See `update_weights`.
         """
-        if not self.weights.shards.are_handed_over:
+        if not self.weights.shards_are_handed_over:
             raise ConfigError(
                 "the other ranks are in follow_engine, and hand over no shards; call load_follower on them instead, or "
                 "give whole tensors to update_weights"
             )
         options = ShardOptions(partial, in_flight, weights_version, keep_old)
-        write = partial_call(self.weights.shards.write, named_shards, options)
+        write = partial_call(self.weights.write_shards, named_shards, options)
         # All ranks together refuse another name.
         chosen = next((one for one in InFlight if one == in_flight), InFlight.RECOMPUTE)
         self.change_weights(write, chosen, weights_version, is_complete=not partial, are_shards=True).result()
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that `update_weights` takes, by name."""
-        return dict(self._call(self.weights.shapes))
+        return self._call(self.weights.shapes)
 
     def weights_changed(self, *, in_flight: str = "recompute", weights_version: int | None = None) -> None:
         """Empty the cache after other code has written the model's weights in place.

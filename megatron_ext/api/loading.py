@@ -118,17 +118,13 @@ def _follow(settings: InferenceSettings) -> None:
 def _load_follower(settings: InferenceSettings) -> EngineFollower:
     from megatron_ext.api.attached import EngineFollower
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
-    from megatron_ext.models.engine_args import build_follower, load
-    from megatron_ext.models.update.naming import naming_of
-    from megatron_ext.models.update.shards import ShardWeights
+    from megatron_ext.models.engine_args import build_follower, load, weight_writer
 
     with _joined_ranks(settings, _Role.RETURNS) as parallel_context:
         assert parallel_context is not None, "a rank that is alone leads"
-        loaded = load(settings)
-        in_gpt = naming_of(settings.source, loaded.config).in_gpt
-        shards = ShardWeights(loaded.model, parallel_context, source_is_gpt=in_gpt)
-        worker = build_follower(settings, parallel_context, loaded, settings.cache)
-        return EngineFollower(worker, shards, PROCESS_GROUPS.leave)
+        weights = weight_writer(settings, parallel_context, load(settings))
+        worker = build_follower(settings, parallel_context, weights, settings.cache)
+        return EngineFollower(worker, weights, PROCESS_GROUPS.leave)
 
 
 class _Role(enum.Enum):

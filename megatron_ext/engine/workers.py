@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 
 class Workers:
     """Ranks that repeat each step of the engine core; this base class is that of a world of one rank.
@@ -36,6 +38,14 @@ class Workers:
 
     def resume(self) -> None:
         """Make all ranks allocate their pools before the next step."""
+
+    def handing_over(self) -> AbstractContextManager[None]:
+        """Return a context in which the other ranks are with their callers, who hand over shards of new weights.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+        return nullcontext()
 
     def meet(self) -> None:
         """Return when the stores of all ranks have obeyed the commands so far, if they have stores.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.config.routing import RoutingConfig
@@ -17,11 +16,9 @@ from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.models.identity import cache_facts
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.prediction_checks import check_prediction
-from megatron_ext.models.update.disk import NewWeights, read_new_weights
-from megatron_ext.models.update.engine_weights import EngineWeights
+from megatron_ext.models.update.disk import read_new_weights
 from megatron_ext.models.update.naming import naming_of
-from megatron_ext.models.update.ranks import RankWeights
-from megatron_ext.models.update.shards import ShardWeights
+from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.models.weights_digest import weights_digest
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
@@ -65,14 +62,9 @@ class EngineArgs:
             self._weights: bytes | None = None  # digest, if the cache's contents are kept between processes
             check_prediction(settings.speculation, settings.parallel, self.loaded)
 
-    def weights(self) -> EngineWeights:
+    def weights(self) -> WeightWriter:
         """Return the writer of new weights; called before `build_engine`, which may pack them."""
-        settings, loaded = self._settings, self.loaded
-        naming, ranks = naming_of(settings.source, loaded.config), None
-        if self._parallel_context is not None:
-            ranks = rank_weights(settings, self._parallel_context, loaded)
-        shards = ShardWeights(loaded.model, self._parallel_context, source_is_gpt=naming.in_gpt)
-        return EngineWeights(loaded, shards, naming, ranks, _reader(settings, loaded))
+        return weight_writer(self._settings, self._parallel_context, self.loaded)
 
     def build_engine(self, cache: CacheConfig | None = None) -> InferenceEngine:
         """Build an engine; its pools are allocated.
@@ -130,29 +122,29 @@ def follow(
         RankError: A rank has failed or does not answer.
     """
     loaded = load(settings)
+    weights = weight_writer(settings, parallel_context, loaded)
     for cache in caches or [settings.cache]:
-        follower = build_follower(settings, parallel_context, loaded, cache)
+        follower = build_follower(settings, parallel_context, weights, cache)
         on_ready()
         follower.follow()
         follower.free()  # the pools of two engines need not fit at the same time
 
 
 def build_follower(
-    settings: EngineSettings, parallel_context: ParallelContext, loaded: LoadedModel, cache: CacheConfig
+    settings: EngineSettings, parallel_context: ParallelContext, weights: WeightWriter, cache: CacheConfig
 ) -> Worker:
     """Build the worker of a rank other than 0; its pools are allocated.
 
     Args:
         settings: Settings of rank 0.
         parallel_context: All ranks.
-        loaded: This rank's part of the model.
+        weights: Writer of this rank's part of the model.
         cache: Prefix caching of rank 0's engine.
     """
-    opener = None
+    loaded, opener = weights.loaded, None
     if cache.is_durable:  # before anything packs the weights
         facts = cache_facts(loaded, weights_digest(loaded), settings.parallel, parallel_context)
         opener = partial(open_part, model=facts, settings=cache, parallel_context=parallel_context)
-    weights = rank_weights(settings, parallel_context, loaded)
     worker = build_worker(
         loaded.model,
         loaded.config,
@@ -169,15 +161,14 @@ def build_follower(
     return worker
 
 
-def rank_weights(settings: EngineSettings, parallel_context: ParallelContext, loaded: LoadedModel) -> RankWeights:
-    """Return this rank's part of the weights, for updates that all ranks make together."""
-    naming = partial(naming_of, settings.source, loaded.config)
-    return RankWeights(loaded, naming, _reader(settings, loaded), parallel_context)
-
-
-def _reader(settings: EngineSettings, loaded: LoadedModel) -> Callable[[Path], NewWeights]:
+def weight_writer(
+    settings: EngineSettings, parallel_context: ParallelContext | None, loaded: LoadedModel
+) -> WeightWriter:
+    """Return the writer of new weights into this rank's part of a model that was loaded as the settings say."""
     overrides = dict(settings.model_overrides)
-    return partial(read_new_weights, loaded, settings.source, overrides, parallel=settings.parallel)
+    read = partial(read_new_weights, loaded, settings.source, overrides, parallel=settings.parallel)
+    naming = naming_of(settings.source, loaded.config)
+    return WeightWriter(loaded, parallel_context, naming, read, source_is_gpt=naming.in_gpt)
 
 
 def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:

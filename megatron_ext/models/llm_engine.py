@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +19,8 @@ from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.errors import EngineClosed
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.models.update.engine_weights import EngineWeights
+from megatron_ext.models.update.writer import WeightWriter
+from megatron_ext.parallel.driver import driver_of
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.disk.announcing import EntryObserver
 from megatron_ext.prefix_cache.observer import CacheObserver
@@ -61,7 +61,7 @@ class LLMEngine:
     def __init__(
         self,
         engine: InferenceEngine,
-        weights: EngineWeights | None = None,
+        weights: WeightWriter | None = None,
         *,
         steps_itself: bool = True,
         on_close: Callable[[], None] = lambda: None,
@@ -78,7 +78,9 @@ class LLMEngine:
         self.max_running_requests = self.limits.max_requests * self.replicas
         self.error_isolation = core.error_isolation
         self.client = EngineClient(core, steps_itself=steps_itself)
-        self._weights = None if weights is None else replace(weights, workers=core.workers)
+        self._weights = weights
+        if weights is not None and core.workers.heartbeat is not None:
+            weights.tell = driver_of(core.workers).tell
         self._on_close = on_close
 
     def tokenize(self, prompt: str | Sequence[int], add_bos: bool = False) -> tuple[int, ...]:
@@ -188,13 +190,13 @@ class LLMEngine:
         """
 
         def change() -> Result:
-            with self.weights.handing_over() if are_shards else nullcontext():
+            with self._core.workers.handing_over() if are_shards else nullcontext():
                 return self._core.change_weights(write, in_flight, version, is_complete=is_complete)
 
         return (self.client.call_when_idle if in_flight is InFlight.FINISH else self.client.call)(change)
 
     @property
-    def weights(self) -> EngineWeights:
+    def weights(self) -> WeightWriter:
         """Writer of new weights."""
         assert self._weights is not None, "the engine was built with it"
         return self._weights

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.errors import CheckpointError, ConfigError, WeightUpdateError, describe
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.mcore.packed_weights import has_quantized_weights
 from megatron_ext.mcore.weight_changes import saved_tensors
@@ -30,7 +30,7 @@ from megatron_ext.models.megatron.dist_checkpoint import (
     resolve_iteration,
     training_facts_of,
 )
-from megatron_ext.models.update.weight_update import exchange, write_back
+from megatron_ext.models.update.copies import exchange, write_back
 
 _MAX_FILES = 100_000  # maximum files of a checkpoint
 
@@ -100,7 +100,7 @@ def _entries(directory: Path) -> Iterator[str]:
             yield entry.path
 
 
-@dataclass(frozen=True)
+@dataclass
 class NewWeights:
     """Weights that have been read and checked, but not yet written to the model.
 
@@ -111,33 +111,27 @@ class NewWeights:
 
     model: nn.Module
     tensors: Mapping[str, Tensor]
-
-    def write(self) -> int:
-        """Copy the weights into the model, between two of its steps. The caller empties the cache.
-
-        The old ones take the place of the new ones, so that they can be put back; quantized ones are given up.
-
-        Returns:
-            Number of tensors written.
-
-        Raises:
-            WeightUpdateError: A write has failed; the old weights are back unless they were quantized.
-        """
-        is_exact = self.is_exact
-        try:
-            (exchange if is_exact else write_back)(self.model, self.tensors)
-        except Exception as error:
-            raise WeightUpdateError(describe(error), is_restored=is_exact) from error
-        return len(self.tensors)
+    _is_written: bool = False
 
     @property
     def is_exact(self) -> bool:
         """True if the model's weights can be read, as those that are not quantized."""
         return not has_quantized_weights(self.model)
 
+    def write(self) -> None:
+        """Copy the weights into the model, between two of its steps. The caller empties the cache.
+
+        The old ones take the place of the new ones, so that they can be put back; after an error they are back.
+        Quantized ones are given up.
+        """
+        (exchange if self.is_exact else write_back)(self.model, self.tensors)
+        self._is_written = True
+
     def put_back(self) -> None:
-        """Write the old weights back after `write`."""
-        exchange(self.model, self.tensors)
+        """Write the old weights back, if `write` has replaced them."""
+        if self._is_written:
+            exchange(self.model, self.tensors)
+            self._is_written = False
 
 
 def read_new_weights(

@@ -1,12 +1,11 @@
-"""Tensor names of each checkpoint format, and the recipes of the model's tensors."""
+"""Tensor names of each checkpoint format, and the recipes that they give for the model's tensors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,23 +21,8 @@ from megatron_ext.models.huggingface.weight_loader import part_shapes
 from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration
 from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
 from megatron_ext.models.update.named_tensors import require_weight
+from megatron_ext.models.update.recipes import Recipe, Shape, Shapes, renamed
 from megatron_ext.models.weight_files import is_prediction
-
-Shape: TypeAlias = tuple[int, ...]
-Shapes: TypeAlias = Mapping[str, Shape]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Recipe of one tensor of the model.
-
-    Attributes:
-        parts: Names and shapes of their tensors, in order.
-        make: Makes our tensor from those, on their device.
-    """
-
-    parts: Shapes
-    make: Callable[[Sequence[Tensor]], Tensor]
 
 
 class Naming(Protocol):
@@ -96,7 +80,7 @@ class OwnNames:
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
         """Return one-part recipes; see `Naming`."""
-        return {name: Recipe({name: shape}, _only) for name, shape in shapes.items()}
+        return {name: renamed(name, shape) for name, shape in shapes.items()}
 
 
 class HuggingFaceNames:
@@ -214,11 +198,7 @@ class MegatronNames:
     def _recipe(self, name: str, shape: Shape, given: Container[str]) -> Recipe:
         names = [place.key for place in places(name, self.in_gpt) if place.row is None]
         found = next((one for one in names if one in given), names[0])
-        return Recipe({found: shape}, _only)
-
-
-def _only(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0]
+        return renamed(found, shape)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

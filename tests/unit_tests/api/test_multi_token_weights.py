@@ -14,7 +14,6 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.parallel.driver import driver_of
 from tests.unit_tests.support.multi_token import Logits, build_predicting, difference, watched
 from tests.unit_tests.support.ranks import run_ranks
 
@@ -88,8 +87,7 @@ def of_rank_0(way: str, sizes: dict[str, int], folders: tuple[str, str], given: 
     with load_engine(**settings) as engine:
         seen = [outcomes(engine)]
         if way == "disk" and sizes:
-            tell = driver_of(engine.inference_engine.core.workers).tell
-            engine._call(engine.weights.ranks.lead_checkpoint, Path(folders[1]), tell)
+            engine._call(engine.weights.reader(Path(folders[1])))
             engine.weights_changed()
         else:
             engine.update_weights(given, partial=way == "embedding")  # equal to the files

@@ -73,14 +73,14 @@ def broken_follower(_: object) -> object:
     settings = SETTINGS | {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.15}
     if dist.get_rank():
         steps = iter(range(6))
-        compute = StepExecutor.compute
+        compute = StepExecutor.execute
 
         def failing(self, step):
             if next(steps, None) is None:
                 raise ZeroDivisionError("planted")
             return compute(self, step)
 
-        StepExecutor.compute = failing
+        StepExecutor.execute = failing
         try:
             follow_engine(**settings)
         except RankError as error:

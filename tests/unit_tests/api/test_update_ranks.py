@@ -11,8 +11,7 @@ import torch.distributed as dist
 from megatron_ext import ConfigError, RequestParams, WeightUpdateError, follow_engine, load_engine, load_follower
 from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore import platform
-from megatron_ext.models.update import ranks, weight_update
-from megatron_ext.parallel.driver import driver_of
+from megatron_ext.models.update import copies, writer
 from tests.unit_tests.support.new_weights import new_weights, write_checkpoint
 from tests.unit_tests.support.ranks import run_ranks
 
@@ -49,7 +48,7 @@ def outcomes(engine) -> list[tuple]:
 
 def fail_once(rank: int) -> None:
     """Make the next write of the rank fail after the first bucket."""
-    write, calls = ranks.RankWeights._write, iter(range(10**6))
+    write, calls = writer.WeightWriter._write_whole, iter(range(10**6))
 
     def failing(self, recipes, parts):
         if next(calls) == 1:
@@ -57,35 +56,35 @@ def fail_once(rank: int) -> None:
         write(self, recipes, parts)
 
     if dist.get_rank() == rank:
-        ranks.RankWeights._write = failing
+        writer.WeightWriter._write_whole = failing
 
 
 def lack_memory_once() -> None:
     """Let this rank alone find a reason against the next update, before anything is written."""
-    keep = ranks.kept_copies
+    keep = writer.kept_copies
 
     def lacking(*_: object) -> dict[str, torch.Tensor]:
-        ranks.kept_copies = keep
+        writer.kept_copies = keep
         raise ConfigError("planted")
 
-    ranks.kept_copies = lacking
+    writer.kept_copies = lacking
 
 
 def fail_to_swap_once() -> None:
     """Make the next write of a checkpoint fail in its middle."""
-    swap, calls = weight_update._swap, iter(range(10**6))
+    swap, calls = copies._swap, iter(range(10**6))
 
     def failing(one: torch.Tensor, other: torch.Tensor) -> None:
         if next(calls) == 5:
             raise ZeroDivisionError("planted")
         swap(one, other)
 
-    weight_update._swap = failing
+    copies._swap = failing
 
 
 def program(sizes: dict) -> object:
     """Outcomes on rank 0: with the old weights, after a refusal, after each update, and after failures on rank 1."""
-    ranks.BUCKET_BYTES = 200_000
+    writer.BUCKET_BYTES = 200_000
     settings = SETTINGS | sizes
     fail_once(1)
     if dist.get_rank():
@@ -116,7 +115,7 @@ def program(sizes: dict) -> object:
 
 def restoring(sizes: dict) -> object:
     """Outcomes on rank 0 with the old weights, and after a failed update that kept them."""
-    ranks.BUCKET_BYTES = 200_000
+    writer.BUCKET_BYTES = 200_000
     settings = SETTINGS | sizes | {"distributed_timeout_minutes": 0.5}
     fail_once(1)
     if dist.get_rank():
@@ -140,17 +139,16 @@ def from_directories(folders: tuple[str, str]) -> object:
         return follow_engine(**settings)
     good, bad = folders
     with load_engine(**settings) as engine:
-        core, lead = engine.inference_engine.core, engine.weights.ranks.lead_checkpoint
-        tell = driver_of(core.workers).tell
+        read = engine.weights.reader
         old = outcomes(engine)
         with pytest.raises(ConfigError) as refused:
-            engine._call(lead, Path(bad), tell)
+            engine._call(read(Path(bad)))
         assert_equal(outcomes(engine), old)
         with pytest.raises(WeightUpdateError, match="rank 1: ZeroDivisionError: planted; the old weights are back"):
-            engine._call(lead, Path(good), tell)
+            engine._call(read(Path(good)))
         engine.weights_changed()
         assert_equal(outcomes(engine), old)
-        engine._call(lead, Path(good), tell)
+        engine._call(read(Path(good)))
         engine.weights_changed()
         return outcomes(engine), str(refused.value)
 

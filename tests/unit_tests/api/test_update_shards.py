@@ -26,9 +26,11 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.update import shards
+from megatron_ext.models.update.writer import WeightWriter
 from tests.unit_tests.api.test_attach_ranks import LAYOUTS, RANKS, load
 from tests.unit_tests.support import megatron_models as models
 from tests.unit_tests.support.ranks import run_ranks
+from tests.unit_tests.support.weights import writer_of
 
 SETTINGS = {
     "inference_dynamic_batching_block_size": 16,
@@ -83,15 +85,15 @@ def opened(way: str, layout: str, directory: str) -> Engine:
 
 def failing_once(rank: int) -> None:
     """Make the next write of a rank fail in its middle."""
-    write = shards.ShardWeights._write
+    write = WeightWriter._write_local
 
-    def failing(self: shards.ShardWeights, given: dict[str, Tensor]) -> None:
-        shards.ShardWeights._write = write
+    def failing(self: WeightWriter, given: dict[str, Tensor]) -> None:
+        WeightWriter._write_local = write
         write(self, dict(list(given.items())[: len(given) // 2]))
         if dist.get_rank() == rank:
             raise ZeroDivisionError("planted")
 
-    shards.ShardWeights._write = failing
+    WeightWriter._write_local = failing
 
 
 def phases(way: str, layout: str, old: str, new: str) -> dict[str, object]:
@@ -234,7 +236,7 @@ def test_one_rank(name: str) -> None:
         assert isinstance(engine, AttachedEngine)
         assert outcome(engine) == expected(model, 0)
         with pytest.raises(ConfigError, match="do not tell which they are of"):
-            shards.ShardWeights(engine.weights.loaded.model, None).write({"a": torch.ones(1)}, shards.ShardOptions())
+            writer_of(engine.weights.loaded.model).write_shards({"a": torch.ones(1)}, shards.ShardOptions())
         engine.update_weights_from_shards(other.named_parameters(), in_flight="finish")
         assert outcome(engine) == expected(other, 0)
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))

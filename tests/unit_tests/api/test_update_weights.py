@@ -18,7 +18,7 @@ from megatron_ext import (
     WeightUpdateError,
     load_engine,
 )
-from megatron_ext.models.update import weight_update
+from megatron_ext.models.update import writer
 from megatron_ext.ops.linear import Packable, onednn
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.token_versions import Runs, joined
@@ -196,7 +196,7 @@ def test_a_write_that_fails(new, fresh, load, monkeypatch, keep_old):
     """RL-1: requests end and none is taken until all weights are written, unless the old ones are back."""
     engine = load()
     old = outcomes(engine)
-    find, calls = weight_update.writable_tensors, iter(range(10))
+    find, calls = writer.writable_tensors, iter(range(10))
 
     def find_and_fail(model, names):
         found = find(model, names)
@@ -204,7 +204,7 @@ def test_a_write_that_fails(new, fresh, load, monkeypatch, keep_old):
             found |= {list(found)[-1]: torch.ones(1, 2, 3, 5)}  # which no weight can be copied to
         return found
 
-    monkeypatch.setattr(weight_update, "writable_tensors", find_and_fail)
+    monkeypatch.setattr(writer, "writable_tensors", find_and_fail)
     with ThreadPoolExecutor(1) as threads:
         with held_steps(engine.client, tokens=5):
             running = threads.submit(engine.generate, PROMPTS, LONG)

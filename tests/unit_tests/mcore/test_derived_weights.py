@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from megatron_ext.mcore.weight_changes import saved_tensors
-from megatron_ext.models.update.naming import OwnNames
-from megatron_ext.models.update.shards import ShardOptions, ShardWeights
-from megatron_ext.models.update.weight_update import update_weights
+from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.ops.linear import Packable, onednn
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
+from tests.unit_tests.support.weights import writer_of
 
 PROMPT = make_prompt(21)
 BACKEND = "onednn" if onednn.problem() is None else "auto"  # packs all, or as the table says
@@ -42,20 +41,18 @@ def test_each_source(kind: str, way: str):
     driver = HybridDriver(build_slow_decay(config), config, packs_weights=True, operator_backend=BACKEND)
     driver.sight(0, PROMPT)
     held = derived(driver)
-    shards = ShardWeights(driver.engine.controller.inference_wrapped_model.model, None, source_is_gpt=False)
+    writer = writer_of(driver.engine.controller.inference_wrapped_model.model, source_is_gpt=False)
     assert BACKEND == "auto" or held["packed weights"] > 0
     assert any(held.values())
     before = driver.records[0].generated_log_probs
     generator = torch.Generator().manual_seed(4)
     for request_id, (name, tensor) in enumerate(sorted(saved_tensors(plain).items()), start=1):
         new = tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
-        update_weights(plain, OwnNames(), {name: new}, partial=True)
+        writer_of(plain).write({name: new}, partial=True)
         if way == "shards":
-            shards.write({name: new}, ShardOptions(partial=True))
+            writer.write_shards({name: new}, ShardOptions(partial=True))
         else:
-            update_weights(
-                driver.engine.controller.inference_wrapped_model.model, OwnNames(), {name: new}, partial=True
-            )
+            writer.write({name: new}, partial=True)
         driver.engine.core.weights_changed()
         driver.sight(request_id, PROMPT)
         assert_equals_oracle(driver, request_id, Oracle(plain))

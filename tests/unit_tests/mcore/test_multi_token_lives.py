@@ -15,8 +15,6 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.mcore.warm_restart_setup import keep_engine
 from megatron_ext.mcore.weight_changes import saved_tensors
-from megatron_ext.models.update.naming import OwnNames
-from megatron_ext.models.update.weight_update import update_weights
 from megatron_ext.ops.linear import onednn
 from megatron_ext.scheduling.request_events import EventType
 from tests.unit_tests.mcore.test_random_lives import Life, tiny
@@ -25,6 +23,7 @@ from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.multi_token import LAYERS, MODES, Watched, build_predicting, predicting, worst_difference
 from tests.unit_tests.support.oracle import Oracle
+from tests.unit_tests.support.weights import writer_of
 
 BACKEND = "onednn" if onednn.problem() is None else "auto"  # packs all, or as the table says
 KINDS = list(LAYERS)
@@ -139,8 +138,8 @@ def test_new_weights(kind, part, in_flight):
     assert worst_difference(driver, {0: driver.engine.get_request(0).tokens}) < 1e-4
     before = driver.engine.get_request(0).tokens[:]
     new = changed(plain, part)
-    update_weights(plain, OwnNames(), new, partial=True)
-    update_weights(driver.model, OwnNames(), new, partial=True)
+    writer_of(plain).write(new, partial=True)
+    writer_of(driver.model).write(new, partial=True)
     driver.engine.core.weights_changed(in_flight)
     driver.drafts.clear()
     driver.run()

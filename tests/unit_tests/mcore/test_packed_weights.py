@@ -24,9 +24,7 @@ from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import load_dist_weights, save_dist_checkpoint
 from megatron_ext.models.update.disk import NewWeights
-from megatron_ext.models.update.naming import OwnNames
-from megatron_ext.models.update.shards import ShardOptions, ShardWeights
-from megatron_ext.models.update.weight_update import update_weights, weight_shapes
+from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.ops.cpp import can_be_built
 from megatron_ext.ops.linear import INT8, LINEAR, Packable, cpp, onednn
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
@@ -35,6 +33,7 @@ from tests.unit_tests.support.hybrid_caching import HybridDriver
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.padded import PaddedHybridDriver
+from tests.unit_tests.support.weights import writer_of
 
 pytestmark = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
 
@@ -254,13 +253,13 @@ class TestSaving:
     def test_names_and_shapes_need_no_unpacking(self):
         """Any thread may ask for them while the engine runs."""
         model, _ = packed_model()
-        shapes = weight_shapes(model, OwnNames())
+        shapes = writer_of(model).shapes()
         assert_packed(model)
         assert shapes == {name: tuple(one.shape) for name, one in contents(model).items()}
 
 
 def by_update(model: nn.Module, new: dict[str, Tensor]) -> None:
-    update_weights(model, OwnNames(), new)
+    writer_of(model).write(new)
 
 
 def by_disk(model: nn.Module, new: dict[str, Tensor]) -> None:
@@ -268,7 +267,7 @@ def by_disk(model: nn.Module, new: dict[str, Tensor]) -> None:
 
 
 def by_shards(model: nn.Module, new: dict[str, Tensor]) -> None:
-    ShardWeights(model, None).write(new, ShardOptions())
+    writer_of(model).write_shards(new, ShardOptions())
 
 
 def by_state_dict(model: nn.Module, new: dict[str, Tensor]) -> None:
@@ -325,7 +324,7 @@ class TestUpdates:
         model, packed = packed_model()
         before = contents(build_slow_decay(CONFIGS["hybrid"]))
         with pytest.raises(ConfigError):
-            update_weights(model, OwnNames(), {"no such tensor": torch.zeros(1)})
+            writer_of(model).write({"no such tensor": torch.zeros(1)})
         packed.refresh()
         assert_packed(model)
         assert_same(contents(model), before)
@@ -420,7 +419,7 @@ class TestQuantized:
         kept = [layer.packed for layer in layers(model)]
         name = next(name for name, one in model.named_modules() if isinstance(one, Packable))
         new = contents(build_slow_decay(config, seed=6))[f"{name}.weight"]
-        update_weights(model, OwnNames(), {f"{name}.weight": new}, partial=True)
+        writer_of(model).write({f"{name}.weight": new}, partial=True)
         assert [layer.packed is before for layer, before in zip(layers(model), kept, strict=True)] == [
             False,
             *[True] * (len(kept) - 1),

@@ -23,10 +23,9 @@ from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.update import disk, weight_update
+from megatron_ext.models.update import copies, disk
 from megatron_ext.models.update.disk import WeightsRoot, read_new_weights
-from megatron_ext.models.update.engine_weights import EngineWeights
-from megatron_ext.models.update.shards import ShardWeights
+from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.server.api_keys import load_keys
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.http.auth import ADMIN_PATHS
@@ -67,8 +66,7 @@ def tiny_updater(folder: Path) -> WeightsUpdater:
         CacheConfig(snapshot_slots=16),
         dtype=torch.float32,
     )
-    weights = EngineWeights(loaded, ShardWeights(loaded.model, None), read=read)
-    return WeightsUpdater(WeightsRoot.of(str(folder)), LLMEngine(engine, weights))
+    return WeightsUpdater(WeightsRoot.of(str(folder)), LLMEngine(engine, WeightWriter(loaded, read=read)))
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +423,7 @@ class TestUpdate:
 
     def test_a_write_that_fails_in_its_middle(self, server, monkeypatch):
         """RL-1: the old weights are put back, and requests go on with them."""
-        before, swap, calls = tokens(server), weight_update._swap, iter(range(10**6))
+        before, swap, calls = tokens(server), copies._swap, iter(range(10**6))
 
         def fail(*pair: torch.Tensor) -> None:
             if next(calls) == 5:
@@ -433,7 +431,7 @@ class TestUpdate:
             swap(*pair)
 
         with monkeypatch.context() as broken:
-            broken.setattr(weight_update, "_swap", fail)
+            broken.setattr(copies, "_swap", fail)
             answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"})
         assert "the old weights are back" in check_error(answer, 503)["message"]
         assert ask(server, "GET", "/health").status_code == 200

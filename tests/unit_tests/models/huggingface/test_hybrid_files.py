@@ -17,13 +17,13 @@ from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.huggingface.export import export_hf_checkpoint
 from megatron_ext.models.load import load_model
 from megatron_ext.models.update.naming import naming_of
-from megatron_ext.models.update.weight_update import update_weights
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles
 from megatron_ext.parallel.layout import check_model
 from tests.on_request import long_except
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface.families import CPU, load_hf
 from tests.unit_tests.models.huggingface.test_hybrids import LAST
+from tests.unit_tests.support.weights import writer_of
 
 OLMO = "olmo"
 CONVOLUTION = "model.layers.0.linear_attn.{}_conv1d.weight"
@@ -48,7 +48,7 @@ def test_names_in_memory(name: str, hybrids) -> None:
     with torch.no_grad():
         for tensor in loaded.model.parameters():
             tensor.zero_()
-    update_weights(loaded.model, naming_of(source, loaded.config), theirs.state_dict())
+    writer_of(loaded.model, naming_of(source, loaded.config)).write(theirs.state_dict())
     assert_equal(tensors_of(loaded.model), expected)
 
 

@@ -6,22 +6,18 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
-from megatron_ext.models.load import LoadedModel
-from megatron_ext.models.update import ranks
+from megatron_ext.models.update import writer
 from megatron_ext.models.update.disk import NewWeights
-from megatron_ext.models.update.naming import OwnNames
-from megatron_ext.models.update.ranks import RankWeights
-from megatron_ext.models.update.shards import ShardOptions, ShardWeights
-from megatron_ext.models.update.weight_update import update_weights
-from megatron_ext.text.tokenizer import NullTokenizer
+from megatron_ext.models.update.shards import ShardOptions
+from megatron_ext.parallel.commands import UpdateWeights
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.weights import writer_of
 
 BUCKET = 40_000
 
@@ -51,15 +47,15 @@ class Peak(TorchDispatchMode):
 
 
 def whole_tensors(model: nn.Module, new: dict[str, Tensor]) -> None:
-    update_weights(model, OwnNames(), new)
+    writer_of(model).write(new)
 
 
 def with_a_copy(model: nn.Module, new: dict[str, Tensor]) -> None:
-    update_weights(model, OwnNames(), new, keep_old=True)
+    writer_of(model).write(new, keep_old=True)
 
 
 def shards(model: nn.Module, new: dict[str, Tensor]) -> None:
-    ShardWeights(model, None).write(new, ShardOptions())
+    writer_of(model).write_shards(new, ShardOptions())
 
 
 def checkpoint(model: nn.Module, new: dict[str, Tensor]) -> None:
@@ -69,12 +65,10 @@ def checkpoint(model: nn.Module, new: dict[str, Tensor]) -> None:
 def buckets(model: nn.Module, new: dict[str, Tensor]) -> None:
     """Update as a rank that receives the tensors."""
     alone = SimpleNamespace(ask_all=lambda ask: [ask()], broadcast=lambda tensor: tensor.zero_())
-    loaded = LoadedModel(model, CONFIGS["hybrid"], NullTokenizer(64), torch.float32, "test", packs_weights=False)
-    weights = RankWeights(loaded, OwnNames, lambda _: pytest.fail("no checkpoint"), alone)
-    specs = []
-    weights.shapes(specs.append)
+    weights = writer_of(model, ranks=alone)
+    weights.shapes()
     tensors = tuple((name, tuple(one.shape), "float32") for name, one in new.items())
-    weights.obey(ranks.UpdateWeights(tensors, partial=False, keep_old=False))
+    weights.obey(UpdateWeights(tensors, partial=False, keep_old=False))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +77,7 @@ def buckets(model: nn.Module, new: dict[str, Tensor]) -> None:
 )
 def test_additional_memory(update: Callable, most: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """RL-1: names of the limits: nothing, the largest tensor, one bucket; a kept copy takes all, which shows here."""
-    monkeypatch.setattr(ranks, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(writer, "BUCKET_BYTES", BUCKET)
     model = build_slow_decay(CONFIGS["hybrid"])
     new = {name: 2 * one.detach() for name, one in model_tensors(model).items()}
     sizes = [one.nbytes for one in new.values()]

@@ -6,7 +6,6 @@ here, [4, 2]:                    2 3     6 7
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,11 +16,10 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard, init_device_mes
 from megatron_ext.errors import ConfigError, WeightUpdateError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.weight_shards import Piece, ShardSpec
-from megatron_ext.models.update import ranks, shards
-from megatron_ext.models.update.naming import OwnNames
-from megatron_ext.models.update.ranks import RankWeights
-from megatron_ext.models.update.shards import ShardOptions, ShardWeights
+from megatron_ext.models.update import writer
+from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.parallel.parallel_context import ParallelContext
+from tests.unit_tests.support.weights import writer_of
 
 WHOLE = torch.arange(1.0, 17.0).view(8, 2)
 HERE = WHOLE[[2, 3, 6, 7]]
@@ -52,19 +50,16 @@ class Part:
         self.model = nn.Linear(2, 4, bias=False).requires_grad_(False)
         self.model.weight.zero_()
         self.pieces = (piece(2, 0, 2), piece(6, 2, 2))
-        for module in (ranks, shards):
-            monkeypatch.setattr(module, "model_shards", lambda _: {"weight": ShardSpec("weight", (8, 2), self.pieces)})
+        monkeypatch.setattr(writer, "model_shards", lambda _: {"weight": ShardSpec("weight", (8, 2), self.pieces)})
 
     def lead(self, *answers: object) -> None:
         """Write the whole tensor; the other rank answers to its check, and after its writes."""
-        loaded = SimpleNamespace(model=self.model)
-        weights = RankWeights(loaded, OwnNames, lambda _: pytest.fail("no checkpoint"), OtherRank({}, *answers))
-        weights.lead({"weight": WHOLE}, lambda _: None, partial=False, keep_old=False)
+        writer_of(self.model, ranks=OtherRank({}, *answers)).write({"weight": WHOLE})
 
     def write(self, given: Tensor, *answers: object) -> None:
         """Write this rank's tensor; the other rank answers with its options, to its check, and after its writes."""
         context = OtherRank(*answers) if answers else None
-        ShardWeights(self.model, context, source_is_gpt=False).write({"weight": given}, ShardOptions())
+        writer_of(self.model, ranks=context, source_is_gpt=False).write_shards({"weight": given}, ShardOptions())
 
 
 @pytest.fixture

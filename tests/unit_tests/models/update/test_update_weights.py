@@ -6,6 +6,8 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +21,15 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.tensors import EMBEDDING
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.update import weight_update
+from megatron_ext.models.update import copies
+from megatron_ext.models.update.copies import exchange
 from megatron_ext.models.update.naming import MegatronNames, OwnNames, naming_of
-from megatron_ext.models.update.success import require_success
-from megatron_ext.models.update.weight_update import exchange, update_weights, weight_shapes
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, nemotron_h_oracle, qwen3_next_oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import GPT, gpt_arguments, gpt_model, perturbed
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.weights import writer_of
 
 CPU = torch.device("cpu")
 NULL = {"tokenizer_type": "NullTokenizer"}
@@ -63,7 +66,7 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 def updated(source: SourceConfig, new: object, **options: bool) -> dict[str, Tensor]:
     loaded = load_model(source, {}, device=CPU)
-    update_weights(loaded.model, naming_of(source, loaded.config), new, **options)
+    writer_of(loaded.model, naming_of(source, loaded.config)).write(new, **options)
     return tensors_of(loaded.model)
 
 
@@ -111,14 +114,14 @@ class TestHuggingFace:
             parts.setdefault(layer, {})[name] = tensor
         assert len(parts) > 1
         for part in parts.values():
-            update_weights(loaded.model, naming, part, partial=True)
+            writer_of(loaded.model, naming).write(part, partial=True)
         assert_equal(tensors_of(loaded.model), tensors_of(load_model(self.source(new), {}, device=CPU).model))
 
     def test_the_names_that_are_listed(self, hugging_face):
         old, new = hugging_face
         loaded = load_model(self.source(old), {}, device=CPU)
         naming = naming_of(self.source(old), loaded.config)
-        assert weight_shapes(loaded.model, naming) == {
+        assert writer_of(loaded.model, naming).shapes() == {
             name: tuple(one.shape) for name, one in naming.sorted_out(hf_tensors(new)).items()
         }
 
@@ -133,7 +136,7 @@ class TestOwn:
         ):
             loaded = load_model(source, overrides, device=CPU)
             new = changed(tensors_of(loaded.model))
-            update_weights(loaded.model, naming_of(source, loaded.config), new)
+            writer_of(loaded.model, naming_of(source, loaded.config)).write(new)
             assert_equal(tensors_of(loaded.model), new)
 
 
@@ -192,11 +195,11 @@ class TestMegatron:
         new = changed(tensors_of(model))
         padded = dict(new)
         padded[EMBEDDING] = torch.cat([new["embedding.word_embeddings.weight"], torch.ones(14, 32)])
-        update_weights(model, naming, padded)
+        writer_of(model, naming).write(padded)
         assert_equal(tensors_of(model), new)
         padded[EMBEDDING] = torch.ones(63, 32)
         with pytest.raises(ConfigError, match=r"embeddings.weight has shape \(63, 32\); the model's has"):
-            update_weights(model, naming, padded)
+            writer_of(model, naming).write(padded)
 
 
 class TestRefused:
@@ -246,14 +249,14 @@ class TestRefused:
         model = build_model(tiny_config, device=CPU, seed=3)
         before = tensors_of(model)
         with pytest.raises(ConfigError) as caught:
-            update_weights(model, OwnNames(), change(changed(before)))
+            writer_of(model).write(change(changed(before)))
         assert message in str(caught.value)
         assert_equal(tensors_of(model), before)
 
     def test_some_of_them_only_if_that_is_said(self, tiny_config):
         model = build_model(tiny_config, device=CPU, seed=3)
         before = tensors_of(model)
-        update_weights(model, OwnNames(), {self.NORM: torch.full((32,), 2.0)}, partial=True)
+        writer_of(model).write({self.NORM: torch.full((32,), 2.0)}, partial=True)
         assert_equal(tensors_of(model), before | {self.NORM: torch.full((32,), 2.0)})
 
     def test_parts_of_one_tensor_come_together(self, llamas):
@@ -266,7 +269,7 @@ class TestRefused:
             name: one for name, one in changed(hf_tensors(directory)).items() if "q_proj" in name or "norm" in name
         }
         with pytest.raises(ConfigError, match=r"^layers.0.self_attn.q_proj.weight is one tensor with layers.0.self"):
-            update_weights(loaded.model, naming, given, partial=True)
+            writer_of(loaded.model, naming).write(given, partial=True)
         assert_equal(tensors_of(loaded.model), before)
 
     def test_a_tied_output_that_differs(self, llamas):
@@ -276,9 +279,9 @@ class TestRefused:
         new = hf_tensors(directory)
         naming = naming_of(source, loaded.config)
         output = new["model.embed_tokens.weight"].clone()
-        update_weights(loaded.model, naming, new | {"lm_head.weight": output})
+        writer_of(loaded.model, naming).write(new | {"lm_head.weight": output})
         with pytest.raises(ConfigError, match=r"^lm_head.weight is tied to embed_tokens.weight in this model"):
-            update_weights(loaded.model, naming, new | {"lm_head.weight": output + 1})
+            writer_of(loaded.model, naming).write(new | {"lm_head.weight": output + 1})
 
     def test_an_error_between_two_writes(self, llamas, monkeypatch):
         """PY-6: with a copy, memory that runs out in the middle leaves the model as it was; without one it is told."""
@@ -293,10 +296,10 @@ class TestRefused:
         monkeypatch.setattr("megatron_ext.models.update.naming.torch.cat", fail)
         new = changed(hf_tensors(directory))
         with pytest.raises(WeightUpdateError, match="no memory; the old weights are back"):
-            update_weights(loaded.model, naming, new, keep_old=True)
+            writer_of(loaded.model, naming).write(new, keep_old=True)
         assert_equal(tensors_of(loaded.model), before)
         with pytest.raises(WeightUpdateError, match="no memory; write all weights again"):
-            update_weights(loaded.model, naming, new)
+            writer_of(loaded.model, naming).write(new)
         with pytest.raises(AssertionError):
             assert_equal(tensors_of(loaded.model), before)
 
@@ -318,19 +321,23 @@ class TestRefused:
                 raise torch.cuda.OutOfMemoryError("no memory")
             swap(one, other)
 
-        swap = weight_update._swap
-        monkeypatch.setattr(weight_update, "_swap", fail_once)
+        swap = copies._swap
+        monkeypatch.setattr(copies, "_swap", fail_once)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             exchange(model, {name: torch.zeros_like(one) for name, one in before.items()})
         assert_equal(tensors_of(model), before)
 
     def test_the_first_rank_that_failed_is_named_once_all_are_back(self):
         """PY-6: every rank writes its old weights back, and tells the same error."""
-        done: list[int] = []
+        answers = iter(([None, "a", "b"], [None, None]))
+        ranks = SimpleNamespace(ask_all=lambda ask: next(answers))
+        new = SimpleNamespace(write=lambda: None, put_back=mock.Mock(), is_exact=True, tensors={})
+        writer = writer_of(build_slow_decay(CONFIGS["hybrid"]), ranks=ranks)
         with pytest.raises(WeightUpdateError, match=r"rank 1: a; the old weights are back"):
-            require_success([None, "a", "b"], lambda: done.append(1), None)
-        assert done == [1]
-        require_success([None, None], lambda: pytest.fail("nothing has failed"), None)
+            writer._replace(new)
+        new.put_back.assert_called_once()
+        writer._replace(new)
+        new.put_back.assert_called_once()
 
     @pytest.mark.parametrize("naming", [OwnNames(False), MegatronNames(False, (4, 4), False)], ids=["own", "Megatron"])
     def test_layers_that_the_model_does_not_have_are_left_out(self, naming):
@@ -344,10 +351,8 @@ class TestRefused:
         loaded = load_model(source, {}, device=CPU)
         new = hf_tensors(directory)
         with pytest.raises(ConfigError, match=r"embed_tokens.weight is given twice, with a prefix and without"):
-            update_weights(
-                loaded.model,
-                naming_of(source, loaded.config),
-                new | {"embed_tokens.weight": new["model.embed_tokens.weight"]},
+            writer_of(loaded.model, naming_of(source, loaded.config)).write(
+                new | {"embed_tokens.weight": new["model.embed_tokens.weight"]}
             )
 
 

@@ -20,9 +20,7 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.cuda_graph_setup import new_runner
 from megatron_ext.mcore.weight_changes import saved_tensors
-from megatron_ext.models.update.naming import OwnNames
-from megatron_ext.models.update.shards import ShardOptions, ShardWeights
-from megatron_ext.models.update.weight_update import update_weights
+from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.runner.cuda_graphs import buckets as sizes
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.captured_reads import HoldingCapture
@@ -37,6 +35,7 @@ from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.padded import PaddedDriver
 from tests.unit_tests.support.programs import ProgramRecorder
 from tests.unit_tests.support.replay import ReplayedGraphs
+from tests.unit_tests.support.weights import writer_of
 
 
 class CountedGraphs(CudaGraphs):
@@ -318,8 +317,8 @@ def test_captured_steps_compute_with_new_weights():
     driver = Captured(model, CONFIGS["hybrid"], **SETTINGS)
     before = driver.graphs.captured
     ways = (
-        lambda new: update_weights(model, OwnNames(), new),
-        lambda new: ShardWeights(model, None).write(new, ShardOptions()),
+        lambda new: writer_of(model).write(new),
+        lambda new: writer_of(model).write_shards(new, ShardOptions()),
     )
     for request_id, (new, write) in enumerate(zip(others, ways, strict=True)):
         write(saved_tensors(new))
