@@ -75,14 +75,14 @@ class AsyncScheduling:
                 None,
             )  # computed before this one
 
-    def land(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device is idle; the next engine step takes the result."""
         if self._unread is not None:
             with contextlib.suppress(Exception):  # the result is not needed
                 self._unread.result()
             self._unread = None
         if self._in_flight is not None:
-            self._in_flight = self._in_flight.landed()
+            self._in_flight = self._in_flight.synchronized()
 
     def drop(self, failed: InFlightStep | None = None) -> None:
         """Drop the step in flight: its requests have ended, or recompute what it computed.

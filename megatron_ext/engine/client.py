@@ -264,7 +264,7 @@ class EngineClient:
         self._unpause()
         self._pausing = pause
         pause.start(partial(self.call, self._time_out, pause))
-        self._core.land()
+        self._core.synchronize()
         if pause.mode == "keep":
             return 0
         return sum([self._core.abort(one.request, ABORT) for one in self._pending.values() if one.request is not None])

@@ -264,10 +264,10 @@ class EngineCore:
         """Send a heartbeat to other ranks if one is due."""
         self.workers.idle()
 
-    def land(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device is idle; a step that has been launched ahead keeps its result."""
         for replica in self.replicas:
-            replica.ahead.land()
+            replica.ahead.synchronize()
 
     def close(self) -> None:
         """Wait until the device is idle and stop the workers; no step may follow."""
@@ -326,7 +326,7 @@ class EngineCore:
         Raises:
             WeightUpdateError: The write has failed; unless the old weights are back, all requests have failed, too.
         """
-        self.land()
+        self.synchronize()
         try:
             result = write()
         except WeightUpdateError as error:

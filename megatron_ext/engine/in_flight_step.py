@@ -61,7 +61,7 @@ class InFlightStep:
         step = ScheduledStep(kept_chunks, sum(alive[: self.step.num_decode]))
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, chunks=chunks), step=step)
 
-    def landed(self) -> InFlightStep:
+    def synchronized(self) -> InFlightStep:
         """Return the step after its computation has succeeded or failed: `result` does not wait any more."""
         try:
             return dataclasses.replace(self, computing=Computed(self.computing.result()))

@@ -74,7 +74,7 @@ class Replica:
         proposals: Proposals | None,
     ) -> None:
         self.scheduler = scheduler
-        self._executor, self._launch = executor, launcher(executor)
+        self._executor, self._launch_step = executor, launcher(executor)
         self._output = output
         self._error_isolation = error_isolation
         self._proposals = proposals
@@ -151,7 +151,7 @@ class Replica:
             return ReplicaStep(plan, None)
         planned = time.perf_counter()
         try:
-            in_flight = in_flight or self._take_off(plan)
+            in_flight = in_flight or self._launch(plan)
             self.ahead.launch_next(in_flight)
             self._overlap(host_work)
             result = in_flight.result()
@@ -183,9 +183,9 @@ class Replica:
             take_cached_rows(admission, self.scheduler.cache, self.scheduler.limits.block_size)
         return plan
 
-    def _take_off(self, plan: StepPlan) -> InFlightStep:
+    def _launch(self, plan: StepPlan) -> InFlightStep:
         step = self.scheduler.describe(plan)
-        return InFlightStep(plan, step, self._launch(step), self.ahead.weights_version)
+        return InFlightStep(plan, step, self._launch_step(step), self.ahead.weights_version)
 
     def _abandon(self, chunks: Sequence[Chunk], in_flight: InFlightStep | None, error: BaseException) -> None:
         """Requeue the requests of a failed step, and drop the step launched after it."""
@@ -226,7 +226,7 @@ class Replica:
             restarts: Whether requests in the batch start again with their tokens; if not, they go on with what the old
                 weights computed, a step that is in flight included.
         """
-        self.ahead.land()
+        self.ahead.synchronize()
         if restarts:
             self.ahead.drop()
         self.ahead.weights_version = version
@@ -237,12 +237,12 @@ class Replica:
 
     def suspend(self) -> None:
         """Requeue all requests and forget cached blocks before the pools are freed."""
-        self.ahead.land()
+        self.ahead.synchronize()
         self.ahead.drop()
         self.audit.forget()
         self.scheduler.suspend()
 
     def close(self) -> None:
         """Wait until the device is idle."""
-        self.ahead.land()
+        self.ahead.synchronize()
         self.ahead.drop()

@@ -119,9 +119,9 @@ def test_engines_are_not_reached_through():
 
 
 def test_reaching_through_is_found():
-    assert reached_through("self._engine.core.land()") == ["self._engine.core.land"]
+    assert reached_through("self._engine.core.synchronize()") == ["self._engine.core.synchronize"]
     assert reached_through("serving.engine.context.plan.limits") == ["serving.engine.context.plan"]
-    assert reached_through("core = engine.core; self.core.land(); engine.limits.costs") == []
+    assert reached_through("core = engine.core; self.core.synchronize(); engine.limits.costs") == []
 
 
 def test_the_command_line_needs_only_the_settings():
