@@ -212,6 +212,6 @@ def audits(run: Run, requests: int = 1600, intervals: tuple = (1000, 100)) -> No
                 "CPU, ratio": cpu / totals[0][0],
                 "wall, ratio": wall / totals[0][2],
                 "share of audits, wall": counts.seconds / wall,
-                "share of audits, tokens": counters.audit_tokens / max(1, counters.prefill_tokens),
+                "share of audits, tokens": counts.tokens / max(1, counters.prefill_tokens),
             },
         )

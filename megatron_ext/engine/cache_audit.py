@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
@@ -56,6 +56,7 @@ class AuditCounts:
         wrong_snapshots: Audits that found a snapshot whose states differ beyond the bound.
         dropped_blocks: Blocks that were dropped because they, or what they were computed from, were wrong.
         seconds: Time of steps, as far as their tokens were those of audits.
+        tokens: Tokens that audits of cached entries computed.
     """
 
     due: int = 0
@@ -69,6 +70,7 @@ class AuditCounts:
     wrong_snapshots: int = 0
     dropped_blocks: int = 0
     seconds: float = 0.0
+    tokens: int = 0
 
     @classmethod
     def total(cls, parts: Iterable[AuditCounts]) -> AuditCounts:
@@ -111,14 +113,6 @@ class AuditFinding:
 
 
 @dataclass
-class _Due:
-    """Hit that waits for its audit."""
-
-    tokens: tuple[int, ...]
-    target: AuditTarget
-
-
-@dataclass
 class CacheAudit:
     """Audits of one scheduler's hits.
 
@@ -135,10 +129,10 @@ class CacheAudit:
     counts: AuditCounts = field(default_factory=AuditCounts)
     findings: deque[AuditFinding] = field(default_factory=lambda: deque(maxlen=MAX_FINDINGS))
     reports: AuditReports | None = None
-    _due: deque[_Due] = field(default_factory=deque)
+    _due: deque[tuple[tuple[int, ...], AuditTarget]] = field(default_factory=deque)  # hits, with their tokens
     _current: Request | None = None
     _hits: int = 0
-    _names: Iterable[int] = field(default_factory=lambda: count(-1, -1))
+    _names: Iterator[int] = field(default_factory=lambda: count(-1, -1))
 
     @property
     def is_on(self) -> bool:
@@ -148,7 +142,7 @@ class CacheAudit:
     @property
     def has_work(self) -> bool:
         """True if an audit is under way, or could begin now."""
-        return self._current is not None or (bool(self._due) and self._may_begin(self._due[0]))
+        return self._current is not None or self._may_begin
 
     def note_hits(self, admissions: Sequence[Admission]) -> None:
         """Note the hits of a step's plan, which has been applied; every `audit_interval`-th one is due."""
@@ -173,7 +167,7 @@ class CacheAudit:
             self.counts.left_out_busy += 1
         resume = 0 if admission.restore is None else admission.chunk.start
         hashes = tuple(sequence.block_hashes[: len(admission.matched)])
-        self._due.append(_Due(tuple(sequence.tokens[:end]), AuditTarget(hashes, resume)))
+        self._due.append((tuple(sequence.tokens[:end]), AuditTarget(hashes, resume)))
 
     def begin(self) -> None:
         """Begin the next audit if there is time; end the present one if others wait and the share is spent."""
@@ -182,19 +176,19 @@ class CacheAudit:
                 return
             self._end(self._current)
             self.counts.left_out_busy += 1
-        while self._due and self._may_begin(self._due[0]):
-            due = self._due.popleft()
-            if not self.scheduler.cache.match(due.target.block_hashes[:1]):
+        while self._may_begin:
+            tokens, target = self._due.popleft()
+            if not self.scheduler.cache.match(target.block_hashes[:1]):
                 self.counts.left_out_evicted += 1
                 continue
-            name = next(iter(self._names))
-            inputs = RequestInputs(due.tokens, _PARAMS)
-            self._current = Request(name, inputs, arrival=_LAST - name, seed=0, audit=due.target)
+            name = next(self._names)
+            self._current = Request(name, RequestInputs(tokens, _PARAMS), arrival=_LAST - name, seed=0, audit=target)
             self.scheduler.add(self._current)
             return
 
-    def _may_begin(self, due: _Due) -> bool:
-        return self._is_alone or self._is_within_share(len(due.tokens))
+    @property
+    def _may_begin(self) -> bool:
+        return bool(self._due) and (self._is_alone or self._is_within_share(len(self._due[0][0])))
 
     @property
     def _is_alone(self) -> bool:
@@ -202,21 +196,25 @@ class CacheAudit:
         return len(self.scheduler.queues) == (self._current is not None)
 
     def _is_within_share(self, tokens: int) -> bool:
-        counters = self.scheduler.counters
-        return counters.audit_tokens + tokens <= AUDIT_SHARE * counters.prefill_tokens
+        return self.counts.tokens + tokens <= AUDIT_SHARE * self.scheduler.counters.prefill_tokens
 
-    def note_time(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Count the part of a step's time that is due to the present audit."""
-        if self._current is not None and chunks:
-            tokens = sum(chunk.length for chunk in chunks if chunk.request is self._current)
-            self.counts.seconds += seconds * tokens / sum(chunk.length for chunk in chunks)
+    def note_step(self, chunks: Sequence[Chunk], found: Differences | None, seconds: float) -> None:
+        """Count the present audit's part of a step that was just committed, and judge what it has compared.
 
-    def take(self, differences: Iterable[Differences]) -> None:
-        """Judge what the present audit has compared in the step that was just committed."""
-        for one in differences:
-            if self._current is not None and one.comparison.request_id == self._current.request_id:
-                self._judge(self._current, one)
-        if self._current is not None and self._current.is_ended:
+        Args:
+            chunks: Chunks of the step.
+            found: Differences from cached entries; None if the step has no chunk of an audit.
+            seconds: Time to compute the step.
+        """
+        audit = self._current
+        if audit is None:
+            return
+        tokens = sum(chunk.length for chunk in chunks if chunk.request is audit)
+        self.counts.tokens += tokens
+        self.counts.seconds += seconds * tokens / sum(chunk.length for chunk in chunks)
+        if found is not None:
+            self._judge(audit, found)
+        if audit.is_ended:
             self._current = None
 
     def _judge(self, audit: Request, found: Differences) -> None:

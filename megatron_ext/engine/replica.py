@@ -162,8 +162,7 @@ class Replica:
             chunk.request.versions.compute(chunk.request.generated_count, in_flight.weights_version)
         ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._output.ended += [request for request in ended if request.audit is None]
-        self.audit.note_time(plan.chunks, time.perf_counter() - planned)
-        self.audit.take(result.differences.values())
+        self.audit.note_step(plan.chunks, result.differences, time.perf_counter() - planned)
         self._last_seconds = time.perf_counter() - planned
         if self.loading is not None:
             self.loading.note_step(in_flight.chunks, self._last_seconds)

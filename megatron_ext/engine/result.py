@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import dataclasses
+from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from megatron_ext.scheduling.audit import Differences
 from megatron_ext.scheduling.record import TopN
 from megatron_ext.scheduling.routing_indices import RoutingIndices
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class StepResult:
         target_scores: Scores of the target tokens, if requested.
         graph_rows: Rows of the CUDA graph that computed the step, dummy requests included; None for an eager step.
         routing: Routing indices of each chunk's tokens, if they are recorded.
-        differences: Differences between cached entries and those that audits have computed.
+        differences: Differences between cached entries and those that an audit has computed; None without an audit.
     """
 
     tokens: dict[int, int] = field(default_factory=dict)
@@ -46,24 +45,14 @@ class StepResult:
     target_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
     graph_rows: int | None = None
     routing: dict[int, RoutingIndices] = field(default_factory=dict)
-    differences: dict[int, Differences] = field(default_factory=dict)
+    differences: Differences | None = None
     kept_prompt_log_probs: dict[int, list[float]] = field(default_factory=dict)
 
     def of(self, names: Container[int]) -> StepResult:
         """Return the result for some of the requests only."""
-        return StepResult(
-            tokens=_only(self.tokens, names),
-            generated=_only(self.generated, names),
-            prompt=_only(self.prompt, names),
-            failures=_only(self.failures, names),
-            target_tokens=_only(self.target_tokens, names),
-            target_scores=_only(self.target_scores, names),
-            graph_rows=self.graph_rows,
-            routing=_only(self.routing, names),
-            differences=_only(self.differences, names),
-            kept_prompt_log_probs=_only(self.kept_prompt_log_probs, names),
-        )
-
-
-def _only(table: Mapping[int, Value], names: Container[int]) -> dict[int, Value]:
-    return {name: value for name, value in table.items() if name in names}
+        tables: dict[str, Any] = {
+            field: {name: value for name, value in table.items() if name in names}
+            for field, table in vars(self).items()
+            if isinstance(table, dict)
+        }
+        return dataclasses.replace(self, **tables)

@@ -103,7 +103,7 @@ class EngineStatistics:
         if not self.is_caching:
             return None
         use, counters = self.use, self.counters
-        audit = {} if self.audit is None else dataclasses.asdict(self.audit) | {"tokens": counters.audit_tokens}
+        audit = {} if self.audit is None else dataclasses.asdict(self.audit)
         return (
             {
                 "blocks_total": use.blocks_total,

@@ -13,7 +13,6 @@ from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.layers.layer_map import LayerPlaces
 from megatron_ext.mcore.versions import Context
 from megatron_ext.memory.engine_plan import EnginePlan
-from megatron_ext.memory.entry_comparison import compare_entries
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.offloading import OffloadedPools
 from megatron_ext.memory.pools import Pools, allocate_pools
@@ -29,7 +28,6 @@ from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.runner.recorded_steps import RecordedSteps
 from megatron_ext.runner.step_output import scored_states
-from megatron_ext.scheduling.audit import Comparison, Differences
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.speculation.drafting import DraftPools
@@ -235,11 +233,6 @@ class InferenceContext(Context):
     def clear_step(self) -> None:
         """Discard the step after its end."""
         self.step = self._rotation = self.scored_states = None
-
-    def compare(self, comparisons: Sequence[Comparison]) -> dict[int, Differences]:
-        """Compare cached entries with those that a step's audits have computed; by request id."""
-        dtype = self.params_dtype
-        return {one.request_id: compare_entries(self.allocated, one, dtype) for one in comparisons}
 
     @property
     def staged(self) -> ModelInput:

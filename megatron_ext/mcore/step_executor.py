@@ -13,6 +13,7 @@ from megatron_ext.engine.executor import Computed, Computing
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.memory.entry_comparison import compare_entries
 from megatron_ext.memory.step_states import StepStates
 from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.runner.cuda_graphs.buckets import why_eager
@@ -43,7 +44,7 @@ class StepExecutor:
         """Compute this rank's part of a step; all ranks of a model choose the same forward.
 
         Returns:
-            Result with the differences that audits have found in this rank's layers; no tokens on stages before the
+            Result with the differences that an audit has found in this rank's layers; no tokens on stages before the
             last one.
 
         Raises:
@@ -74,7 +75,7 @@ class StepExecutor:
                 forward, nor be overwritten by a capture, which computes padding.
         """
         runner = self._context.cuda_graph_runner
-        if runner is None or step.comparisons or step.forks:
+        if runner is None or step.comparison is not None or step.forks:
             return None
         forward: Callable[[ScheduledStep, StepStates], Callable[[], Launched]]
         bucket = runner.find(step)
@@ -121,11 +122,12 @@ class StepExecutor:
         return runner.sample_eager(logits[0], self._context.staged)
 
     def _read_tokens(self, step: ScheduledStep, logits: Tensor | None) -> StepResult:
-        """Sample and score on the last stage, and compare what audits have computed."""
+        """Sample and score on the last stage, and compare what an audit has computed."""
         result = StepResult() if logits is None else self._controller.sample(logits[0])
-        if not step.comparisons:
+        if step.comparison is None:
             return result
-        return dataclasses.replace(result, differences=self._context.compare(step.comparisons))
+        differences = compare_entries(self._context.allocated, step.comparison, self._context.params_dtype)
+        return dataclasses.replace(result, differences=differences)
 
     def idle(self) -> None:
         """Take part in the MoE layers of ranks that have work; no other rank depends on this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 from collections.abc import Sequence
@@ -9,20 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce, broadcast, recv, send
 
-from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.engine.result import StepResult
 from megatron_ext.scheduling.audit import Comparison, Differences
-from megatron_ext.scheduling.routing_indices import RoutingIndices
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 _LEADER = 0
-Scores = tuple[
-    dict[int, Score],
-    dict[int, tuple[Score, ...]],
-    dict[int, str],
-    dict[int, tuple[Score, ...]],
-    dict[int, RoutingIndices],
-    dict[int, list[float]],
-]
 
 
 class Results:
@@ -52,40 +44,24 @@ class Results:
         """
         if self._group.size() == 1:
             return result
-        yielding = step.yielding
         given = result if self._rank == self._source else StepResult()
+        yielding = step.yielding
         tokens, target_tokens = self._share_tokens(yielding, given) if yielding else ({}, {})
-        scores: Scores = (
-            given.generated,
-            given.prompt,
-            given.failures,
-            given.target_scores,
-            given.routing,
-            given.kept_prompt_log_probs,
-        )
         if self._source != _LEADER and (self._has_routing or _wants_scores(step)):
-            scores = self._hand_over(scores)
-        generated, prompt, failures, target_scores, routing, kept = scores
-        return StepResult(
-            tokens,
-            generated,
-            prompt,
-            failures,
+            given = self._hand_over(given)
+        return dataclasses.replace(
+            given,
+            tokens=tokens,
             target_tokens=target_tokens,
-            target_scores=target_scores,
-            routing=routing,
-            kept_prompt_log_probs=kept,
-            graph_rows=given.graph_rows,
-            differences={
-                one.request_id: self._merge(one, result.differences.get(one.request_id)) for one in step.comparisons
-            },
+            graph_rows=result.graph_rows,  # each rank counts its own graphs
+            differences=None if step.comparison is None else self._merge(step.comparison, result.differences),
         )
 
     def _merge(self, comparison: Comparison, own: Differences | None) -> Differences:
         """Return the largest differences that any rank of the replica found in a comparison.
 
         Args:
-            comparison: A comparison of the step.
+            comparison: Comparison of the step.
             own: Differences in the layers of this rank; None on a rank outside of the replica.
         """
         blocks = len(comparison.blocks)
@@ -111,10 +87,10 @@ class Results:
         drafted = [(name, count) for name, count in zip(names, counts, strict=True) if count]
         return dict(zip(names, tokens, strict=True)), {n: tuple(itertools.islice(rest, k)) for n, k in drafted}
 
-    def _hand_over(self, scores: Scores) -> Scores:
-        """Send scores from the source to rank 0: 8 bytes with the length, then the pickled scores."""
+    def _hand_over(self, given: StepResult) -> StepResult:
+        """Send a result with scores from the source to rank 0: 8 bytes with the length, then the pickled result."""
         if self._rank == self._source:
-            body = pickle.dumps(scores, pickle.HIGHEST_PROTOCOL)
+            body = pickle.dumps(given, pickle.HIGHEST_PROTOCOL)
             send(torch.tensor([len(body)]), _LEADER, group=self._group)
             send(torch.frombuffer(bytearray(body), dtype=torch.uint8), _LEADER, group=self._group)
         elif self._rank == _LEADER:
@@ -122,8 +98,8 @@ class Results:
             recv(length, self._source, group=self._group)
             received = torch.empty(int(length), dtype=torch.uint8)
             recv(received, self._source, group=self._group)
-            scores = pickle.loads(received.numpy().tobytes())
-        return scores
+            given = pickle.loads(received.numpy().tobytes())
+        return given
 
 
 def _wants_scores(step: ScheduledStep) -> bool:

@@ -292,7 +292,7 @@ class RecordedSteps:
         if step.num_decode == len(step.chunks):
             chunks = tuple(sorted(step.chunks, key=_RUNNING_SLOT))
             size = self._of((count, width), lambda: _Size(count, width, self._rules))
-        elif self.problem_with_drafts or step.forks or step.comparisons:
+        elif self.problem_with_drafts or step.forks or step.comparison is not None:
             return None
         else:
             chunks = step.chunks  # results are equal to the bit in this order only

@@ -31,17 +31,15 @@ class AuditTarget:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cached entries that a step compares with what an audit has computed up to the end of its chunk.
+    """Cached entries that a step compares with what its audit has computed up to the end of its chunk.
 
     Attributes:
-        request_id: Id of the audit's request.
         first: Index of the first pair's block in the sequence.
         blocks: Pairs of a computed block and the cached one; they end where nothing is cached any more.
         states: Running state slot and the slot of the snapshot at the end of the chunk; None without a snapshot.
         are_all_cached: False if a block that the chunk completed is cached no more.
     """
 
-    request_id: int
     first: int
     blocks: tuple[tuple[BlockId, BlockId], ...]
     states: tuple[RunningSlot, SlotId] | None
@@ -65,26 +63,20 @@ class Differences:
     bound: float
 
 
-def compare_with_cache(chunks: Iterable[Chunk], cache: PrefixCache, block_size: int) -> tuple[Comparison, ...]:
-    """Return the comparisons of a step's audits: with blocks that their chunks complete, and the snapshot there."""
-    found = []
+def compare_with_cache(chunks: Iterable[Chunk], cache: PrefixCache, block_size: int) -> Comparison | None:
+    """Return the comparison of a step's audit: with blocks that its chunk completes, and the snapshot there.
+
+    A scheduler has one audit at a time; without one in the step, nothing is compared.
+    """
     for chunk in chunks:
-        target = chunk.request.audit
-        if target is None:
-            continue
-        first, last = chunk.start // block_size, chunk.end // block_size
-        cached = cache.match(target.block_hashes[:last])[first:]
-        computed = chunk.request.sequence.block_table[first:last]
-        found.append(
-            Comparison(
-                request_id=chunk.request.request_id,
-                first=first,
-                blocks=tuple(zip(computed, cached, strict=False)),
-                states=_states(chunk, target, cache, block_size),
-                are_all_cached=len(cached) == last - first,
-            )
-        )
-    return tuple(found)
+        if (target := chunk.request.audit) is not None:
+            first, last = chunk.start // block_size, chunk.end // block_size
+            cached = cache.match(target.block_hashes[:last])[first:]
+            computed = chunk.request.sequence.block_table[first:last]
+            pairs = tuple(zip(computed, cached, strict=False))
+            states = _states(chunk, target, cache, block_size)
+            return Comparison(first, pairs, states, are_all_cached=len(cached) == last - first)
+    return None
 
 
 def _states(

@@ -158,8 +158,8 @@ class Scheduler:
     def describe(self, plan: StepPlan) -> ScheduledStep:
         """Return the message of a plan with chunks, which has been applied; it tells all changes of the memory."""
         size, cache = self.limits.block_size, self.cache
-        comparisons = compare_with_cache(plan.chunks, cache, size) if self.limits.audit_interval else ()
-        step = describe_step(plan.chunks, size, cache.changes, comparisons)
+        comparison = compare_with_cache(plan.chunks, cache, size) if self.limits.audit_interval else None
+        step = describe_step(plan.chunks, size, cache.changes, comparison)
         self.cache.changes_told()
         return step
 
@@ -245,8 +245,6 @@ class Scheduler:
             computed = request.advance(end)
             if request.audit is None:
                 self.counters.prefill_tokens += computed
-            else:
-                self.counters.audit_tokens += computed
             publish_blocks(request, self.limits.block_size, self.cache, self.pending_blocks, self.queues.waiting)
             self._show_snapshots(request)
             if unsettled and request.request_id in unsettled:

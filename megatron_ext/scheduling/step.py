@@ -142,14 +142,14 @@ class ScheduledStep:
         chunks: Chunks of the step, at most one per request.
         num_decode: Number of decodes, which come first.
         changes: Changes of the arena before the step, and their order.
-        comparisons: Cached entries to compare, after the step, with what audits have computed.
+        comparison: Cached entries to compare, after the step, with what its audit has computed; None without an audit.
         num_forks: Number of forks, which come last.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     num_decode: int
     changes: ArenaChanges = NO_CHANGES
-    comparisons: tuple[Comparison, ...] = ()
+    comparison: Comparison | None = None
     num_forks: int = 0
 
     @property
@@ -177,14 +177,14 @@ def describe_step(
     chunks: Iterable[Chunk],
     block_size: int,
     changes: ArenaChanges = NO_CHANGES,
-    comparisons: tuple[Comparison, ...] = (),
+    comparison: Comparison | None = None,
 ) -> ScheduledStep:
     """Return the message of a step whose blocks and slots are allocated; decodes come first, forks last."""
     described = tuple(_describe(chunk, block_size) for chunk in chunks)
     num_decode = sum(chunk.is_decode for chunk in described)
     assert all(chunk.is_decode for chunk in described[:num_decode]), "decodes come first"
     num_forks = sum(chunk.source is not None for chunk in described)
-    return ScheduledStep(described, num_decode, changes, comparisons, num_forks)
+    return ScheduledStep(described, num_decode, changes, comparison, num_forks)
 
 
 def _source(chunk: Chunk, block_size: int) -> ForkSource | None:

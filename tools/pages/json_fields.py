@@ -132,7 +132,6 @@ def objects() -> dict[str, list[tuple[str, str, str]]]:
     use = CacheUse(**ones(CacheUse))
     whole = EngineStatistics(0, 0, 0, 0, 0, True, use, Counters(), speculation, AuditCounts(), disk)
     audits = {f"audit_{name}": field for name, field in fields_of(AuditCounts).items()}
-    audits["audit_tokens"] = fields_of(Counters)["audit_tokens"]
     stored = fields_of(TierCounts) | fields_of(DiskUse) | fields_of(StoreUse)
     counted = fields_of(Counters) | fields_of(CacheUse) | audits
     return {

@@ -94,7 +94,7 @@ _AUDIT_COUNTERS = (
     ("audits_left_out_busy", "Hits not audited for want of time", "audit.left_out_busy"),
     ("audits_left_out_evicted", "Hits not audited because their entries were evicted", "audit.left_out_evicted"),
     ("audits_left_out_memory", "Hits not audited because they take too many blocks", "audit.left_out_memory"),
-    ("audit_tokens", "Tokens that audits computed", "counters.audit_tokens"),
+    ("audit_tokens", "Tokens that audits computed", "audit.tokens"),
     ("audited_blocks", "Blocks that audits compared", "audit.blocks"),
     ("audited_snapshots", "Snapshots that audits compared", "audit.snapshots"),
     ("audit_wrong_blocks", "Audits that found a wrong block", "audit.wrong_blocks"),

@@ -23,17 +23,17 @@ def test_an_audit_waits_for_other_requests(paper):
     paper.add(1, (1, 2, 3), num_tokens_to_generate=20, ignore_eos=True, presence_penalty=0.5)  # no steps ahead
     paper.add(2, PROMPT, num_tokens_to_generate=1)
     while 1 not in paper.records:
-        assert paper.scheduler.counters.audit_tokens == 0
+        assert paper.engine.replicas[0].audit.counts.tokens == 0
         paper.step()
     assert 2 in paper.records
     paper.run()
-    assert paper.scheduler.counters.audit_tokens > 0
+    assert paper.engine.replicas[0].audit.counts.tokens > 0
 
 
 def test_an_audit_gives_way(paper):
     """EX-15: one that began while the engine was idle ends when a request comes, and its memory is free at once."""
     paper.add(1, PROMPT, num_tokens_to_generate=1)
-    while not paper.scheduler.counters.audit_tokens:
+    while not paper.engine.replicas[0].audit.counts.tokens:
         paper.step()
     assert [one.request_id for one in paper.scheduler.queues] == [-1], "it is under way"
     paper.add(2, (1, 2, 3))

@@ -66,7 +66,7 @@ def test_a_sound_cache(get_driver, get_oracle, monkeypatch, kind: str, *, shares
     assert counts.snapshots == (0 if layers.states is None else len(hits))
     assert not audit_of(driver).findings
     statistics = driver.engine.core.statistics()
-    assert statistics.counters.audit_tokens == BLOCK * counts.blocks
+    assert statistics.audit.tokens == BLOCK * counts.blocks
     assert (statistics.ended, statistics.running, statistics.waiting) == (4, 0, 0)
     for name in driver.records:
         assert_equals_oracle(driver, name, get_oracle(kind))
@@ -172,7 +172,7 @@ class TestTime:
             serve(driver, PROMPT)
         assert driver.engine.core.statistics().audit is None
         assert "audit_due" not in driver.engine.core.statistics().prefix_cache()
-        assert driver.scheduler.counters.audit_tokens == 0
+        assert audit_of(driver).counts.tokens == 0
 
     def test_not_beside_others(self, get_driver):
         """An audit waits until no other request lives; those for which too many wait are left out and counted."""

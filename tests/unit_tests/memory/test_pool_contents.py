@@ -53,7 +53,7 @@ def test_an_audit_sees_one_wrong_number_of_a_block(part: int, value: float):
     compared = pools()
     compared.kv[:, :, 2:] = compared.kv[:, :, :2]
     compared.kv[part, 1, 3, 2, 0, 1] += value
-    found = compare_entries(compared, Comparison(0, 0, ((0, 2), (1, 3)), None, True), torch.float32)
+    found = compare_entries(compared, Comparison(0, ((0, 2), (1, 3)), None, True), torch.float32)
     assert [one > BOUNDS[torch.float32] for one in found.blocks] == [False, True]
 
 

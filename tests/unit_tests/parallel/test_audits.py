@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.engine import cache_audit
-from megatron_ext.mcore import context
+from megatron_ext.mcore import step_executor
 from megatron_ext.memory.entry_comparison import compare_entries
 from megatron_ext.memory.pools import Pools
 from megatron_ext.scheduling.audit import Comparison, Differences
@@ -46,7 +46,7 @@ def live_audited(parallel: ParallelConfig, config: ModelConfig, whole: Whole, sc
     with mock.patch.object(cache_audit, "AUDIT_SHARE", new=1e9):
         first = live(parallel, config, whole, sound)
         is_damaged = dist.get_rank() == dist.get_world_size() - 1
-        with mock.patch.object(context, "compare_entries", compare_damaged if is_damaged else compare_entries):
+        with mock.patch.object(step_executor, "compare_entries", compare_damaged if is_damaged else compare_entries):
             second = live(parallel, config, whole, wrong)
     assert bool(damaged) == is_damaged
     return [first, second]
