@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     except ConfigError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return BAD_USAGE
-    around = None
-    if tokenizer is not None and said.place is not None:
-        around = excerpt(second, said.place, tokenizer.detokenize)
+    around = None if tokenizer is None else excerpt(second, said.place, tokenizer.detokenize)
     print(f"{said.skipped} of {len(second)} tokens are skipped: {said.text(around)}")
     if said.advice is not None:
         print(said.advice)

@@ -70,10 +70,9 @@ class RequestEntries:
                 "draft_token_count": record.draft_token_count,
                 "accepted_token_count": record.accepted_token_count,
             }
-        if record.prefix_cache_explanation is not None:
-            place = record.prefix_cache_explanation.place
-            around = None if place is None else excerpt(record.prompt_tokens, place, self.detokenize)
-            entry["prefix_cache_explanation"] = record.prefix_cache_explanation.to_dict(around)
+        if (explanation := record.prefix_cache_explanation) is not None:
+            around = excerpt(record.prompt_tokens, explanation.place, self.detokenize)
+            entry["prefix_cache_explanation"] = explanation.to_dict(around)
         if self.with_events:
             offset = record.arrival_wall_time - record.events[0].timestamp
             entry["events"] = [event.to_dict() | {"timestamp": event.timestamp + offset} for event in record.events]

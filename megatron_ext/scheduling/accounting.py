@@ -36,7 +36,7 @@ class PrefillLedger:
         self.known_end = 0  # tokens below this position have been skipped or computed before
         self._matched_end = self._usable_end = 0
         self._block_size = 1
-        self._general_reason: Reason | None = None
+        self.general_reason: Reason | None = None  # why the cache is not used at all; None if it is
         self._lacking = Reason.PROMPT_LOGPROBS  # reason for matched blocks that are not usable
         self.matched_blocks: int | None = None  # at the first admission
         self.skipped = 0
@@ -60,7 +60,6 @@ class PrefillLedger:
         resume_position: int,
         matched_blocks: int,
         block_size: int,
-        general_reason: Reason | None,
         usable_blocks: int | None = None,
         lacking: DataKind | None = None,
     ) -> int:
@@ -70,7 +69,6 @@ class PrefillLedger:
             resume_position: Position of the first token to compute; tokens before it are skipped.
             matched_blocks: Cached blocks that the request shares.
             block_size: Tokens of a block.
-            general_reason: Reason why the cache is not used at all for this request; None if it is used.
             usable_blocks: Blocks among them with all data that the request needs (see `kept_data`); None for all.
             lacking: Data that the next block lacks; None if all blocks are usable.
 
@@ -83,7 +81,6 @@ class PrefillLedger:
         self._matched_end = matched_blocks * block_size
         self._usable_end = self._matched_end if usable_blocks is None else usable_blocks * block_size
         self._lacking = Reason.NO_ROUTING_INDICES if lacking is DataKind.ROUTING else Reason.PROMPT_LOGPROBS
-        self._general_reason = general_reason
         skipped = max(0, min(resume_position, self.prompt_length) - self.known_end)
         self.skipped += skipped
         self.known_end = max(self.known_end, resume_position)
@@ -114,8 +111,8 @@ class PrefillLedger:
 
     def _reasons_by_position(self) -> list[tuple[Reason, int]]:
         """Return each reason with the position up to which it applies, in ascending order."""
-        if self._general_reason is not None:
-            return [(self._general_reason, self.prompt_length)]
+        if self.general_reason is not None:
+            return [(self.general_reason, self.prompt_length)]
         whole_blocks_end = self.prompt_length // self._block_size * self._block_size
         return [
             (Reason.NO_SNAPSHOT, min(self._usable_end, self.prompt_length - 1)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.kept_data import lacking_data
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits
 
 
@@ -13,7 +12,7 @@ def note_use(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, 
     """Note what an admission uses, before any allocation, so that the snapshot it resumes from goes last."""
     request = admission.request
     if cache.origins and admission.chunk.start > 0:
-        tokens = tokens_from_disk(admission, cache, limits.block_size, request.sequence.ledger.known_end)
+        tokens = _tokens_from_disk(admission, cache, limits.block_size)
         request.sequence.ledger.skipped_from_disk += tokens
         counters.disk_skipped_tokens += tokens
         counters.disk_hits += tokens > 0
@@ -23,15 +22,15 @@ def note_use(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, 
         request.sequence.snapshot_plan.used.append(admission.restore.block_hash)
 
 
-def tokens_from_disk(admission: Admission, cache: PrefixCache, block_size: int, start: int = 0) -> int:
-    """Return the prompt tokens from `start` on that an admission skips because of entries put back from disk."""
-    request = admission.request
+def _tokens_from_disk(admission: Admission, cache: PrefixCache, block_size: int) -> int:
+    """Return the prompt tokens that an admission skips for the first time because of entries put back from disk."""
+    request, ledger = admission.request, admission.request.sequence.ledger
     if not admission.matched:  # it skips nothing, or what its source computes
         return 0
-    end = min(admission.chunk.start, request.sequence.ledger.prompt_length)
+    end = min(admission.chunk.start, ledger.prompt_length)
     matched = request.block_hashes[: len(admission.matched)]
     restored = None if admission.restore is None else admission.restore.block_hash
-    return cache.origins.tokens(matched, restored, start, end, block_size)
+    return cache.origins.tokens(matched, restored, ledger.known_end, end, block_size)
 
 
 def count_hit(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, counters: Counters) -> None:
@@ -46,7 +45,7 @@ def count_lost(admission: Admission, cache: PrefixCache, limits: SchedulerLimits
     """Count the tokens that a first admission computes because cached entries were evicted, and note its prompt."""
     request, matched, start = admission.request, len(admission.matched), admission.chunk.start
     cache.note_prompt(request.block_hashes)
-    if lacking_data(request, matched, cache):
+    if admission.usable_blocks < matched:  # cached blocks lack data
         return
     lost = cache.ghosts.lost(len(request.tokens), request.block_hashes, matched, start, limits.block_size, cache.states)
     if lost is not NOTHING_LOST:

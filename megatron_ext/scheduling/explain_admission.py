@@ -9,28 +9,19 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
-from megatron_ext.scheduling.accounting import general_reason
-from megatron_ext.scheduling.admission_counts import tokens_from_disk
-from megatron_ext.scheduling.explanation import Explanation, Why
+from megatron_ext.scheduling.explanation import Explanation, MissReason
 from megatron_ext.scheduling.kept_data import lacking_data
 from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.request import Request
 
-_LACKING = {DataKind.LOG_PROBS: Why.NO_LOG_PROBS, DataKind.ROUTING: Why.NO_ROUTING_INDICES}
+_LACKING = {DataKind.LOG_PROBS: MissReason.NO_LOG_PROBS, DataKind.ROUTING: MissReason.NO_ROUTING_INDICES}
 
 
 def explain_admission(admission: Admission, cache: PrefixCache, block_size: int) -> None:
-    """Store the explanation in the request's ledger on its first admission."""
+    """Store the explanation in the request's ledger on its first admission, before anything is allocated for it."""
     ledger = admission.request.sequence.ledger
-    if ledger.explanation is not None:
-        return
-    if admission.chunk.source is not None:
-        length, shared = admission.chunk.start, admission.usable_blocks * block_size
-        ledger.explanation = Explanation(Why.SKIPPED_ALL.value, length, shared, length, block_size)
-    else:
-        matched, start = len(admission.matched), admission.chunk.start
-        found = explain(admission.request, cache, matched, start, block_size)
-        ledger.explanation = dataclasses.replace(found, from_disk=tokens_from_disk(admission, cache, block_size))
+    if ledger.explanation is None:
+        ledger.explanation = _explain(admission, cache, block_size)
 
 
 def note_end(request: Request, cache: PrefixCache, block_size: int) -> None:
@@ -41,31 +32,25 @@ def note_end(request: Request, cache: PrefixCache, block_size: int) -> None:
         known.keep_end(request.block_hashes[complete - 1] if complete else chain.root, tokens[complete * block_size :])
 
 
-def explain(request: Request, cache: PrefixCache, matched: int, start: int, block_size: int) -> Explanation:
-    """Explain the admission of a request, before anything is allocated for it.
-
-    Args:
-        request: Request that is admitted now.
-        cache: Prefix cache in its present state.
-        matched: Cached blocks that the request shares.
-        start: Resume position of the request.
-        block_size: Tokens of a block.
-    """
-    length = len(request.tokens)
+def _explain(admission: Admission, cache: PrefixCache, block_size: int) -> Explanation:
+    request, matched, start = admission.request, len(admission.matched), admission.chunk.start
+    if admission.chunk.source is not None:
+        shared = admission.usable_blocks * block_size
+        return Explanation(MissReason.SKIPPED_ALL.value, start, shared, start, block_size)
+    length, ledger = len(request.tokens), request.sequence.ledger
     most = last_boundary(length, block_size)
     if cache.states is None:
         most = resume_position(length, length // block_size * block_size)
     known = cache.cached_token_ids
     age = known.age(request.block_hashes[matched - 1]) if known is not None and matched else None
-    blank = Explanation("", start, matched * block_size, most, block_size, age=age)
-    keeps = request.kept.keeps_log_probs
-    general = general_reason(request.params, is_caching=cache.is_enabled, keeps_log_probs=keeps)
-    if general is not None:
-        return dataclasses.replace(blank, reason=general.value)
+    from_disk = ledger.skipped_from_disk
+    blank = Explanation("", start, matched * block_size, most, block_size, age=age, from_disk=from_disk)
+    if ledger.general_reason is not None:
+        return dataclasses.replace(blank, reason=ledger.general_reason.value)
     if most == 0 or length < block_size:
-        return dataclasses.replace(blank, reason=Why.TOO_SHORT.value)
+        return dataclasses.replace(blank, reason=MissReason.TOO_SHORT.value)
     if start == most:
-        return dataclasses.replace(blank, reason=Why.SKIPPED_ALL.value)
+        return dataclasses.replace(blank, reason=MissReason.SKIPPED_ALL.value)
     if (lacking := lacking_data(request, matched, cache)) is not None:
         return dataclasses.replace(blank, reason=_LACKING[lacking].value)
     goal = min(matched * block_size, most)
@@ -78,13 +63,13 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     """Explain a resume position before `goal`: the blocks up to there are cached, and no snapshot is."""
     assert cache.states is not None, "without recurrent layers nothing else is needed"
     if cache.states.total == 0:
-        return dataclasses.replace(blank, reason=Why.NO_SLOTS.value)
+        return dataclasses.replace(blank, reason=MissReason.NO_SLOTS.value)
     size = blank.block_size
     gone = cache.ghosts.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
     if gone is None:
-        return dataclasses.replace(blank, reason=Why.NO_SNAPSHOT.value)
+        return dataclasses.replace(blank, reason=MissReason.NO_SNAPSHOT.value)
     short = gone.slots_short if cache.border is None else None  # else snapshots go for blocks, too
-    return dataclasses.replace(blank, reason=Why.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
+    return dataclasses.replace(blank, reason=MissReason.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
 
 
 def _after_match(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
@@ -93,15 +78,15 @@ def _after_match(request: Request, cache: PrefixCache, blank: Explanation, match
     if matched < len(block_hashes):
         ago = cache.ghosts.block_ago(block_hashes[matched])
         if ago is not None:
-            return dataclasses.replace(blank, reason=Why.BLOCK_EVICTED.value, ago=ago)
+            return dataclasses.replace(blank, reason=MissReason.BLOCK_EVICTED.value, ago=ago)
     found = _with_divergence(request, cache, blank, matched)
     known, size = cache.cached_token_ids, blank.block_size
     ended = None if known is None else known.earlier_end(*_next_block(request, matched, size))
     if ended is not None and matched * size + ended.agreeing >= (found.agreeing or 0):
         return dataclasses.replace(
-            blank, reason=Why.TURN_ENDED.value, agreeing=matched * size + ended.agreeing, age=ended.age
+            blank, reason=MissReason.TURN_ENDED.value, agreeing=matched * size + ended.agreeing, age=ended.age
         )
-    reason = Why.NOT_CACHED if found.agreeing is None else Why.PARTED
+    reason = MissReason.NOT_CACHED if found.agreeing is None else MissReason.PARTED
     return dataclasses.replace(found, reason=reason.value)
 
 

@@ -21,7 +21,7 @@ class Reason(str, enum.Enum):
     LAST_TOKEN = "last_token"  # computed even where its block is cached
 
 
-class Why(str, enum.Enum):
+class MissReason(str, enum.Enum):
     """Reason why no more was skipped: the first that applies, apart from those of `Reason` for a whole prompt."""
 
     TOO_SHORT = "too_short"  # the prompt has no block that could be skipped
@@ -37,8 +37,12 @@ class Why(str, enum.Enum):
     NOT_CACHED = "not_cached"  # no cached block follows the match
 
 
-_NEAR_MISSES = frozenset(
-    why.value for why in (Why.PARTED, Why.BLOCK_EVICTED, Why.SNAPSHOT_GIVEN_UP, Why.NO_SNAPSHOT, Why.NO_SLOTS)
+_NEAR_MISSES = (
+    MissReason.PARTED,
+    MissReason.BLOCK_EVICTED,
+    MissReason.SNAPSHOT_GIVEN_UP,
+    MissReason.NO_SNAPSHOT,
+    MissReason.NO_SLOTS,
 )
 
 
@@ -48,6 +52,28 @@ Excerpt = tuple[str, str]
 MARK = "►"  # of the place in the sentence
 _SLOTS_FLAG = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 _UNITS = (("days", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+_ADVICE: dict[str, str] = {
+    MissReason.TOO_SHORT: "Nothing needs to change: so short a prompt is computed quickly.",
+    MissReason.NO_LOG_PROBS: "Nothing needs to change: this request leaves log-probs for those after it.",
+    MissReason.NO_ROUTING_INDICES: "Nothing needs to change: this request leaves them for those after it.",
+    MissReason.NO_SLOTS: f"Start the server with memory for snapshots ({_SLOTS_FLAG}).",
+    MissReason.SNAPSHOT_GIVEN_UP: f"Send requests with the same beginning closer together, or start the server "
+    f"with more memory for snapshots ({_SLOTS_FLAG}).",
+    MissReason.NO_SNAPSHOT: "Declare where prompts part in cache_checkpoint, so that the first request leaves "
+    "states there; this one does for those after it, if a slot is free.",
+    MissReason.BLOCK_EVICTED: "Send requests with the same beginning closer together, or start the server with "
+    "more memory for the KV cache (--inference-dynamic-batching-buffer-size-gb).",
+    MissReason.PARTED: "Keep the beginning of prompts the same to the character, and put what changes, such as "
+    "a date or an id, after it.",
+    MissReason.TURN_ENDED: "Nothing needs to change: each turn computes the tokens after the last complete "
+    "block again.",
+    MissReason.NOT_CACHED: "Send this prompt's beginning again with the same key and cache_salt: it is cached "
+    "from now on.",
+    Reason.OPTED_OUT: "Leave out enable_prefix_caching, or set it to true.",
+    Reason.CACHING_OFF: "Start the server with prefix caching on.",
+    Reason.PROMPT_LOGPROBS: "Leave out log-probs of the prompt; with --prefix-cache-log-probs, only "
+    "alternatives to its tokens.",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +81,7 @@ class Explanation:
     """Explanation of what a request skipped; positions are in tokens from the start of the prompt.
 
     Attributes:
-        reason: Value of `Why` or of `Reason`.
+        reason: Value of `MissReason` or of `Reason`.
         skipped: Tokens that the request skipped.
         from_disk: Skipped tokens that entries put back from disk have saved.
         matched: Tokens in cached blocks that the request shares.
@@ -100,7 +126,7 @@ class Explanation:
     @property
     def place(self) -> int | None:
         """Position of the first token that no cached prefix has; None if nothing before it was cached."""
-        if self.agreeing is None and self.reason in (Why.NOT_CACHED.value, Why.BLOCK_EVICTED.value):
+        if self.agreeing is None and self.reason in (MissReason.NOT_CACHED, MissReason.BLOCK_EVICTED):
             return self.matched or None
         return self.agreeing
 
@@ -121,61 +147,40 @@ class Explanation:
 
     def _text(self, excerpt: Excerpt | None) -> str:
         size = self.block_size
-        if self.reason == Why.PARTED.value:
+        if self.reason == MissReason.PARTED:
             return f"{self._divergence_text(excerpt)}; computing began at {self.skipped}"
         when = "" if self.ago is None else f" {self.ago} request{'s' * (self.ago != 1)} ago"
-        sentences = {
-            Why.TOO_SHORT.value: f"too short: {size} tokens make a block",
-            Why.SKIPPED_ALL.value: f"all {self.skipped} tokens that can be skipped were",
-            Why.NO_LOG_PROBS.value: f"{self.matched} tokens are cached, and not all of their log-probs, which were "
+        sentences: dict[str, str] = {
+            MissReason.TOO_SHORT: f"too short: {size} tokens make a block",
+            MissReason.SKIPPED_ALL: f"all {self.skipped} tokens that can be skipped were",
+            MissReason.NO_LOG_PROBS: f"{self.matched} tokens are cached, and not all of their log-probs, which were "
             f"requested; computing began at {self.skipped}",
-            Why.NO_ROUTING_INDICES.value: f"{self.matched} tokens are cached, and not all of their routing indices; "
+            MissReason.NO_ROUTING_INDICES: f"{self.matched} tokens are cached, and not all of their routing indices; "
             f"computing began at {self.skipped}",
-            Why.NO_SLOTS.value: f"{self.matched} tokens are cached, and there are no slots for their states",
-            Why.SNAPSHOT_GIVEN_UP.value: f"{self.matched} tokens are cached; states before {self._goal()} were "
+            MissReason.NO_SLOTS: f"{self.matched} tokens are cached, and there are no slots for their states",
+            MissReason.SNAPSHOT_GIVEN_UP: f"{self.matched} tokens are cached; states before {self._goal()} were "
             f"evicted{when} {self._missing_slots_text()}; computing began at {self.skipped}",
-            Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and there is no snapshot of states between "
+            MissReason.NO_SNAPSHOT: f"{self.matched} tokens are cached, and there is no snapshot of states between "
             f"{self.skipped} and {self._goal()}",
-            Why.BLOCK_EVICTED.value: f"the block after token {self.matched}{_marked(excerpt)} was evicted{when} to "
+            MissReason.BLOCK_EVICTED: f"the block after token {self.matched}{_marked(excerpt)} was evicted{when} to "
             f"free memory; computing began at {self.skipped}",
-            Why.TURN_ENDED.value: f"the turn before ended{self._ago_text()} inside this block, at token "
+            MissReason.TURN_ENDED: f"the turn before ended{self._ago_text()} inside this block, at token "
             f"{self.agreeing}{_marked(excerpt)}; only complete blocks of {size} tokens are cached; computing began at "
             f"{self.skipped}",
-            Why.NOT_CACHED.value: f"no cached prefix continues after token {self.matched}{_marked(excerpt)}",
-            Reason.OPTED_OUT.value: "the request opted out of the cache",
-            Reason.CACHING_OFF.value: "the cache is off",
-            Reason.PROMPT_LOGPROBS.value: "prompt log-probs were requested, so nothing is skipped",
+            MissReason.NOT_CACHED: f"no cached prefix continues after token {self.matched}{_marked(excerpt)}",
+            Reason.OPTED_OUT: "the request opted out of the cache",
+            Reason.CACHING_OFF: "the cache is off",
+            Reason.PROMPT_LOGPROBS: "prompt log-probs were requested, so nothing is skipped",
         }
         sentence = sentences[self.reason]
-        if self.agreeing is None or self.reason == Why.TURN_ENDED.value:
+        if self.agreeing is None or self.reason == MissReason.TURN_ENDED:
             return sentence
         return f"{sentence}. {self._divergence_text(excerpt)}"
 
     @property
     def advice(self) -> str | None:
         """One sentence on how the next such request skips more; None if it cannot."""
-        return {
-            Why.TOO_SHORT.value: "Nothing needs to change: so short a prompt is computed quickly.",
-            Why.NO_LOG_PROBS.value: "Nothing needs to change: this request leaves log-probs for those after it.",
-            Why.NO_ROUTING_INDICES.value: "Nothing needs to change: this request leaves them for those after it.",
-            Why.NO_SLOTS.value: f"Start the server with memory for snapshots ({_SLOTS_FLAG}).",
-            Why.SNAPSHOT_GIVEN_UP.value: f"Send requests with the same beginning closer together, or start the server "
-            f"with more memory for snapshots ({_SLOTS_FLAG}).",
-            Why.NO_SNAPSHOT.value: "Declare where prompts part in cache_checkpoint, so that the first request leaves "
-            "states there; this one does for those after it, if a slot is free.",
-            Why.BLOCK_EVICTED.value: "Send requests with the same beginning closer together, or start the server with "
-            "more memory for the KV cache (--inference-dynamic-batching-buffer-size-gb).",
-            Why.PARTED.value: "Keep the beginning of prompts the same to the character, and put what changes, such as "
-            "a date or an id, after it.",
-            Why.TURN_ENDED.value: "Nothing needs to change: each turn computes the tokens after the last complete "
-            "block again.",
-            Why.NOT_CACHED.value: "Send this prompt's beginning again with the same key and cache_salt: it is cached "
-            "from now on.",
-            Reason.OPTED_OUT.value: "Leave out enable_prefix_caching, or set it to true.",
-            Reason.CACHING_OFF.value: "Start the server with prefix caching on.",
-            Reason.PROMPT_LOGPROBS.value: "Leave out log-probs of the prompt; with --prefix-cache-log-probs, only "
-            "alternatives to its tokens.",
-        }.get(self.reason)
+        return _ADVICE.get(self.reason)
 
     def _divergence_text(self, excerpt: Excerpt | None) -> str:
         assert self.agreeing is not None, "it parted somewhere"

@@ -303,10 +303,8 @@ def _wake_disturbed(
 
 
 def reads_cache(request: Request) -> bool:
-    """Return whether cached blocks may replace computation: not if log-probs are requested that are not kept."""
-    params = request.params
-    is_scored = params.wants_prompt_log_probs and (params.top_n_logprobs > 0 or not request.kept.keeps_log_probs)
-    return request.sequence.chain is not None and not is_scored
+    """Return whether cached blocks may replace computation; see `general_reason`."""
+    return request.sequence.ledger.general_reason is None
 
 
 def reads_disk(request: Request) -> bool:

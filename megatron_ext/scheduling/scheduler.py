@@ -101,6 +101,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Add an admissible request to the waiting queue."""
         self._start_chain(request)
+        keeps, is_caching = request.kept.keeps_log_probs, self.cache.is_enabled
+        reason = general_reason(request.params, is_caching=is_caching, keeps_log_probs=keeps)
+        request.sequence.ledger.general_reason = reason
         self._hashing.begin(request)
         self.queues.waiting.add(request)
 
@@ -130,9 +133,9 @@ class Scheduler:
         self.cache.changes_made()
         for admission in plan.admissions:  # before any allocation, so that no matched block is evicted
             self.cache.pin(admission.matched)
+            note_use(admission, self.cache, self.limits, self.counters)
             if self.limits.explains:
                 explain_admission(admission, self.cache, self.limits.block_size)
-            note_use(admission, self.cache, self.limits, self.counters)
         for request, error in plan.failures:
             self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:
@@ -190,13 +193,11 @@ class Scheduler:
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
-        keeps, is_caching = request.kept.keeps_log_probs, self.cache.is_enabled
-        reason = general_reason(request.params, is_caching=is_caching, keeps_log_probs=keeps)
         start, size = admission.chunk.start, self.limits.block_size
         usable = request.kept.blocks = admission.usable_blocks
         request.kept.resume_position, request.kept.known_end = start, usable * size
         lacking = None if source is not None else lacking_data(request, len(matched), self.cache)
-        self.counters.skipped_tokens += sequence.ledger.admit(start, len(matched), size, reason, usable, lacking)
+        self.counters.skipped_tokens += sequence.ledger.admit(start, len(matched), size, usable, lacking)
         self.pending_blocks.add(request.request_id, request.block_hashes[len(matched) :])
         count_hit(admission, self.cache, self.limits, self.counters)
         self.counters.blocks_matched += len(matched)

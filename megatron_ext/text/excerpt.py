@@ -10,17 +10,19 @@ SHOWN = 40  # characters on each side
 _TOKENS = SHOWN * LONGEST_CHARACTER + LONGEST_CHARACTER  # enough where each token is a byte
 
 
-def excerpt(tokens: Sequence[int], place: int, detokenize: Callable[..., str]) -> tuple[str, str]:
+def excerpt(tokens: Sequence[int], place: int | None, detokenize: Callable[..., str]) -> tuple[str, str] | None:
     """Return up to 40 characters before and after a place; one that tokens before and after share is after it.
 
     Args:
         tokens: Token ids.
-        place: Number of tokens before the place.
+        place: Number of tokens before the place; None for no excerpt.
         detokenize: Token ids, and `skip_special_tokens`, to text.
 
     Raises:
         ConfigError: The tokenizer cannot decode the tokens.
     """
+    if place is None:
+        return None
     start, end = max(0, place - _TOKENS), min(len(tokens), place + _TOKENS)
     whole = detokenize(list(tokens[start:end]), skip_special_tokens=False)
     first = detokenize(list(tokens[start:place]), skip_special_tokens=False)

@@ -173,8 +173,7 @@ def explained(builder: AnswerShape, index: int, record: RequestRecord) -> dict[s
     explanation = record.prefix_cache_explanation
     if builder.explains is None or index % builder.choices or explanation is None:
         return {}
-    place = explanation.place
-    around = None if place is None else excerpt(record.prompt_tokens, place, builder.explains)
+    around = excerpt(record.prompt_tokens, explanation.place, builder.explains)
     shown = {name: value for name, value in explanation.to_dict(around).items() if name not in ("here", "there")}
     is_dropped = builder.thinking_token is not None and explanation.there == builder.thinking_token
     if is_dropped and explanation.here != explanation.there:

@@ -51,7 +51,7 @@ class TestLedger:
             for matched in range(prompt // size + 1):
                 for resume in {*range(0, min(matched * size, prompt - 1) + 1, size), min(matched * size, prompt - 1)}:
                     ledger = PrefillLedger(prompt)
-                    ledger.admit(resume, matched, size, None)
+                    ledger.admit(resume, matched, size)
                     for start in range(resume, prompt, cut):
                         ledger.compute(start, min(prompt, start + cut))
                     expected = Counter(self.reason(i, prompt, matched, size) for i in range(resume, prompt))
@@ -62,7 +62,8 @@ class TestLedger:
     def test_a_general_reason_goes_before_all_others(self, reason):
         """EX-2."""
         ledger = PrefillLedger(10)
-        ledger.admit(0, 0, 4, reason)
+        ledger.general_reason = reason
+        ledger.admit(0, 0, 4)
         ledger.compute(0, 7)
         ledger.compute(7, 10)
         assert ledger.reasons == {reason.value: 10}
@@ -70,19 +71,19 @@ class TestLedger:
     def test_generated_tokens_are_no_prompt_tokens(self):
         """EX-2."""
         ledger = PrefillLedger(10)
-        ledger.admit(0, 0, 4, None)
+        ledger.admit(0, 0, 4)
         ledger.compute(0, 10)
         for position in range(10, 14):
             ledger.compute(position, position + 1)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 0)
-        ledger.admit(12, 3, 4, None)  # after a preemption, what it had generated is cached too
+        ledger.admit(12, 3, 4)  # after a preemption, what it had generated is cached too
         ledger.compute(12, 15)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 2)
 
     def test_tokens_of_a_continued_output_are_computed_again(self):
         """RL-11: those that an earlier request has generated; a token after them is new."""
         ledger = PrefillLedger(10, 13)
-        ledger.admit(0, 0, 4, None)
+        ledger.admit(0, 0, 4)
         ledger.compute(0, 12)
         ledger.compute(12, 14)
         assert (ledger.computed, ledger.recomputed) == (10, 3)
@@ -90,9 +91,9 @@ class TestLedger:
     def test_a_second_admission_counts_only_newly_skipped_tokens(self):
         """EX-2: computed 2, failed, came back when others had computed 8."""
         ledger = PrefillLedger(10)
-        ledger.admit(0, 0, 4, None)
+        ledger.admit(0, 0, 4)
         ledger.compute(0, 2)
-        ledger.admit(8, 2, 4, None)
+        ledger.admit(8, 2, 4)
         ledger.compute(8, 10)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (6, 4, 0)
         assert ledger.reasons == {"not_cached": 2, "partial_block": 2}
@@ -100,9 +101,9 @@ class TestLedger:
     def test_skipped_tokens_that_are_computed_later(self):
         """EX-2: preempted, and what it had shared was evicted too."""
         ledger = PrefillLedger(10)
-        ledger.admit(8, 2, 4, None)
+        ledger.admit(8, 2, 4)
         ledger.compute(8, 10)
-        ledger.admit(0, 0, 4, None)
+        ledger.admit(0, 0, 4)
         ledger.compute(0, 9)
         ledger.compute(9, 10)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (8, 2, 10)
@@ -112,7 +113,7 @@ class TestLedger:
         """EX-2, KV-13: the request's forward failed before anything was computed."""
         ledger = PrefillLedger(10)
         for _ in range(3):
-            ledger.admit(8, 2, 4, None)
+            ledger.admit(8, 2, 4)
         ledger.compute(8, 10)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (8, 2, 0)
 
@@ -120,8 +121,8 @@ class TestLedger:
         """KV-9: later blocks were not found by the prompt."""
         ledger = PrefillLedger(10)
         assert ledger.matched_blocks is None
-        ledger.admit(4, 1, 4, None)
-        ledger.admit(8, 2, 4, None)
+        ledger.admit(4, 1, 4)
+        ledger.admit(8, 2, 4)
         assert ledger.matched_blocks == 1
 
 

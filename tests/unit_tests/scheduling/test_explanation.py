@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.commands import explain
-from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.cached_token_ids import MAX_ENDS, CachedTokenIds
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.explain_admission import note_end
-from megatron_ext.scheduling.explanation import Explanation, Reason, Why
+from megatron_ext.scheduling.explanation import Explanation, MissReason, Reason
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 
@@ -78,6 +79,15 @@ class TestReasons:
             scheduler = make_scheduler(slots=slots)
             serve(scheduler, text_of(0, 10))
             assert serve(scheduler, text_of(0, 10))[1].reason == "skipped_all"
+
+    def test_a_fork_skips_all_that_its_source_computes(self):
+        scheduler = make_scheduler()
+        inputs = RequestInputs(tuple(text_of(0, 10)), RequestParams(num_tokens_to_generate=1))
+        samples = [Request(arrival, inputs, arrival, seed=0, group=0) for arrival in range(2)]
+        add(scheduler, *samples)
+        step(scheduler)
+        said = samples[1].sequence.ledger.explanation
+        assert (said.reason, said.skipped, said.matched, said.most) == ("skipped_all", 10, 8, 10)
 
     def test_a_snapshot_that_was_given_up(self):
         scheduler = make_scheduler(slots=1)
@@ -219,8 +229,8 @@ def test_ends_are_bounded_and_go_with_the_block_before():
 
 
 def test_each_reason_of_a_miss_has_advice():
-    for reason in (*Why, *Reason):
-        if reason not in (Why.SKIPPED_ALL, Reason.LAST_TOKEN, Reason.PARTIAL_BLOCK):
+    for reason in (*MissReason, *Reason):
+        if reason not in (MissReason.SKIPPED_ALL, Reason.LAST_TOKEN, Reason.PARTIAL_BLOCK):
             advice = Explanation(reason.value, 0, 0, 0, SIZE).advice
             assert advice is not None, reason
             assert advice.endswith("."), reason
@@ -280,25 +290,25 @@ def judge(request: Request, said: Explanation, prompt: list[int], cached: list[l
     matched = max((common(prompt, one) // SIZE for one in cached), default=0)
     assert said.skipped == request.skipped_prefill_tokens
     assert said.matched == matched * SIZE
-    if said.reason == Why.TURN_ENDED.value:
+    if said.reason == MissReason.TURN_ENDED:
         assert said.agreeing == max(end for end in ends if end <= matched * SIZE + SIZE) >= longest
     elif said.agreeing is not None:
         assert said.agreeing == longest, f"{prompt} parts from {cached} elsewhere"
         assert said.here == prompt[longest]
         assert any(one[:longest] == prompt[:longest] and one[longest : longest + 1] == [said.there] for one in cached)
-    if said.reason == Why.TURN_ENDED.value:
+    if said.reason == MissReason.TURN_ENDED:
         assert matched * SIZE < said.agreeing
-    elif said.reason == Why.PARTED.value:
+    elif said.reason == MissReason.PARTED:
         assert said.agreeing is not None
-    elif said.reason == Why.NOT_CACHED.value:
+    elif said.reason == MissReason.NOT_CACHED:
         assert longest == matched * SIZE
-    elif said.reason == Why.SKIPPED_ALL.value:
+    elif said.reason == MissReason.SKIPPED_ALL:
         assert said.skipped in (len(prompt) - 1, (len(prompt) - 1) // SIZE * SIZE, len(prompt) // SIZE * SIZE)
-    elif said.reason in (Why.NO_SNAPSHOT.value, Why.SNAPSHOT_GIVEN_UP.value):
+    elif said.reason in (MissReason.NO_SNAPSHOT, MissReason.SNAPSHOT_GIVEN_UP):
         assert said.skipped < min(said.matched, said.most)
     else:
-        assert said.reason in (Why.TOO_SHORT.value, Why.BLOCK_EVICTED.value)
-        assert (said.reason == Why.TOO_SHORT.value) == (said.most == 0 or len(prompt) < SIZE)
+        assert said.reason in (MissReason.TOO_SHORT, MissReason.BLOCK_EVICTED)
+        assert (said.reason == MissReason.TOO_SHORT) == (said.most == 0 or len(prompt) < SIZE)
 
 
 @pytest.mark.parametrize("slots", [None, 30])
@@ -344,11 +354,11 @@ def test_more_slots_would_have_kept_evicted_snapshots(seed: int):
         _, said = serve(few, prompt)
         _, unbounded = serve(many, prompt)
         seen.add(said.reason)
-        if said.reason == Why.SNAPSHOT_GIVEN_UP.value:
+        if said.reason == MissReason.SNAPSHOT_GIVEN_UP:
             assert unbounded.skipped > said.skipped
-        elif said.reason == Why.NO_SNAPSHOT.value:
+        elif said.reason == MissReason.NO_SNAPSHOT:
             assert unbounded.skipped == said.skipped
-    assert {Why.SNAPSHOT_GIVEN_UP.value, Why.NO_SNAPSHOT.value} <= seen
+    assert {MissReason.SNAPSHOT_GIVEN_UP, MissReason.NO_SNAPSHOT} <= seen
 
 
 class TestTool:

@@ -259,7 +259,8 @@ class TestRecord:
         request = make_request(3, prompt=2, generated=2, return_log_probs=True, top_n_logprobs=1)
         request.output.prompt_log_probs, request.output.prompt_top_n = [-1.0], [{5: -0.5}]
         request.output.generated_log_probs, request.output.generated_top_n = [-2.0, -3.0], [{6: -0.1}, {7: -0.2}]
-        request.sequence.ledger.admit(0, 0, 4, Reason.CACHING_OFF)
+        request.sequence.ledger.general_reason = Reason.CACHING_OFF
+        request.sequence.ledger.admit(0, 0, 4)
         request.advance(2)
         request.advance(3)
         request.end(Status.COMPLETED, finish_reason="length")
