@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
@@ -71,15 +71,6 @@ class AuditCounts:
     dropped_blocks: int = 0
     seconds: float = 0.0
     tokens: int = 0
-
-    @classmethod
-    def total(cls, parts: Iterable[AuditCounts]) -> AuditCounts:
-        """Return the sum of the counts of several schedulers."""
-        whole = cls()
-        for part in parts:
-            for one in dataclasses.fields(cls):
-                setattr(whole, one.name, getattr(whole, one.name) + getattr(part, one.name))
-        return whole
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.replica import Replica
 from megatron_ext.engine.replica_choice import ReplicaChoice
 from megatron_ext.engine.resources import ModelResources
-from megatron_ext.engine.statistics import EngineStatistics
+from megatron_ext.engine.statistics import EngineStatistics, total
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.step_log import StepLog
 from megatron_ext.engine.suspending import SuspendLevel, Suspension
@@ -415,7 +415,7 @@ class EngineCore:
     def counters(self) -> Counters:
         """Sum of the counters of all replicas."""
         found = [replica.scheduler.counters for replica in self.replicas]
-        return found[0] if len(found) == 1 else Counters.total(found)
+        return found[0] if len(found) == 1 else total(found)
 
     def statistics(self) -> EngineStatistics:
         """Return current sizes and counters, summed over all replicas."""

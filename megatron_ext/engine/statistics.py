@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_ext.engine.cache_audit import AuditCounts
 from megatron_ext.prefix_cache.cache_use import CacheUse
@@ -21,6 +22,13 @@ SLAB_COUNTS = (
     "blocks_moved",
     "snapshots_moved",
 )
+Counts = TypeVar("Counts", AuditCounts, CacheUse, Counters)
+
+
+def total(parts: Sequence[Counts]) -> Counts:
+    """Return the sum of the counts of several replicas, field by field."""
+    names = [field.name for field in dataclasses.fields(parts[0])]
+    return type(parts[0])(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 @dataclass(frozen=True)
@@ -90,10 +98,10 @@ class EngineStatistics:
             ended=ended,
             steps=steps,
             is_caching=parts[0].is_caching,
-            use=CacheUse.total([part.use for part in parts]),
-            counters=Counters.total(part.counters for part in parts),
+            use=total([part.use for part in parts]),
+            counters=total([part.counters for part in parts]),
             speculation=SpeculationUse.total(uses) if uses else None,
-            audit=AuditCounts.total(audits) if audits else None,
+            audit=total(audits) if audits else None,
             disk=disk,
             cached_bytes=sum(part.cached_bytes for part in parts),
         )

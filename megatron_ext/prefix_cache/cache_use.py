@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.block_pool import BlockPool
@@ -36,12 +34,6 @@ class CacheUse:
     slabs_retyped: int = 0  # changes between blocks and snapshots, over the engine's life
     blocks_moved: int = 0  # to free a slab, over the engine's life, as the next
     snapshots_moved: int = 0
-
-    @classmethod
-    def total(cls, parts: Sequence[CacheUse]) -> CacheUse:
-        """Return the sum of several caches' statistics."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 def cache_use(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -40,12 +38,3 @@ class Counters:
         self.lost_slot_tokens += slot_tokens
         self.lost_block_tokens += block_tokens
         self.lost_ago += ago
-
-    @classmethod
-    def total(cls, parts: Iterable[Counters]) -> Counters:
-        """Return the sum of the counters of several schedulers."""
-        whole = cls()
-        for part in parts:
-            for field in dataclasses.fields(cls):
-                setattr(whole, field.name, getattr(whole, field.name) + getattr(part, field.name))
-        return whole
