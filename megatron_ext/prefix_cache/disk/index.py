@@ -29,6 +29,7 @@ _USE = "UPDATE entries SET worth = ?, used = ?, seal = ? WHERE id = ?"
 _SETTINGS = (  # the first ones before anything is read of the schema
     "trusted_schema = OFF",
     "cell_size_check = ON",
+    "secure_delete = ON",  # rows have token ids
     "mmap_size = 0",
     "temp_store = MEMORY",
     "locking_mode = EXCLUSIVE",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,45 +31,6 @@ class Prefix:
     snapshots: int
     size: int
     used: float
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Contents of a store.
-
-    Attributes:
-        entries: Number of entries, of all identities.
-        size: Bytes of all entries.
-        prefixes: Number of prefixes.
-        listed: First prefixes, those last used first, at most `MAX_LISTED`.
-    """
-
-    entries: int
-    size: int
-    prefixes: int
-    listed: list[Prefix]
-
-    @classmethod
-    def of(cls, entries: Sequence[StoredEntry]) -> Listing:
-        """Return the listing of a store's entries."""
-        prefixes = prefixes_of(entries)
-        return cls(len(entries), sum(entry.size for entry in entries), len(prefixes), prefixes[:MAX_LISTED])
-
-    def to_answer(self) -> dict[str, object]:
-        """Return the listing as values that JSON has."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_answer(cls, answer: dict[str, object]) -> Listing:
-        """Return the listing that `to_answer` has described.
-
-        Raises:
-            TypeError: A field is missing or unknown.
-        """
-        listed = answer.pop("listed", None)
-        if not isinstance(listed, list):
-            raise TypeError("there is no list of prefixes")
-        return cls(**answer, listed=[Prefix(**one) for one in listed])  # type: ignore[arg-type]  # fields of JSON
 
 
 def prefixes_of(entries: Sequence[StoredEntry]) -> list[Prefix]:

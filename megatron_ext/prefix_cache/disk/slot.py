@@ -22,7 +22,6 @@ import sqlite3
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.disk.index import FORMAT, SUFFIXES
@@ -30,9 +29,9 @@ from megatron_ext.prefix_cache.disk.mounts import network_type
 from megatron_ext.trusted_path import UntrustedPathError, name_of, open_directory
 
 MARKER = "prefix_cache_marker"
-LOCK, INDEX, DATA, CONTROL = "lock", "index.sqlite", "data", "control"
+LOCK, INDEX, DATA = "lock", "index.sqlite", "data"
 MAX_SLOTS = 64
-FILES = (LOCK, DATA, CONTROL, *(INDEX + suffix for suffix in SUFFIXES))
+FILES = (LOCK, DATA, *(INDEX + suffix for suffix in SUFFIXES))
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -172,32 +171,11 @@ def take_slot_of_rank(directory: Path, number: int, rank: int) -> SlotDirectory:
         return _lock_slot(root, slot_name(number, rank), creates=True)
 
 
-class HeldSlot(NamedTuple):
-    """Slot that another process holds.
-
-    Attributes:
-        handle: Handle of the slot's directory.
-        error: Error that names slot and process.
-    """
-
-    handle: int
-    error: SlotHeldError
-
-    @property
-    def name(self) -> str:
-        """Name of the slot."""
-        return Path(name_of(self.handle)).name
-
-    def close(self) -> None:
-        """Close the handle."""
-        os.close(self.handle)
-
-
-def take_all_slots(directory: Path) -> tuple[list[SlotDirectory], list[HeldSlot]]:
+def take_all_slots(directory: Path) -> tuple[list[SlotDirectory], list[SlotHeldError]]:
     """Take every free slot of a directory, for tools; nothing is created.
 
     Returns:
-        The slots that were free, and those that are held. The caller closes all of them.
+        The slots that were free, which the caller closes, and an error for each one that is held.
 
     Raises:
         ConfigError: See `take_slot`, also the next one.
@@ -205,14 +183,13 @@ def take_all_slots(directory: Path) -> tuple[list[SlotDirectory], list[HeldSlot]
     """
     with contextlib.ExitStack() as taken, _marked_directory(directory, creates=False) as root:
         slots: list[SlotDirectory] = []
-        held: list[HeldSlot] = []
+        held: list[SlotHeldError] = []
         for name in sorted(filter(_SLOT_NAME.fullmatch, os.listdir(root)), key=_place):
             try:
                 slots.append(_lock_slot(root, name, creates=False))
                 taken.callback(slots[-1].close)
             except SlotHeldError as error:
-                held.append(HeldSlot(os.open(name, _FOLDER, dir_fd=root), error))
-                taken.callback(held[-1].close)
+                held.append(error)
         taken.pop_all()
         return slots, held
 

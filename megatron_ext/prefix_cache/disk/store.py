@@ -23,7 +23,7 @@ from megatron_ext.prefix_cache.disk.data_file import Buffer, DataFile, checksum_
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, Extent, FreePages, pages_of
 from megatron_ext.prefix_cache.disk.index import DiskIndex
-from megatron_ext.prefix_cache.disk.slot import DATA, INDEX, SlotDirectory, failure_reason
+from megatron_ext.prefix_cache.disk.slot import DATA, SlotDirectory, failure_reason
 from megatron_ext.prefix_cache.disk.store_observer import StoreObserver
 from megatron_ext.prefix_cache.disk.store_use import (
     BAD_BYTES,
@@ -293,29 +293,16 @@ class DiskStore:
             self.erase()
 
     def clear(self) -> None:
-        """Forget all entries of this identity; see `forget`."""
+        """Forget all entries of this identity, see `forget`; without entries of others nothing is left in the files."""
         self.forget(list(self._rows))
-
-    def empty(self) -> int:
-        """Forget all entries of all identities, leave nothing of them in the files, and return their number.
-
-        If that fails, or the store is off, its files are removed, as far as that is possible.
-        """
-        assert not self._is_closed, "another process may hold the slot"
-        count = len(self._entries)
-        self._guarded(self._empty, None)
-        if self.problem is not None:
-            self.erase()
-        return count
+        if self.problem is None and not self._entries:
+            self._guarded(self._empty, None)
+            if self.problem is not None:
+                self.erase()
 
     def _empty(self) -> None:
-        for entry in self.all_entries():
-            self._remove(entry)
-        self._commit()
-        self._index.close()
-        self.slot.remove_index()
-        self.slot.open_index()
-        self._index = DiskIndex(self.slot.path / INDEX)
+        """Leave nothing of removed entries in the files; their rows are gone from the medium."""
+        self._index.checkpoint()
         self._data.clear()
         self._free = FreePages(self._limit_pages, ())
 

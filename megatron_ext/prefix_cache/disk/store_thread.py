@@ -11,10 +11,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeVar
 
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, StoredEntry
@@ -27,10 +24,8 @@ logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256 * 1024**2  # that wait to be written, at most; one larger entry may wait alone
 COMMIT_SECONDS = 2.0  # without other work, after which what was written is committed
-CALL_SECONDS = 30.0
 STOP_SECONDS = 5.0  # for what cannot be interrupted, after the time to stop is over
 
-Result = TypeVar("Result")
 Job = Callable[[], object]
 
 
@@ -164,24 +159,11 @@ class StoreThread:
                 break
 
     def forget_writes(self) -> None:
-        """Forget entries that wait to be written; for any thread."""
+        """Forget entries that wait to be written."""
         with self._changed:
             self._gone |= dict.fromkeys(self._writes)
             self._writes.clear()
             self._waiting_bytes = 0
-
-    def call(self, work: Callable[[], Result]) -> Result:
-        """Return the result of a call in the thread; for other threads than the engine's, which never waits.
-
-        Raises:
-            TimeoutError: The disk does not answer.
-        """
-        done: Future[Result] = Future()
-        self._add(lambda: done.set_result(work()))
-        try:
-            return done.result(CALL_SECONDS)
-        except futures.TimeoutError:
-            raise TimeoutError("the disk does not answer") from None
 
     def _drop_data(self) -> None:
         self._loads.clear()

@@ -14,22 +14,19 @@ What the cache has to forget is forgotten by the store, too: the cache tells it 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.agreement import Agreement, Alone, LostRanksError
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer, EntryObserver
-from megatron_ext.prefix_cache.disk.control import Answer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, LoadTarget, NoMemory, copy_entry
 from megatron_ext.prefix_cache.disk.put_back import Place, agreed_entries, parent_of, put_back
 from megatron_ext.prefix_cache.disk.remote_part import tier_of_replica
 from megatron_ext.prefix_cache.disk.store import DiskStore
-from megatron_ext.prefix_cache.disk.store_control import control_of
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, DiskUse
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, untrusted
@@ -87,8 +84,6 @@ class WarmRestart:
         self.tier: DiskTier | None = None
         self.loaded = 0
         self.left_out = 0
-        self._using = threading.Lock()  # the store, where no thread owns it; commands of tools have their own thread
-        self._control = control_of(store, self._run_command, self._forget_waiting)
         self.follow(cache)
 
     def follow(self, cache: PrefixCache) -> None:
@@ -98,14 +93,6 @@ class WarmRestart:
         cache.add_observer(self)
         cache.lower_tier = self
 
-    def _run_command(self, work: Callable[[], Answer]) -> Answer:
-        with self._using:
-            return work() if self._thread is None else self._thread.call(work)
-
-    def _forget_waiting(self) -> None:
-        if self._thread is not None:
-            self._thread.forget_writes()
-
     # Start
 
     def load(self) -> None:
@@ -114,9 +101,8 @@ class WarmRestart:
         Raises:
             LostRanksError: Another rank has failed; the cache must not be used.
         """
-        with self._using:
-            self.loaded = put_back(self._cache, self, self._ranks)
-            self._store.commit()
+        self.loaded = put_back(self._cache, self, self._ranks)
+        self._store.commit()
         if self._ranks.leads:
             self._say_loaded()
 
@@ -188,9 +174,8 @@ class WarmRestart:
             return []
         memory, has_states = self.memory, self._cache.states is not None
         agreed = agreed_entries(self, self._ranks)
-        with self._using:
-            self._drop_incomplete(agreed)
-            self._thread = StoreThread(self._store)
+        self._drop_incomplete(agreed)
+        self._thread = StoreThread(self._store)
         sizes = EntrySizes(
             tuple(map(len, memory.block_buffers())), tuple(map(len, memory.snapshot_buffers())) if has_states else None
         )
@@ -236,8 +221,7 @@ class WarmRestart:
             self._store.drops[QUARANTINED] += len(wrong)
 
         if self._thread is None:
-            with self._using:
-                forget()
+            forget()
         else:
             self._thread.forget_writes()
             self._thread.run(forget)
@@ -259,12 +243,11 @@ class WarmRestart:
         deadline = time.monotonic() + self._drain_seconds
         if self._is_closed or not self._take_back(self._drain_seconds) or not self._is_current:
             return
-        with self._using:
-            try:
-                self._drain(deadline)
-            except LostRanksError as error:
-                logger.warning("prefix cache on disk: %s: the writing ends", error)
-            self._store.commit()
+        try:
+            self._drain(deadline)
+        except LostRanksError as error:
+            logger.warning("prefix cache on disk: %s: the writing ends", error)
+        self._store.commit()
         if self._ranks.leads and self._store.use.is_on:
             logger.info(
                 "prefix cache on disk: %d entries kept, %d written, %d left out",
@@ -288,8 +271,7 @@ class WarmRestart:
             self._is_closed = True
             return False
         self.left_out += thread.left_out
-        with self._using:
-            self._thread = None
+        self._thread = None
         return True
 
     def stop(self) -> None:
@@ -345,9 +327,6 @@ class WarmRestart:
 
     def abandon(self) -> None:
         """Close the store without writing."""
-        if self._control is not None:  # before the store, which a command may be using
-            self._control.close()
-            self._control = None
         if not self._is_closed and self._take_back(0.0):
             self._is_closed = True
             self._store.close()
@@ -367,8 +346,7 @@ class WarmRestart:
         if self._is_closed:
             return
         if self.tier is None or self._thread is None:
-            with self._using:
-                self._store.clear()
+            self._store.clear()
         else:
             self.tier.clear()
 

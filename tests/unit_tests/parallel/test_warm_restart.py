@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import itertools
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,10 +28,11 @@ from megatron_ext.mcore.parallel_state.process_groups import make_parallel_conte
 from megatron_ext.models.build import build_model
 from megatron_ext.models.engine_args import EngineArgs, build_follower
 from megatron_ext.models.load import LoadedModel
+from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.prefix_cache.disk import store, warm_restart
-from megatron_ext.prefix_cache.disk.control import ask_holder
 from megatron_ext.prefix_cache.disk.data_file import DataFile
+from megatron_ext.prefix_cache.disk.index import DiskIndex
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.priority import TestPriority
@@ -105,20 +109,21 @@ class Rank:
             tokens = [one.generated_tokens for one in records]
             skipped = [one.skipped_prefill_token_count for one in records]
             return Lived(tokens, skipped, cached, engine.core.disk.counts())
-        self.worker = worker = build_follower(self._settings, self.context, self._loaded, self._settings.cache)
+        weights = WeightWriter(self._loaded, self.context)
+        self.worker = worker = build_follower(self._settings, self.context, weights, self._settings.cache)
         worker.follow()
         worker.scheduler.check()
         return Lived([], [], worker._disk.loaded, worker._disk.counts())
 
 
 def entries_of_rank_1(engine: InferenceEngine) -> int:
-    """Return how many entries the other rank has on disk by its own account, without those of other layouts."""
+    """Return how many entries the other rank has committed to disk, without those of other layouts."""
     name = "slot-0-rank-1" if len(engine.core.replicas) == 1 else "slot-1"
-    handle = os.open(engine.core.disk._store.slot.path.parent / name, os.O_RDONLY)
-    try:
-        return int(str(ask_holder(handle, "list")["entries"])) - engine.core.disk.counts()["other_entries"]
-    finally:
-        os.close(handle)
+    with tempfile.TemporaryDirectory() as folder:  # for a copy: the rank uses the index alone
+        for path in (engine.core.disk._store.slot.path.parent / name).glob("index*"):
+            shutil.copy(path, folder)
+        with contextlib.closing(DiskIndex(Path(folder) / "index.sqlite")) as index:
+            return len(index.load()[0]) - engine.core.disk.counts()["other_entries"]
 
 
 def reset(engine: InferenceEngine) -> None:

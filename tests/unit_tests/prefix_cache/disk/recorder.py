@@ -41,6 +41,10 @@ class Synced:
     pass
 
 
+class Emptied:
+    pass
+
+
 @dataclass(frozen=True)
 class Transaction:
     """Change of the index's files, and the entries that are in it from then on."""
@@ -51,7 +55,7 @@ class Transaction:
     keys: frozenset[EntryKey]
 
 
-Event = Write | Grown | Synced | Transaction
+Event = Write | Grown | Emptied | Synced | Transaction
 
 
 class RecordedData(DataFile):
@@ -68,6 +72,10 @@ class RecordedData(DataFile):
         super()._grow(end)
         if self.size > before:
             self._log.append(Grown(self.size))
+
+    def clear(self) -> None:
+        super().clear()
+        self._log.append(Emptied())
 
     def sync(self) -> None:
         super().sync()
@@ -143,6 +151,9 @@ def cuts(log: Sequence[Event], rng: random.Random) -> Iterator[Cut]:
             pending.append(event)
         elif isinstance(event, Grown):
             medium.extend(bytes(event.size - len(medium)))
+        elif isinstance(event, Emptied):
+            medium.clear()
+            pending.clear()
         elif isinstance(event, Synced):
             for write in pending:
                 medium[write.position : write.position + len(write.data)] = write.data

@@ -60,8 +60,7 @@ sys.stdin.read()
         with pytest.raises(SlotHeldError, match=f"slot-0-rank-1 is held by process {holder.pid}$"):
             take_slot_of_rank(directory, 0, 1)
         (), (held,) = take_all_slots(directory)
-        assert str(held.error).endswith(f"slot-0-rank-1 is held by process {holder.pid}")
-        held.close()
+        assert str(held).endswith(f"slot-0-rank-1 is held by process {holder.pid}")
         holder.kill()
     (slot,), () = take_all_slots(directory)
     assert slot.path.name == "slot-0-rank-1"

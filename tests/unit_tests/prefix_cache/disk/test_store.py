@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -263,6 +264,29 @@ def test_cleared_entries_are_gone_at_once(store, directory):
     other = open_directory_store(directory, IDENTITY, PAGES * PAGE_BYTES)
     assert (other.use.blocks, other.drops) == (0, {})
     other.close()
+
+
+def test_nothing_of_cleared_entries_is_left_in_the_files(store, directory):
+    """DC-4: neither token ids nor bytes, unless entries of another identity are there; the store goes on."""
+    entry = entry_after(None, [0x5A17C0DE])
+    put(store, entry)
+    store = reopened(store, directory, OTHER)
+    fill(store, page(2))
+    store.clear()
+    data, index = directory / "slot-0" / "data", (directory / "slot-0").glob
+    assert data.stat().st_size
+    store = reopened(store, directory)
+    assert [one.entry.key for one in store.entries()] == [entry.key]
+    store.clear()
+    tokens = array("I", entry.tokens).tobytes()
+    assert not any(tokens in path.read_bytes() for path in index("index*"))
+    assert not data.stat().st_size
+    store.check()
+    assert fill(store, page(3))
+    store = reopened(store, directory)
+    assert numbers(store) == [3]
+    assert is_read_page(store, 3)
+    store.close()
 
 
 def test_a_damaged_index_begins_empty_and_says_so(store, directory, caplog):
