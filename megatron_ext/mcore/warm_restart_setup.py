@@ -17,7 +17,7 @@ from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.index import FORMAT
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
-from megatron_ext.prefix_cache.disk.put_back import NoPart, put_back
+from megatron_ext.prefix_cache.disk.restore import NullStorage, restore_entries
 from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
@@ -55,7 +55,7 @@ def keep_engine(
         return
     if parallel_context is not None:
         for number, replica in enumerate(core.replicas[1:], 1):
-            put_back(replica.scheduler.cache, NoPart(), parallel_context.cache_ranks(number))
+            restore_entries(replica.scheduler.cache, NullStorage(), parallel_context.cache_ranks(number))
     core.attach_disk(disk)
 
 

@@ -8,8 +8,8 @@ A match of less than half of the prompt is usually a common system prompt at the
 grow on its first replica. If the match alone counted, an idle fleet would put all conversations on the first replica,
 whose memory cannot hold them. So if that replica holds more tokens than the least loaded one, a short match costs
 `CROWDING` times the prompt, times the share of its memory (of what it holds, if its memory is not known) by which it
-holds more. Starting a conversation at a reluctant replica (a newcomer that has had its share, or one that is about to
-leave) costs `CROWDING` times the prompt.
+holds more. Starting a conversation at a reluctant replica (a warming replica that has had its share, or one that is
+about to leave) costs `CROWDING` times the prompt.
 
 `longest_prefix`, `first_prefix_block` and `load_balanced` are the rules of megatron-core 0.19, which count requests.
 The score of a replica is alpha * (share of the prompt's blocks that it has) + (1 - alpha) * (share of its requests that

@@ -14,7 +14,7 @@ Hash = Hashable  # a replica's hash of a block: of an event a 64-bit integer, wi
 
 
 @dataclass
-class Flight:
+class InFlightRequest:
     """Request in flight to a replica.
 
     Attributes:

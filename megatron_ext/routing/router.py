@@ -15,9 +15,9 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.routing.choosing import SCORED, Fleet, chooser
 from megatron_ext.routing.index import PrefixIndex
 from megatron_ext.routing.invariants import check_router
-from megatron_ext.routing.newcomers import Newcomers
 from megatron_ext.routing.prompt import ExtraKeys, Prompt
-from megatron_ext.routing.replica_state import Flight, Hash, Replica
+from megatron_ext.routing.replica_state import Hash, InFlightRequest, Replica
+from megatron_ext.routing.warming_replicas import WarmingReplicas
 
 _FIRST_GUESS = 256.0  # expected output tokens of a request before any has ended
 _MEMORY = 64  # requests in the moving average of output tokens
@@ -59,9 +59,9 @@ class Router:
         self._fleet = Fleet()
         self._choose = chooser(self._settings)
         self._replicas: dict[str, Replica] = {}
-        self._flights: dict[Hashable, Flight] = {}
+        self._in_flight: dict[Hashable, InFlightRequest] = {}
         self._mean_generated = _FIRST_GUESS
-        self._newcomers = Newcomers()
+        self._warming = WarmingReplicas()
         self._retiring: frozenset[str] = frozenset()
         self._total_held = 0  # tokens
         self._sent = 0  # requests
@@ -102,7 +102,7 @@ class Router:
         self._replicas[replica] = numbered[number] = one
         self._fleet.loads.join(number)
         if self._total_held:
-            self._newcomers.join(number)
+            self._warming.join(number)
         self._fleet.members[block_size] = self._fleet.members.get(block_size, 0) | one.bit
 
     def leave(self, replica: str) -> list[Hashable]:
@@ -122,7 +122,7 @@ class Router:
         if not self._fleet.members[size]:
             del self._fleet.members[size], self._fleet.indexes[size]
         self._fleet.loads.leave(one.number)
-        self._newcomers.leave(one.number)
+        self._warming.leave(one.number)
         del self._replicas[replica], self._fleet.replicas[one.number]
         self._note_reluctant()
         return lost
@@ -263,39 +263,39 @@ class Router:
         Raises:
             ValueError: The request is in flight already.
         """
-        if request in self._flights:
-            raise ValueError(f"request {request!r} is in flight to {self._flights[request].replica!r}")
+        if request in self._in_flight:
+            raise ValueError(f"request {request!r} is in flight to {self._in_flight[request].replica!r}")
         one = self._replicas[decision.replica]
         keys = prompt.keys(one.index.block_size)
         expected = min(new_tokens, round(self._mean_generated))
         blocks = (len(prompt) - 1) // one.index.block_size
         last = keys[blocks - 1] if keys and blocks else None
-        flight = Flight(one.name, keys, max(1, len(prompt) - decision.skipped), expected, last)
-        self._flights[request] = flight
+        sent = InFlightRequest(one.name, keys, max(1, len(prompt) - decision.skipped), expected, last)
+        self._in_flight[request] = sent
         one.in_flight.add(request)
         one.index.claimed.add(one.bit, keys)
         self._sent += 1
         if self._settings.policy in SCORED:
             one.note_assignment(keys, self._sent)
-        self._fleet.loads.give(one.number, flight.tokens)
-        self._newcomers.give(one.number, flight.to_compute, len(self._replicas), self._fleet.held, self._total_held)
+        self._fleet.loads.give(one.number, sent.tokens)
+        self._warming.give(one.number, sent.to_compute, len(self._replicas), self._fleet.held, self._total_held)
         self._note_reluctant()
 
     def prefilled(self, request: Hashable) -> None:
         """Note that a request's first token has arrived, so its prompt is computed. Optional: `ended` suffices."""
-        flight = self._flights[request]
-        one = self._replicas[flight.replica]
-        self._fleet.loads.take(one.number, flight.to_compute)
-        flight.to_compute = 0
+        sent = self._in_flight[request]
+        one = self._replicas[sent.replica]
+        self._fleet.loads.take(one.number, sent.to_compute)
+        sent.to_compute = 0
         if one.has_states:  # its prompt is complete: from now on events report its snapshots
             self.unclaim(request)
 
     def unclaim(self, request: Hashable) -> None:
         """Note that a request in flight will cache no more blocks than its replica has reported."""
-        flight = self._flights[request]
-        one = self._replicas[flight.replica]
-        one.index.claimed.discard(one.bit, flight.claimed)
-        flight.claimed = ()
+        sent = self._in_flight[request]
+        one = self._replicas[sent.replica]
+        one.index.claimed.discard(one.bit, sent.claimed)
+        sent.claimed = ()
 
     def computed(self, replica: str) -> None:
         """Note the requests in flight whose prompts are cached by now, and so computed. Optional, as `prefilled` is.
@@ -304,16 +304,16 @@ class Router:
         """
         one = self._replicas[replica]
         for request in one.in_flight:
-            flight = self._flights[request]
-            if flight.to_compute and flight.last is not None and one.resumes_after(flight.last):
+            sent = self._in_flight[request]
+            if sent.to_compute and sent.last is not None and one.resumes_after(sent.last):
                 self.prefilled(request)
 
     def generated(self, request: Hashable, tokens: int) -> None:
         """Note that `tokens` more tokens of a request have arrived. Optional."""
-        flight = self._flights[request]
-        fewer = min(tokens, flight.to_generate)
-        flight.to_generate -= fewer
-        self._fleet.loads.take(self._replicas[flight.replica].number, fewer)
+        sent = self._in_flight[request]
+        fewer = min(tokens, sent.to_generate)
+        sent.to_generate -= fewer
+        self._fleet.loads.take(self._replicas[sent.replica].number, fewer)
 
     def ended(self, request: Hashable, generated: int | None = None) -> None:
         """Remove a request that has ended in any way.
@@ -322,11 +322,11 @@ class Router:
             request: Id of the request.
             generated: Generated tokens of a completed request, for the average; None if it did not complete.
         """
-        flight = self._flights.pop(request)
-        one = self._replicas[flight.replica]
+        sent = self._in_flight.pop(request)
+        one = self._replicas[sent.replica]
         one.in_flight.discard(request)
-        one.index.claimed.discard(one.bit, flight.claimed)
-        self._fleet.loads.take(one.number, flight.tokens)
+        one.index.claimed.discard(one.bit, sent.claimed)
+        self._fleet.loads.take(one.number, sent.tokens)
         if generated is not None:
             self._mean_generated += (generated - self._mean_generated) / _MEMORY
 
@@ -335,10 +335,10 @@ class Router:
 
     def _note_reluctant(self) -> None:
         retiring = sum(self._replicas[name].bit for name in self._retiring if name in self._replicas)
-        self._fleet.reluctant = self._newcomers.sated | retiring
+        self._fleet.reluctant = self._warming.sated | retiring
 
     def check(self) -> None:
         """Assert the invariants of the router; see `check_router`."""
-        check_router(self._fleet, self._replicas, self._flights)
+        check_router(self._fleet, self._replicas, self._in_flight)
         held = sum(one.held for one in self._replicas.values())
         assert self._total_held == held, "tokens that all replicas hold"

@@ -71,7 +71,7 @@ class KeptOutputs(Protocol):
         """Return the context of a step that writes the outputs of these chunks."""
 
 
-class Wiring:
+class ModuleSnapshot:
     """All that a forward's Python code finds in its modules and that may be replaced: parameters, modules, hooks.
 
     Args:
@@ -251,7 +251,7 @@ class RecordedSteps:
         self._model, self._rules, self._read_tokens = model, rules, read_tokens
         self._beside: list[RecordedSteps] = []
         self._sizes: dict[Hashable, _Recorded] = {}
-        self._wiring = Wiring(model, hook)
+        self._modules = ModuleSnapshot(model, hook)
         self._staged: tuple[_Recorded, ModelInput] | None = None
         self._kept: KeptOutputs | None = None
         self.problem = ""  # why no step can be recorded
@@ -259,20 +259,20 @@ class RecordedSteps:
 
     def keep(self, outputs: KeptOutputs) -> None:
         """Record the copies of kept outputs, too."""
-        self._kept, self._wiring.recorded_hook = outputs, outputs.hook
-        self._wiring.renew()
+        self._kept, self._modules.recorded_hook = outputs, outputs.hook
+        self._modules.renew()
 
     def forget(self) -> None:
         """Drop all records and what they keep alive, after pools or weights have been replaced."""
         self._sizes.clear()
-        self._wiring.release()
+        self._modules.release()
         self._staged = None
 
     def check(self) -> None:
         """Drop the records, and what they keep in memory, if anything that they use was replaced; before each step."""
-        if not self._wiring.is_current:
+        if not self._modules.is_current:
             self.forget()
-            self._wiring.renew()
+            self._modules.renew()
         for one in self._beside:
             one.check()
 
@@ -326,14 +326,14 @@ class RecordedSteps:
             step: The step; repeated only if `stage` has returned it last.
         """
         staged, self._staged = self._staged, None
-        if staged is None or staged[1] is not step or self._wiring.has_hooks:
+        if staged is None or staged[1] is not step or self._modules.has_hooks:
             return run()
         with nullcontext() if self._kept is None else self._kept.writing(step.chunks):
             return self._repeat(staged[0], run, step)
 
     def _repeat(self, size: _Recorded, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
         """Repeat the step's forward if it has been recorded, else run and record it."""
-        if not self._wiring.is_current:
+        if not self._modules.is_current:
             self._renew(size)
         if size.record is not None and not size.record.is_current():
             size.drop()
@@ -347,7 +347,7 @@ class RecordedSteps:
 
     def _renew(self, size: _Recorded) -> None:
         """Drop all records but the buffers of one size."""
-        self._wiring.renew()
+        self._modules.renew()
         size.drop()
         self._sizes = {key: one for key, one in self._sizes.items() if one is size}
 

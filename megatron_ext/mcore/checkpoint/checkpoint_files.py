@@ -41,7 +41,7 @@ from torch.distributed import checkpoint
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import open_regular, read_bytes
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE, Part, StoredState, StoredTensor
-from megatron_ext.mcore.checkpoint.plain_pickle import Made, PlainPickleError
+from megatron_ext.mcore.checkpoint.plain_pickle import PlainPickleError, RecordedCall
 from megatron_ext.mcore.checkpoint.torch_files import Archive, FileSlice, read_tensor
 
 BACKEND = "torch_dist"
@@ -209,7 +209,7 @@ def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -
 def read_common(directory: Path, stored: StoredState) -> dict[str, object]:
     """Read the values that are not tensors: arguments, iteration, scheduler state. Namespaces are `SimpleNamespace`s.
 
-    A value of any other class, or a tensor, becomes a `Made` that names its class and nothing else.
+    A value of any other class, or a tensor, becomes a `RecordedCall` that names its class and nothing else.
 
     Args:
         directory: Directory of the files.
@@ -279,11 +279,11 @@ def _plain(value: Any, count: _Count, depth: int) -> Any:
         return type(value)(_plain(item, count, depth - 1) for item in value)
     if type(value) is dict:
         return {key: _plain(item, count, depth - 1) for key, item in value.items()}
-    if type(value) is Made:
+    if type(value) is RecordedCall:
         is_namespace = value.name in _NAMESPACES and value.args == () and type(value.state) is dict
         if is_namespace and all(type(name) is str for name in value.state):
             return SimpleNamespace(**_plain(value.state, count, depth - 1))
-        return Made(value.name, ())
+        return RecordedCall(value.name, ())
     return value
 
 

@@ -19,7 +19,7 @@ import torch
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import read_bytes
 from megatron_ext.mcore.checkpoint import plain_pickle
-from megatron_ext.mcore.checkpoint.plain_pickle import Made, Named, PlainPickleError
+from megatron_ext.mcore.checkpoint.plain_pickle import Named, PlainPickleError, RecordedCall
 
 METADATA_FILE = ".metadata"
 _LONGEST_FILE = 512 * 1024**2  # bytes; 10,000 tensors in 100,000 parts are 30 MB
@@ -126,7 +126,7 @@ def read_metadata(directory: Path) -> StoredState:
 
 
 def _state(root: Any) -> StoredState:
-    _require(type(root) is Made and root.name in _ROOTS, "it does not describe a checkpoint")
+    _require(type(root) is RecordedCall and root.name in _ROOTS, "it does not describe a checkpoint")
     fields = _fields(root, root.name, {"state_dict_metadata", "storage_data"}, _UNREAD_FIELDS)
     described, places = fields["state_dict_metadata"], _places(fields["storage_data"])
     _require(type(described) is dict, "it has no dictionary of tensors")
@@ -134,7 +134,7 @@ def _state(root: Any) -> StoredState:
     objects: dict[str, Place | None] = {}
     for key, value in described.items():
         _require(type(key) is str, f"it has a key of type {type(key).__name__}")
-        if type(value) is Made and value.name == f"{_DCP}.metadata.BytesStorageMetadata":
+        if type(value) is RecordedCall and value.name == f"{_DCP}.metadata.BytesStorageMetadata":
             objects[key] = places.get((key, None))
         else:
             tensors[key] = _tensor(key, value, places)
@@ -210,7 +210,7 @@ def _fields(made: Any, name: str, needed: set[str], more: Iterable[str] = ()) ->
 
 
 def _is_made(value: Any, name: str) -> bool:
-    return type(value) is Made and value.name == name
+    return type(value) is RecordedCall and value.name == name
 
 
 def is_file_name(name: object) -> TypeGuard[str]:

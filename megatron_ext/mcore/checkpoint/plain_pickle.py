@@ -2,8 +2,8 @@
 
 A pickle is a program for a stack machine. Python's own machine imports and calls the names in a pickle. This machine
 knows the instructions that pickles of protocols 2 to 5 need for plain values and for objects of classes. An object
-becomes a `Made`: the name of its class, the arguments of the call, and its state. The caller interprets them by the
-names it expects. Any other instruction is refused.
+becomes a `RecordedCall`: the name of its class, the arguments of the call, and its state. The caller interprets them by
+the names it expects. Any other instruction is refused.
 
 Python 3.11.0 to 3.11.3 write a member of an enumeration as `getattr(Class, "NAME")`. This one call is accepted for the
 classes and names that the caller lists; no attribute of a class is looked up.
@@ -47,7 +47,7 @@ class Named:
 _MEMBER = Named(_MEMBER_OF[0])  # compared by identity on the stack
 
 
-class Made:
+class RecordedCall:
     """Result of a call in a pickle, recorded instead of executed.
 
     Args:
@@ -77,15 +77,16 @@ def load(
     enumerations: Members | None = None,
     limits: Limits | None = None,
 ) -> object:
-    """Return the value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Named` or `Made`.
+    """Return the value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Named` or `RecordedCall`.
 
-    A tuple, list, dictionary or `Made` may contain another value several times, and itself.
+    A tuple, list, dictionary or `RecordedCall` may contain another value several times, and itself.
 
     Args:
         data: The whole pickle.
         allowed: Names that the pickle may use.
         stored_apart: Whether the pickle may refer to values stored elsewhere, as torch's do to the bytes of tensors.
-        enumerations: Classes, which must be allowed too, whose members may be given by name: `Made` with that name.
+        enumerations: Classes, which must be allowed too, whose members may be given by name: `RecordedCall` with that
+            name.
         limits: Size limits of the pickle.
 
     Raises:
@@ -179,7 +180,7 @@ class _Machine:
         args, _ = self.pop(), self.pop()
         kind, member = args if type(args) is tuple and len(args) == 2 else (None, None)
         if type(kind) is Named and type(member) is str and member in self.enumerations.get(kind.name, ()):
-            self.stack.append(Made(kind.name, (member,)))
+            self.stack.append(RecordedCall(kind.name, (member,)))
         else:
             raise PlainPickleError(f"it reads an attribute of an enumeration that checkpoints do not use, {self.place}")
 
@@ -188,12 +189,12 @@ class _Machine:
         if type(called) is not Named or type(args) is not tuple or called is _MEMBER:
             raise PlainPickleError(f"it calls an object without a name, {self.place}")
         empty = called.name in EMPTY_DICTIONARIES and not args
-        self.stack.append({} if empty else Made(called.name, args))
+        self.stack.append({} if empty else RecordedCall(called.name, args))
 
     def build(self) -> None:
         state = self.pop()
         made = self.stack[-1]
-        if type(made) is not Made or made.state is not None:
+        if type(made) is not RecordedCall or made.state is not None:
             raise PlainPickleError(f"it sets attributes of a {type(made).__name__}, {self.place}")
         made.state = state
 
@@ -202,14 +203,14 @@ class _Machine:
             raise PlainPickleError(f"it has a key without a value, {self.place}")
         keys = items[::2]
         for key in keys:
-            if type(key) is not Made and type(key) not in _KEY_TYPES:  # hashing a tuple can take forever
+            if type(key) is not RecordedCall and type(key) not in _KEY_TYPES:  # hashing a tuple can take forever
                 raise PlainPickleError(f"it has a key of type {type(key).__name__}, {self.place}")
         self.below(dict).update(zip(keys, items[1::2], strict=True))
 
     def persistent(self) -> None:
         if not self.stored_apart:
             raise PlainPickleError(f"it refers to external storage, {self.place}")
-        self.stack.append(Made(STORED_APART, (self.pop(),)))
+        self.stack.append(RecordedCall(STORED_APART, (self.pop(),)))
 
 
 Step = Callable[[_Machine], object]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore.checkpoint import plain_pickle
-from megatron_ext.mcore.checkpoint.plain_pickle import STORED_APART, Made, Members, Named, PlainPickleError
+from megatron_ext.mcore.checkpoint.plain_pickle import STORED_APART, Members, Named, PlainPickleError, RecordedCall
 
 _PICKLE = "data.pkl"
 _REBUILD = "torch._utils._rebuild_tensor_v2"
@@ -100,7 +100,7 @@ class Archive:
         self._records = {record.filename.partition("/")[2]: record for record in records}
 
     def pickle(self, allowed: Container[str], enumerations: Members | None = None) -> object:
-        """Return the plain value of the pickle, with tensors as `Made`; see `plain_pickle.load`."""
+        """Return the plain value of the pickle, with tensors as `RecordedCall`; see `plain_pickle.load`."""
         content = bytes(self.record(_PICKLE))
         return plain_pickle.load(content, allowed, stored_apart=True, enumerations=enumerations)
 
@@ -156,7 +156,7 @@ def read_tensor(
     """
     archive = Archive(file)
     made = archive.pickle(_TENSOR)
-    if type(made) is not Made or made.name != _REBUILD or len(made.args) < 4:
+    if type(made) is not RecordedCall or made.name != _REBUILD or len(made.args) < 4:
         raise PlainPickleError("it is not a tensor")
     storage, offset, size, stride = made.args[:4]
     key, count = _storage(storage, dtype)
@@ -186,7 +186,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _storage(stored: Any, dtype: torch.dtype) -> tuple[str, int]:
     """Return the key of a tensor's storage and its number of elements."""
-    where = stored.args[0] if type(stored) is Made and stored.name == STORED_APART else None
+    where = stored.args[0] if type(stored) is RecordedCall and stored.name == STORED_APART else None
     if type(where) is not tuple or len(where) != 5 or where[0] != "storage":
         raise PlainPickleError("it is not a tensor with its own storage")
     _, kind, key, _, count = where

@@ -40,7 +40,7 @@ class Agreement(Protocol):
         """
 
 
-class Alone:
+class SingleRankAgreement:
     """Agreement of a single rank."""
 
     leads = True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.entry import EntryKey
-from megatron_ext.prefix_cache.disk.put_back import NoPart, agreed_entries
+from megatron_ext.prefix_cache.disk.restore import NullStorage, agreed_entries
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
 from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, Loaded, LoadItem
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -93,7 +93,7 @@ def tier_of_replica(
         load_seconds: Seconds after which a load is given up.
     """
     tier = DiskTier(RemoteStorage(), sizes, _no_copy, clock, load_seconds, ranks)
-    tier.hold(agreed_entries(NoPart(), ranks))
+    tier.hold(agreed_entries(NullStorage(), ranks))
     tier.agree_on_sizes()
     cache.lower_tier = tier
     cache.add_observer(ClearedWithCache(tier))

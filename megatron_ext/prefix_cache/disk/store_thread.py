@@ -17,7 +17,7 @@ from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, StoredEntry
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_use import StoreUse
-from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, Gone, Loaded, LoadItem
+from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, EvictedEntries, Loaded, LoadItem
 from megatron_ext.threads import lower_priority
 
 logger = logging.getLogger(__name__)
@@ -122,9 +122,9 @@ class StoreThread:
     def take(self) -> list[Event]:
         """Return and forget what has happened."""
         with self._changed:
-            taken: list[Event] = [Gone(list(self._gone))] if self._gone else []
+            taken: list[Event] = [EvictedEntries(list(self._gone))] if self._gone else []
             if self._is_off and not self._is_off_told:
-                taken.append(Gone(None))
+                taken.append(EvictedEntries(None))
                 self._is_off_told = True
             taken += self._loaded
             self._gone, self._loaded = {}, []

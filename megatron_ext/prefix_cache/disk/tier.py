@@ -24,7 +24,7 @@ from megatron_ext.prefix_cache.disk.entry_copies import key_of
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, QUEUE_FULL
 from megatron_ext.prefix_cache.disk.tier_load import OFF, READ, READING, TierCounts, TierLoad
-from megatron_ext.prefix_cache.disk.tier_storage import Content, Gone, LoadItem, TierStorage
+from megatron_ext.prefix_cache.disk.tier_storage import Content, EvictedEntries, LoadItem, TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 
@@ -248,7 +248,7 @@ class DiskTier:
     def follow(self) -> None:
         """Take note of what the disk has done."""
         for event in self._storage.take():
-            if isinstance(event, Gone):
+            if isinstance(event, EvictedEntries):
                 self._note_gone(event)
             elif event.number in self.loads:
                 load = self.loads[event.number]
@@ -286,7 +286,7 @@ class DiskTier:
             self.drops[INCOMPLETE] += 1
         self._storage.drop([key])
 
-    def _note_gone(self, event: Gone) -> None:
+    def _note_gone(self, event: EvictedEntries) -> None:
         if event.keys is None:
             self._held.clear()
             self.is_off = True

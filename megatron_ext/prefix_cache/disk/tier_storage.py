@@ -44,13 +44,13 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Gone:
+class EvictedEntries:
     """Entries that are not on disk any more, or were not taken; None: all of them, and no other will be taken."""
 
     keys: Sequence[EntryKey] | None
 
 
-Event = Loaded | Gone
+Event = Loaded | EvictedEntries
 
 
 class TierStorage(Protocol):

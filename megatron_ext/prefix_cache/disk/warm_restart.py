@@ -20,12 +20,12 @@ from dataclasses import asdict
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.agreement import Agreement, Alone, LostRanksError
+from megatron_ext.prefix_cache.disk.agreement import Agreement, LostRanksError, SingleRankAgreement
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer, EntryObserver
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, LoadTarget, NoMemory, copy_entry
-from megatron_ext.prefix_cache.disk.put_back import Place, agreed_entries, parent_of, put_back
 from megatron_ext.prefix_cache.disk.remote_part import tier_of_replica
+from megatron_ext.prefix_cache.disk.restore import Place, agreed_entries, parent_of, restore_entries
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, DiskUse
@@ -75,7 +75,7 @@ class WarmRestart:
         others: Sequence[Agreement] = (),
     ) -> None:
         self._store, self.memory = store, memory
-        self._ranks: Agreement = ranks or Alone()
+        self._ranks: Agreement = ranks or SingleRankAgreement()
         self._others = others
         self._drain_seconds, self._load_seconds = drain_seconds, load_seconds
         self._is_current = True  # the identity is that of the weights
@@ -101,7 +101,7 @@ class WarmRestart:
         Raises:
             LostRanksError: Another rank has failed; the cache must not be used.
         """
-        self.loaded = put_back(self._cache, self, self._ranks)
+        self.loaded = restore_entries(self._cache, self, self._ranks)
         self._store.commit()
         if self._ranks.leads:
             self._say_loaded()
@@ -179,7 +179,7 @@ class WarmRestart:
         sizes = EntrySizes(
             tuple(map(len, memory.block_buffers())), tuple(map(len, memory.snapshot_buffers())) if has_states else None
         )
-        ranks = None if isinstance(self._ranks, Alone) else self._ranks
+        ranks = None if isinstance(self._ranks, SingleRankAgreement) else self._ranks
         self.tier = DiskTier(self._thread, sizes, self._copy, time.monotonic, self._load_seconds, ranks)
         self.tier.hold(agreed)
         self.tier.agree_on_sizes()

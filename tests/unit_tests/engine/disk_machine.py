@@ -18,7 +18,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
-from megatron_ext.prefix_cache.disk.tier_storage import Event, Gone, Loaded, LoadItem
+from megatron_ext.prefix_cache.disk.tier_storage import Event, EvictedEntries, Loaded, LoadItem
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
@@ -60,7 +60,7 @@ class FakeDisk:
     def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
         """Name the entries that are gone and not told of; no entry is evicted in an order here."""
         gone = [key for key in used if key not in self.entries]
-        told = [Gone([key]) for key in gone]
+        told = [EvictedEntries([key]) for key in gone]
         self.events = [one for one in self.events if one not in told]
         return gone
 
@@ -89,13 +89,13 @@ class FakeDisk:
 
     def evict(self, key: EntryKey) -> None:
         del self.entries[key]
-        self.events.append(Gone([key]))
+        self.events.append(EvictedEntries([key]))
 
     def die(self) -> None:
         """Fail as a directory does that cannot be written any more: all is gone, and no load ends otherwise."""
         self.is_full = True
         self.entries.clear()
-        self.events = [Gone(None), *(Loaded(number, None, 0.0) for number in self.loads)]
+        self.events = [EvictedEntries(None), *(Loaded(number, None, 0.0) for number in self.loads)]
         self.loads.clear()
 
     def take(self) -> list[Event]:

@@ -14,7 +14,7 @@ from megatron_ext.errors import RankError
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates
 from megatron_ext.prefix_cache.disk.tier import DiskTier
 from megatron_ext.prefix_cache.disk.tier_load import READ
-from megatron_ext.prefix_cache.disk.tier_storage import Gone
+from megatron_ext.prefix_cache.disk.tier_storage import EvictedEntries
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import SchedulerLimits
@@ -133,7 +133,7 @@ class Life:
         """Let a disk fail, or an eviction, as `WarmRestart.on_evicted` notices it."""
         part = self.rng.choice(self.world.parts)
         if self.rng.random() < 0.5:
-            part.disk.events.append(Gone(None))
+            part.disk.events.append(EvictedEntries(None))
             part.disk.entries.clear()
         else:
             part.tier.turn_off()

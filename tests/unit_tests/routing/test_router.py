@@ -192,11 +192,11 @@ def test_an_idle_fleet_fills_evenly():
     assert max(given[name] for name in "012") - min(given[name] for name in "012") <= 1
 
 
-def test_a_newcomer_has_its_share_from_the_first_request_on():
+def test_a_warming_replica_has_its_share_from_the_first_request_on():
     """TE-6: a new replica counts as having been given as much as the replica that was given the least."""
     router = fleet(count=2)
     busy(router, "0", 1000)
-    router.ended(next(iter(router._flights)))
+    router.ended(next(iter(router._in_flight)))
     router.join("new", SIZE)
     for i in range(3):
         prompt = router.prompt([10 * i])

@@ -35,7 +35,7 @@ class Copy:
     states: set[Prefix] = field(default_factory=set)
     given: int = 0  # tokens, as `Loads` counts them
     number: int = 0
-    newcomer: bool = False
+    is_warming: bool = False
     own: int = 0  # prompt tokens to compute since it joined
     all: int = 0  # of all replicas
     sated: bool = False
@@ -92,8 +92,8 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.join(name, size, has_states=has_states)
         number = next(i for i in range(9) if i not in {copy.number for copy in self.copies.values()})
         given = min((copy.given for copy in self.copies.values()), default=0)
-        newcomer = any(copy.held for copy in self.copies.values())
-        self.copies[name] = Copy(size, has_states, given=given, number=number, newcomer=newcomer)
+        is_warming = any(copy.held for copy in self.copies.values())
+        self.copies[name] = Copy(size, has_states, given=given, number=number, is_warming=is_warming)
 
     def a_replica(self, data: st.DataObject) -> tuple[str, Copy]:
         name = data.draw(st.sampled_from(sorted(self.copies)), "replica")
@@ -204,13 +204,13 @@ class RouterMachine(RuleBasedStateMachine):
         self.share(name, one.to_compute)
 
     def share(self, name: str, tokens: int) -> None:
-        """A newcomer that holds less than half of the average has had its share if it got more than one of n parts."""
+        """A warming replica that holds less than half the average has had its share if it got more than one n-th."""
         count, total = len(self.copies), sum(copy.tokens for copy in self.copies.values())
         for other, copy in self.copies.items():
-            copy.newcomer = copy.newcomer and 2 * copy.tokens < total / count
+            copy.is_warming = copy.is_warming and 2 * copy.tokens < total / count
             copy.all += tokens
             copy.own += tokens * (other == name)
-            copy.sated = copy.newcomer and copy.own > copy.all / count
+            copy.sated = copy.is_warming and copy.own > copy.all / count
 
     def load(self, name: str) -> int:
         return sum(one.to_compute + one.to_generate for one in self.sent.values() if one.replica == name)

@@ -257,7 +257,7 @@ def test_pools_that_were_freed_are_not_used(get_oracle):
 
 def test_a_stale_record_is_found(monkeypatch):
     """The negative control: a record that is kept although a parameter was replaced."""
-    monkeypatch.setattr(recorded_steps.Wiring, "is_current", True)
+    monkeypatch.setattr(recorded_steps.ModuleSnapshot, "is_current", True)
     with pytest.raises(AssertionError):
         test_changes_of_the_model_are_seen(replace_parameter, packs_weights=False, monkeypatch=monkeypatch)
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.mcore.checkpoint import plain_pickle
-from megatron_ext.mcore.checkpoint.plain_pickle import Limits, Made, Named, PlainPickleError
+from megatron_ext.mcore.checkpoint.plain_pickle import Limits, Named, PlainPickleError, RecordedCall
 from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
@@ -40,7 +40,7 @@ PLAIN_NAMES = {"collections.OrderedDict", "_codecs.encode", "__builtin__.bytes"}
 
 def same(ours: Any, theirs: Any) -> bool:
     """Equal values of equal types; bytes are a call before protocol 3, and an ordered dictionary is a plain one."""
-    if isinstance(ours, Made):
+    if isinstance(ours, RecordedCall):
         assert ours.name in ("_codecs.encode", "__builtin__.bytes"), ours
         return (ours.args[0].encode("latin1") if ours.args else b"") == theirs
     if isinstance(theirs, dict):
@@ -75,7 +75,7 @@ class Point:
 def test_objects_are_what_was_called_and_with_what(protocol: int) -> None:
     name = f"{Point.__module__}.Point"
     first, second, kind = plain_pickle.load(pickle.dumps([Point(3), Point(4), Point], protocol), {name})
-    assert (type(first), first.name, first.args, first.state) == (Made, name, (), {"x": 3})
+    assert (type(first), first.name, first.args, first.state) == (RecordedCall, name, (), {"x": 3})
     assert second.state == {"x": 4}
     assert kind == Named(name)
     with pytest.raises(PlainPickleError, match=f"it names '{name}'"):

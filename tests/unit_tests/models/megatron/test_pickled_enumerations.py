@@ -19,7 +19,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.mcore.checkpoint import plain_pickle
 from megatron_ext.mcore.checkpoint.checkpoint_files import read_common
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
-from megatron_ext.mcore.checkpoint.plain_pickle import Made, PlainPickleError
+from megatron_ext.mcore.checkpoint.plain_pickle import PlainPickleError, RecordedCall
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.support.saved_models import load_dist_checkpoint
@@ -65,7 +65,7 @@ def old_pickle(value: object, protocol: int = 4) -> bytes:
 def test_a_member_is_its_class_and_its_name(data: bytes) -> None:
     assert pickle.loads(data) == [Color.RED] * 2, "the control: this is what it says"
     first, second = plain_pickle.load(data, ALLOWED, enumerations=COLORS)
-    assert (type(first), first.name, first.args, first.state) == (Made, KIND, ("RED",), None)
+    assert (type(first), first.name, first.args, first.state) == (RecordedCall, KIND, ("RED",), None)
     assert second is first
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_those_pythons(tiny_model: nn.Module, tiny_config: Model
     (saved / ".metadata").write_bytes(honest)
     torch.save({"args": {"backend": AttnBackend.flash, "layers": 3}}, saved / "common.pt", pickle_module=_OldModule)
     common: Any = read_common(saved, stored)
-    assert (common["args"]["layers"], type(common["args"]["backend"])) == (3, Made)
+    assert (common["args"]["layers"], type(common["args"]["backend"])) == (3, RecordedCall)
 
 
 class _OldModule:

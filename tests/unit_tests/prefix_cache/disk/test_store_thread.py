@@ -17,7 +17,7 @@ from megatron_ext.prefix_cache.disk.index import DiskIndex
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
-from megatron_ext.prefix_cache.disk.tier_storage import Gone, Loaded, LoadItem
+from megatron_ext.prefix_cache.disk.tier_storage import EvictedEntries, Loaded, LoadItem
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, put
 
 PATIENCE = 100  # seconds; only what hangs takes as long
@@ -120,7 +120,7 @@ def test_entries_that_are_evicted_on_disk_are_named(store):
         give(thread, entries[-1])
     assert thread.stop(PATIENCE)
     (gone,) = thread.take()
-    assert isinstance(gone, Gone)
+    assert isinstance(gone, EvictedEntries)
     assert set(gone.keys) == {one.key for one in entries if one.key not in store}
     assert gone.keys[0] == entries[0].key
 
@@ -154,7 +154,7 @@ def test_bytes_that_wait_are_those_of_the_queue(store, monkeypatch):
     thread.drop([entries[1].key])
     assert waiting() == 1
     thread.forget_writes()
-    assert (waiting(), thread.take()) == (0, [Gone([entries[2].key])])
+    assert (waiting(), thread.take()) == (0, [EvictedEntries([entries[2].key])])
     give(thread, entries[3])
     gate.open_with_the_next_job(monkeypatch, thread)
     thread.clear()
@@ -336,7 +336,7 @@ def test_a_failure_of_the_directory_ends_loads_and_is_told_once(store, monkeypat
     monkeypatch.setattr(DataFile, "write", fail)
     give(thread, entries[0])
     thread.wait(PATIENCE)
-    assert thread.take() == [Gone(None), Loaded(1, None, 0.0)]
+    assert thread.take() == [EvictedEntries(None), Loaded(1, None, 0.0)]
     assert thread.stop(PATIENCE)
     assert thread.take() == []
     assert not thread.use.is_on

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.disk.agreement import Agreement, Alone
+from megatron_ext.prefix_cache.disk.agreement import Agreement, SingleRankAgreement
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates, MeasuredRate
 from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, LoadableRun
 from megatron_ext.prefix_cache.disk.tier_load import OFF, READ, READING
-from megatron_ext.prefix_cache.disk.tier_storage import Gone
+from megatron_ext.prefix_cache.disk.tier_storage import EvictedEntries
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.unit_tests.engine.disk_machine import FakeDisk
 
@@ -126,10 +126,10 @@ def test_entries_that_find_no_place_in_the_queue_are_counted():
 def test_entries_that_the_disk_dropped_are_not_loaded():
     """EX-11."""
     tier, disk, _ = tier_with(blocks="abc", has_states=False)
-    disk.events.append(Gone([EntryKey(EntryKind.BLOCK, b"b")]))
+    disk.events.append(EvictedEntries([EntryKey(EntryKind.BLOCK, b"b")]))
     tier.follow()
     assert tier.find_run(NAMES, 0, 4).end == 1
-    disk.events.append(Gone(None))
+    disk.events.append(EvictedEntries(None))
     tier.follow()
     tier.on_evicted([CachedEntry(b"d", b"c", 4, 3, None)])
     assert tier.find_run(NAMES, 0, 4) is None
@@ -264,7 +264,7 @@ def test_quarantine_follows_parents_that_are_in_memory_only():
         assert {key.block_hash for key in disk.entries} == left
 
 
-class OtherRank(Alone):
+class OtherRank(SingleRankAgreement):
     """Agreement with a rank whose progress and nanoseconds of its only load are given."""
 
     def __init__(self, progress: int, nanoseconds: int = 0) -> None:

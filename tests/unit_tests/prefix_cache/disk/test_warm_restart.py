@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.agreement import Alone
+from megatron_ext.prefix_cache.disk.agreement import SingleRankAgreement
 from megatron_ext.prefix_cache.disk.entry_copies import NoMemory
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
@@ -40,7 +40,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """A function: an empty cache, with its store in the directory of all of them."""
     made = []
 
-    def make(ranks: Alone | None = None) -> tuple[WarmRestart, PrefixCache]:
+    def make(ranks: SingleRankAgreement | None = None) -> tuple[WarmRestart, PrefixCache]:
         store = open_directory_store(tmp_path / "cache", IDENTITY, LIMIT)
         cache = PrefixCache(len(HASHES), EvictionPolicyName.LRU, keeps_tokens=True)
         made.append(WarmRestart(store, cache, Bytes(), 100.0, 100.0, ranks))
@@ -100,7 +100,7 @@ def test_nothing_of_new_weights_is_kept_under_the_identity_of_the_old(start):
     assert start()[0].counts()["blocks"] == 0
 
 
-class SlowerRank(Alone):
+class SlowerRank(SingleRankAgreement):
     """Agreement with a rank that has no time to write the fourth entry."""
 
     def least_written(self, number: int, seconds: float) -> int:

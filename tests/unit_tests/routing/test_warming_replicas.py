@@ -1,4 +1,4 @@
-"""Start of new conversations: newcomers get their share, and replicas that are about to leave get no conversation."""
+"""Start of new conversations: warming replicas get their share, those that are about to leave get none."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def served(router: Router, number: int) -> str:
     return decision.replica
 
 
-def test_a_newcomer_takes_its_share_until_its_cache_has_grown():
+def test_a_warming_replica_takes_its_share_until_its_cache_has_grown():
     """RP-2: of five replicas it computes about a fifth, though it is the only one without load; then it takes more."""
     router = fleet()
     join(router, "new")
@@ -71,7 +71,7 @@ def test_a_newcomer_takes_its_share_until_its_cache_has_grown():
     assert {served(router, len(replicas) + i) for i in range(1, 6)} == {"new"}
 
 
-def test_a_newcomer_that_has_had_its_share_takes_what_others_would_queue():
+def test_a_warming_replica_that_has_had_its_share_takes_what_others_would_queue():
     """RP-2: its share is no limit where the others have more to compute than a conversation is worth."""
     router = fleet(count=1)
     join(router, "new")
@@ -80,16 +80,16 @@ def test_a_newcomer_that_has_had_its_share_takes_what_others_would_queue():
     router.began("long", Decision("0", 0), prompt)
     router.began("longer", Decision("new", 0), router.prompt([3] * 400))
     router.prefilled("longer")
-    assert router._newcomers.sated, "it has had more than its share"
+    assert router._warming.sated, "it has had more than its share"
     assert served(router, 2) == "new"
 
 
-def test_the_own_conversations_of_a_newcomer_return_to_it():
+def test_the_own_conversations_of_a_warming_replica_return_to_it():
     """RP-2: only where a conversation starts is limited."""
     router = fleet(count=1)
     join(router, "new")
     assert served(router, 0) == "new"
-    assert router._newcomers.sated
+    assert router._warming.sated
     again = router.prompt([*conversation(0), 1, 2, 3, 4])
     assert router.route(again).replica == "new"
     assert served(router, 1) == "0"

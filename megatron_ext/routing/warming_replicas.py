@@ -1,8 +1,8 @@
 """Share of replicas whose caches have yet to grow.
 
 A replica that joins a fleet in use holds nothing. A rule that starts conversations where the least is held would start
-all of them there, each with a whole prompt to compute. So a newcomer gets no more than its share of the prompt tokens
-of all, until it holds half as much as the replicas hold on average.
+all of them there, each with a whole prompt to compute. So a warming replica gets no more than its share of the prompt
+tokens of all, until it holds half as much as the replicas hold on average.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 @dataclass
 class _Given:
-    """Prompt tokens to compute that were given since a newcomer joined: to itself, and to all replicas."""
+    """Prompt tokens to compute that were given since a warming replica joined: to itself, and to all replicas."""
 
     own: int = 0
     all: int = 0
 
 
-class Newcomers:
-    """Newcomers of a fleet, by the numbers of their bits.
+class WarmingReplicas:
+    """Warming replicas of a fleet, by the numbers of their bits.
 
     Attributes:
-        sated: Bits of the newcomers that have had their share.
+        sated: Bits of the warming replicas that have had their share.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Newcomers:
         self._given[number] = _Given()
 
     def leave(self, number: int) -> None:
-        """Remove a replica that has left or grown; one that is no newcomer is ignored."""
+        """Remove a replica that has left or grown; one that is no warming replica is ignored."""
         self._given.pop(number, None)
         self.sated &= ~(1 << number)
 

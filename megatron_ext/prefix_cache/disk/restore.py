@@ -47,7 +47,7 @@ class StoredPart(Protocol):
         """Read an entry into memory; False if its bytes are damaged, and the memory's contents undefined."""
 
 
-class NoPart:
+class NullStorage:
     """Part of a rank that plans for a cache whose bytes are on other ranks."""
 
     def entries(self) -> Iterable[NewEntry]:
@@ -78,7 +78,7 @@ def agreed_entries(part: StoredPart, ranks: Agreement) -> dict[EntryKey, BlockHa
     return agreed
 
 
-def put_back(cache: PrefixCache, part: StoredPart, ranks: Agreement) -> int:
+def restore_entries(cache: PrefixCache, part: StoredPart, ranks: Agreement) -> int:
     """Place entries in free memory, those worth most first; nothing is evicted for them. Return their number.
 
     Args:
