@@ -97,7 +97,7 @@ class Replica:
         self._drafts = NO_TOKENS
         if self._proposals is not None:
             with self._error_isolation.guard("the drafter"):
-                self._drafts, errors = self._proposals.ask(self.scheduler)
+                self._drafts, errors = self._proposals.propose(self.scheduler)
                 for error in errors:
                     self._error_isolation.note("the drafter", error, once=True)
         self.structured.begin(self._drafts)
@@ -168,7 +168,7 @@ class Replica:
             self.loading.note_step(in_flight.chunks, self._last_seconds)
         if self._proposals is not None:
             with self._error_isolation.guard("the drafter"):
-                self._proposals.tell(self.scheduler.drafts.verified)
+                self._proposals.update(self.scheduler.drafts.verified)
         else:  # the next step has no drafts
             self.structured.begin(NO_TOKENS)
         return ReplicaStep(plan, result)

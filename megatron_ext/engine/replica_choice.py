@@ -19,7 +19,7 @@ _GENERATED = 4
 
 
 @dataclass
-class _Flight:
+class _InFlightRequest:
     """Request that the router counts, and how much of it the router knows."""
 
     request: Request
@@ -44,7 +44,7 @@ class ReplicaChoice:
         self._names = [str(replica) for replica in range(len(schedulers))]
         self._is_caching = schedulers[0].cache.is_enabled
         self._keeps_log_probs = schedulers[0].limits.keeps_log_probs
-        self._flights: dict[int, _Flight] = {}  # by request id
+        self._in_flight: dict[int, _InFlightRequest] = {}  # by request id
         self._is_outdated = False  # steps were computed since the router was told of tokens
         for replica, scheduler in enumerate(schedulers):
             limits, cache = scheduler.limits, scheduler.cache
@@ -78,7 +78,7 @@ class ReplicaChoice:
             prompt = router.prompt(tokens, params.cache_salt)
         router.began(request.request_id, decision, prompt, -(-params.num_tokens_to_generate // _GENERATED))
         chosen = self._names.index(decision.replica)
-        self._flights[request.request_id] = _Flight(request, chosen)
+        self._in_flight[request.request_id] = _InFlightRequest(request, chosen)
         return chosen
 
     def note_step(self) -> None:
@@ -88,15 +88,15 @@ class ReplicaChoice:
     def ended(self, requests: Iterable[Request]) -> None:
         """Note that requests have ended in any way; those that were not chosen a replica for are ignored."""
         for request in requests:
-            if self._flights.pop(request.request_id, None) is not None:
+            if self._in_flight.pop(request.request_id, None) is not None:
                 is_complete = request.status is Status.COMPLETED
                 generated = -(-request.generated_count // _GENERATED)
                 self._router.ended(request.request_id, generated if is_complete else None)
 
     def note_cleared(self, replica: str) -> None:
         """Note that a cache is empty: requests that are being computed publish nothing any more, waiting ones will."""
-        for request_id, flight in self._flights.items():
-            if self._names[flight.replica] == replica and flight.request.block_table:
+        for request_id, sent in self._in_flight.items():
+            if self._names[sent.replica] == replica and sent.request.block_table:
                 self._router.unclaim(request_id)
 
     def _update(self) -> None:
@@ -104,19 +104,19 @@ class ReplicaChoice:
         if not self._is_outdated:
             return
         self._is_outdated = False
-        for request_id, flight in self._flights.items():
-            count = flight.request.generated_count // _GENERATED
-            if count > flight.generated:
-                self._router.generated(request_id, count - flight.generated)
-                flight.generated = count
-            if not flight.is_prefilled and flight.request.computed_end >= flight.request.prompt_length:
+        for request_id, sent in self._in_flight.items():
+            count = sent.request.generated_count // _GENERATED
+            if count > sent.generated:
+                self._router.generated(request_id, count - sent.generated)
+                sent.generated = count
+            if not sent.is_prefilled and sent.request.computed_end >= sent.request.prompt_length:
                 self._router.prefilled(request_id)
-                flight.is_prefilled = True
+                sent.is_prefilled = True
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert that the router counts these requests, which have not ended, and that its invariants hold."""
         self._router.check()
-        assert self._flights.keys() >= {request.request_id for request in requests}, "requests of the router"
+        assert self._in_flight.keys() >= {request.request_id for request in requests}, "requests of the router"
 
 
 class _CacheFollower:

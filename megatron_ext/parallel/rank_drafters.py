@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, broadcast
 
 from megatron_ext.parallel.commands import Draft, ForgetDrafts
 from megatron_ext.parallel.driver import Driver
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from megatron_ext.speculation.drafting import DraftPools
 
 Drafts = Mapping[int, tuple[int, ...]]
@@ -51,7 +51,7 @@ class RankDrafter:
         """
         found: Drafts = {}
         if self.layer is not None:
-            found = self.layer.propose([DraftAsk(name, tokens_of(name), limit) for name, limit in command.limits])
+            found = self.layer.propose([DraftRequest(name, tokens_of(name), limit) for name, limit in command.limits])
         return self._share(command.limits, found)
 
     def _share(self, limits: Sequence[tuple[int, int]], found: Drafts) -> Drafts:
@@ -87,16 +87,19 @@ class LeadingDrafter:
     def __init__(self, drafters: Sequence[RankDrafter], own: DraftPools | None) -> None:
         self._drafters, self._own = drafters, own
 
-    def propose(self, asks: Sequence[DraftAsk]) -> Drafts:
+    def propose(self, requests: Sequence[DraftRequest]) -> Drafts:
         """Propose drafts; see `Drafter`. The requests are of one replica.
 
         Raises:
             RankError: The ranks are no longer in step.
         """
-        if not asks:
+        if not requests:
             return {}
-        replica, tokens = self.driver.replica_of(asks[0].request_id), {ask.request_id: ask.tokens for ask in asks}
-        command = Draft(tuple((ask.request_id, ask.limit) for ask in asks))
+        replica, tokens = (
+            self.driver.replica_of(requests[0].request_id),
+            {request.request_id: request.tokens for request in requests},
+        )
+        command = Draft(tuple((request.request_id, request.limit) for request in requests))
         self.driver.draft(replica, command)
         try:
             return self._drafters[replica].propose(command, tokens.__getitem__)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ext.speculation.draft_costs import DraftCosts
-from megatron_ext.speculation.drafter import DraftAsk, Drafter
+from megatron_ext.speculation.drafter import Drafter, DraftRequest
 
 _MEMORY = 4.0  # drafts: weight of earlier results relative to those of one verification
 _ASSUMED, _ASSUMED_WEIGHT = 0.5, 1.0  # prior probability of acceptance, and its weight
@@ -118,33 +118,33 @@ class AdaptiveDrafter:
         self._requests = 1  # of the last proposal
         self._now = 0  # proposals so far
 
-    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`. The number for one request depends on the acceptance of others, too."""
         self._now += 1
-        self._requests = max(1, len(asks))
+        self._requests = max(1, len(requests))
         self._save(TRIAL_SHARE)
-        for ask in asks:
-            if ask.request_id not in self._known:
-                self._known[ask.request_id] = self._all_requests.as_assumption(self._now)
-        return self._cut_guesses(asks) if self._guesses_are_free else self._asked_for_less(asks)
+        for request in requests:
+            if request.request_id not in self._known:
+                self._known[request.request_id] = self._all_requests.as_assumption(self._now)
+        return self._cut_guesses(requests) if self._guesses_are_free else self._asked_for_less(requests)
 
-    def _cut_guesses(self, asks: Sequence[DraftAsk]) -> dict[int, tuple[int, ...]]:
-        guesses = self._drafter.propose(asks)
-        sizes = [min(ask.limit, len(guesses.get(ask.request_id, ()))) for ask in asks]
-        counts = zip(asks, self._counts(asks, sizes), strict=True)
-        return {ask.request_id: guesses[ask.request_id][:count] for ask, count in counts if count}
+    def _cut_guesses(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        guesses = self._drafter.propose(requests)
+        sizes = [min(request.limit, len(guesses.get(request.request_id, ()))) for request in requests]
+        counts = zip(requests, self._counts(requests, sizes), strict=True)
+        return {request.request_id: guesses[request.request_id][:count] for request, count in counts if count}
 
-    def _asked_for_less(self, asks: Sequence[DraftAsk]) -> dict[int, tuple[int, ...]]:
-        counts = zip(asks, self._counts(asks, [ask.limit for ask in asks]), strict=True)
-        cut = [replace(ask, limit=count) for ask, count in counts if count]
+    def _asked_for_less(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        counts = zip(requests, self._counts(requests, [request.limit for request in requests]), strict=True)
+        cut = [replace(request, limit=count) for request, count in counts if count]
         return dict(self._drafter.propose(cut)) if cut else {}
 
-    def _counts(self, asks: Sequence[DraftAsk], limits: Sequence[int]) -> list[int]:
+    def _counts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> list[int]:
         """Return the number of drafts per request: those that should save time, and one per due trial that fits."""
         if not any(limits):
             return list(limits)
-        known = [self._known[ask.request_id] for ask in asks]
-        counts = allot([one.likelihood for one in known], limits, len(asks), self._costs)
+        known = [self._known[request.request_id] for request in requests]
+        counts = allot([one.likelihood for one in known], limits, len(requests), self._costs)
         due = [i for i, one in enumerate(known) if limits[i] and not counts[i] and one.due <= self._now]
         row = self._costs.at(self._requests)
         cost = (0.0 if any(counts) else row.fixed) + row.each * len(due) / self._requests

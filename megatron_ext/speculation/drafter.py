@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class DraftAsk:
+class DraftRequest:
     """Decoding request that may have drafts in the next step.
 
     Attributes:
@@ -31,11 +31,11 @@ class DraftAsk:
 class Drafter(Protocol):
     """Source of drafts; one request's drafts may depend on that request's own tokens only."""
 
-    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Return, by request id, the tokens predicted to come next, in order; empty or no entry without a prediction.
 
         Args:
-            asks: Decoding requests, each once.
+            requests: Decoding requests, each once.
         """
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.speculation.adaptive import AdaptiveDrafter
 from megatron_ext.speculation.draft_costs import ASSUMED_COST, DraftCosts
-from megatron_ext.speculation.drafter import DraftAsk, Drafter
+from megatron_ext.speculation.drafter import Drafter, DraftRequest
 from megatron_ext.speculation.ngram import NgramDrafter
 
 
@@ -68,9 +68,9 @@ class Drafting:
 
     # Drafter interface
 
-    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`."""
-        return self._drafter.propose(asks)
+        return self._drafter.propose(requests)
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
         """Pass on the result of a verification; see `Drafter`."""
@@ -122,12 +122,12 @@ class Probe:
         self._layer = layer
         self.drafts = 0
 
-    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose as many drafts as each request may have, at most `drafts`; see `Drafter`."""
-        cut = [replace(ask, limit=min(ask.limit, self.drafts)) for ask in asks if self.drafts]
+        cut = [replace(request, limit=min(request.limit, self.drafts)) for request in requests if self.drafts]
         if self._layer is not None:
             return self._layer.propose(cut) if cut else {}
-        return {ask.request_id: (ask.tokens[-1],) * ask.limit for ask in cut}
+        return {request.request_id: (request.tokens[-1],) * request.limit for request in cut}
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
         """Ignore the result."""

@@ -31,7 +31,7 @@ from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.running_slots import RunningSlot, RunningSlots
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 
 _GREEDY = Sampling(temperature=0.0, top_k=1, top_p=0.0, uniform=None, forbidden=(), top_n=None)
 
@@ -131,12 +131,12 @@ class MultiTokenDrafter:
         self._readers: dict[int, _Reader] = {}  # those requested last at the end
         self.known: Mapping[int, tuple[int, ...]] = {}
 
-    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`. A request without the hidden state before its last token has none.
 
         A long prompt is read over several proposals, and has no drafts until then.
         """
-        texts = [text for ask in asks if (text := self._text_of(ask)) is not None]
+        texts = [text for request in requests if (text := self._text_of(request)) is not None]
         try:
             read = self._catch_up(self._places(texts))
             self._go_on(read)
@@ -166,17 +166,17 @@ class MultiTokenDrafter:
         assert sorted([*self._free, *owned]) == list(range(self._limits.total_blocks)), "blocks"
         self._slots.check([reader.slot for reader in self._readers.values()])
 
-    def _text_of(self, ask: DraftAsk) -> _Text | None:
+    def _text_of(self, request: DraftRequest) -> _Text | None:
         """Return the request's text from the first token that the layer has read, or reads first now."""
-        last, kept = len(ask.tokens) - 1, self._states.kept(ask.request_id)
+        last, kept = len(request.tokens) - 1, self._states.kept(request.request_id)
         if last not in range(kept.start + 1, kept.stop + 1):
             return None
-        reader = self._readers.get(ask.request_id)
+        reader = self._readers.get(request.request_id)
         if reader is not None and reader.first + reader.kept <= kept.start:
-            self._release(ask.request_id)
+            self._release(request.request_id)
             reader = None
         first = kept.start + 1 if reader is None else reader.first
-        return _Text(ask.request_id, first, ask.tokens[first:], ask.limit)
+        return _Text(request.request_id, first, request.tokens[first:], request.limit)
 
     # Capacity
 
@@ -312,13 +312,13 @@ class LayeredDrafter:
     def __init__(self, layers: Sequence[MultiTokenDrafter]) -> None:
         self.layers = layers
 
-    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`."""
-        drafts: dict[int, tuple[int, ...]] = {ask.request_id: () for ask in asks}
+        drafts: dict[int, tuple[int, ...]] = {request.request_id: () for request in requests}
         for depth, layer in enumerate(self.layers, 1):
-            going = [ask for ask in asks if ask.limit >= depth == len(drafts[ask.request_id]) + 1]
+            going = [request for request in requests if request.limit >= depth == len(drafts[request.request_id]) + 1]
             layer.known = drafts
-            found = layer.propose([replace(ask, limit=depth) for ask in going])
+            found = layer.propose([replace(request, limit=depth) for request in going])
             drafts |= {name: own for name, own in found.items() if len(own) == depth}
         return drafts
 

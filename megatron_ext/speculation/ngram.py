@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 
 LONGEST, SHORTEST = 4, 2  # default n-gram lengths, in tokens
 KEPT_TOKENS = 16_384  # per generation of a request's index; two generations cover its last 16,384 to 32,768 tokens
@@ -29,16 +29,16 @@ class NgramDrafter:
         self._lengths = tuple(range(longest, shortest - 1, -1))
         self._indexes: dict[int, NgramIndex] = {}
 
-    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`. One request's drafts depend on nothing but its own tokens."""
-        return {ask.request_id: self._guess(ask) for ask in asks}
+        return {request.request_id: self._guess(request) for request in requests}
 
-    def _guess(self, ask: DraftAsk) -> tuple[int, ...]:
-        index = self._indexes.get(ask.request_id)
+    def _guess(self, request: DraftRequest) -> tuple[int, ...]:
+        index = self._indexes.get(request.request_id)
         if index is None:
-            index = self._indexes[ask.request_id] = NgramIndex(self._lengths)
-        index.take_in(ask.tokens)
-        return index.guess(ask.tokens, ask.limit)
+            index = self._indexes[request.request_id] = NgramIndex(self._lengths)
+        index.take_in(request.tokens)
+        return index.guess(request.tokens, request.limit)
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
         """Ignore the result: the tokens themselves show it at the next proposal."""

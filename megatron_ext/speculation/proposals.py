@@ -10,7 +10,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode.drafts import SpecDecodeResult
 from megatron_ext.scheduling.spec_decode.verification import max_drafts
-from megatron_ext.speculation.drafter import DraftAsk, Drafter
+from megatron_ext.speculation.drafter import Drafter, DraftRequest
 
 PATIENCE = 10.0  # seconds that a drafter may take per step; a model that reads a long prompt takes some
 FIRST_PAUSE, LONGEST_PAUSE = 16, 4096  # steps without a call after one that took longer
@@ -41,7 +41,7 @@ class Proposals:
         self._paused_steps = 0  # steps left without a call of the drafter
         self._next_pause = FIRST_PAUSE
 
-    def ask(self, scheduler: Scheduler) -> tuple[dict[int, tuple[int, ...]], list[DraftError]]:
+    def propose(self, scheduler: Scheduler) -> tuple[dict[int, tuple[int, ...]], list[DraftError]]:
         """Request drafts for the requests that decode in the next step.
 
         Returns:
@@ -50,14 +50,14 @@ class Proposals:
         Raises:
             Exception: Any error of the drafter.
         """
-        asks = [ask for request in _decoding(scheduler) if (ask := _ask(request, scheduler)) is not None]
-        if not asks:
+        requests = _draft_requests(scheduler)
+        if not requests:
             return {}, []
         if self._paused_steps:
             self._paused_steps -= 1
             return {}, []
         started = self._clock()
-        answers = self._drafter.propose(asks)
+        answers = self._drafter.propose(requests)
         seconds = self._clock() - started
         if seconds > PATIENCE:
             self._paused_steps, self._next_pause = self._next_pause, min(LONGEST_PAUSE, 2 * self._next_pause)
@@ -66,34 +66,36 @@ class Proposals:
             )
             return {}, [DraftError(late)]
         drafts, errors = {}, []
-        for ask in asks if answers != {} else ():
+        for request in requests if answers != {} else ():
             try:
-                given = self._checked(ask, answers)
+                given = self._checked(request, answers)
             except DraftError as error:
                 errors.append(error)
                 continue
             if given:
-                drafts[ask.request_id] = given
+                drafts[request.request_id] = given
         return drafts, errors
 
-    def _checked(self, ask: DraftAsk, answers: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    def _checked(self, request: DraftRequest, answers: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
         """Return the drafts of a request as plain integers.
 
         Raises:
             DraftError: The proposal is not a valid list of drafts.
         """
+        name = request.request_id
         try:
-            answer = answers.get(ask.request_id, ())
-            given = tuple(map(operator.index, answer))
+            given = tuple(map(operator.index, answers.get(name, ())))
         except (AttributeError, TypeError) as error:
-            raise DraftError(f"no drafts of request {ask.request_id}: {error}") from error
-        if len(given) > ask.limit:
-            raise DraftError(f"{len(given)} drafts of request {ask.request_id}, more than the limit of {ask.limit}")
+            raise DraftError(f"no drafts of request {name}: {error}") from error
+        if len(given) > request.limit:
+            raise DraftError(
+                f"{len(given)} drafts of request {request.request_id}, more than the limit of {request.limit}"
+            )
         if not self._has_tokens(given):
-            raise DraftError(f"a draft of request {ask.request_id} is not a token of the model, among {given}")
+            raise DraftError(f"a draft of request {name} is not a token of the model, among {given}")
         return given
 
-    def tell(self, verified: Iterable[SpecDecodeResult]) -> None:
+    def update(self, verified: Iterable[SpecDecodeResult]) -> None:
         """Report the results of a step's verification to the drafter.
 
         Raises:
@@ -112,11 +114,11 @@ class Proposals:
             self._drafter.forget(request.request_id)
 
 
-def _decoding(scheduler: Scheduler) -> list[Request]:
-    queues = scheduler.queues
-    return [request for request in (*queues.running, *queues.paused) if request.is_decoding]
-
-
-def _ask(request: Request, scheduler: Scheduler) -> DraftAsk | None:
-    limit = max_drafts(request, scheduler.limits)
-    return DraftAsk(request.request_id, request.tokens, limit) if limit else None
+def _draft_requests(scheduler: Scheduler) -> list[DraftRequest]:
+    """Return the requests that decode in the next step and may have drafts, each with its limit."""
+    limits = {
+        request: max_drafts(request, scheduler.limits)
+        for request in (*scheduler.queues.running, *scheduler.queues.paused)
+        if request.is_decoding
+    }
+    return [DraftRequest(one.request_id, one.tokens, limit) for one, limit in limits.items() if limit]

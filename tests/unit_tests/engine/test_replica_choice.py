@@ -176,7 +176,7 @@ class TestKnowledge:
         assert world.add(range(world.limits.max_sequence_length + 1), 1) == -1
         world.run()
         assert [view.load for view in world.core._choice._router.replicas()] == [0, 0]
-        assert not world.core._choice._flights
+        assert not world.core._choice._in_flight
 
     def test_a_caller_that_names_the_replica_gets_it(self):
         """KV-7: a turn goes before the policy, and counts as load."""

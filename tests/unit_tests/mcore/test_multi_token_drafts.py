@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.mcore import hidden_states
 from megatron_ext.mcore.hidden_states import HiddenStates
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from tests.on_request import long_except
 from tests.unit_tests.mcore.test_verification import chat
 from tests.unit_tests.support.drafters import assert_same, assert_same_cache, caching
@@ -113,7 +113,7 @@ def test_a_proposal_again():
     driver.add(0, make_prompt(21), num_tokens_to_generate=8)
     for _ in range(3):
         driver.step()
-    ask = DraftAsk(0, next(iter(driver.scheduler.queues.running)).tokens, 3)
+    ask = DraftRequest(0, next(iter(driver.scheduler.queues.running)).tokens, 3)
     drafts = driver.drafter.propose([ask])
     assert len(drafts[0]) == 3
     before = len(driver.drafts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.request_events import EventType
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from tests.priority import TestPriority
 from tests.unit_tests.support.drafters import (
     Knowing,
@@ -128,7 +128,7 @@ def test_neighbours(get_driver):
 def test_beside_steps_in_fixed_places(get_oracle):
     """CU-4: steps with drafts, and those after rejected drafts, are eager; others are not."""
 
-    def now_and_then(ask: DraftAsk, coming: tuple[int, ...], source: object) -> tuple[int, ...]:
+    def now_and_then(ask: DraftRequest, coming: tuple[int, ...], source: object) -> tuple[int, ...]:
         return () if len(ask.tokens) % 4 else (*coming[:1], *make_prompt(2))[: ask.limit]
 
     def driver_of(**settings: object) -> PaddedDriver:

@@ -20,7 +20,7 @@ from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from megatron_ext.speculation.proposals import Proposals
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -55,10 +55,10 @@ def drawn_behind(chunk: ScheduledChunk) -> list[int]:
 class Guesses:
     """Drafter that is right for a few tokens, then wrong; now and then it raises, or returns invalid drafts."""
 
-    def propose(self, asks: Sequence[DraftAsk]) -> dict[int, tuple[int, ...]]:
+    def propose(self, asks: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
         return {ask.request_id: self._guess(ask) for ask in asks}
 
-    def _guess(self, ask: DraftAsk) -> tuple[int, ...]:
+    def _guess(self, ask: DraftRequest) -> tuple[int, ...]:
         token, length = ask.tokens[-1], len(ask.tokens)
         if length % 13 == 0:
             raise LookupError("no idea")

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from megatron_ext.speculation.drafting import Drafting
 from tests.priority import TestPriority
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
@@ -28,7 +28,7 @@ def count(*arguments: object) -> tuple[Lived, int]:
     """One rank's life, with drafts in every third step, and how many of its steps are captured ones."""
     propose, turns = Drafting.propose, itertools.count()
 
-    def seldom(self: Drafting, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+    def seldom(self: Drafting, asks: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         return {} if next(turns) % 3 else propose(self, asks)
 
     with (

@@ -11,7 +11,7 @@ from megatron_ext.errors import RankError
 from megatron_ext.parallel import rank_drafters
 from megatron_ext.parallel.commands import Draft, ForgetDrafts
 from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 
 TEXTS = {7: [1, 2, 3], 9: [4, 5], 11: [6]}
 
@@ -89,7 +89,7 @@ def test_the_request_s_replica_drafts():
     """SP-13: by a command to its ranks; requests are forgotten on all ranks before the next step."""
     drafter, ranks, layer = leading()
     assert drafter.propose([]) == {}
-    assert drafter.propose([DraftAsk(9, TEXTS[9], 2)]) == {9: (5,)}
+    assert drafter.propose([DraftRequest(9, TEXTS[9], 2)]) == {9: (5,)}
     drafter.forget(9)
     drafter.reset()
     assert ranks.told == [(1, Draft(((9, 2),))), ForgetDrafts(9), ForgetDrafts(None)]
@@ -101,5 +101,5 @@ def test_a_failure_ends_the_world(monkeypatch):
     drafter, ranks, layer = leading()
     monkeypatch.setattr(layer, "propose", lambda asks: 1 // 0)
     with pytest.raises(RankError, match="division"):
-        drafter.propose([DraftAsk(9, TEXTS[9], 2)])
+        drafter.propose([DraftRequest(9, TEXTS[9], 2)])
     assert ranks.told[-1] == "over"

@@ -35,7 +35,7 @@ def busy(router: Router, replica: str, tokens: int) -> None:
     router.began(object(), Decision(replica, 0), prompt)
 
 
-def test_events_and_flights_make_affinity():
+def test_events_and_requests_in_flight_make_affinity():
     """RP-2: a run that one replica holds, and then is about to, draws the prompt; the last token is never skipped."""
     router = fleet()
     prompt = router.prompt(range(16))

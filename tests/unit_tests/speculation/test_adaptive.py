@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from megatron_ext.speculation.adaptive import FIRST_PAUSE, LONGEST_PAUSE, Acceptance, AdaptiveDrafter, allot
 from megatron_ext.speculation.draft_costs import CostRow, DraftCosts, fitted
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 
 
 def costs_of(*rows: tuple[int, float, float]) -> DraftCosts:
@@ -112,7 +112,7 @@ def test_it_goes_down_to_none_and_comes_back(guesses_are_free):
     def run(steps: int, comes: bool) -> list[int]:
         counts = []
         for _ in range(steps):
-            drafts = drafter.propose([DraftAsk(0, (1,), 7)]).get(0, ())
+            drafts = drafter.propose([DraftRequest(0, (1,), 7)]).get(0, ())
             counts.append(len(drafts))
             if drafts:
                 drafter.accepted(0, len(drafts), len(drafts) if comes else 0)
@@ -136,7 +136,7 @@ def test_costs_that_keep_it_from_beginning_are_tried(requests, row):
     drafter = AdaptiveDrafter(Knowing(), costs_of((1, *row)), guesses_are_free=True)
     counts = []
     for _ in range(300):
-        found = drafter.propose([DraftAsk(i, (1,), 7) for i in range(requests)])
+        found = drafter.propose([DraftRequest(i, (1,), 7) for i in range(requests)])
         counts.append(sum(map(len, found.values())))
         for i, tokens in found.items():
             if tokens:
@@ -152,7 +152,7 @@ def test_drafts_that_never_come_cost_little(requests):
     drafter = AdaptiveDrafter(Knowing(), DEAR_WHEN_MANY, guesses_are_free=True)
     row, cost, steps = DEAR_WHEN_MANY.at(requests), 0.0, 600
     for _ in range(steps):
-        found = drafter.propose([DraftAsk(i, (1,), 4) for i in range(requests)])
+        found = drafter.propose([DraftRequest(i, (1,), 4) for i in range(requests)])
         drafts = {i: len(tokens) for i, tokens in found.items() if tokens}
         cost += (row.fixed + row.each * sum(drafts.values()) / requests) if drafts else 0
         for i, count in drafts.items():
@@ -162,10 +162,10 @@ def test_drafts_that_never_come_cost_little(requests):
 
 def test_new_requests_begin_with_the_acceptance_of_others():
     drafter = AdaptiveDrafter(Knowing(), CHEAP, guesses_are_free=True)
-    assert len(drafter.propose([DraftAsk(0, (1,), 7)])[0]) > 3
+    assert len(drafter.propose([DraftRequest(0, (1,), 7)])[0]) > 3
     for _ in range(20):
         drafter.accepted(0, 4, 0)
-    assert len(drafter.propose([DraftAsk(1, (1,), 7)]).get(1, ())) <= 1
+    assert len(drafter.propose([DraftRequest(1, (1,), 7)]).get(1, ())) <= 1
 
 
 class Drafting(RuleBasedStateMachine):
@@ -188,7 +188,7 @@ class Drafting(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 8), steps=st.integers(1, 30))
     def step(self, limit, steps):
         for _ in range(steps):
-            asks = [DraftAsk(i, (1,), limit) for i in self.living]
+            asks = [DraftRequest(i, (1,), limit) for i in self.living]
             drafts = self.drafter.propose(asks)
             assert set(drafts) <= set(self.living)
             for i, tokens in drafts.items():

@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 
 from megatron_ext.config.speculation import SpeculationConfig
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from megatron_ext.speculation.drafting import Drafting
 
-ASKS = [DraftAsk(0, [1, 2], 2), DraftAsk(1, [5], 9)]
+ASKS = [DraftRequest(0, [1, 2], 2), DraftRequest(1, [5], 9)]
 NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4, "speculative_adaptive": False}
 
 
@@ -33,7 +33,7 @@ def test_a_probe_drafts_the_given_number_within_each_limit():
     probe.drafts = 3
     assert drafting.propose(ASKS) == {0: (2, 2), 1: (5, 5, 5)}
     drafting.use(drafting.costs)
-    assert drafting.propose([DraftAsk(0, [1, 2, 3, 1, 2, 3, 1, 2], 2)])[0][0] == 3
+    assert drafting.propose([DraftRequest(0, [1, 2, 3, 1, 2, 3, 1, 2], 2)])[0][0] == 3
 
 
 def test_a_probe_asks_the_layer():
@@ -60,7 +60,7 @@ def test_the_layer_follows_the_engine(event):
 def test_a_fixed_cost_decides_about_drafts(cost, drafts):
     """SP-6: of a new request, of which each draft is taken to be right half of the time."""
     drafting = Drafting(SpeculationConfig("ngram", 4, speculative_draft_cost=cost))
-    found = drafting.propose([DraftAsk(0, [1, 2, 3, 4, 5, 6, 1, 2], 4)])
+    found = drafting.propose([DraftRequest(0, [1, 2, 3, 4, 5, 6, 1, 2], 4)])
     assert len(found.get(0, ())) == drafts
 
 

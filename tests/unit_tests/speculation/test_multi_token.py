@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from megatron_ext.speculation.multi_token import LayeredDrafter, MultiTokenDrafter
 
 LIMITS = SchedulerLimits(4, 40, None, 2, 16, 200, chunked_prefill=True)
@@ -46,8 +46,8 @@ def made() -> tuple[MultiTokenDrafter, Kept]:
     return MultiTokenDrafter(LIMITS, False, states.execute, states), states
 
 
-def ask(length: int, limit: int = 2) -> DraftAsk:
-    return DraftAsk(0, list(range(length)), limit)
+def ask(length: int, limit: int = 2) -> DraftRequest:
+    return DraftRequest(0, list(range(length)), limit)
 
 
 def test_it_begins_with_the_first_hidden_state_and_goes_on():
@@ -109,7 +109,7 @@ def test_layers_live_and_end_together():
     def draft() -> object:
         for one in states:
             one.ranges = {0: range(5), 1: range(5)}
-        return drafter.propose([ask(6, 3), DraftAsk(1, list(range(6)), 1)])
+        return drafter.propose([ask(6, 3), DraftRequest(1, list(range(6)), 1)])
 
     assert draft() == {0: (1, 1), 1: (1,)}
     states[0].ranges[0] = range(0)

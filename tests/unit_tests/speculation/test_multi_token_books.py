@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from megatron_ext.speculation.multi_token import MultiTokenDrafter
 
 BLOCK = 4
@@ -89,9 +89,9 @@ def make(has_states: bool = True, blocks: int = 40, requests: int = 4, step_toke
     return MultiTokenDrafter(limits, has_states, layer, layer), layer
 
 
-def asked(request_id: int, text, limit: int) -> DraftAsk:
+def asked(request_id: int, text, limit: int) -> DraftRequest:
     """Request of which the layer reads `text`, after a token whose hidden state is there."""
-    return DraftAsk(request_id, [0, *text], limit)
+    return DraftRequest(request_id, [0, *text], limit)
 
 
 @pytest.mark.parametrize("has_states", [True, False])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megatron_ext.speculation import ngram
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from megatron_ext.speculation.ngram import NgramDrafter, NgramIndex
 
 
@@ -22,7 +22,7 @@ def searched(tokens: list[int], limit: int, longest: int, shortest: int) -> tupl
 
 
 def guesses(drafter: NgramDrafter, tokens: list[int], limit: int, request_id: int = 0) -> tuple[int, ...]:
-    return drafter.propose([DraftAsk(request_id, tokens, limit)]).get(request_id, ())
+    return drafter.propose([DraftRequest(request_id, tokens, limit)]).get(request_id, ())
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,36 +11,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafter import DraftRequest
 from tests.unit_tests.support.driver import Driver, assert_logits_close, assert_states_close
 from tests.unit_tests.support.models import VOCABULARY
 
 COUNTS = ("matched_block_count", "skipped_prefill_token_count", "computed_prefill_token_count", "prefill_reasons")
-PendingOutput = Callable[[DraftAsk, tuple[int, ...], random.Random], object]
+PendingOutput = Callable[[DraftRequest, tuple[int, ...], random.Random], object]
 
 
-def wrong(ask: DraftAsk, coming: tuple[int, ...], source: random.Random) -> object:
+def wrong(ask: DraftRequest, coming: tuple[int, ...], source: random.Random) -> object:
     """Never what comes."""
     return tuple((token + 1) % VOCABULARY for token in coming)
 
 
-def right(ask: DraftAsk, coming: tuple[int, ...], source: random.Random) -> object:
+def right(ask: DraftRequest, coming: tuple[int, ...], source: random.Random) -> object:
     """Always what comes."""
     return coming
 
 
-def right_for_a_while(ask: DraftAsk, coming: tuple[int, ...], source: random.Random) -> object:
+def right_for_a_while(ask: DraftRequest, coming: tuple[int, ...], source: random.Random) -> object:
     """Right for 0 up to all tokens, then wrong."""
     count = source.randint(0, len(coming))
     return (*coming[:count], *((token + 1) % VOCABULARY for token in coming[count:]))
 
 
-def any_token(ask: DraftAsk, coming: tuple[int, ...], source: random.Random) -> object:
+def any_token(ask: DraftRequest, coming: tuple[int, ...], source: random.Random) -> object:
     """Tokens of the vocabulary, and as many as it likes."""
     return tuple(source.randrange(VOCABULARY) for _ in range(source.randint(0, ask.limit)))
 
 
-def nonsense(ask: DraftAsk, coming: tuple[int, ...], source: random.Random) -> object:
+def nonsense(ask: DraftRequest, coming: tuple[int, ...], source: random.Random) -> object:
     """Return invalid drafts half of the time, or raise."""
     bad = source.choice([(VOCABULARY,), (-1,), (2**40,), None, 7, "text", (1.5,), (0,) * (ask.limit + 1), LookupError])
     if bad is LookupError:
@@ -73,10 +73,10 @@ class Knowing:
         self._answer = answer
         self._source = random.Random(seed)
 
-    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, asks: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         return {ask.request_id: self._drafts(ask) for ask in asks if ask.request_id in self.truth}
 
-    def _drafts(self, ask: DraftAsk) -> object:
+    def _drafts(self, ask: DraftRequest) -> object:
         assert ask.limit >= 1
         truth, known = self.truth[ask.request_id], len(ask.tokens)
         assert list(ask.tokens) == list(truth[:known]), "it has another past than without speculation"

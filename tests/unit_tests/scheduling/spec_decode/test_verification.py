@@ -255,7 +255,7 @@ class TestProposals:
     def test_invalid_drafts(self, answer):
         scheduler, _ = decoding()
         proposals = Proposals(Saying(answer), lambda ids: all(0 <= one < 97 for one in ids))
-        drafts, errors = proposals.ask(scheduler)
+        drafts, errors = proposals.propose(scheduler)
         assert drafts == {}
         assert [type(error) for error in errors] == [DraftError]
 
@@ -268,7 +268,7 @@ class TestProposals:
         proposals = Proposals(saying, lambda ids: True, clock=lambda: next(times))
         said = []
         for step in range(120):
-            drafts, errors = proposals.ask(scheduler)
+            drafts, errors = proposals.propose(scheduler)
             assert drafts == {}
             said += [(step, str(error)) for error in errors]
         assert asked == [0, 17, 50, 115]
@@ -277,6 +277,6 @@ class TestProposals:
 
     def test_requests_without_room_for_drafts_are_not_proposed_for(self):
         scheduler, _ = decoding(params={"num_tokens_to_generate": 2})
-        assert Proposals(Saying((1,)), lambda ids: True).ask(scheduler) == ({}, [])
+        assert Proposals(Saying((1,)), lambda ids: True).propose(scheduler) == ({}, [])
         scheduler, _ = decoding()
-        assert Proposals(Saying([1, 2]), lambda ids: True).ask(scheduler) == ({7: (1, 2)}, [])
+        assert Proposals(Saying([1, 2]), lambda ids: True).propose(scheduler) == ({7: (1, 2)}, [])
