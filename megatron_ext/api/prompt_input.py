@@ -124,7 +124,7 @@ class PromptReader:
             raise ConfigError(
                 f"{_with_type(params)}; give RequestParams(...), as in RequestParams(num_tokens_to_generate=30)"
             )
-        self._grammars.check(params.form)
+        self._grammars.check(params.response_format)
         return params
 
 

@@ -126,6 +126,8 @@ class RequestParams:
             words = getattr(self, name)
             require(not isinstance(words, str), f"{name} {words!r} is one text; give a list of them")
         require_types(self)
+        if self.response_format is not None and self.response_format.is_free:
+            object.__setattr__(self, "response_format", None)
         self._check_counts()
         require_bounds(self)
         self._check_logits()
@@ -165,7 +167,7 @@ class RequestParams:
         problem = self.logit_bias.problem
         require(problem is None, f"logit_bias: {problem}")
         require(
-            self.form is None or not self.min_tokens,
+            self.response_format is None or not self.min_tokens,
             f"min_tokens {self.min_tokens} and response_format contradict each other: the form says where the answer "
             "may end; give one of them",
         )
@@ -181,11 +183,6 @@ class RequestParams:
         return self.return_log_probs and not self.skip_prompt_log_probs
 
     @property
-    def form(self) -> ResponseFormat | None:
-        """Response format that the output must have; None if any text is allowed."""
-        return None if self.response_format is None or self.response_format.is_free else self.response_format
-
-    @property
     def has_penalties(self) -> bool:
         """True if penalties change logits depending on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
@@ -194,4 +191,4 @@ class RequestParams:
     def processes_logits(self) -> bool:
         """True if logits processors are needed before temperature, top_k and top_p."""
         is_cut = self.min_p > 0 and not self.is_greedy
-        return self.has_penalties or is_cut or bool(self.logit_bias or self.bad_words or self.form)
+        return self.has_penalties or is_cut or bool(self.logit_bias or self.bad_words or self.response_format)

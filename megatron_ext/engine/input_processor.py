@@ -78,8 +78,8 @@ class InputProcessor:
         ends = self._end_ids(params)
         _check_checkpoints(params.cache_checkpoint, len(tokens))
         check_drafts(params, self._settings.max_drafts)
-        if params.form is not None:
-            self._settings.matcher(params.form)
+        if params.response_format is not None:
+            self._settings.matcher(params.response_format)
             if not ends:
                 raise ConfigError("response_format needs a token that ends the answer; leave ignore_eos out")
         if params.logit_bias:

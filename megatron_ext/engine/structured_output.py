@@ -172,8 +172,8 @@ class StructuredOutputs:
 
     def add(self, request: Request) -> None:
         """Add a request of the scheduler; the mask of the first token of an output is known."""
-        if request.params.form is not None:
-            start = self._start(request.params.form)
+        if request.params.response_format is not None:
+            start = self._start(request.params.response_format)
             self._outputs[request.request_id] = _Output(request, start)
             if not request.generated_count:
                 self._scheduler.allow(request, (start.allowed(request.end_ids),))

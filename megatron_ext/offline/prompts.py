@@ -144,7 +144,7 @@ def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size
         try:
             tokens = _tokens(content, tokenizer, vocabulary)
             vocabulary.check_prompt(tokens)
-            grammars.check(prompt.params.form)
+            grammars.check(prompt.params.response_format)
         except ConfigError as error:
             raise ConfigError(f"{prompt.source}: {error}") from None
         if not tokens:

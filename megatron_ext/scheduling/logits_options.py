@@ -57,10 +57,10 @@ def logits_options_of(request: Request, drafts: Sequence[int] = ()) -> LogitsOpt
         tokens=tokens,
         prompt_length=sequence.prompt_length,
         bad_words=request.bad_words,
-        allowed=None if params.form is None else sequence.masks[len(drafts)],
+        allowed=None if params.response_format is None else sequence.masks[len(drafts)],
     )
 
 
 def reads_tokens(params: RequestParams) -> bool:
     """Return whether logits processing depends on tokens generated before."""
-    return params.has_penalties or bool(params.bad_words or params.form)
+    return params.has_penalties or bool(params.bad_words or params.response_format)

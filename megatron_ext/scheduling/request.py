@@ -167,7 +167,7 @@ class Request:
     @property
     def lacks_mask(self) -> bool:
         """True if the output is structured and the mask of the next token is still being computed."""
-        return self.params.form is not None and not self.sequence.masks
+        return self.params.response_format is not None and not self.sequence.masks
 
     # Stop conditions
 

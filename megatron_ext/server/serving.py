@@ -26,7 +26,6 @@ from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.engine_requests import PromptLimits
 from megatron_ext.server.openai.protocol import ChatRequest, Message
-from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
 from megatron_ext.server.openai.tokenization import TextEncoder
@@ -86,7 +85,7 @@ class Serving:
         geometry = self.engine.geometry
         longest = self.engine.limits.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
-        self.forms = StructuredOutputChecks(self.engine.grammars, self.settings.limits)
+        self.structured_outputs = StructuredOutputChecks(self.engine.grammars, self.settings.limits)
         self.texts = TextEncoder(self.tokenizer, partial(tokenize_prompt, self.tokenizer), longest)
 
     @property
@@ -143,14 +142,6 @@ class Serving:
         if not self.engine.limits.explains:
             raise not_explained("the server was started without --explain-prefix-cache")
         return self.vocabulary.detokenize
-
-    def check_model(self, body: GenerationRequest) -> None:
-        """Check that the request means this model.
-
-        Raises:
-            ApiError: The request means another model.
-        """
-        self.check_name(body.model)
 
     def check_name(self, name: str | None) -> None:
         """Check that a name, if there is one, is one of this model's.

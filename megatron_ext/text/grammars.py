@@ -67,66 +67,66 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[ResponseFormat, Matcher] = OrderedDict()
 
-    def check(self, form: ResponseFormat | None) -> None:
+    def check(self, response_format: ResponseFormat | None) -> None:
         """Compile a response format, or report why it cannot be satisfied.
 
         Raises:
             ConfigError: The library or a readable tokenizer is missing, or the response format has features that the
                 library lacks; the error names them.
         """
-        if form is not None:
-            self._compile(form)
+        if response_format is not None:
+            self._compile(response_format)
 
-    def matcher(self, form: ResponseFormat) -> TokenMatcher:
+    def matcher(self, response_format: ResponseFormat) -> TokenMatcher:
         """Return a matcher of an empty answer, whose mask is known; errors as of `check`."""
-        matcher = self._compile(form).copy()
-        if form.thinking is None:
+        matcher = self._compile(response_format).copy()
+        if response_format.thinking is None:
             return matcher
         encode = getattr(self._given, "tokenize_plain", self._given.tokenize)
-        closing = encode(form.thinking.closing)
+        closing = encode(response_format.thinking.closing)
         decode = functools.partial(self._given.detokenize, skip_special_tokens=False)
-        return BudgetMatcher(matcher, form.thinking, closing, decode)
+        return BudgetMatcher(matcher, response_format.thinking, closing, decode)
 
-    def _compile(self, form: ResponseFormat) -> Matcher:
-        form = dataclasses.replace(form, thinking=None)
+    def _compile(self, response_format: ResponseFormat) -> Matcher:
+        response_format = dataclasses.replace(response_format, thinking=None)
         with self._lock:
-            if form in self._compiled:
-                self._compiled.move_to_end(form)
-                return self._compiled[form]
-        compiled = self._compile_anew(form)
+            if response_format in self._compiled:
+                self._compiled.move_to_end(response_format)
+                return self._compiled[response_format]
+        compiled = self._compile_anew(response_format)
         with self._lock:
-            self._compiled[form] = compiled
+            self._compiled[response_format] = compiled
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _compile_anew(self, form: ResponseFormat) -> Matcher:
+    def _compile_anew(self, response_format: ResponseFormat) -> Matcher:
         tokenizer = self._tokenizer
         from llguidance import LLMatcher, LLParserLimits
 
-        if form.kind in (JSON_SCHEMA, LARK) and _CONTROL.search(form.source):
-            raise _refused(form, "it has a control character, which cannot be generated")
+        if response_format.kind in (JSON_SCHEMA, LARK) and _CONTROL.search(response_format.source):
+            raise _refused(response_format, "it has a control character, which cannot be generated")
         try:
-            if form.kind == REGEX:
-                grammar = LLMatcher.grammar_from_regex(form.source)
-            elif form.kind == CHOICE:
-                grammar = LLMatcher.grammar_from_lark(_alternatives(json.loads(form.source)))
-            elif form.kind == LARK:
-                grammar = LLMatcher.grammar_from_lark(form.source)
+            if response_format.kind == REGEX:
+                grammar = LLMatcher.grammar_from_regex(response_format.source)
+            elif response_format.kind == CHOICE:
+                grammar = LLMatcher.grammar_from_lark(_alternatives(json.loads(response_format.source)))
+            elif response_format.kind == LARK:
+                grammar = LLMatcher.grammar_from_lark(response_format.source)
             else:
-                schema = form.source if form.kind == JSON_SCHEMA else _ANY_OBJECT
+                schema = response_format.source if response_format.kind == JSON_SCHEMA else _ANY_OBJECT
                 if '"pattern' in schema:
                     schema = json.dumps(with_patterns(json.loads(schema)), ensure_ascii=False)
                 grammar = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:
-            raise _refused(form, str(error)) from None
+            raise _refused(response_format, str(error)) from None
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
         begun = matcher.deep_copy()  # its cached grammar states would be part of each copy
         started = time.thread_time()
         mask = begun.compute_bitmask()
         if not matcher.is_error() and not begun.is_error():  # the second one if no token may come first
             return Matcher(matcher, tokenizer, mask, time.thread_time() - started)
-        raise _refused(form, matcher.get_error() or "no output satisfies it")
+        raise _refused(response_format, matcher.get_error() or "no output satisfies it")
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -157,12 +157,14 @@ class Grammars:
             ) from error
 
 
-def _refused(form: ResponseFormat, reason: str) -> ConfigError:
+def _refused(response_format: ResponseFormat, reason: str) -> ConfigError:
     shown = short_reason(compilation_reason(reason))
-    if form.kind == LARK:  # the schemas are supported one by one; the library shows lines of the grammar after a reason
+    if (
+        response_format.kind == LARK
+    ):  # the schemas are supported one by one; the library shows lines of the grammar after a reason
         shown = short_reason(compilation_reason(reason).partition("\n")[0])
         return ConfigError(f"tools: the grammar of the calls is not supported: {shown}")
-    return ConfigError(f"response_format: the {form.kind} is not supported: {shown}")
+    return ConfigError(f"response_format: the {response_format.kind} is not supported: {shown}")
 
 
 def _alternatives(texts: Sequence[str]) -> str:

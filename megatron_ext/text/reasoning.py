@@ -49,10 +49,10 @@ def format_of(template: str | None) -> ReasoningFormat | None:
     return next((one for one in FORMATS if template is not None and one.closing in template), None)
 
 
-def begins_inside(prompt: str, form: ReasoningFormat) -> bool:
+def begins_inside(prompt: str, reasoning_format: ReasoningFormat) -> bool:
     """Return whether a rendered prompt ends inside of thinking: with an opening marker that is not closed."""
     tail = prompt.rstrip()
-    return tail.endswith(form.opening)
+    return tail.endswith(reasoning_format.opening)
 
 
 class ReasoningReader:
@@ -61,7 +61,7 @@ class ReasoningReader:
     Spaces around thinking and before the answer are dropped. Parts do not depend on how the text is split.
 
     Args:
-        form: Markers.
+        reasoning_format: Markers.
         is_inside: Whether the text begins inside of thinking.
 
     Attributes:
@@ -69,8 +69,8 @@ class ReasoningReader:
         is_inside: Whether the text so far ends inside of thinking.
     """
 
-    def __init__(self, form: ReasoningFormat, *, is_inside: bool) -> None:
-        self._form = form
+    def __init__(self, reasoning_format: ReasoningFormat, *, is_inside: bool) -> None:
+        self._reasoning_format = reasoning_format
         self._is_before = not is_inside  # an opening marker may follow
         self._skips = is_inside  # spaces before the next part
         self._held = ""
@@ -89,15 +89,15 @@ class ReasoningReader:
         thinking = ""
         if self._is_before:
             start = self._held.lstrip()
-            if start.startswith(self._form.opening):
-                self._held = start.removeprefix(self._form.opening)
+            if start.startswith(self._reasoning_format.opening):
+                self._held = start.removeprefix(self._reasoning_format.opening)
                 self._is_before, self.is_inside, self.has_thought, self._skips = False, True, True, True
-            elif (not is_last or (is_cut and start)) and self._form.opening.startswith(start):
+            elif (not is_last or (is_cut and start)) and self._reasoning_format.opening.startswith(start):
                 return "", ""
             else:
                 self._is_before = False
         if self.is_inside:
-            end = self._held.find(self._form.closing)
+            end = self._held.find(self._reasoning_format.closing)
             thinking = self._taken(end, is_last=is_last)
             if self.is_inside:
                 return thinking, ""
@@ -116,10 +116,10 @@ class ReasoningReader:
             self._skips = not self._held
         if end >= 0:
             thinking = self._held[:end].rstrip()
-            self._held = self._held[end + len(self._form.closing) :]
+            self._held = self._held[end + len(self._reasoning_format.closing) :]
             self.is_inside, self._skips = False, True
             return thinking
-        certain = len(self._held) - overlap(self._held, self._form.closing)
+        certain = len(self._held) - overlap(self._held, self._reasoning_format.closing)
         text = self._held[:certain]
         kept = text if is_last and text == self._held else text.rstrip()
         self._held = self._held[len(kept) :]

@@ -27,7 +27,7 @@ from megatron_ext.text.tool_calls.functions import GrammarRules
 from megatron_ext.text.tool_calls.grammar import Guidance, grammar_of
 from tests.clients.expected import TEXT
 
-guided_form = guided_answers.guided_form
+constrained_format = guided_answers.constrained_format
 
 
 def called(messages: Sequence[Message]) -> set[str]:
@@ -49,9 +49,9 @@ def leaves_no_choice(schema: Mapping[str, object]) -> bool:
 
 
 def prescribed_form(body: ChatRequest, form: AnswerFormat, chat: ChatFormat) -> ResponseFormat | None:
-    """Response format of an answer without choices, in place of `guided_form`."""
+    """Response format of an answer without choices, in place of `constrained_format`."""
     if not form.functions:
-        return guided_form(body, form, chat)
+        return constrained_format(body, form, chat)
     done = called(body.messages)
     given = tuple(replace(one, schema={**one.schema, "additionalProperties": False}) for one in form.functions)
     functions = tuple(one for one in given if one.name not in done and leaves_no_choice(one.schema))
@@ -60,11 +60,11 @@ def prescribed_form(body: ChatRequest, form: AnswerFormat, chat: ChatFormat) -> 
         functions = functions or given
     if not functions:
         body = body.model_copy(update={"tool_choice": ToolChoice("none")})
-        answer = guided_form(body, replace(form, functions=()), chat)
+        answer = constrained_format(body, replace(form, functions=()), chat)
         return ResponseFormat(LARK, GrammarRules(chat.token_of).text(f'"{TEXT}"')) if answer is None else answer
     names = tuple(one.name for one in functions)
     body = body.model_copy(update={"tool_choice": ToolChoice("required", names)})
-    return guided_form(body, replace(form, functions=functions), chat)
+    return constrained_format(body, replace(form, functions=functions), chat)
 
 
 def prescribed_grammar(guidance: Guidance, form: ToolCallFormat, token_of: Callable[[str], int | None]) -> str:
@@ -80,7 +80,7 @@ def prescribed_grammar(guidance: Guidance, form: ToolCallFormat, token_of: Calla
 
 def main(argv: Sequence[str]) -> int:
     """Serve; see `tools/run_server.py`."""
-    guided_answers.guided_form, guided_answers.grammar_of = prescribed_form, prescribed_grammar
+    guided_answers.constrained_format, guided_answers.grammar_of = prescribed_form, prescribed_grammar
     from megatron_ext.commands import (
         serve,  # imports the routes, which take the functions of this module, when it starts
     )

@@ -31,7 +31,7 @@ class MessageBuilder:
     Args:
         model: Name of the model, as the client has given it.
         vocabulary: Vocabulary that decodes tokens.
-        form: Format of the answer: what is thinking, and what is a tool call.
+        answer_format: Format of the answer: what is thinking, and what is a tool call.
 
     Attributes:
         id: Id of the answer.
@@ -40,19 +40,20 @@ class MessageBuilder:
 
     choices = 1
 
-    def __init__(self, model: str, vocabulary: Vocabulary, form: AnswerFormat) -> None:
+    def __init__(self, model: str, vocabulary: Vocabulary, answer_format: AnswerFormat) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._model = model
         self._vocabulary = vocabulary
-        self._form = form
+        self._answer_format = answer_format
         self.shows_cache = True
         self.explains: Callable[..., str] | None = None
         self.thinking_token: int | None = None
-        self._blocks = _Blocks(form)
+        self._blocks = _Blocks(answer_format)
 
     def thinking_length(self, record: RequestRecord) -> int:
         """Return the number of the answer's tokens that are thinking, markers included."""
-        return thinking_length(record.generated_tokens, self._form, self._vocabulary.decoder(skips_special=False))
+        decode = self._vocabulary.decoder(skips_special=False)
+        return thinking_length(record.generated_tokens, self._answer_format, decode)
 
     def start(self, source: Progress | RequestRecord) -> Event:
         """Return the first event, with the usage of the prompt."""
@@ -127,11 +128,11 @@ class _Blocks:
     """Events of the content blocks of an answer.
 
     Args:
-        form: Format of the answer.
+        answer_format: Format of the answer.
     """
 
-    def __init__(self, form: AnswerFormat) -> None:
-        self._reader = AnswerReader(form)
+    def __init__(self, answer_format: AnswerFormat) -> None:
+        self._reader = AnswerReader(answer_format)
         self._index = -1
         self._kind = ""  # of the open block; empty without one
         self._thinking = blake2b(digest_size=16)

@@ -61,17 +61,18 @@ class AnswerReader:
     """Incremental parser of one answer.
 
     Args:
-        form: Format of the answer.
+        answer_format: Format of the answer.
 
     Attributes:
         call_count: Calls so far.
     """
 
-    def __init__(self, form: AnswerFormat) -> None:
+    def __init__(self, answer_format: AnswerFormat) -> None:
         self.call_count = 0
-        reasoning = form.reasoning
-        self._thinking = None if reasoning is None else ReasoningReader(reasoning, is_inside=form.begins_inside)
-        self._calls = ToolCallReader(form.calls, form.functions, form.max_calls) if form.max_calls else None
+        reasoning, calls, limit = answer_format.reasoning, answer_format.calls, answer_format.max_calls
+        is_inside = answer_format.begins_inside
+        self._thinking = None if reasoning is None else ReasoningReader(reasoning, is_inside=is_inside)
+        self._calls = ToolCallReader(calls, answer_format.functions, limit) if limit else None
 
     @property
     def has_thought(self) -> bool:
@@ -112,18 +113,18 @@ class AnswerReader:
         return found
 
 
-def thinking_length(tokens: Sequence[int], form: AnswerFormat, decode: Callable[[list[int]], str]) -> int:
+def thinking_length(tokens: Sequence[int], answer_format: AnswerFormat, decode: Callable[[list[int]], str]) -> int:
     """Return the number of an answer's tokens that are thinking, markers included.
 
     Args:
         tokens: Tokens of the answer.
-        form: Format of the answer.
+        answer_format: Format of the answer.
         decode: Token ids to text, special tokens included.
     """
-    reasoning = form.reasoning
+    reasoning = answer_format.reasoning
     if reasoning is None or not tokens:
         return 0
-    if not form.begins_inside and not decode(list(tokens)).lstrip().startswith(reasoning.opening):
+    if not answer_format.begins_inside and not decode(list(tokens)).lstrip().startswith(reasoning.opening):
         return 0
     low, high = 0, len(tokens)  # the marker is complete after `high` tokens, or never
     while high - low > 1:

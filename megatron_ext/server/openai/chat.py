@@ -112,8 +112,8 @@ class ChatFormat:
     @cached_property
     def thinking_is_special(self) -> bool:
         """Return whether the markers of thinking are special tokens, which decoded text leaves out."""
-        form = self.reasoning
-        return form is not None and any(map(self._is_special, (form.opening, form.closing)))
+        markers = self.reasoning
+        return markers is not None and any(map(self._is_special, (markers.opening, markers.closing)))
 
     def _is_special(self, text: str) -> bool:
         token = self.token_of(text)
@@ -121,11 +121,10 @@ class ChatFormat:
 
     def ends_inside_thinking(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends with the beginning of thinking."""
-        form = self.reasoning
-        if form is None or not isinstance(self._tokenizer, TextTokenizer):
+        if self.reasoning is None or not isinstance(self._tokenizer, TextTokenizer):
             return False
         tail = self._tokenizer.detokenize(list(prompt[-_TAIL:]), skip_special_tokens=False)
-        return reasoning.begins_inside(tail, form)
+        return reasoning.begins_inside(tail, self.reasoning)
 
     @cached_property
     def thinking_token(self) -> int | None:

@@ -89,7 +89,7 @@ def chat_inputs(
     chat: ChatFormat,
     caller: Caller,
     defaults: FieldValues = NOTHING,
-    form: ResponseFormat | None = None,
+    response_format: ResponseFormat | None = None,
     marks: Sequence[int] = (),
 ) -> list[RequestInputs]:
     """Return the choices of a conversation.
@@ -101,7 +101,7 @@ def chat_inputs(
         chat: Chat format of the model.
         caller: Caller, to whom the cache salt is bound.
         defaults: Values of fields that the body leaves out.
-        form: Response format, in place of the body's own.
+        response_format: Response format, in place of the body's own.
         marks: Positions of its `cache_control` marks in the prompt.
 
     Raises:
@@ -110,7 +110,7 @@ def chat_inputs(
     """
     scores = _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
     settings = _common(body, caller, defaults) | scores
-    settings["response_format"] = form or body.form
+    settings["response_format"] = response_format or body.enforced_format
     checkpoints = (*settings.get("cache_checkpoint", ()), *marks, *chat.ends_of_turns(prompt))
     settings["cache_checkpoint"] = checkpoints[:MAX_CHECKPOINTS]
     if not body.ignore_eos:
@@ -149,7 +149,7 @@ def _common(body: GenerationRequest, caller: Caller, defaults: FieldValues) -> d
     if settings.get("top_p") == 1:
         settings["top_p"] = 0.0
     salt = caller.bind(settings.get("cache_salt"))
-    return settings | {"response_format": body.form, "stop_words": body.stop_words, "cache_salt": salt}
+    return settings | {"response_format": body.enforced_format, "stop_words": body.stop_words, "cache_salt": salt}
 
 
 def _scores(best: int | None, *, with_prompt: bool) -> dict[str, Any]:

@@ -208,7 +208,7 @@ class StructuredOutputs(Body):
         return self
 
     @property
-    def form(self) -> ResponseFormat:
+    def response_format(self) -> ResponseFormat:
         """Return the equivalent `ResponseFormat`."""
         if self.regex is not None:
             return ResponseFormat(REGEX, self.regex)
@@ -314,7 +314,7 @@ class GenerationRequest(SamplingFields):
 
     @field_validator("structured_outputs")
     @classmethod
-    def _is_the_only_form(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
+    def _is_the_only_format(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
         if value is not None and info.data.get("response_format") is not None:
             raise ValueError("and response_format contradict each other; give one of them")
         return value
@@ -335,7 +335,8 @@ class GenerationRequest(SamplingFields):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
-    def form(self) -> ResponseFormat | None:
-        """Return the response format; None if any text is allowed."""
-        form = self.response_format if self.structured_outputs is None else self.structured_outputs.form
-        return None if form is None or form.is_free else form
+    def enforced_format(self) -> ResponseFormat | None:
+        """Return the response format, from either field; None if any text is allowed."""
+        given = self.structured_outputs
+        found = self.response_format if given is None else given.response_format
+        return None if found is None or found.is_free else found

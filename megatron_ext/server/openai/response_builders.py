@@ -141,7 +141,7 @@ class ChatResponseBuilder(_Envelope):
         choices: Choices of the conversation.
         has_scores: Whether log-probs were requested.
         shows_ids: Whether token ids are returned as well.
-        form: Format of the answers: what is thinking, and what is a tool call.
+        answer_format: Format of the answers: what is thinking, and what is a tool call.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class ChatResponseBuilder(_Envelope):
         *,
         has_scores: bool,
         shows_ids: bool = False,
-        form: AnswerFormat = PLAIN,
+        answer_format: AnswerFormat = PLAIN,
     ) -> None:
         super().__init__(model, vocabulary, choices, "chatcmpl", has_scores=has_scores, shows_ids=shows_ids)
-        self._form = form
-        self._readers = [ScoredReader(form, vocabulary) for _ in range(choices)]
+        self._answer_format = answer_format
+        self._readers = [ScoredReader(answer_format, vocabulary) for _ in range(choices)]
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """Return the fields around the choices."""
@@ -207,7 +207,7 @@ class ChatResponseBuilder(_Envelope):
     def thinking_length(self, record: RequestRecord) -> int:
         """Return the number of an answer's tokens that are thinking, markers included."""
         decode = self._vocabulary.decoder(skips_special=False)
-        return thinking_length(record.generated_tokens, self._form, decode)
+        return thinking_length(record.generated_tokens, self._answer_format, decode)
 
     def _read(self, index: int, piece: Piece) -> tuple[AnswerPiece, str | None]:
         """Return what a piece has made certain, and the finish reason: None until the choice has ended."""

@@ -80,12 +80,12 @@ class ScoredReader(AnswerReader):
     """Parser of one answer that finds the tokens of its contents.
 
     Args:
-        form: Format of the answer.
+        answer_format: Format of the answer.
         vocabulary: Vocabulary that decodes single tokens.
     """
 
-    def __init__(self, form: AnswerFormat, vocabulary: Vocabulary) -> None:
-        super().__init__(form)
+    def __init__(self, answer_format: AnswerFormat, vocabulary: Vocabulary) -> None:
+        super().__init__(answer_format)
         self._vocabulary = vocabulary
         self._waiting: list[ScoredPart] = []  # of text that is neither content nor anything else so far
 

@@ -38,17 +38,17 @@ class StructuredOutputChecks:
         self._limits = limits
         self._threads = ThreadPoolExecutor(THREADS, "grammars")
 
-    async def check(self, form: ResponseFormat | None) -> None:
+    async def check(self, response_format: ResponseFormat | None) -> None:
         """Compile a response format, if there is one and it is not compiled yet.
 
         Raises:
             ApiError: It is too long, takes too long to compile, or uses unsupported features.
         """
-        if form is None:
+        if response_format is None:
             return
-        kind, param = (_TOOLS, "tools") if form.kind == LARK else (form.kind, "response_format")
-        self._check_size(len(form.source.encode()), kind, param)
-        await self._run(partial(self._grammars.check, form), kind, param)
+        kind, param = (_TOOLS, "tools") if response_format.kind == LARK else (response_format.kind, "response_format")
+        self._check_size(len(response_format.source.encode()), kind, param)
+        await self._run(partial(self._grammars.check, response_format), kind, param)
 
     async def supported(self, functions: Sequence[Function], *, must_call: bool) -> tuple[Function, ...]:
         """Return functions with schemas that can guide calls: the supported part, unless a function is strict.

@@ -18,7 +18,7 @@ from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import sender_of
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.engine_requests import chat_inputs, check_count, completion_inputs
-from megatron_ext.server.openai.guided_answers import answer_format, guided_form
+from megatron_ext.server.openai.guided_answers import answer_format_of, constrained_format
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
@@ -33,10 +33,10 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request, serving: ServerDependency) -> Response:
     """Complete one or several prompts."""
-    serving.check_model(body)
+    serving.check_name(body.model)
     choices = body.n or 1
     check_count(len(body.prompts), choices, serving.requests.capacity)
-    await serving.forms.check(body.form)
+    await serving.structured_outputs.check(body.enforced_format)
     prompts: Sequence[Sequence[int]] = handed_on_tokens(request.scope) or [
         await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
     ]
@@ -62,40 +62,45 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation."""
-    inputs, form = await chat_work(body, request, serving)
+    inputs, answer_format = await prepare_chat(body, request, serving)
     builder = ChatResponseBuilder(
         serving.answered_name(body.model),
         serving.vocabulary,
         body.n or 1,
         has_scores=bool(body.logprobs),
         shows_ids=bool(body.return_token_ids),
-        form=form,
+        answer_format=answer_format,
     )
     builder.thinking_token = serving.chat.thinking_token
     return await _answer(request, serving, body, inputs, builder)
 
 
-async def chat_work(body: ChatRequest, request: Request, serving: Serving) -> tuple[list[RequestInputs], AnswerFormat]:
+async def prepare_chat(
+    body: ChatRequest, request: Request, serving: Serving
+) -> tuple[list[RequestInputs], AnswerFormat]:
     """Return the inputs of a conversation's requests, and the format in which the model answers.
 
     Raises:
         ApiError: The request means another model, or cannot be served.
         ConfigError: The chat template refuses it, or its fields contradict each other.
     """
-    serving.check_model(body)
+    serving.check_name(body.model)
     check_count(1, body.n or 1, serving.requests.capacity)
-    await serving.forms.check(body.form)
+    checks = serving.structured_outputs
+    await checks.check(body.enforced_format)  # before any text is tokenized: a bad schema is refused at little cost
     handed_on = handed_on_tokens(request.scope)
     prompt = handed_on[0] if handed_on else await serving.tokenize_chat(body.messages, body.chat_options)
-    answer = answer_format(body, prompt, serving.chat)
-    functions = await serving.forms.supported(answer.functions, must_call=body.tool_choice.mode == "required")
+    answer = answer_format_of(body, prompt, serving.chat)
+    # The grammar has the supported part of the functions' schemas; the reader of the answer gets the whole ones.
+    functions = await checks.supported(answer.functions, must_call=body.tool_choice.mode == "required")
     guided = answer if functions == answer.functions else replace(answer, functions=functions)
-    form = guided_form(body, guided, serving.chat)
-    if form is not body.form:
-        await serving.forms.check(form)
+    response_format = constrained_format(body, guided, serving.chat)
+    if response_format != body.enforced_format:  # a grammar that has calls or thinking as well
+        await checks.check(response_format)
     marks = await serving.marked_positions(body, prompt)
+    caller = request.scope[CALLER]
     inputs = chat_inputs(
-        body, prompt, serving.prompt_limits, serving.chat, request.scope[CALLER], serving.defaults, form, marks
+        body, prompt, serving.prompt_limits, serving.chat, caller, serving.defaults, response_format, marks
     )
     return inputs, answer
 

@@ -13,7 +13,7 @@ from megatron_ext.server.api_errors import ContextExceeded
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.openai.responses import finished
 from megatron_ext.server.openai.streaming import EventStream
-from megatron_ext.server.routes.generation import chat_work, json_response, run_requests
+from megatron_ext.server.routes.generation import json_response, prepare_chat, run_requests
 from megatron_ext.server.serving import ServerDependency
 
 router = APIRouter(route_class=JsonRoute)
@@ -26,10 +26,10 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
     note_betas(request.headers.get("anthropic-beta", ""))
     chat = as_chat(body, can_think=serving.chat.reasoning is not None)
     try:
-        inputs, form = await chat_work(chat, request, serving)
+        inputs, answer_format = await prepare_chat(chat, request, serving)
     except ContextExceeded as error:
         raise in_messages_words(error) from None
-    builder = MessageBuilder(serving.answered_name(body.model), serving.vocabulary, form)
+    builder = MessageBuilder(serving.answered_name(body.model), serving.vocabulary, answer_format)
     group = await run_requests(request, serving, chat, inputs, builder)
     if body.stream:
         return EventStream(group, message_events(group, builder, serving.decoder))

@@ -21,7 +21,7 @@ from megatron_ext.server.openai.responses_api.continuing import conversation_of
 from megatron_ext.server.openai.responses_api.create_request import ResponsePrompt, ResponsesRequest
 from megatron_ext.server.openai.responses_api.response_ids import tag_of
 from megatron_ext.server.openai.streaming import EventStream, PieceReader, event, failure_of
-from megatron_ext.server.routes.generation import chat_work, json_response, run_requests
+from megatron_ext.server.routes.generation import json_response, prepare_chat, run_requests
 from megatron_ext.server.serving import ServerDependency
 from megatron_ext.server.unknown_fields import note_ignored
 
@@ -44,11 +44,11 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
     conversation = conversation_of(body, serving.responses, tenant)
     chat = body.chat_request(conversation.messages)
     try:
-        inputs, form = await chat_work(chat, request, serving)
+        inputs, answer_format = await prepare_chat(chat, request, serving)
         is_stored = serving.responses.is_on and body.store is not False
         answer = ResponseAnswer(
             _fields(body, inputs[0].params, serving.answered_name(body.model), is_stored=is_stored),
-            form,
+            answer_format,
             serving.vocabulary,
             tag_of(serving.instance),
             shows_ids=bool(body.return_token_ids),

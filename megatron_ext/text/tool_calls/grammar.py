@@ -32,16 +32,16 @@ class Guidance:
     thinking_opening: str = ""
 
 
-def grammar_of(guidance: Guidance, form: ToolCallFormat, token_of: Callable[[str], int | None]) -> str:
+def grammar_of(guidance: Guidance, call_format: ToolCallFormat, token_of: Callable[[str], int | None]) -> str:
     """Return the grammar of an answer.
 
     Args:
         guidance: Demands on the answer.
-        form: Format of the calls.
+        call_format: Format of the calls.
         token_of: See `GrammarRules`.
     """
     rules = GrammarRules(token_of)
-    answer = _answer(guidance, form, rules)
+    answer = _answer(guidance, call_format, rules)
     return rules.text(f"{_thinking(guidance, rules)} {answer}".strip())
 
 
@@ -56,27 +56,27 @@ def _thinking(guidance: Guidance, rules: GrammarRules) -> str:
     return f"({space} {rules.marker(guidance.thinking_opening)} {rest} {space})?"
 
 
-def _answer(guidance: Guidance, form: ToolCallFormat, rules: GrammarRules) -> str:
+def _answer(guidance: Guidance, call_format: ToolCallFormat, rules: GrammarRules) -> str:
     text = "TEXT?" if guidance.answer is None else rules.json(guidance.answer)
     if not guidance.functions:
         return text
     functions = [_guided(one, guidance) for one in guidance.functions]
-    calls = form.syntax.grammar(functions, rules, is_parallel=guidance.is_parallel)
-    closing = rules.marker(form.closing) if form.closing and not form.bare else ""
+    calls = call_format.syntax.grammar(functions, rules, is_parallel=guidance.is_parallel)
+    closing = rules.marker(call_format.closing) if call_format.closing and not call_format.bare else ""
     rest = rules.add(f"({calls}) {closing}")
-    opened = rest if form.bare else f"{rules.marker(form.opening)} {rest}"
-    repeats = form.between is not None and guidance.is_parallel
+    opened = rest if call_format.bare else f"{rules.marker(call_format.opening)} {rest}"
+    repeats = call_format.between is not None and guidance.is_parallel
     block = rules.add(opened)
-    several = f"{block} ({rules.literal(form.between or '')} {block})*" if repeats else block
+    several = f"{block} ({rules.literal(call_format.between or '')} {block})*" if repeats else block
     if guidance.must_call:
         return several
     if guidance.answer is not None:
         return f"({several} | {text})"
-    if form.bare:
-        bare = "\\" + form.bare
+    if call_format.bare:
+        bare = "\\" + call_format.bare
         other = rules.add(f"/[^{bare}\\s](.|\\n)*/")
         return f"({several} | {other})?"
-    guided = f"{rules.up_to(form.opening)} {rest}"
+    guided = f"{rules.up_to(call_format.opening)} {rest}"
     return f"({guided})* TEXT?" if repeats else f"({guided})? TEXT?"
 
 

@@ -21,7 +21,7 @@ class ToolCallReader:
     """Incremental parser of a growing text.
 
     Args:
-        form: Format of the calls.
+        call_format: Format of the calls.
         functions: Functions that the model may call. Their schemas say which arguments are texts.
         max_calls: Maximum number of calls returned; later ones are dropped.
 
@@ -29,9 +29,9 @@ class ToolCallReader:
         count: Calls returned so far.
     """
 
-    def __init__(self, form: ToolCallFormat, functions: Iterable[Function] = (), max_calls: int = 1024) -> None:
+    def __init__(self, call_format: ToolCallFormat, functions: Iterable[Function] = (), max_calls: int = 1024) -> None:
         self.count = 0
-        self._form = form
+        self._call_format = call_format
         self._functions = {function.name: function for function in functions}
         self._max = max_calls
         self._held = ""  # may be the beginning of a call
@@ -75,22 +75,24 @@ class ToolCallReader:
 
     def _content(self, *, is_last: bool) -> Iterator[Event]:
         """Yield the content before the next opening marker, and begin to parse after it."""
-        form = self._form
-        if form.bare and not self._has_content and not self.count:
+        call_format = self._call_format
+        if call_format.bare and not self._has_content and not self.count:
             start = self._held.lstrip()
             if not start and not is_last:
                 return
-            if start.startswith(form.bare):
+            if start.startswith(call_format.bare):
                 self._begin(self._held[: len(self._held) - len(start)], Source(self._functions))
                 return
-        opening = self._held.find(form.opening)
+        opening = self._held.find(call_format.opening)
         certain = opening
         if opening < 0:
-            certain = len(self._held) - (0 if is_last and not self._is_cut else overlap(self._held, form.opening))
+            certain = len(self._held) - (
+                0 if is_last and not self._is_cut else overlap(self._held, call_format.opening)
+            )
         yield from self._kept(self._held[:certain])
         self._held = self._held[certain:]
         if opening >= 0:
-            self._begin(form.opening, Source())
+            self._begin(call_format.opening, Source())
         elif is_last and self._held:
             self._drop()
 
@@ -109,18 +111,18 @@ class ToolCallReader:
         Arguments that break off end at the marker, or with the text. What is no call after a whole one is content, or
         dropped up to the marker.
         """
-        form = self._form
+        call_format = self._call_format
         try:
-            yield from form.syntax.parse(source, self._functions)
-            yield from source.skip_closing(form.closing)
+            yield from call_format.syntax.parse(source, self._functions)
+            yield from source.skip_closing(call_format.closing)
         except NotACall as error:
             if not self._has_begun:
                 raise
             is_broken = isinstance(error, BrokenArguments)
             if source.has_ended:
                 return
-            if is_broken or (form.closing and source.names is None):
-                yield from _broken(source, form.closing, is_kept=is_broken)
+            if is_broken or (call_format.closing and source.names is None):
+                yield from _broken(source, call_format.closing, is_kept=is_broken)
             else:
                 source.position = source.settled
 

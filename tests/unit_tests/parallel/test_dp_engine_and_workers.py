@@ -71,7 +71,7 @@ def checked_plan(
     assert [request for request, _ in plan.failures] == [request for request, _ in plain.failures]
     assert sum(chunk.length for chunk in plan.chunks) <= limits.max_tokens
     for chunk in plan.chunks:
-        if chunk.request.params.form is not None and chunk.yields_token:
+        if chunk.request.params.response_format is not None and chunk.yields_token:
             generated = chunk.request.generated_tokens
             wanted = [mask_after((*generated, *chunk.drafts[:i])) for i in range(len(chunk.drafts) + 1)]
             assert [*chunk.request.sequence.masks[: len(wanted)]] == wanted, "a mask of other tokens (SE-10)"

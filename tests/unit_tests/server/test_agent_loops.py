@@ -57,7 +57,9 @@ THOUGHT = "<think>\nThe <|end|> city.\n</think>\n\n"
 
 def histories(answer: RequestRecord, form: AnswerFormat, vocabulary: Vocabulary) -> Iterator[tuple[str, dict]]:
     """Routes with the conversation that an answer continues there, as it came, and what its calls were given."""
-    message = ChatResponseBuilder("m", vocabulary, 1, has_scores=False, form=form).choice(0, answer, answer)["message"]
+    message = ChatResponseBuilder("m", vocabulary, 1, has_scores=False, answer_format=form).choice(0, answer, answer)[
+        "message"
+    ]
     calls = [one["id"] for one in message.get("tool_calls", ())]
     results = [{"role": "tool", "tool_call_id": one, "content": "cut off"} for one in calls]
     yield "/tokenize", {"messages": [ASKED, message, *results, NEXT]}

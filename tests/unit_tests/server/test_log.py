@@ -258,7 +258,7 @@ class TestTheEnd:
             begun.set()
             await asyncio.to_thread(go_on.wait, PATIENCE)
 
-        server.serving.forms.check = check
+        server.serving.structured_outputs.check = check
         body = {"prompt": [1], "max_tokens": 1}
         with ThreadPoolExecutor(1) as clients:
             answer = clients.submit(server.http.post, COMPLETIONS, json=body)

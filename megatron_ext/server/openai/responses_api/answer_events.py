@@ -78,7 +78,7 @@ class ResponseAnswer:
 
     Args:
         fields: Fields of the response that repeat the request.
-        form: Format of the answer: what is thinking, and what is a call.
+        answer_format: Format of the answer: what is thinking, and what is a call.
         vocabulary: Vocabulary that decodes single tokens.
         tag: Tag of this process in ids.
         shows_ids: Whether the response has the token ids as well.
@@ -93,7 +93,7 @@ class ResponseAnswer:
     def __init__(
         self,
         fields: Mapping[str, object],
-        form: AnswerFormat,
+        answer_format: AnswerFormat,
         vocabulary: Vocabulary,
         tag: str,
         *,
@@ -103,11 +103,11 @@ class ResponseAnswer:
         self.shows_cache = True
         self.explains: Callable[..., str] | None = None
         self.thinking_token: int | None = None
-        self._form = form
+        self._answer_format = answer_format
         self._vocabulary = vocabulary
         self._tag = tag
         self._shows_ids = shows_ids
-        self._reader = ScoredReader(form, vocabulary)
+        self._reader = ScoredReader(answer_format, vocabulary)
         self._number = 0  # of the next event
         self._open: _OpenItem | None = None
         self.output: list[dict[str, object]] = []
@@ -125,7 +125,8 @@ class ResponseAnswer:
 
     def thinking_length(self, record: RequestRecord) -> int:
         """Return the number of the answer's tokens that are thinking, markers included."""
-        return thinking_length(record.generated_tokens, self._form, self._vocabulary.decoder(skips_special=False))
+        decode = self._vocabulary.decoder(skips_special=False)
+        return thinking_length(record.generated_tokens, self._answer_format, decode)
 
     def begin(self) -> Iterator[Event]:
         """Yield the events before any output."""

@@ -193,7 +193,7 @@ def test_a_slow_compilation_delays_no_other_request(strict, monkeypatch):
     monkeypatch.setattr(Grammars, "_compile_anew", slow)
     body = {"messages": QUESTION, "max_tokens": 4, "response_format": {"type": "regex", "regex": "slow"}}
     with monkeypatch.context() as patch:
-        patch.setattr(strict.serving.forms, "_limits", ServerLimits(grammar_timeout=0.05))
+        patch.setattr(strict.serving.structured_outputs, "_limits", ServerLimits(grammar_timeout=0.05))
         error = check_error(strict.http.post(CHAT, json=body), 400)
     assert "not compiled within 0.05 s (--grammar-timeout)" in error["message"]
     assert (error["param"], error["code"]) == ("response_format", "schema_too_slow")

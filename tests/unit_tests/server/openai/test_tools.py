@@ -14,7 +14,7 @@ from megatron_ext.server import unknown_fields
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.engine_requests import PromptLimits, chat_inputs
-from megatron_ext.server.openai.guided_answers import answer_format, guided_form
+from megatron_ext.server.openai.guided_answers import answer_format_of, constrained_format
 from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.on_request import long_except
@@ -169,7 +169,7 @@ class TestGuided:
         assert ask(says("No <tool> at all. "), stream=stream, tools=[FORECAST]) == [("No <tool> at all. ", [], "stop")]
         form = ChatRequest.model_validate({"messages": QUESTION, "tools": [FORECAST]})
         chat = embedded.serving.chat
-        guided = guided_form(form, answer_format(form, [5, 6], chat), chat)
+        guided = constrained_format(form, answer_format_of(form, [5, 6], chat), chat)
         assert guided is not None
         matcher = embedded.serving.engine.grammars.matcher(guided)
         matcher.take(embedded.serving.tokenizer.tokenize('Let me see. <tool_call>\n{"name": "forecast", "arguments": '))

@@ -359,7 +359,7 @@ class TestGrammars:
         assert not is_accepted(grammars, auto, name, written(name, [("weather", {"town": "Oslo"})], text))
 
     def test_a_call_or_an_answer_of_a_schema(self, grammars, name):
-        if name == "llama3_json":  # refused by `guided_form`: both are bare JSON
+        if name == "llama3_json":  # refused by `constrained_format`: both are bare JSON
             return
         schema = {"type": "object", "properties": {"degrees": {"type": "integer"}}, "required": ["degrees"]}
         either = Guidance((WEATHER,), answer=schema)
