@@ -20,9 +20,9 @@ from megatron_ext.engine.client_listener import ClientListener
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import EngineStep, StepOutput
-from megatron_ext.engine.idle_gate import IdleGate, answer
+from megatron_ext.engine.idle_gate import IdleGate
 from megatron_ext.engine.pausing import ABORT, Pause, PauseMode
-from megatron_ext.engine.thread import EngineThread, result_of
+from megatron_ext.engine.thread import EngineThread, complete, result_of
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.request import Request
 
@@ -58,7 +58,7 @@ class EngineClient:
         self._gate = IdleGate()
         self._ids = itertools.count()
         self._pending: dict[int, EngineRequest] = {}  # by request id
-        self._has_turn = False  # a turn is under way or submitted
+        self._is_step_submitted = False
         self._failures = 0  # failed steps in a row
         self._pausing: Pause | None = None
         if core.workers.heartbeat is not None:
@@ -80,7 +80,8 @@ class EngineClient:
         with self._closing:
             self._check_open()
             held = self._gate.hold(requests)
-            return held or self._thread.submit_requests(self._add, (requests,), self._between_steps)
+            add = partial(self._add, requests)
+            return held or self._thread.submit(partial(self._between_steps, add), take_in=add)
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
         """Call a function in the engine's thread, between two steps.
@@ -90,7 +91,7 @@ class EngineClient:
         """
         with self._closing:
             self._check_open()
-            return self._thread.submit(self._between_steps, function, arguments)
+            return self._thread.submit(partial(self._between_steps, function, *arguments))
 
     def call_when_idle(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
         """Call a function in the engine's thread once the requests submitted before have ended.
@@ -104,8 +105,8 @@ class EngineClient:
         with self._closing:
             self._check_open()
             called: Future[Result] = Future()
-            arm = self._gate.close(partial(answer, called, self._unless_closed, function, arguments))
-            self._thread.submit(self._between_steps, arm, ())
+            arm = self._gate.close(partial(complete, called, self._unless_closed, function, *arguments))
+            self._thread.submit(partial(self._between_steps, arm))
             return called
 
     @property
@@ -193,7 +194,8 @@ class EngineClient:
 
     # Methods of the engine's thread
 
-    def _between_steps(self, function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
+    def _between_steps(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Run a call; afterwards report what it has ended, and step on."""
         self._drop_abandoned()
         try:
             return function(*arguments)
@@ -201,16 +203,16 @@ class EngineClient:
             self._listener.on_call()
             if self._pausing is not None or self._core.is_suspended:
                 self._report_ended()
-            self._go_on()
+            self._submit_step()
 
-    def _unless_closed(self, function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
+    def _unless_closed(self, function: Callable[..., Result], *arguments: object) -> Result:
         self._check_open()
         return function(*arguments)
 
     def _open_gate(self) -> None:
         """Make the calls that wait for the end of all requests, then add the requests that wait for them."""
         for held in self._gate.open() if not self._pending else ():
-            answer(held.future, self._unless_closed, self._add, (held.requests,))
+            complete(held.future, self._unless_closed, self._add, held.requests)
 
     def _add(self, requests: Sequence[EngineRequest]) -> None:
         if self._core.is_suspended:
@@ -283,24 +285,24 @@ class EngineClient:
         """Deliver the records of requests that have ended while no step is taken."""
         records = self._core.report(EngineStep())
         if records:
-            self._take_output(StepOutput((), records, 0.0))
+            self._deliver(StepOutput((), records, 0.0))
 
     def _listen(self, listener: ClientListener) -> None:
         self._listener = listener
 
-    def _go_on(self) -> None:
-        """Submit a turn if there is something to compute or to report."""
+    def _submit_step(self) -> None:
+        """Submit the next step if there is something to compute or to report."""
         self._open_gate()
         is_stuck = self._failures > FAILED_STEPS or not self._steps_itself or self._pausing is not None
-        if self._has_turn or is_stuck or self._core.is_suspended or not self._core.is_busy:
+        if self._is_step_submitted or is_stuck or self._core.is_suspended or not self._core.is_busy:
             return
         with contextlib.suppress(RuntimeError):  # the client is being closed, or the interpreter ends
-            self._thread.submit(self._turn)
-            self._has_turn = True
+            self._thread.submit(self._run_step)
+            self._is_step_submitted = True
 
-    def _turn(self) -> None:
-        """Take one step, deliver its output, and submit the next turn after the calls submitted meanwhile."""
-        self._has_turn = False
+    def _run_step(self) -> None:
+        """Take one step, deliver its output, and submit the next step after the calls submitted meanwhile."""
+        self._is_step_submitted = False
         self._drop_abandoned()
         if self._is_closed or self._pausing is not None or self._core.is_suspended or not self._core.is_busy:
             return
@@ -309,20 +311,17 @@ class EngineClient:
         except Exception as error:
             self._note_failed_step(error)
         self._listener.on_call()
-        self._go_on()
+        self._submit_step()
 
     def _step(self) -> StepOutput:
         output = self._core.step()
         self._failures = 0
-        self._take_output(output)
+        self._deliver(output)
         return output
 
-    def _take_output(self, output: StepOutput) -> None:
+    def _deliver(self, output: StepOutput) -> None:
         with self._core.error_isolation.guard("the observer of a step"):
             self._listener.on_step(output)
-        self._deliver(output)
-
-    def _deliver(self, output: StepOutput) -> None:
         changed = [self._pending[request.request_id] for request in output.active if self._has_update(request)]
         for record in output.records:
             one = self._pending.pop(record.request_id, None)

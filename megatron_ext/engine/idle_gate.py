@@ -7,11 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
 
 from megatron_ext.engine.client_request import EngineRequest
-
-Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -80,13 +77,3 @@ class IdleGate:
         with self._lock:
             held, self._held = (self._held, []) if not self._calls else ([], self._held)
         return held
-
-
-def answer(future: Future[Result], function: Callable[..., Result], *arguments: object) -> None:
-    """Call a function, and set the future to its result or error, unless the future was cancelled."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function(*arguments))
-    except BaseException as error:  # passed to the waiting thread
-        future.set_exception(error)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from megatron_ext.engine.core import EngineCore
@@ -27,6 +26,16 @@ def result_of(future: Future[Result]) -> Result:
     return future.result()
 
 
+def complete(future: Future[Result], function: Callable[..., Result], *arguments: object) -> None:
+    """Call a function, and set the future to its result or error, unless the future was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:  # passed to the waiting thread, as executors do
+        future.set_exception(error)
+
+
 @dataclass(eq=False)
 class _Call:
     """Call in the queue of the thread.
@@ -40,15 +49,6 @@ class _Call:
     run: Callable[[], object]
     take_in: Callable[[], object] | None
     future: Future[Any]
-
-    def answer(self, function: Callable[[], object]) -> None:
-        """Run `function` and set the future, unless the future was cancelled."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(function())
-        except BaseException as error:  # passed to the waiting thread, as executors do
-            self.future.set_exception(error)
 
 
 class EngineThread:
@@ -69,30 +69,18 @@ class EngineThread:
         if core.workers.heartbeat is None:
             core.host_work = self.take_in
 
-    def submit(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
+    def submit(self, run: Callable[[], Result], take_in: Callable[[], Result] | None = None) -> Future[Result]:
         """Call a function in the thread, after the calls submitted before.
 
-        Raises:
-            RuntimeError: The thread is closed, or the interpreter ends.
-        """
-        return self._submit(_Call(partial(function, *arguments), None, Future()))
-
-    def submit_requests(
-        self, add: Callable[..., Result], arguments: tuple[object, ...], between_steps: Callable[..., Result]
-    ) -> Future[Result]:
-        """Run `between_steps(add, arguments)` like any other call, or `add(*arguments)` during a step.
-
         Args:
-            add: Function that adds requests to the engine, and does nothing else to it.
-            arguments: Arguments of `add`.
-            between_steps: Wrapper for calls outside of a step.
+            run: Function to call between two steps.
+            take_in: Function that may be called in its place while a step is computed: it adds requests to the engine,
+                and does nothing else to it.
 
         Raises:
             RuntimeError: The thread is closed, or the interpreter ends.
         """
-        return self._submit(_Call(partial(between_steps, add, arguments), partial(add, *arguments), Future()))
-
-    def _submit(self, call: _Call) -> Future[Any]:
+        call = _Call(run, take_in, Future())
         with self._submitting:
             self._waiting.append(call)
             try:
@@ -106,7 +94,7 @@ class EngineThread:
         with self._submitting:
             call = self._waiting.popleft() if self._waiting else None  # the call may have been taken in already
         if call is not None:
-            call.answer(call.run)
+            complete(call.future, call.run)
 
     def take_in(self) -> None:
         """Run waiting calls that add requests while a step is computed, up to the first call of another kind."""
@@ -117,7 +105,7 @@ class EngineThread:
             if call is None:
                 return
             assert call.take_in is not None, "just seen"
-            call.answer(call.take_in)
+            complete(call.future, call.take_in)
 
     def close(self) -> None:
         """Wait for all submitted calls, and end the thread."""

@@ -275,19 +275,11 @@ class RequestManager:
             self.on_lost_ranks()
 
     def deliver(self, requests: Sequence[EngineRequest]) -> None:
-        """Update these handles; a shared client delivers requests of other code, too."""
-        handles = [one for one in requests if isinstance(one, RequestHandle)]
-        try:
-            self._deliver(handles)
-        except Exception as error:
-            for handle in handles:
-                self._fail(handle, error)
-
-    def _deliver(self, handles: Sequence[RequestHandle]) -> None:
-        for handle in handles:
-            group = self._living.get(handle)
-            if group is None:
+        """Update these handles; a shared client delivers requests of other code, too. An error ends its request."""
+        for handle in requests:
+            if not isinstance(handle, RequestHandle) or handle not in self._living:
                 continue
+            group = self._living[handle]
             try:
                 self._take(handle)
                 group.changed.set()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from megatron_ext.engine.idle_gate import IdleGate, answer
+from megatron_ext.engine.idle_gate import IdleGate
+from megatron_ext.engine.thread import complete
 
 
 def test_requests_wait_for_each_call_that_came_before_them():
@@ -34,7 +35,7 @@ def test_a_call_that_was_given_up_is_not_made():
     """RL-3: its caller has gone, and an answer would end the engine's thread with an error."""
     future: Future[int] = Future()
     assert future.cancel()
-    answer(future, lambda: 1 / 0)
+    complete(future, lambda: 1 / 0)
     future = Future()
-    answer(future, lambda: 1 / 0)
+    complete(future, lambda: 1 / 0)
     assert isinstance(future.exception(0), ZeroDivisionError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from types import SimpleNamespace
 
@@ -239,22 +239,25 @@ def test_requests_are_taken_in_up_to_the_first_other_call():
         engine.host_work()
         notes.append("step ends")
 
-    def between_steps(function, arguments):
-        notes.append("between")
-        return function(*arguments)
-
     def take(name: str) -> str:
         notes.append(name)
         return name
 
+    def between_steps(name: str) -> str:
+        notes.append("between")
+        return take(name)
+
+    def submit_requests(name: str) -> Future[str]:
+        return thread.submit(partial(between_steps, name), take_in=partial(take, name))
+
     running = thread.submit(step)
     begun.wait(60)
-    first = thread.submit_requests(take, ("first",), between_steps)
-    cancelled = thread.submit_requests(take, ("cancelled",), between_steps)
+    first = submit_requests("first")
+    cancelled = submit_requests("cancelled")
     assert cancelled.cancel()
-    second = thread.submit_requests(take, ("second",), between_steps)
-    call = thread.submit(notes.append, "abort")
-    third = thread.submit_requests(take, ("third",), between_steps)
+    second = submit_requests("second")
+    call = thread.submit(partial(notes.append, "abort"))
+    third = submit_requests("third")
     submitted.set()
     assert [one.result(60) for one in (running, first, second, call, third)] == [None, "first", "second", None, "third"]
     with pytest.raises(CancelledError):

@@ -24,13 +24,13 @@ def held_steps(client: EngineClient, requests: int | None = None, tokens: int = 
         requests: Number of requests that stops the steps; by default all, so that each new one begins, too.
         tokens: Generated tokens from which on a request has begun.
     """
-    go_on = client._go_on
+    submit_step = client._submit_step
 
-    def go_on_unless_held() -> None:
+    def submit_unless_held() -> None:
         living = [one.request for one in client._pending.values() if not (one.is_abandoned or one.request.is_ended)]
         begun = sum(request.generated_count >= tokens for request in living)
         if not living or begun < (len(living) if requests is None else requests):
-            go_on()
+            submit_step()
 
     def release() -> None:
         with contextlib.suppress(EngineClosed):
@@ -38,5 +38,5 @@ def held_steps(client: EngineClient, requests: int | None = None, tokens: int = 
 
     with contextlib.ExitStack() as holding:
         holding.callback(release)
-        holding.enter_context(mock.patch.object(client, "_go_on", go_on_unless_held))
+        holding.enter_context(mock.patch.object(client, "_submit_step", submit_unless_held))
         yield holding
