@@ -26,13 +26,13 @@ class EngineFollower:
 
     Args:
         worker: Repeats the steps of the first rank.
-        weights: Writer of this rank's part of the weights.
+        weight_writer: Writer of this rank's part of the weights.
         on_close: Called once, at the end.
     """
 
-    def __init__(self, worker: Worker, weights: WeightWriter, on_close: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, weight_writer: WeightWriter, on_close: Callable[[], None]) -> None:
         self._worker = worker
-        self._weights = weights
+        self._weight_writer = weight_writer
         self._on_close = on_close
         self._is_closed = False
         self._is_awaited = False  # the first rank waits for this one's shards
@@ -85,7 +85,7 @@ class EngineFollower:
         self._is_awaited = False
         options = ShardOptions(partial, in_flight, weights_version, keep_old)
         try:
-            self._weights.write_shards(named_shards, options)
+            self._weight_writer.write_shards(named_shards, options)
         except (ConfigError, WeightUpdateError):
             self._worker.follow()
             raise

@@ -102,13 +102,13 @@ def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> At
             parallel_context.releases_ranks = True
         loaded = _on_all_ranks(parallel_context, partial(_shared, model, tokenizer, settings.parallel, undo))
         in_gpt = is_gpt(unwrapped(model))
-        weights = WeightWriter(loaded, parallel_context, source_is_gpt=in_gpt, owns_padding=False)
+        weight_writer = WeightWriter(loaded, parallel_context, source_is_gpt=in_gpt, owns_padding=False)
         with ending_together(settings.parallel.distributed_timeout_minutes):
             if parallel_context is None or parallel_context.is_driver:
                 engine = EngineArgs(settings, parallel_context, loaded=loaded).build_engine()
-                return AttachedEngine(engine, weights, defaults, undo.pop_all().close)
-            worker = build_follower(settings, parallel_context, weights, settings.cache)
-            return EngineFollower(worker, weights, undo.pop_all().close)
+                return AttachedEngine(engine, weight_writer, defaults, undo.pop_all().close)
+            worker = build_follower(settings, parallel_context, weight_writer, settings.cache)
+            return EngineFollower(worker, weight_writer, undo.pop_all().close)
 
 
 def _shared(model: object, tokenizer: object, parallel: ParallelConfig, undo: contextlib.ExitStack) -> LoadedModel:

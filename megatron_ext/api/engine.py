@@ -35,7 +35,7 @@ class LoadedEngine(LLMEngine):
 
     Args:
         engine: Engine of the model; no other code may call it from now on.
-        weights: Model, and writer of new weights.
+        weight_writer: Model, and writer of new weights.
         defaults: Parameters of requests without `RequestParams`.
         on_close: Called once, after the engine has been closed.
 
@@ -45,12 +45,16 @@ class LoadedEngine(LLMEngine):
     """
 
     def __init__(
-        self, engine: InferenceEngine, weights: WeightWriter, defaults: RequestParams, on_close: Callable[[], None]
+        self,
+        engine: InferenceEngine,
+        weight_writer: WeightWriter,
+        defaults: RequestParams,
+        on_close: Callable[[], None],
     ) -> None:
-        super().__init__(engine, weights, on_close=on_close)
+        super().__init__(engine, weight_writer, on_close=on_close)
         self._reader = PromptReader(self.tokenizer, self.vocabulary, self.grammars, defaults)
-        self.model_config: ModelConfig = weights.loaded.config
-        self.model_name: str = weights.loaded.name
+        self.model_config: ModelConfig = weight_writer.loaded.config
+        self.model_name: str = weight_writer.loaded.name
 
     # Requests
 
@@ -182,9 +186,9 @@ class LoadedEngine(LLMEngine):
             WeightUpdateError: A write has failed. Without `keep_old` all requests end as `FAILED`, and none is taken
                 until a complete update succeeds.
         """
-        chosen, _ = InFlight.read(in_flight), self.weights.names()
+        chosen, _ = InFlight.read(in_flight), self.weight_writer.names()
         check_version(weights_version)
-        write = partial_call(self.weights.write, named_tensors, partial=partial, keep_old=keep_old)
+        write = partial_call(self.weight_writer.write, named_tensors, partial=partial, keep_old=keep_old)
         self.change_weights(write, chosen, weights_version, is_complete=not partial).result()
 
     def update_weights_from_shards(
@@ -210,20 +214,20 @@ class LoadedEngine(LLMEngine):
                 written anything.
             WeightUpdateError: See `update_weights`.
         """
-        if not self.weights.shards_are_handed_over:
+        if not self.weight_writer.shards_are_handed_over:
             raise ConfigError(
                 "the other ranks are in follow_engine, and hand over no shards; call load_follower on them instead, or "
                 "give whole tensors to update_weights"
             )
         options = ShardOptions(partial, in_flight, weights_version, keep_old)
-        write = partial_call(self.weights.write_shards, named_shards, options)
+        write = partial_call(self.weight_writer.write_shards, named_shards, options)
         # All ranks together refuse another name.
         chosen = next((one for one in InFlight if one == in_flight), InFlight.RECOMPUTE)
         self.change_weights(write, chosen, weights_version, is_complete=not partial, are_shards=True).result()
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that `update_weights` takes, by name."""
-        return self._call(self.weights.shapes)
+        return self._call(self.weight_writer.shapes)
 
     def weights_changed(self, *, in_flight: str = "recompute", weights_version: int | None = None) -> None:
         """Empty the cache after other code has written the model's weights in place.

@@ -101,8 +101,8 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
     with contextlib.ExitStack() as stack:
         parallel_context = stack.enter_context(_joined_ranks(settings, _Role.LEADS))
         args = EngineArgs(settings, parallel_context)
-        weights = args.weights()
-        return LoadedEngine(args.build_engine(), weights, defaults, PROCESS_GROUPS.leave)
+        writer = args.weight_writer()
+        return LoadedEngine(args.build_engine(), writer, defaults, PROCESS_GROUPS.leave)
 
 
 def _follow(settings: InferenceSettings) -> None:
@@ -122,9 +122,9 @@ def _load_follower(settings: InferenceSettings) -> EngineFollower:
 
     with _joined_ranks(settings, _Role.RETURNS) as parallel_context:
         assert parallel_context is not None, "a rank that is alone leads"
-        weights = weight_writer(settings, parallel_context, load(settings))
-        worker = build_follower(settings, parallel_context, weights, settings.cache)
-        return EngineFollower(worker, weights, PROCESS_GROUPS.leave)
+        writer = weight_writer(settings, parallel_context, load(settings))
+        worker = build_follower(settings, parallel_context, writer, settings.cache)
+        return EngineFollower(worker, writer, PROCESS_GROUPS.leave)
 
 
 class _Role(enum.Enum):

@@ -216,7 +216,8 @@ class EngineCore:
         """Schedule, execute and commit one step; errors are those of `step`."""
         if self.is_suspended:
             raise EngineSuspended("the engine is suspended; call resume() before a step")
-        self._notice_new_weights()
+        if self.resources.has_new_weights():  # written without a call of the engine
+            self._use_new_weights()
         started = time.perf_counter()
         for replica in self.replicas:  # before the other ranks receive the proposals
             replica.propose()
@@ -370,10 +371,6 @@ class EngineCore:
         if self.update_error is not None:
             raise self.update_error
         self.resources.check_weights(is_caching=self.is_caching)
-
-    def _notice_new_weights(self) -> None:
-        if self.resources.has_new_weights():
-            self._use_new_weights()
 
     def _use_new_weights(self, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None) -> None:
         self.weights_version = self.weights_version + 1 if version is None else version

@@ -59,10 +59,10 @@ class EngineArgs:
             logger.warning("there is one replica, so the policy that chooses replicas has no effect")
         with phase("read"):
             self.loaded = loaded or load(settings)
-            self._weights: bytes | None = None  # digest, if the cache's contents are kept between processes
+            self._weights_digest: bytes | None = None  # digest, if the cache's contents are kept between processes
             check_prediction(settings.speculation, settings.parallel, self.loaded)
 
-    def weights(self) -> WeightWriter:
+    def weight_writer(self) -> WeightWriter:
         """Return the writer of new weights; called before `build_engine`, which may pack them."""
         return weight_writer(self._settings, self._parallel_context, self.loaded)
 
@@ -77,8 +77,8 @@ class EngineArgs:
         """
         settings, loaded = self._settings, self.loaded
         cache = cache or settings.cache
-        if cache.is_durable and self._weights is None:  # before anything packs them
-            self._weights = weights_digest(loaded)
+        if cache.is_durable and self._weights_digest is None:  # before anything packs them
+            self._weights_digest = weights_digest(loaded)
         with self._phase("compile"):
             compile_operators(loaded.model, settings.batching)
         engine = build_engine(
@@ -96,8 +96,8 @@ class EngineArgs:
             routing=settings.routing,
             phase=self._phase,
         )
-        if self._weights is not None and cache.is_durable:
-            facts = cache_facts(loaded, self._weights, settings.parallel, self._parallel_context)
+        if self._weights_digest is not None and cache.is_durable:
+            facts = cache_facts(loaded, self._weights_digest, settings.parallel, self._parallel_context)
             keep_engine(engine, facts, cache, self._parallel_context)
         write_audit_reports(engine, cache)
         return engine
@@ -122,26 +122,26 @@ def follow(
         RankError: A rank has failed or does not answer.
     """
     loaded = load(settings)
-    weights = weight_writer(settings, parallel_context, loaded)
+    writer = weight_writer(settings, parallel_context, loaded)
     for cache in caches or [settings.cache]:
-        follower = build_follower(settings, parallel_context, weights, cache)
+        follower = build_follower(settings, parallel_context, writer, cache)
         on_ready()
         follower.follow()
         follower.free()  # the pools of two engines need not fit at the same time
 
 
 def build_follower(
-    settings: EngineSettings, parallel_context: ParallelContext, weights: WeightWriter, cache: CacheConfig
+    settings: EngineSettings, parallel_context: ParallelContext, weight_writer: WeightWriter, cache: CacheConfig
 ) -> Worker:
     """Build the worker of a rank other than 0; its pools are allocated.
 
     Args:
         settings: Settings of rank 0.
         parallel_context: All ranks.
-        weights: Writer of this rank's part of the model.
+        weight_writer: Writer of this rank's part of the model.
         cache: Prefix caching of rank 0's engine.
     """
-    loaded, opener = weights.loaded, None
+    loaded, opener = weight_writer.loaded, None
     if cache.is_durable:  # before anything packs the weights
         facts = cache_facts(loaded, weights_digest(loaded), settings.parallel, parallel_context)
         opener = partial(open_part, model=facts, settings=cache, parallel_context=parallel_context)
@@ -157,7 +157,7 @@ def build_follower(
         packs_weights=_packs_weights(settings, loaded),
         opener=opener,
     )
-    worker.on_weights = weights.obey
+    worker.on_weights = weight_writer.obey
     return worker
 
 

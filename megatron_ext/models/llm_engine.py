@@ -36,7 +36,7 @@ class LLMEngine:
 
     Args:
         engine: Engine of the model; no other code may call it from now on.
-        weights: Writer of new weights; None if they are never replaced.
+        weight_writer: Writer of new weights; None if they are never replaced.
         steps_itself: See `EngineClient`.
         on_close: Called once, after the engine has been closed.
 
@@ -61,7 +61,7 @@ class LLMEngine:
     def __init__(
         self,
         engine: InferenceEngine,
-        weights: WeightWriter | None = None,
+        weight_writer: WeightWriter | None = None,
         *,
         steps_itself: bool = True,
         on_close: Callable[[], None] = lambda: None,
@@ -78,9 +78,9 @@ class LLMEngine:
         self.max_running_requests = self.limits.max_requests * self.replicas
         self.error_isolation = core.error_isolation
         self.client = EngineClient(core, steps_itself=steps_itself)
-        self._weights = weights
-        if weights is not None and core.workers.heartbeat is not None:
-            weights.tell = driver_of(core.workers).tell
+        self._weight_writer = weight_writer
+        if weight_writer is not None and core.workers.heartbeat is not None:
+            weight_writer.tell = driver_of(core.workers).tell
         self._on_close = on_close
 
     def tokenize(self, prompt: str | Sequence[int], add_bos: bool = False) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class LLMEngine:
         Raises:
             ConfigError: See `read_new_weights`.
         """
-        return self.weights.reader(directory)
+        return self.weight_writer.reader(directory)
 
     def change_weights(
         self,
@@ -196,10 +196,10 @@ class LLMEngine:
         return (self.client.call_when_idle if in_flight is InFlight.FINISH else self.client.call)(change)
 
     @property
-    def weights(self) -> WeightWriter:
+    def weight_writer(self) -> WeightWriter:
         """Writer of new weights."""
-        assert self._weights is not None, "the engine was built with it"
-        return self._weights
+        assert self._weight_writer is not None, "the engine was built with it"
+        return self._weight_writer
 
     # Memory
 

@@ -82,5 +82,5 @@ class ReplicaHooks:
         if serving.updater is None:
             raise ConfigError(f"{WEIGHTS}={path}: this server cannot read new weights; give weights_root")
         await serving.updater.update(path)
-        serving.weights = serving.updater.weights
+        serving.weights_hash = serving.updater.weights_hash
         self._user_config = user_config

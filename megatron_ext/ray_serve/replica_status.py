@@ -58,7 +58,7 @@ class ReplicaRow:
             status=requests.status,
             problem="" if requests.is_healthy else "its last steps have failed; the log has their tracebacks",
             model=serving.model,
-            weights=serving.weights,
+            weights=serving.weights_hash,
             in_flight=in_flight,
             waiting=value("waiting"),
             load_tokens=load_tokens,

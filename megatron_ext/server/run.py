@@ -136,8 +136,8 @@ def build_serving(
     root = weights_root(settings.server)
     defaults = generation_defaults(settings.source)
     args = EngineArgs(settings, parallel_context, phase)
-    loaded, weights = args.loaded, None if root is None else args.weights()
-    engine = LLMEngine(args.build_engine(), weights)
+    loaded, writer = args.loaded, None if root is None else args.weight_writer()
+    engine = LLMEngine(args.build_engine(), writer)
     print_kv_cache_config(
         engine.geometry,
         loaded.name,

@@ -48,7 +48,7 @@ class Serving:
         root: Directory of the model's tokenizer, for clients on this machine; by default the model's name.
         updater: Reader of new weights; None if not enabled.
         defaults: The model's values of `RequestParams` fields that a body leaves out.
-        weights: Hash of the weights; changes with an update.
+        weights_hash: Hash of the weights; changes with an update.
         is_shared: Whether other code uses the engine, too, and closes it; otherwise the server does at its end.
     """
 
@@ -59,7 +59,7 @@ class Serving:
     root: str | None = None
     updater: WeightsUpdater | None = None
     defaults: FieldValues = field(default_factory=dict)
-    weights: str = "-"
+    weights_hash: str = "-"
     is_shared: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process; changes with a restart

@@ -27,12 +27,12 @@ class WeightsUpdater:
         engine: Engine of the model, with a writer of weights.
 
     Attributes:
-        weights: Hash of the weights that were written last; empty before the first update.
+        weights_hash: Hash of the weights that were written last; empty before the first update.
     """
 
     root: WeightsRoot
     engine: LLMEngine
-    weights: str = ""
+    weights_hash: str = ""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def update(self, path: str, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None) -> int:
@@ -52,7 +52,7 @@ class WeightsUpdater:
         async with self._one_at_a_time:
             write, found = await asyncio.to_thread(self._read, path)
             count = await asyncio.wrap_future(self.engine.change_weights(write, in_flight, version))
-            self.weights = found
+            self.weights_hash = found
         logger.info("weights are now from %s", printable(path, LONGEST_PATH))
         return count
 

@@ -69,7 +69,7 @@ class Clock:
 
     def watch(self, engine: AttachedEngine) -> None:
         """Let an engine's samples have this clock."""
-        samples = samples_of(engine.weights.loaded.model)
+        samples = samples_of(engine.weight_writer.loaded.model)
         assert samples is not None
         samples.clock = self
         samples.note_activity()
@@ -107,7 +107,7 @@ def test_layers_of_transformer_engine(attach, name: str) -> None:
     expected, _ = models.generate(model, models.PROMPT, COUNT)
     engine = attach(model)
     assert tokens_of(engine) == (expected, 0)
-    ours = engine.weights.loaded.model
+    ours = engine.weight_writer.loaded.model
     assert {id(one) for one in ours.parameters()} == {id(one) for one in model.parameters()}
 
 
@@ -419,7 +419,7 @@ class TestMemory:
     def test_parameters_are_shared(self, attach) -> None:
         """The engine's model has the caller's tensors themselves."""
         model = models.build("hybrid, experts")
-        ours = attach(model).weights.loaded.model
+        ours = attach(model).weight_writer.loaded.model
         assert {id(one) for one in ours.parameters()} == {id(one) for one in model.parameters()}
         assert {one.data_ptr() for one in ours.parameters()} == {one.data_ptr() for one in model.parameters()}
 
@@ -431,7 +431,7 @@ class TestMemory:
         model = models.build("llama")
         engine = attach_engine(model, None, **SMALL)
         tokens_of(engine)
-        alive = [weakref.ref(one) for one in (model, engine.weights.loaded.model, next(model.parameters()))]
+        alive = [weakref.ref(one) for one in (model, engine.weight_writer.loaded.model, next(model.parameters()))]
         engine.close()
         del model, engine
         gc.collect()

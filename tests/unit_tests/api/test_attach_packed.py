@@ -64,7 +64,7 @@ def expected_of(model: nn.Module) -> list[int]:
 
 
 def layers(engine: AttachedEngine | EngineFollower) -> list[Packable]:
-    ours = engine.weights.loaded.model if isinstance(engine, AttachedEngine) else engine._worker._memory._model
+    ours = engine.weight_writer.loaded.model if isinstance(engine, AttachedEngine) else engine._worker._memory._model
     return [one for one in ours.modules() if isinstance(one, Packable)]
 
 
@@ -123,7 +123,7 @@ def test_silent_writes_are_noticed_after_idleness(attach, settings: dict[str, An
     """Without a cache, too: packed copies depend on the weights. `weights_changed` has them packed again."""
     model = models.build("hybrid")
     engine = attach(model, **settings)
-    samples = samples_of(engine.weights.loaded.model)
+    samples = samples_of(engine.weight_writer.loaded.model)
     assert samples is not None
     seconds = [100.0]
     samples.clock = lambda: seconds[0]

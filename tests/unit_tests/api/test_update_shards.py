@@ -236,7 +236,7 @@ def test_one_rank(name: str) -> None:
         assert isinstance(engine, AttachedEngine)
         assert outcome(engine) == expected(model, 0)
         with pytest.raises(ConfigError, match="do not tell which they are of"):
-            writer_of(engine.weights.loaded.model).write_shards({"a": torch.ones(1)}, shards.ShardOptions())
+            writer_of(engine.weight_writer.loaded.model).write_shards({"a": torch.ones(1)}, shards.ShardOptions())
         engine.update_weights_from_shards(other.named_parameters(), in_flight="finish")
         assert outcome(engine) == expected(other, 0)
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))

@@ -63,7 +63,7 @@ def fresh(tmp_path_factory) -> Outcomes:
 
 def are_packed(engine: LoadedEngine) -> bool:
     return all(
-        layer.packed is not None for layer in engine.weights.loaded.model.modules() if isinstance(layer, Packable)
+        layer.packed is not None for layer in engine.weight_writer.loaded.model.modules() if isinstance(layer, Packable)
     )
 
 

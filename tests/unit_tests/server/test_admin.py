@@ -332,7 +332,7 @@ class TestUpdate:
         answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"}).json()
         assert answer["success"] is True
         assert answer["weights_version"] == server.engine.core.weights_version
-        weights = server.serving.weights
+        weights = server.serving.weights_hash
         new = tokens(server)
         assert new["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         expected = tiny_engine_with(build_slow_decay(TWO_LAYERS, seed=6))
@@ -342,7 +342,7 @@ class TestUpdate:
         assert ask(server, "POST", "/update_weights_from_disk", json={"model_path": absolute}).status_code == 200
         ask(server, "POST", "/wake_up")
         assert tokens(server)["choices"] == old["choices"]
-        assert server.serving.weights not in ("-", weights)
+        assert server.serving.weights_hash not in ("-", weights)
 
     async def test_one_after_the_other(self, tmp_path, monkeypatch):
         """TE-6: a checkpoint is not read, which takes the memory of a second model, before the last one is written."""
@@ -366,7 +366,7 @@ class TestUpdate:
         updater = WeightsUpdater(WeightsRoot.of(str(tmp_path)), SimpleNamespace(change_weights=change_weights))
         await asyncio.gather(*(updater.update(path) for path in ("one", "two")))
         assert happened == ["read one", "written", "read two", "written"]
-        assert updater.weights == "hash of two"
+        assert updater.weights_hash == "hash of two"
 
     @pytest.mark.parametrize("in_flight", [None, "continue", "finish", "abort"])
     def test_requests_in_flight(self, server, in_flight):
