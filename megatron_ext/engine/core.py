@@ -186,7 +186,7 @@ class EngineCore:
         What is worth keeping of the cache is written to disk, where there is a store; that stays open.
         """
         for replica in self.replicas:
-            replica.ahead.drop()
+            replica.async_scheduling.drop()
             replica.structured.forget(self.output.requests())
         self.output.cancel()
         if self.workers.keep_cache():
@@ -225,11 +225,11 @@ class EngineCore:
         try:
             for replica in self.replicas:
                 replica.prepare(1 / len(self.replicas), is_idle=is_idle)
-            self.workers.begin_step()
+            self.workers.begin_step()  # sends the commands since the last step, those of `prepare` included
             parts = tuple(replica.compute(self.host_work) for replica in self.replicas)
             for replica in self.replicas:
                 replica.end_step()
-        except Exception as error:
+        except Exception as error:  # with several ranks a RankError: they are no longer in step
             raised = self.workers.step_error(error)
             if raised is error:
                 raise
@@ -268,7 +268,7 @@ class EngineCore:
     def synchronize(self) -> None:
         """Wait until the device is idle; a step that has been launched ahead keeps its result."""
         for replica in self.replicas:
-            replica.ahead.synchronize()
+            replica.async_scheduling.synchronize()
 
     def close(self) -> None:
         """Wait until the device is idle and stop the workers; no step may follow."""
@@ -360,7 +360,7 @@ class EngineCore:
         """Set the version of the weights of a core without requests, in the place of one that had it."""
         self.weights_version = version
         for replica in self.replicas:
-            replica.ahead.weights_version = version
+            replica.async_scheduling.weights_version = version
 
     def check_weights(self) -> None:
         """Check the weights before requests are added; see `ModelResources`.
@@ -425,7 +425,7 @@ class EngineCore:
 
     def step_counts(self) -> StepCounts:
         """Return the numbers of steps so far, summed over all replicas where these differ."""
-        ahead = [replica.ahead for replica in self.replicas]
+        ahead = [replica.async_scheduling for replica in self.replicas]
         return StepCounts(
             steps=self.step_count,
             captured=self._captured.copy(),

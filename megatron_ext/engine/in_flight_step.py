@@ -14,7 +14,7 @@ from megatron_ext.scheduling.step import ScheduledStep
 
 
 @dataclass(frozen=True)
-class Lost:
+class FailedComputation:
     """Step whose computation has raised an error."""
 
     error: Exception
@@ -66,7 +66,7 @@ class InFlightStep:
         try:
             return dataclasses.replace(self, computing=Computed(self.computing.result()))
         except Exception as error:  # raised again by `result`
-            return dataclasses.replace(self, computing=Lost(error))
+            return dataclasses.replace(self, computing=FailedComputation(error))
 
     def result(self) -> StepResult:
         """Wait for the results of its rows.

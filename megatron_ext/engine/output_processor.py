@@ -71,12 +71,14 @@ class OutputProcessor:
         for chunk in chunks:
             request, output = chunk.request, chunk.request.output
             scheduler = self._requests[request.request_id][1]
+            # The commit has appended the accepted drafts as well, so there may be several new tokens.
             new = request.generated_count - output.taken if request.request_id in result.tokens else 0
             try:
                 note_rows(chunk, result, scheduler.cache, scheduler.limits.block_size)
                 stopped_at = (
                     self._meets_stop_word(request, new) if new and request.request_id in self._matchers else None
                 )
+                # Tokens after the stop word are cut below, and have no scores.
                 _note_scores(request, result, new if stopped_at is None else stopped_at - output.taken)
             except Exception as error:
                 if request.kept.new:  # noted by the commit, and maybe not written

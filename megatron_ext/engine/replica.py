@@ -84,14 +84,14 @@ class Replica:
         self.structured = StructuredOutputs(scheduler, input_settings.matcher, input_settings.mask_thread)
         self.audit = CacheAudit(scheduler)
         self.loading: DiskLoading | None = None
-        self.ahead = AsyncScheduling(scheduler, executor, is_on=proposals is None)
+        self.async_scheduling = AsyncScheduling(scheduler, executor, is_on=proposals is None)
 
     def propose(self) -> None:
         """Call the drafter for the next step and begin missing masks, unless that step has been launched.
 
         An error of the drafter costs its drafts only.
         """
-        self._in_flight = self.ahead.take()
+        self._in_flight = self.async_scheduling.take()
         if self._in_flight is not None:
             return
         self._drafts = NO_TOKENS
@@ -144,6 +144,7 @@ class Replica:
         plan = self._plan() if in_flight is None else in_flight.plan
         if not plan.chunks:
             alive = list(self.scheduler.queues)
+            # Only what arrives from outside the scheduler, a mask or an entry on disk, may leave a step empty.
             are_held = any(one.lacks_mask or self.scheduler.waits_for_disk(one) for one in alive)
             assert not alive or are_held, "requests are alive, but none can run"
             self._last_seconds = None
@@ -152,13 +153,13 @@ class Replica:
         planned = time.perf_counter()
         try:
             in_flight = in_flight or self._launch(plan)
-            self.ahead.launch_next(in_flight)
+            self.async_scheduling.launch_next(in_flight)  # before tokens are read: the device has no pause
             self._overlap(host_work)
             result = in_flight.result()
         except BaseException as error:
             self._abandon(plan.chunks, in_flight, error)
             raise
-        for chunk in in_flight.chunks:
+        for chunk in in_flight.chunks:  # with the version at the launch: weights may have changed since
             chunk.request.versions.compute(chunk.request.generated_count, in_flight.weights_version)
         ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._output.ended += [request for request in ended if request.audit is None]
@@ -178,17 +179,17 @@ class Replica:
         self._output.ended += [request for request, _ in plan.failures]
         self.audit.note_hits(plan.admissions)
         for admission in plan.admissions:
-            admission.request.versions.admit(self.ahead.weights_version)
+            admission.request.versions.admit(self.async_scheduling.weights_version)
             take_cached_rows(admission, self.scheduler.cache, self.scheduler.limits.block_size)
         return plan
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         step = self.scheduler.describe(plan)
-        return InFlightStep(plan, step, self._launch_step(step), self.ahead.weights_version)
+        return InFlightStep(plan, step, self._launch_step(step), self.async_scheduling.weights_version)
 
     def _abandon(self, chunks: Sequence[Chunk], in_flight: InFlightStep | None, error: BaseException) -> None:
         """Requeue the requests of a failed step, and drop the step launched after it."""
-        self.ahead.drop(in_flight)
+        self.async_scheduling.drop(in_flight)
         self.scheduler.abandon(chunks, describe(error))
         if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
             states = self.scheduler.cache.states
@@ -211,7 +212,7 @@ class Replica:
 
     def forget(self, ended: Sequence[Request]) -> None:
         """Drop all state of requests that have been reported."""
-        self.ahead.forget_discarded()
+        self.async_scheduling.forget_discarded()
         self.structured.forget(ended)
         if self._proposals is not None:
             with self._error_isolation.guard("the drafter"):
@@ -225,10 +226,10 @@ class Replica:
             restarts: Whether requests in the batch start again with their tokens; if not, they go on with what the old
                 weights computed, a step that is in flight included.
         """
-        self.ahead.synchronize()
+        self.async_scheduling.synchronize()
         if restarts:
-            self.ahead.drop()
-        self.ahead.weights_version = version
+            self.async_scheduling.drop()
+        self.async_scheduling.weights_version = version
         self.audit.forget()
         if self.loading is not None:
             self.loading.turn_off()
@@ -236,12 +237,12 @@ class Replica:
 
     def suspend(self) -> None:
         """Requeue all requests and forget cached blocks before the pools are freed."""
-        self.ahead.synchronize()
-        self.ahead.drop()
+        self.async_scheduling.synchronize()
+        self.async_scheduling.drop()
         self.audit.forget()
         self.scheduler.suspend()
 
     def close(self) -> None:
         """Wait until the device is idle."""
-        self.ahead.synchronize()
-        self.ahead.drop()
+        self.async_scheduling.synchronize()
+        self.async_scheduling.drop()

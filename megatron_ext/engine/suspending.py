@@ -49,7 +49,7 @@ class Suspension:
             if level == "drop":
                 replica.suspend()
             else:
-                replica.ahead.synchronize()
+                replica.async_scheduling.synchronize()
         if level == "drop":
             self._workers.meet()
             self._workers.suspend()

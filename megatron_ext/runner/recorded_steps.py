@@ -357,12 +357,12 @@ class RecordedSteps:
         if not problem and step.paged_batch.lengths_were_read:
             problem = "lengths on the host"
         size.attempts += 1
-        if made is not None and made.signature() == size.signature:
+        if made is not None and made.signature() == size.signature:  # two runs in a row have made the same calls
             size.record = made
         elif size.attempts >= _ATTEMPTS:
             problem = problem or "its operator calls differ from step to step"
         size.signature = "" if made is None else made.signature()
-        if problem and size.has_drafts:
+        if problem and size.has_drafts:  # plain decodes may still be recorded
             self.problem_with_drafts = problem
             self._sizes = {key: one for key, one in self._sizes.items() if not one.has_drafts}
             logger.info(

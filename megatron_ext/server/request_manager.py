@@ -143,7 +143,7 @@ class RequestManager:
         self._check_capacity(len(inputs))
         handles = [RequestHandle(one, is_streamed=is_streamed) for one in inputs]
         group = RequestGroup(handles, self.abort, sender)
-        self._living |= dict.fromkeys(handles, group)
+        self._living |= dict.fromkeys(handles, group)  # first: the engine may deliver before the submission returns
         try:
             await asyncio.wrap_future(self.client.submit(handles))
         except EngineClosed:

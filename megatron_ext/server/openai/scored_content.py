@@ -108,6 +108,7 @@ class ScoredReader(AnswerReader):
     def _taken(self, content: str) -> list[ScoredPart]:
         """Return the tokens of a content, cut to it, and drop them with everything before."""
         wanted, there = content.encode(), b"".join(one.data for one in self._waiting)
+        # The waiting text may begin with a rest of thinking or end with the beginning of a call; either is no content.
         if there.startswith(wanted):
             start = 0
         elif there.endswith(wanted):

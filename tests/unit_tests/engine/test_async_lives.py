@@ -50,7 +50,7 @@ class Life:
 
     def _do(self, call: tuple[object, ...]) -> None:
         if call[0] == "step":
-            in_flight = self.paper.engine.replicas[0].ahead._in_flight
+            in_flight = self.paper.engine.replicas[0].async_scheduling._in_flight
             before = self.paper.ahead
             computed = self.paper.step()
             discarded = None

@@ -50,7 +50,7 @@ def test_drops_an_in_flight_step_without_living_requests():
     paper.step()
     paper.engine.abort(paper.engine.get(0))
     paper.step()
-    assert paper.engine.replicas[0].ahead._in_flight is None, "it keeps what has ended"
+    assert paper.engine.replicas[0].async_scheduling._in_flight is None, "it keeps what has ended"
     paper.add(0, (4, 5, 6), num_tokens_to_generate=2, ignore_eos=True)
     assert paper.step() == [(0, 0, 3)]
     paper.records.pop(0, None)
@@ -211,7 +211,7 @@ def test_rows_are_told_apart_by_requests():
     paper.add(3, (1, 2), ignore_eos=True)
     paper.add(4, (1, 2, 3), ignore_eos=True)
     paper.step()
-    in_flight = paper.engine.replicas[0].ahead._in_flight
+    in_flight = paper.engine.replicas[0].async_scheduling._in_flight
     assert isinstance(in_flight, InFlightStep)
     assert in_flight.living() is in_flight
     chunks = tuple(

@@ -91,7 +91,7 @@ class Padded:
 
     def _held_slots(self) -> set[int]:
         """Slots written by the step that was launched ahead, which a CPU has already computed."""
-        in_flight = self.engine.core.replicas[0].ahead._in_flight
+        in_flight = self.engine.core.replicas[0].async_scheduling._in_flight
         return set() if in_flight is None else {one.slot for chunk in in_flight.step.chunks for one in chunk.snapshots}
 
     @property
@@ -101,7 +101,7 @@ class Padded:
 
     def wait_for_tokens(self) -> None:
         """Launch every following step only after the previous one has ended."""
-        self.engine.core.replicas[0].ahead._executor = None
+        self.engine.core.replicas[0].async_scheduling._executor = None
 
     def add(self, request_id: int, prompt: str | Sequence[int], **params: object):
         """Add a request, without prompt log-probs unless asked for: those need eager steps."""
