@@ -64,12 +64,12 @@ class AsyncScheduling:
         try:
             computing = executor.launch_next(step)
         except BaseException:
-            cache.changes_told()  # they may have been made
+            cache.note_changes_sent()  # they may have been made
             raise
         if computing is None:
             async_planner.forgo()
         else:
-            cache.changes_told()
+            cache.note_changes_sent()
             self._in_flight, self._unread = (
                 InFlightStep(plan, step, computing, self.weights_version),
                 None,

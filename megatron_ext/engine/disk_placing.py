@@ -67,8 +67,8 @@ class LoadPlacing:
         try:
             if cache.changes != NO_CHANGES:
                 self._memory.make_changes(cache.changes)
-                cache.changes_told()
-                cache.changes_made()
+                cache.note_changes_sent()
+                cache.note_changes_applied()
             self._write(places, self._tier.contents(number))
         except BaseException:
             loads.give_back(places)

@@ -13,7 +13,7 @@ from megatron_ext.prefix_cache.cache_check import check_blocks, check_memory, ch
 from megatron_ext.prefix_cache.cache_use import CacheUse, cache_use
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.eviction import LeafFirstLru
-from megatron_ext.prefix_cache.ghosts import Ghosts
+from megatron_ext.prefix_cache.eviction_history import EvictionHistory
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.kept_data import KeptData
 from megatron_ext.prefix_cache.lower_tier import CachedEntries, LowerTier
@@ -80,7 +80,7 @@ class PrefixCache:
             self.states = StateIndex(slabs.snapshot_slots, order, self, self.border)
             self.border.states = self.states
         self.entries = CachedEntries(self._index, self.states, self.border)
-        self.ghosts = Ghosts()
+        self.eviction_history = EvictionHistory()
         self.kept = KeptData()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
@@ -110,13 +110,13 @@ class PrefixCache:
         """Changes of the memory that blocks and snapshots share which no step's message has told yet."""
         return NO_CHANGES if self.border is None else self.border.arena.changes
 
-    def changes_told(self) -> None:
+    def note_changes_sent(self) -> None:
         """Note that a message with all `changes` is on its way."""
         self.are_copies_pending |= self.changes.has_copies
         if self.border is not None:
-            self.border.arena.changes_told()
+            self.border.arena.note_changes_sent()
 
-    def changes_made(self) -> None:
+    def note_changes_applied(self) -> None:
         """Note that all changes of earlier messages have been made."""
         self.are_copies_pending = False
 
@@ -155,7 +155,7 @@ class PrefixCache:
         parent = self._index.parent(blocks[-1])
         if self.lower_tier is not None:
             self.lower_tier.on_evicted(self.entries.of_blocks(blocks))
-        self.ghosts.on_blocks_evicted(list(map(self._index.hash_of, blocks)), self.states)
+        self.eviction_history.on_blocks_evicted(list(map(self._index.hash_of, blocks)), self.states)
         self._drop(blocks)
         self._evicted += len(blocks)
         self._drop_unneeded(parent)  # its wanted child is gone
@@ -208,7 +208,7 @@ class PrefixCache:
             parent, block_hashes, blocks = block_hashes[count - 1], block_hashes[count:], blocks[count:]
         if block_hashes:
             self._index.add(block_hashes, blocks, parent)
-            self.ghosts.on_blocks_stored(block_hashes)
+            self.eviction_history.on_blocks_stored(block_hashes)
             if self.border is not None:
                 self.border.reuse.on_blocks_stored(block_hashes)
         return (*known, *blocks)
@@ -278,7 +278,7 @@ class PrefixCache:
         self._index.clear()
         if self.states is not None:
             self.states.clear()
-        self.ghosts.clear()
+        self.eviction_history.clear()
         self.origins.clear()
         self.kept.clear()
         if self.cached_token_ids is not None:
@@ -289,7 +289,7 @@ class PrefixCache:
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Handle a snapshot that has become visible; see `SnapshotListener`, also for the next four."""
-        self.ghosts.on_snapshot_stored(block_hash)
+        self.eviction_history.on_snapshot_stored(block_hash)
         if self.observer is not None:
             self.observer.on_snapshot_stored(block_hash)
 
@@ -305,12 +305,12 @@ class PrefixCache:
             self.lower_tier.on_evicted([self.entries.of_snapshot(block_hash, slot)])
 
     def on_snapshot_displaced(self, block_hash: BlockHash) -> None:
-        """Record a ghost: more slots would have kept the snapshot."""
-        self.ghosts.on_snapshot_removed(block_hash)
+        """Record an eviction: more slots would have kept the snapshot."""
+        self.eviction_history.on_snapshot_removed(block_hash)
 
     def on_snapshot_replaced(self, block_hash: BlockHash) -> None:
-        """Drop the ghost, if any: more slots would not have kept the snapshot."""
-        self.ghosts.on_snapshot_stored(block_hash)
+        """Drop the record, if any: more slots would not have kept the snapshot."""
+        self.eviction_history.on_snapshot_stored(block_hash)
 
     def note_prompt(self, block_hashes: Sequence[BlockHash]) -> None:
         """Record the blocks of the prompt of a request that is admitted for the first time."""
@@ -340,7 +340,7 @@ class PrefixCache:
     def check(self) -> None:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
         check_memory(self._index, self.pool, self.states, self.border)
-        check_notes(self._index, self.states, self.cached_token_ids, self.ghosts)
+        check_notes(self._index, self.states, self.cached_token_ids, self.eviction_history)
         self.origins.check(self._index.block_hashes(), () if self.states is None else self.states.visible())
         self.kept.check(self._index.block_hashes())
         self._unused.check()

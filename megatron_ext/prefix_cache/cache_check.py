@@ -7,7 +7,7 @@ from collections.abc import Set
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
-from megatron_ext.prefix_cache.ghosts import Ghosts
+from megatron_ext.prefix_cache.eviction_history import EvictionHistory
 from megatron_ext.prefix_cache.shared_memory import MovingBorder
 from megatron_ext.prefix_cache.state_index import StateIndex
 
@@ -36,10 +36,10 @@ def check_memory(index: BlockIndex, pool: BlockPool, states: StateIndex | None, 
 
 
 def check_notes(
-    index: BlockIndex, states: StateIndex | None, cached_token_ids: CachedTokenIds | None, ghosts: Ghosts
+    index: BlockIndex, states: StateIndex | None, cached_token_ids: CachedTokenIds | None, history: EvictionHistory
 ) -> None:
     """Assert that notes of token ids and of evicted entries agree with what is cached."""
     cached = set(index.block_hashes())
     if cached_token_ids is not None:
         cached_token_ids.check(cached)
-    ghosts.check(cached, set() if states is None else {one for one in cached if states.find(one) is not None})
+    history.check(cached, set() if states is None else {one for one in cached if states.find(one) is not None})

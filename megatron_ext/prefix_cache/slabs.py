@@ -289,7 +289,7 @@ class Arena:
             tuple(self._retyped), tuple(self._state_copies.values()), self.blocks.pairs(), self.slots.pairs()
         )
 
-    def changes_told(self) -> None:
+    def note_changes_sent(self) -> None:
         """Note that a message with all `changes` is on its way."""
         self._retyped.clear()
         self.blocks.copies.clear()

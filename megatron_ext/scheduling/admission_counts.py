@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
+from megatron_ext.prefix_cache.eviction_history import NOTHING_LOST
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits
 
@@ -47,6 +47,7 @@ def count_lost(admission: Admission, cache: PrefixCache, limits: SchedulerLimits
     cache.note_prompt(request.block_hashes)
     if admission.usable_blocks < matched:  # cached blocks lack data
         return
-    lost = cache.ghosts.lost(len(request.tokens), request.block_hashes, matched, start, limits.block_size, cache.states)
+    history, size = cache.eviction_history, limits.block_size
+    lost = history.lost(len(request.tokens), request.block_hashes, matched, start, size, cache.states)
     if lost is not NOTHING_LOST:
         counters.note_lost(lost.for_slots, lost.for_blocks, lost.ago)

@@ -65,7 +65,7 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     if cache.states.total == 0:
         return dataclasses.replace(blank, reason=MissReason.NO_SLOTS.value)
     size = blank.block_size
-    gone = cache.ghosts.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
+    gone = cache.eviction_history.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
     if gone is None:
         return dataclasses.replace(blank, reason=MissReason.NO_SNAPSHOT.value)
     short = gone.slots_short if cache.border is None else None  # else snapshots go for blocks, too
@@ -76,7 +76,7 @@ def _after_match(request: Request, cache: PrefixCache, blank: Explanation, match
     """Explain why no more matched, given that everything that matched was skipped."""
     block_hashes = request.block_hashes
     if matched < len(block_hashes):
-        ago = cache.ghosts.block_ago(block_hashes[matched])
+        ago = cache.eviction_history.block_ago(block_hashes[matched])
         if ago is not None:
             return dataclasses.replace(blank, reason=MissReason.BLOCK_EVICTED.value, ago=ago)
     found = _with_divergence(request, cache, blank, matched)

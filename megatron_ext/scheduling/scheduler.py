@@ -130,7 +130,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step and apply the plan; the caller computes the plan's chunks."""
         plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.budget, self.disk_loads)
-        self.cache.changes_made()
+        self.cache.note_changes_applied()
         for admission in plan.admissions:  # before any allocation, so that no matched block is evicted
             self.cache.pin(admission.matched)
             note_use(admission, self.cache, self.limits, self.counters)
@@ -163,7 +163,7 @@ class Scheduler:
         size, cache = self.limits.block_size, self.cache
         comparison = compare_with_cache(plan.chunks, cache, size) if self.limits.audit_interval else None
         step = describe_step(plan.chunks, size, cache.changes, comparison)
-        self.cache.changes_told()
+        self.cache.note_changes_sent()
         return step
 
     def hash_ahead(self) -> None:
@@ -382,7 +382,7 @@ class Scheduler:
         self.drafts.release(request)
         plan = request.sequence.snapshot_plan
         used, plan.used = plan.used, []
-        blocks, snapshots, running_slot = request.sequence.lose_all()
+        blocks, snapshots, running_slot = request.sequence.reset()
         for snapshot in snapshots:
             self._states.cancel(snapshot.block_hash)
             self.queues.waiting.cancelled(snapshot.block_hash)

@@ -131,7 +131,7 @@ class Sequence:
         """Drop the last `count` tokens of a sequence that has ended and owns nothing."""
         del self.tokens[len(self.tokens) - count :]
 
-    def lose_all(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], RunningSlot | None]:
+    def reset(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], RunningSlot | None]:
         """Reset the sequence to uncomputed and give up all that it owns.
 
         Returns:

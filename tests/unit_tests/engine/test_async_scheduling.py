@@ -279,7 +279,7 @@ def test_changes_of_a_launch_that_failed_are_told(monkeypatch):
     paper = Paper(slots=None)
     told, cache = [], paper.scheduler.cache
     paper.add(0, tuple(range(40)), num_tokens_to_generate=4, ignore_eos=True)
-    monkeypatch.setattr(cache, "changes_told", lambda: told.append(len(paper.device.steps)))
+    monkeypatch.setattr(cache, "note_changes_sent", lambda: told.append(len(paper.device.steps)))
     paper.device.breaks_at = 2  # the launch of the step after the first one
     with pytest.raises(RuntimeError, match="the device is gone"):
         paper.step()

@@ -82,7 +82,7 @@ def test_a_snapshot_whose_states_are_still_to_be_copied_lies_where_they_are():
     cache.states.exchange(key("a"), apart)
     cache.states.commit(key("a"))
     assert cache.entries.find(key("a"), is_snapshot=True).slot == apart
-    cache.changes_told()
+    cache.note_changes_sent()
     assert cache.entries.find(key("a"), is_snapshot=True).slot == slot
 
 
@@ -101,6 +101,6 @@ def test_entries_that_are_still_to_be_moved_lie_at_their_old_places():
     assert moved
     for name in moved:
         assert cache.entries.find(key(name), is_snapshot=False).block == before[name]
-    cache.changes_told()
+    cache.note_changes_sent()
     for name in moved:
         assert cache.entries.find(key(name), is_snapshot=False).block == cache.find(key(name))

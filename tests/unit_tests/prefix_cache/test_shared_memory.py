@@ -162,9 +162,9 @@ def test_snapshots_move_together_for_blocks():
     assert len(left) == 2
     assert cache.changes.snapshot_copies == ((before[moved], left[moved]),)
     assert cache.entries.find(moved, is_snapshot=True).slot == before[moved], "it is still to be copied"
-    cache.changes_told()
+    cache.note_changes_sent()
     assert cache.entries.find(moved, is_snapshot=True).slot == left[moved]
-    cache.changes_told()  # with nothing to tell
+    cache.note_changes_sent()  # with nothing to tell
     assert cache.are_copies_pending, "the copies of the message before may fail yet"
     assert cache.changes == NO_CHANGES
 

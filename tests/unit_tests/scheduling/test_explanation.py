@@ -133,7 +133,7 @@ class TestReasons:
         for length in (6, 14, 24):  # the third leaves two, and the snapshot at 4 gives up its slot
             request, _ = serve(scheduler, prompt[:length])
         _, said = serve(scheduler, [*prompt[:17], 1, 1, 1])
-        assert scheduler.cache.ghosts.last_snapshot(request.block_hashes[:1]) is not None
+        assert scheduler.cache.eviction_history.last_snapshot(request.block_hashes[:1]) is not None
         assert (said.reason, said.skipped, said.matched) == ("no_snapshot", 12, 16)
 
     def test_no_slots(self):

@@ -112,7 +112,7 @@ def test_a_failed_step_that_was_to_move_blocks_leaves_no_request_as_it_was():
     """HY-5: a copy that may not have been made leaves contents undefined that are not of the step's requests."""
     scheduler, moved, other = with_a_moved_block()
     plan = scheduler.schedule()
-    scheduler.cache.changes_told()
+    scheduler.cache.note_changes_sent()
     assert moved.sequence.computed_end
     scheduler.abandon([chunk for chunk in plan.chunks if chunk.request is other], "failed")
     assert not moved.sequence.computed_end

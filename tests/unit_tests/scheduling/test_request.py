@@ -355,7 +355,7 @@ class TestParts:
         sequence = request.sequence
         sequence.block_table, sequence.running_slot, sequence.snapshots = (3, 4), 1, [Snapshot(4, b"d", 0)]
         sequence.computed_end = sequence.shared_end = 4
-        assert sequence.lose_all() == ((3, 4), [Snapshot(4, b"d", 0)], 1)
+        assert sequence.reset() == ((3, 4), [Snapshot(4, b"d", 0)], 1)
         assert (request.block_table, sequence.running_slot, sequence.snapshots, sequence.shared_end) == (
             (),
             None,

@@ -96,7 +96,7 @@ class SlabMachine(HybridMachine):
     def write(self, chunks: tuple[Chunk, ...]) -> None:
         """Obey the message: read what is copied, restore, drop what changes its type, write copies."""
         changes, layout = self.scheduler.cache.changes, self.limits.slabs
-        self.scheduler.cache.changes_told()
+        self.scheduler.cache.note_changes_sent()
         self.are_copies_lost = changes.has_copies
         places, size = self.memory._places, self.limits.block_size
         read = {(new, i): places.get((old, i)) for old, new in changes.block_copies for i in range(size)}

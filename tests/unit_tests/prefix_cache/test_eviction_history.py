@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.ghosts import MAX_GHOSTS, Ghosts
+from megatron_ext.prefix_cache.eviction_history import MAX_HASHES, EvictionHistory
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
@@ -59,7 +59,7 @@ def test_lost_to_slots(prompts: list[list[int]], slots: int):
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Ghosts, "on_blocks_removed", lambda self, block_hashes: None)
+    monkeypatch.setattr(EvictionHistory, "on_blocks_removed", lambda self, block_hashes: None)
     prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
     with pytest.raises(AssertionError):
         assert_lost_is_the_difference(prompts, scheduler_of(7, None), scheduler_of(500, None))
@@ -73,39 +73,39 @@ def test_how_long_ago():
 
 
 def test_nothing_is_looked_up_while_nothing_is_gone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Ghosts, "_lost", None)
-    monkeypatch.setattr(Ghosts, "_resume", None)
+    monkeypatch.setattr(EvictionHistory, "_lost", None)
+    monkeypatch.setattr(EvictionHistory, "_resume", None)
     serve(scheduler_of(500, 500), [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]])
 
 
 def test_only_so_much_is_remembered():
-    ghosts = Ghosts(3)
+    history = EvictionHistory(3)
     for i in range(10):
-        ghosts.on_blocks_removed([bytes([i])])
-        ghosts.on_snapshot_removed(bytes([i]))
-    assert len(ghosts) == 6
-    assert ghosts.lost(3, [bytes([0])], 0, 0, 2, None).for_blocks == 0  # the oldest is forgotten
-    assert ghosts.lost(3, [bytes([9])], 0, 0, 2, None).for_blocks == 2
-    assert MAX_GHOSTS <= 2**16
+        history.on_blocks_removed([bytes([i])])
+        history.on_snapshot_removed(bytes([i]))
+    assert len(history) == 6
+    assert history.lost(3, [bytes([0])], 0, 0, 2, None).for_blocks == 0  # the oldest is forgotten
+    assert history.lost(3, [bytes([9])], 0, 0, 2, None).for_blocks == 2
+    assert MAX_HASHES <= 2**16
     for name in (7, 10):
-        ghosts.on_blocks_removed([bytes([name])])
-    assert [ghosts.block_ago(bytes([i])) is not None for i in (7, 8, 9, 10)] == [True, False, True, True], "gone again"
+        history.on_blocks_removed([bytes([name])])
+    assert [history.block_ago(bytes([i])) is not None for i in (7, 8, 9, 10)] == [True, False, True, True], "gone again"
     for i in range(10):
-        ghosts.on_snapshot_removed_with_block(bytes([i]))
-    ghosts.check(set(), set())
+        history.on_snapshot_removed_with_block(bytes([i]))
+    history.check(set(), set())
 
 
 def test_slots_that_were_missing():
     """SI-6: a slot is missing for each snapshot that found none since; those that went with their block had theirs."""
-    ghosts = Ghosts()
-    ghosts.on_snapshot_removed(b"wanted")
-    ghosts.on_snapshot_removed_with_block(b"with its block")
-    ghosts.on_snapshot_removed(b"another")
-    assert ghosts.last_snapshot([b"wanted"]).slots_short == 2
-    assert ghosts.last_snapshot([b"another"]).slots_short == 1
-    ghosts.on_snapshot_stored(b"with its block")
-    ghosts.on_snapshot_removed(b"with its block")
-    assert ghosts.last_snapshot([b"wanted"]).slots_short == 3
+    history = EvictionHistory()
+    history.on_snapshot_removed(b"wanted")
+    history.on_snapshot_removed_with_block(b"with its block")
+    history.on_snapshot_removed(b"another")
+    assert history.last_snapshot([b"wanted"]).slots_short == 2
+    assert history.last_snapshot([b"another"]).slots_short == 1
+    history.on_snapshot_stored(b"with its block")
+    history.on_snapshot_removed(b"with its block")
+    assert history.last_snapshot([b"wanted"]).slots_short == 3
 
 
 def test_a_reset_loses_nothing_for_want_of_memory():

@@ -1,4 +1,4 @@
-"""Ghosts: blocks and snapshots lost for want of memory, and the tokens that they would have saved (SI-6).
+"""Eviction history: blocks and snapshots lost for want of memory, and the tokens that they would have saved (SI-6).
 
 A bounded number of hashes of blocks and snapshots that were evicted, or never taken, is kept; only the hashes. A
 request that could have skipped more tokens with them shows the worth of more memory.
@@ -15,11 +15,11 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.prefix_cache.state_index import StateIndex
 
-MAX_GHOSTS = 2**16  # hashes of blocks, and as many of snapshots: about 10 MB
+MAX_HASHES = 2**16  # hashes of blocks, and as many of snapshots: about 10 MB
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostTokens:
     """Tokens of one prompt that are computed because blocks or snapshots were evicted.
 
     Attributes:
@@ -33,12 +33,12 @@ class Lost:
     ago: int = 0
 
 
-NOTHING_LOST = Lost()
+NOTHING_LOST = LostTokens()
 MAX_SLOTS_SHORT = 1024  # missing slots are counted up to this number
 
 
 @dataclass(frozen=True)
-class GoneSnapshot:
+class EvictedSnapshot:
     """Evicted snapshot.
 
     Attributes:
@@ -51,7 +51,7 @@ class GoneSnapshot:
     slots_short: int | None
 
 
-class _Given:
+class _EvictedHashes:
     """Hashes of evicted entries with the time of eviction, in admissions; the oldest is forgotten first."""
 
     def __init__(self, max_hashes: int) -> None:
@@ -67,15 +67,15 @@ class _Given:
                 noted.popitem(last=False)
 
 
-class Ghosts:
+class EvictionHistory:
     """Hashes of evicted blocks and snapshots, for reports only: no decision depends on them.
 
     Args:
         max_hashes: Hashes to keep of blocks, and as many of snapshots.
     """
 
-    def __init__(self, max_hashes: int = MAX_GHOSTS) -> None:
-        self._blocks, self._snapshots = _Given(max_hashes), _Given(max_hashes)
+    def __init__(self, max_hashes: int = MAX_HASHES) -> None:
+        self._blocks, self._snapshots = _EvictedHashes(max_hashes), _EvictedHashes(max_hashes)
         self._max = max_hashes
         self._with_blocks: set[BlockHash] = set()  # evicted with their blocks; some may be forgotten above
         self._now = 0  # admissions so far
@@ -132,8 +132,8 @@ class Ghosts:
         start: int,
         block_size: int,
         states: StateIndex | None,
-    ) -> Lost:
-        """Return the tokens that a request admitted now computes for want of memory; O(1) without ghosts.
+    ) -> LostTokens:
+        """Return the tokens that a request admitted now computes for want of memory; O(1) without evictions.
 
         Args:
             length: Tokens of the request.
@@ -160,11 +160,11 @@ class Ghosts:
         """Return the number of requests admitted since the block of `block_hash` was evicted; None if it was not."""
         return self._ago(self._blocks, block_hash)
 
-    def last_snapshot(self, block_hashes: Sequence[BlockHash]) -> GoneSnapshot | None:
+    def last_snapshot(self, block_hashes: Sequence[BlockHash]) -> EvictedSnapshot | None:
         """Return the last of these snapshots that was evicted; None if there was no eviction."""
         evicted = self._snapshots.block_hashes
         found = next((block_hash for block_hash in reversed(block_hashes) if block_hash in evicted), None)
-        return None if found is None else GoneSnapshot(self._now - evicted[found], self._slots_short(found))
+        return None if found is None else EvictedSnapshot(self._now - evicted[found], self._slots_short(found))
 
     def _slots_short(self, block_hash: BlockHash) -> int | None:
         """Return the slots missing to keep a snapshot: one for each snapshot evicted since, and its own.
@@ -179,7 +179,7 @@ class Ghosts:
                 return short
         return None
 
-    def _ago(self, given: _Given, block_hash: BlockHash) -> int | None:
+    def _ago(self, given: _EvictedHashes, block_hash: BlockHash) -> int | None:
         return self._now - given.block_hashes[block_hash] if block_hash in given.block_hashes else None
 
     def _resume(
@@ -196,7 +196,7 @@ class Ghosts:
 
     def _lost(
         self, start: int, with_slots: int, with_blocks: int, block_hashes: Sequence[BlockHash], block_size: int
-    ) -> Lost:
+    ) -> LostTokens:
         end = max(with_slots, with_blocks)
         if end == start:
             return NOTHING_LOST
@@ -206,7 +206,7 @@ class Ghosts:
             for given in (self._snapshots, self._blocks)
             if block_hash in given.block_hashes
         ]
-        return Lost(with_slots - start, end - with_slots, self._now - 1 - max(known, default=self._now - 1))
+        return LostTokens(with_slots - start, end - with_slots, self._now - 1 - max(known, default=self._now - 1))
 
     def check(self, cached: set[BlockHash], snapshots: set[BlockHash]) -> None:
         """Assert that no present entry is recorded as evicted, and that the records are within their bounds."""
