@@ -254,7 +254,8 @@ class EngineClient:
             self._core.close()
         except RankError as error:
             self._listener.on_lost_ranks(error)
-        self._open_gate()
+        finally:  # another error is the caller's; no future that waits may be left without an end
+            self._open_gate()
 
     def _idle(self) -> None:
         try:

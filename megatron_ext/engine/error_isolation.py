@@ -34,10 +34,11 @@ class ErrorIsolation:
             once: Log only the first error of this class for the same `task`.
         """
         self.count += 1
-        key = task, type(error)
-        if once and key in self._logged:
-            return
-        self._logged.add(key)
+        if once:  # of few tasks, so that the set stays small; other tasks name a request
+            key = task, type(error)
+            if key in self._logged:
+                return
+            self._logged.add(key)
         try:
             if isinstance(error, CheckpointError):  # a fault in an external file: our traceback explains nothing
                 logger.error("%s failed; %s continues: %s", task, self._owner, error)

@@ -141,6 +141,8 @@ class BuildCache:
         """Move a work folder with a finished library into the build's place; needs the build's lock."""
         (work / LIBRARY).chmod(0o700)  # the linker obeys the umask, which may let a group write
         self._remove_unused(MAX_BUILDS - 1)
+        # A removal that was interrupted leaves a folder without its library, which no rename replaces.
+        shutil.rmtree(self.folder / key, ignore_errors=True)
         os.rename(work.name, key, src_dir_fd=self._handle, dst_dir_fd=self._handle)
 
     def _remove_unused(self, kept: int) -> None:

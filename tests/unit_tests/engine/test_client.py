@@ -13,6 +13,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.engine.client import FAILED_STEPS, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.thread import result_of
+from megatron_ext.errors import EngineClosed
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.support.holding import PATIENCE
@@ -154,3 +155,22 @@ def test_a_wait_for_the_thread_is_one_of_many_short_ones(monkeypatch):
     monkeypatch.setattr(future, "result", partial(future.result, 0))
     assert result_of(future) == "ended"
     assert max(seconds) < 1
+
+
+def test_nothing_waits_for_an_engine_that_fails_to_close(paper, monkeypatch):
+    """PY-5: the error is the caller's; calls and requests behind a call that waits for an idle engine end, too."""
+
+    def fail() -> None:
+        raise ZeroDivisionError("planted")
+
+    client = EngineClient(paper.engine)
+    submit(client)
+    client.pause()
+    called = client.call_when_idle(lambda: None)
+    held = client.submit([EngineRequest(RequestInputs((1, 2), RequestParams(num_tokens_to_generate=1)))])
+    monkeypatch.setattr(paper.engine, "close", fail)
+    with pytest.raises(ZeroDivisionError):
+        client.close()
+    for waiting in (called, held):
+        with pytest.raises(EngineClosed):
+            waiting.result(0)

@@ -120,6 +120,16 @@ class TestOnce:
         assert compiler.count() == CALLS
         assert not list(cache.glob("*.building-*"))
 
+    def test_a_folder_without_its_library_is_replaced(self, cache, fake):
+        """TE-5: a removal that was interrupted leaves one; each start would compile again, and fail."""
+        compiler = fake()
+        left = library_file(lambda line: None)
+        left.unlink()
+        (left.parent / "left").touch()
+        assert library_file(lambda line: None) == left
+        assert compiler.count() == 2 * CALLS
+        assert library_file(pytest.fail) == left
+
     def test_a_lock_removed_meanwhile_is_taken_anew(self, tmp_path):
         """Removed with its build while another process waits for it, which must not be alone with the old file."""
         key, waits, has, ends = "0123", threading.Event(), threading.Event(), threading.Event()
