@@ -107,7 +107,7 @@ class EngineCore:
         request_id: int,
         inputs: RequestInputs,
         *,
-        turn: int | None = None,
+        replica_index: int | None = None,
         group: int | None = None,
     ) -> Request:
         """Queue a request. A request that can never be served ends at once as FAILED; the next step reports it.
@@ -115,7 +115,7 @@ class EngineCore:
         Args:
             request_id: Unique among requests that have not been reported.
             inputs: What the caller asks for.
-            turn: Index of the replica, modulo their number; by default the routing policy chooses one.
+            replica_index: Index of the replica, modulo their number; by default the routing policy chooses one.
             group: Number of its group of equal prompts; see `Request`.
 
         Raises:
@@ -124,7 +124,7 @@ class EngineCore:
         self.check_free(request_id)
         request = self._intake.make(request_id, inputs, group)
         error = check_admissible(request, self.scheduler.limits)
-        replica = self._replica_of(request, turn) if error is None else self.replicas[0]
+        replica = self._replica_of(request, replica_index) if error is None else self.replicas[0]
         scheduler = replica.scheduler
         self.output.open(request, scheduler)  # first, since stop words may fail on what is continued
         if error is None:
@@ -135,11 +135,10 @@ class EngineCore:
             self.output.ended.append(request)
         return request
 
-    def _replica_of(self, request: Request, turn: int | None) -> Replica:
-        count = len(self.replicas)
-        return self.replicas[
-            0 if self._choice is None else self._choice.choose(request, None if turn is None else turn % count)
-        ]
+    def _replica_of(self, request: Request, index: int | None) -> Replica:
+        if self._choice is None:
+            return self.replicas[0]
+        return self.replicas[self._choice.choose(request, None if index is None else index % len(self.replicas))]
 
     def check_free(self, request_id: int) -> None:
         """Raise if a request that has not been reported has this id.

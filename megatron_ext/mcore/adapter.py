@@ -232,7 +232,7 @@ class InferenceEngine(Engine):
         sampling_params: RequestParams | SamplingParams | None = None,
         *,
         prompt_text: str | None = None,
-        turn: int | None = None,
+        replica_index: int | None = None,
     ) -> asyncio.Future[RequestRecord]:
         """Queue a request. A request that can never be served ends at once as FAILED; the other requests continue.
 
@@ -241,7 +241,7 @@ class InferenceEngine(Engine):
             prompt: Text or token ids.
             sampling_params: Our parameters or Megatron's; greedy if missing.
             prompt_text: Text of the token ids, kept in the record; the engine does not detokenize prompts.
-            turn: Serve the request on replica `turn` modulo R, of R replicas; by default the routing policy chooses.
+            replica_index: Replica, modulo their number, that serves the request; by default the policy chooses one.
 
         Returns:
             A future of the request's record; the step that ends the request reports the record too.
@@ -254,7 +254,7 @@ class InferenceEngine(Engine):
         ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
         tokens = self.core.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
-        self.core.add(request_id, RequestInputs(tokens, params, text), turn=turn)
+        self.core.add(request_id, RequestInputs(tokens, params, text), replica_index=replica_index)
         self._asked[request_id] = RequestedParams(sampling_params, params)
         future = self._futures[request_id] = self._loop.create_future()
         self._wake_up()

@@ -46,6 +46,9 @@ class InferenceContext(Context):
         layer_places: Index of each layer's keys, values and states in the pools.
         device: Device of the pools.
         token_rounder: The packed token count is padded to a multiple of this.
+
+    Attributes:
+        staging_rules: Facts of pools and model that staging uses.
     """
 
     # Attributes that upstream's engine, controller and layers read; features that are not used here.
@@ -84,7 +87,7 @@ class InferenceContext(Context):
         self._block_rows = BlockRows()
         self._layer_places = layer_places
         self._device = device
-        self._staging_rules = StagingRules(
+        self.staging_rules = StagingRules(
             block_size=plan.geometry.block_size_tokens,
             dummy_block=plan.geometry.blocks,
             kernel_chunk=plan.geometry.kernel_chunk,
@@ -205,7 +208,7 @@ class InferenceContext(Context):
         self._rotation = None
         recorded = None if self.recorded_steps is None else self.recorded_steps.stage(step)
         tokens = None if self.cuda_graph_runner is None else self.cuda_graph_runner.prev_sampled_token_ids
-        self.step = recorded or stage_step(step, self._staging_rules, self._block_rows, prev_sampled=tokens)
+        self.step = recorded or stage_step(step, self.staging_rules, self._block_rows, prev_sampled=tokens)
 
     def prepare_cuda_graphs(self) -> None:
         """Capture the CUDA graphs ahead of time, if there is a runner and the capture is slow."""
@@ -224,11 +227,6 @@ class InferenceContext(Context):
     def begin(self, staged: ModelInput) -> None:
         """Make an already staged step the one that the next forward computes."""
         self._rotation, self.step = None, staged
-
-    @property
-    def staging_rules(self) -> StagingRules:
-        """Facts of pools and model that staging uses."""
-        return self._staging_rules
 
     def clear_step(self) -> None:
         """Discard the step after its end."""

@@ -23,11 +23,11 @@ from megatron_ext.mcore.versions import Controller, inference_mode
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.parallel.rank_drafters import LeadingDrafter
-from megatron_ext.runner.step_output import choose_tokens
+from megatron_ext.runner.step_output import sample_and_score
 from megatron_ext.runner.step_routing import recorded_routing, routing_by_request
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.prompt_tokenization import begin_once, tokenize_prompt
+from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
 
@@ -95,10 +95,6 @@ class InferenceController(Controller):
         """
         return tokenize_prompt(self.tokenizer, prompt, add_bos=add_bos)
 
-    def begin_once(self, tokens: list[int]) -> list[int]:
-        """Return the tokens with repeated leading BOS tokens reduced to one."""
-        return begin_once(tokens, self.tokenizer.bos)
-
     def idle_step(self) -> None:
         """Run a step of a replica without requests, whose experts serve other replicas too."""
         if self.inference_wrapped_model.model.config.expert_model_parallel_size > 1:
@@ -118,7 +114,7 @@ class InferenceController(Controller):
         """
         context, is_alone = self.inference_wrapped_model.inference_context, self.inference_wrapped_model.tp_size == 1
         pool = context.allocated.log_probs
-        result = choose_tokens(logits, context.step, self._scored_logits, pool=pool, is_alone=is_alone)
+        result = sample_and_score(logits, context.step, self._scored_logits, pool=pool, is_alone=is_alone)
         if not self.records_routing:
             return result
         return dataclasses.replace(result, routing=routing_by_request(self._routing, context.step))

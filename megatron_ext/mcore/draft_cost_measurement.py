@@ -96,7 +96,7 @@ def _add_requests(engine: InferenceEngine, requests: int, tokens: int) -> None:
     )
     ids = engine.controller.vocabulary.ids
     for i in range(requests):
-        engine.add_request(i, [ids[(7 * i + j) % len(ids)] for j in range(prompt)], params, turn=0)
+        engine.add_request(i, [ids[(7 * i + j) % len(ids)] for j in range(prompt)], params, replica_index=0)
 
 
 def _all_decode(engine: InferenceEngine, requests: int) -> bool:

@@ -36,7 +36,7 @@ def named_phases(
         ("restore", StepStates, "restore"),
         ("stage", context, "stage"),
         ("forward", engine.controller, "forward"),
-        ("sample", controller, "choose_tokens"),
+        ("sample", controller, "sample_and_score"),
         ("commit", scheduler, "commit"),
         ("output", engine.core, "report"),
     )

@@ -92,17 +92,17 @@ class SamplerInput:
 def sample(logits: Tensor, inputs: SamplerInput) -> Tensor:
     """Return the token of each row: [m, V] -> [m]. Logits are left as they are; only processed rows are copied."""
     if not inputs.processors:
-        return _choose(logits, inputs.options)
+        return _sample_rows(logits, inputs.options)
     assert inputs.logits_parts is not None, "processors have inputs"
     if inputs.processed is None:
-        return _choose(process_logits(logits, inputs.logits_parts, inputs.processors), inputs.options)
+        return _sample_rows(process_logits(logits, inputs.logits_parts, inputs.processors), inputs.options)
     index = to_device(torch.from_numpy(inputs.processed), logits.device)
     values = process_logits(logits.index_select(0, index), inputs.logits_parts, inputs.processors)
     options = None if inputs.options is None else inputs.options.select(inputs.processed)
-    return _choose(logits, inputs.options).index_copy(0, index, _choose(values, options))
+    return _sample_rows(logits, inputs.options).index_copy(0, index, _sample_rows(values, options))
 
 
-def _choose(logits: Tensor, options: SamplingMetadata | None) -> Tensor:
+def _sample_rows(logits: Tensor, options: SamplingMetadata | None) -> Tensor:
     if options is None:
         return greedy_tokens(logits)
     return sample_tokens(logits, options, max(1, rows_at_once(logits.shape[1]) // _DRAWN))

@@ -38,7 +38,7 @@ def scored_states(hidden_states: Tensor, step: ModelInput, pool: LogProbPool | N
     return states
 
 
-def choose_tokens(
+def sample_and_score(
     logits: Tensor,
     step: ModelInput,
     scored_logits: Callable[[slice], Tensor],

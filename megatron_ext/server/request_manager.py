@@ -11,7 +11,6 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from megatron_ext.engine.client_request import EngineRequest
@@ -26,8 +25,6 @@ from megatron_ext.server.client.engine_listener import EngineListener
 from megatron_ext.server.client.request_group import RequestGroup, RequestHandle
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.monitoring.request_trace import RequestTrace
-
-Result = TypeVar("Result")
 
 LATENCIES = 32  # latencies of the last requests; they estimate the duration of a new one
 LONGEST_RETRY = 60  # seconds
@@ -198,10 +195,6 @@ class RequestManager:
         for handle, group in zip(ended, groups, strict=True):
             handle.error = error
             group.changed.set()
-
-    async def call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Call a function in the engine's thread, between two steps."""
-        return await asyncio.wrap_future(self.client.call(function, *arguments))
 
     async def reset_prefix_cache(self) -> dict[str, float] | None:
         """Empty the cache; return its contents afterwards."""

@@ -53,10 +53,6 @@ def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table
             _fill(target, shards[name], files, stored, sources[shards[name].name], config)
 
 
-def _part_name(match: re.Match[str], template: str, index: int) -> str:
-    return match.expand(template.replace("{index}", str(index)))
-
-
 def _stored_names(files: WeightFiles, table: TensorTable, wanted: Container[str]) -> Names:
     """Return the tensors to load, split or joined as the table requires; ignored ones only if they are wanted.
 

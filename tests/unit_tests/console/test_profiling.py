@@ -72,7 +72,7 @@ def test_the_engine_is_as_before(tmp_path):
     assert [set(vars(one)) for one in (inner.core, inner.core.scheduler, inner.context)] == before
     from megatron_ext.mcore import controller
 
-    assert not hasattr(controller.choose_tokens, "__wrapped__")
+    assert not hasattr(controller.sample_and_score, "__wrapped__")
     assert list(tmp_path.iterdir()) == []
 
 

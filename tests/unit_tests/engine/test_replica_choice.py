@@ -99,9 +99,9 @@ class TestKnowledge:
         assert world.add(first, 1) == 0
         world.run()
         for i in range(1, 5):
-            world.add(range(5000 * i, 5000 * i + 900), 1, turn=0)
+            world.add(range(5000 * i, 5000 * i + 900), 1, replica_index=0)
             world.run()
-        world.add(range(60_000, 60_900), 1, turn=1)
+        world.add(range(60_000, 60_900), 1, replica_index=1)
         assert world.add(first, 1) == 0, "replica 1 is busy"
         assert world.add(first, 1) == 0, "it is about to be cached there"
         world.run()
@@ -179,9 +179,10 @@ class TestKnowledge:
         assert not world.core._choice._in_flight
 
     def test_a_caller_that_names_the_replica_gets_it(self):
-        """KV-7: a turn goes before the policy, and counts as load."""
+        """KV-7: a named replica goes before the policy, and counts as load."""
         world = Replicas(2)
-        assert [world.add(range(100 * i, 100 * i + 90), turn=turn) for i, turn in enumerate((4, 0, 3))] == [0, 0, 1]
+        given = [world.add(range(100 * i, 100 * i + 90), replica_index=index) for i, index in enumerate((4, 0, 3))]
+        assert given == [0, 0, 1]
         assert world.add(range(900, 990)) == 1
 
     def test_round_robin(self):

@@ -83,7 +83,7 @@ def test_a_forward_that_raises(get_oracle, kind, call):
     "target",
     [
         pytest.param("megatron_ext.mcore.context.stage_step", id="states_are_restored_already"),
-        pytest.param("megatron_ext.mcore.controller.choose_tokens", id="the_forward_has_succeeded"),
+        pytest.param("megatron_ext.mcore.controller.sample_and_score", id="the_forward_has_succeeded"),
     ],
 )
 def test_failing_before_and_after_the_forward(get_oracle, monkeypatch, target):

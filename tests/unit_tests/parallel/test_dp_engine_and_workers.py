@@ -305,7 +305,7 @@ class TestFleet:
         """KV-7: a prompt goes where the least is queued; a caller's number goes before."""
         for name in range(3):
             add(world, name, [name])
-        add(world, 3, [0], turn=4)
+        add(world, 3, [0], replica_index=4)
         names = [[request.request_id for request in engine.scheduler.queues] for engine in world.core.replicas]
         assert names == [[0, 2, 3], [1]]
 
@@ -348,7 +348,7 @@ class TestFleet:
                 if name == 1:
                     patch.setattr(output_processor, "note_rows", mock.Mock(side_effect=[LookupError("a row"), None]))
                     world.core.reset_prefix_cache()
-                add(world, name, prompt, turn=1, params={"ignore_eos": True})
+                add(world, name, prompt, replica_index=1, params={"ignore_eos": True})
                 while world.core.is_busy:
                     skipped += [one.skipped_prefill_token_count for one in world.step()]  # compares messages
         assert skipped[:3] == [0, 0, 0]

@@ -84,7 +84,7 @@ class Life:
             return self.steps()
         self.prompts.append(tuple(prompt[:18]))
         params = RequestParams(num_tokens_to_generate=self.rng.randint(1, 4), ignore_eos=True)
-        self.core.add(self.names, RequestInputs(self.prompts[-1], params), turn=self.rng.randrange(2))
+        self.core.add(self.names, RequestInputs(self.prompts[-1], params), replica_index=self.rng.randrange(2))
         self.names += 1
         return self.steps()
 

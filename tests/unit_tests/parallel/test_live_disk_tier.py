@@ -95,7 +95,7 @@ class Rank0:
 
     def ask(self, turn: int, prompt: Sequence[int] = PROMPT) -> Answer:
         """Serve one request alone on one replica."""
-        self.engine.add_request(self.engine.core.output.reported_count, prompt, PARAMS, turn=turn)
+        self.engine.add_request(self.engine.core.output.reported_count, prompt, PARAMS, replica_index=turn)
         found: list[RequestRecord] = []
         while self.engine.has_unfinished_requests():
             found += self.engine.step_modern()["finished_request_records"]

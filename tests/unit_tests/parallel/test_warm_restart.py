@@ -69,7 +69,7 @@ def serve(engine: InferenceEngine, prompts: Sequence[Sequence[int]] = PROMPTS) -
     found: list[RequestRecord] = []
     for turn in range(len(engine.core.replicas)):
         for prompt in prompts:
-            engine.add_request(len(found), prompt, PARAMS, turn=turn)
+            engine.add_request(len(found), prompt, PARAMS, replica_index=turn)
             while engine.has_unfinished_requests():
                 found += engine.step_modern()["finished_request_records"]
     return found

@@ -36,7 +36,7 @@ from megatron_ext.runner.logits_metadata import (
 from megatron_ext.runner.logits_processors import PROCESSORS, TOKEN_LISTS
 from megatron_ext.runner.model_input import SamplingRow
 from megatron_ext.runner.sampler import sampler_needs_of, sampling_layout, write_sampling_options
-from megatron_ext.runner.step_output import choose_tokens
+from megatron_ext.runner.step_output import sample_and_score
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 from tests.priority import TestPriority
@@ -60,7 +60,7 @@ class Eager:
     def choose(self, logits: Tensor, rows: Rows) -> StepResult:
         asking = [i for i, one in enumerate(rows) if one is not None]
         step = SimpleNamespace(sampling=[SamplingRow(i, rows[i]) for i in asking], prompt_scores=[])
-        return choose_tokens(logits[asking] if len(asking) < len(rows) else logits, step, lambda _: None)
+        return sample_and_score(logits[asking] if len(asking) < len(rows) else logits, step, lambda _: None)
 
 
 class Captured:

@@ -203,7 +203,7 @@ def test_a_client_that_leaves_before_the_engine_has_its_request_frees_its_place(
         begun.set()
         assert go_on.wait(PATIENCE)
 
-    blocking = asyncio.run_coroutine_threadsafe(server.serving.requests.call(slow), server.loop)
+    blocking = server.serving.requests.client.call(slow)
     assert begun.wait(PATIENCE)
     requests, body = server.serving.requests, json.dumps({"prompt": [1, 2], "max_tokens": 1})
     host, port = server.url.removeprefix("http://").split(":")

@@ -185,7 +185,7 @@ def test_load_of_other_routers(talking):
     def end_of_others(patience: float) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(requests.wait_for_others("one", patience), talking.loop)
 
-    blocking = asyncio.run_coroutine_threadsafe(requests.call(slow), talking.loop)
+    blocking = requests.client.call(slow)
     assert begun.wait(PATIENCE)
     threads = []
     for sender, length in (("one", 10), ("two", 20), (None, 30)):

@@ -57,8 +57,8 @@ class HybridDriver(CachingDriver):
         limits = dataclasses.replace(self.scheduler.limits, aligned_chunks=at_chunk_ends)
         self.scheduler.limits = limits
         self.context.plan = dataclasses.replace(self.context.plan, limits=limits)
-        rules = self.context._staging_rules
-        self.context._staging_rules = dataclasses.replace(rules, snapshots_in_prefill=not at_chunk_ends)
+        rules = self.context.staging_rules
+        self.context.staging_rules = dataclasses.replace(rules, snapshots_in_prefill=not at_chunk_ends)
 
     @property
     def states(self):

@@ -145,7 +145,9 @@ def _act(
 ) -> None:
     if name == "add":
         request_id, tokens, params = arguments
-        engine.add_request(request_id, tokens, RequestParams(**params), turn=None if turns is None else next(turns))
+        engine.add_request(
+            request_id, tokens, RequestParams(**params), replica_index=None if turns is None else next(turns)
+        )
     elif name == "steps":
         for _ in range(arguments[0]):
             if engine.has_unfinished_requests():

@@ -68,8 +68,10 @@ class Replicas:
 
     def add(self, tokens: Sequence[int], count: int = 4, **options: object) -> int:
         """Add a request of `count` tokens; return the number of its replica, -1 if it was refused."""
-        turn = options.pop("turn", None)
-        request = self.core.add(self._count, RequestInputs(tuple(tokens), RequestParams(count, **options)), turn=turn)
+        index = options.pop("replica_index", None)
+        request = self.core.add(
+            self._count, RequestInputs(tuple(tokens), RequestParams(count, **options)), replica_index=index
+        )
         self._count += 1
         return self.replica_of(request)
 

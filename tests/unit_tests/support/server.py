@@ -76,9 +76,7 @@ class LiveServer:
 
     def in_engine_thread(self, function: Callable, *arguments: object):
         """Call something between two steps."""
-        return asyncio.run_coroutine_threadsafe(self.serving.requests.call(function, *arguments), self.loop).result(
-            PATIENCE
-        )
+        return self.serving.requests.client.call(function, *arguments).result(PATIENCE)
 
     def held(
         self, requests: int | None = None, tokens: int = 1
