@@ -181,10 +181,10 @@ class Scheduler:
 
     def _admit(self, admission: Admission) -> None:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
-        if (source := admission.chunk.source) is not None:
+        if (source := admission.chunk.source) is not None:  # a fork shares blocks that may not be published yet
             matched = source.request.sequence.block_table[: admission.usable_blocks]
             self.cache.pool.retain(matched)
-        if sequence.ledger.matched_blocks is None and reads_cache(request):
+        if sequence.ledger.matched_blocks is None and reads_cache(request):  # at its first admission only
             count_lost(admission, self.cache, self.limits, self.counters)
         sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
         sequence.running_slot = self.running_slots.take()
@@ -192,12 +192,14 @@ class Scheduler:
         sequence.restore, sequence.snapshot_plan.opportunistic = admission.restore, admission.opportunistic
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
-        sequence.cache_epoch = self.cache.epoch
+        sequence.cache_epoch = self.cache.epoch  # after a reset it publishes nothing
+        # Blocks without all data that the request needs are shared, but their tokens are computed again.
         start, size = admission.chunk.start, self.limits.block_size
         usable = request.kept.blocks = admission.usable_blocks
         request.kept.resume_position, request.kept.known_end = start, usable * size
         lacking = None if source is not None else lacking_data(request, len(matched), self.cache)
         self.counters.skipped_tokens += sequence.ledger.admit(start, len(matched), size, usable, lacking)
+        # From now on others may wait for the blocks that it computes.
         self.pending_blocks.add(request.request_id, request.block_hashes[len(matched) :])
         count_hit(admission, self.cache, self.limits, self.counters)
         self.counters.blocks_matched += len(matched)
@@ -232,6 +234,8 @@ class Scheduler:
         assert yielding == sampled.keys(), f"tokens of {sorted(sampled)} for chunks of {sorted(yielding)}"
         for request, chunk in zip(requests, step.chunks, strict=True):
             assert chunk.start == request.sequence.computed_end, f"request {chunk.request_id} has another position"
+        # First the drafts, which say where each chunk ends; then all that is computed is published, so that a request
+        # which ends below leaves its blocks to others.
         ends, new = self.drafts.accept(requests, step.chunks, sampled, target_tokens)
         self._advance(requests, ends)
         for fork in step.forks:
