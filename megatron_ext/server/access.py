@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron_ext.scheduling.record import Status
 from megatron_ext.server.client.request_group import RequestGroup, RequestHandle
 from megatron_ext.server.log import printable
-from megatron_ext.server.openai.responses import AnswerShape
+from megatron_ext.server.openai.responses import AnswerBuilder
 from megatron_ext.server.scope import route_path
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def note_description(state: State, description: Description) -> None:
     setattr(state, _KEY, description)
 
 
-def note_answer(state: State, builder: AnswerShape, group: RequestGroup) -> None:
+def note_answer(state: State, builder: AnswerBuilder, group: RequestGroup) -> None:
     """Store the response builder and handles for the log line of a request.
 
     Args:
@@ -105,7 +105,7 @@ class _Line:
         )
 
 
-def _answered(builder: AnswerShape, group: RequestGroup) -> tuple[str, str]:
+def _answered(builder: AnswerBuilder, group: RequestGroup) -> tuple[str, str]:
     """Return the response id, and its counts as text; a prompt with several choices counts once."""
     handles, firsts = group.handles, group.handles[:: builder.choices]
     skipped = _sum(None if one.result is None else one.result.skipped_prefill_token_count for one in firsts)

@@ -14,8 +14,8 @@ from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.anthropic.error_envelope import error_event, server_sent_event
 from megatron_ext.server.client.request_group import RequestGroup
-from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking, thinking_length
-from megatron_ext.server.openai.responses import Piece, finished
+from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking
+from megatron_ext.server.openai.responses import AnswerBuilder, Piece, finished
 from megatron_ext.server.openai.streaming import PieceReader, failure_of, source_of
 from megatron_ext.text.raw_arguments import INVALID_JSON
 from megatron_ext.text.tool_calls.events import Content
@@ -25,35 +25,19 @@ NOT_CACHED = "not_cached"  # reason of a prompt's tokens that were computed and 
 Event = dict[str, Any]
 
 
-class MessageBuilder:
+class MessageBuilder(AnswerBuilder):
     """Builder of one answer.
 
     Args:
         model: Name of the model, as the client has given it.
         vocabulary: Vocabulary that decodes tokens.
         answer_format: Format of the answer: what is thinking, and what is a tool call.
-
-    Attributes:
-        id: Id of the answer.
-        choices: Choices of the prompt, as answers of chats have them.
     """
 
-    choices = 1
-
     def __init__(self, model: str, vocabulary: Vocabulary, answer_format: AnswerFormat) -> None:
-        self.id = f"msg_{uuid.uuid4().hex}"
+        super().__init__(f"msg_{uuid.uuid4().hex}", vocabulary, answer_format)
         self._model = model
-        self._vocabulary = vocabulary
-        self._answer_format = answer_format
-        self.shows_cache = True
-        self.explains: Callable[..., str] | None = None
-        self.thinking_token: int | None = None
         self._blocks = _Blocks(answer_format)
-
-    def thinking_length(self, record: RequestRecord) -> int:
-        """Return the number of the answer's tokens that are thinking, markers included."""
-        decode = self._vocabulary.decoder(skips_special=False)
-        return thinking_length(record.generated_tokens, self._answer_format, decode)
 
     def start(self, source: Progress | RequestRecord) -> Event:
         """Return the first event, with the usage of the prompt."""

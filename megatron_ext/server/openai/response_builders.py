@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, CallPart, thinking_length
-from megatron_ext.server.openai.responses import Piece, Scored, generated_scores, prompt_scores
+from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, CallPart
+from megatron_ext.server.openai.responses import Piece, ResponseBuilder, Scored, generated_scores, prompt_scores
 from megatron_ext.server.openai.scored_content import AnswerPiece, ScoredReader, finite, scored_parts
 from megatron_ext.text.vocabulary import Vocabulary
 
 CALLED = "tool_calls"  # finish reason of an answer with tool calls
 
 
-class _Envelope:
-    def __init__(
-        self, model: str, vocabulary: Vocabulary, choices: int, prefix: str, *, has_scores: bool, shows_ids: bool
-    ) -> None:
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self.choices = choices
-        self.shows_cache = True
-        self.explains: Callable[..., str] | None = None
-        self.thinking_token: int | None = None
-        self.shows_versions = False
-        self.has_scores = has_scores
-        self._vocabulary = vocabulary
-        self._shows_ids = shows_ids
-        self._fields = {"id": self.id, "created": int(time.time()), "model": model}
-
-    def thinking_length(self, record: RequestRecord) -> int:
-        """Return the number of an answer's tokens that are thinking."""
-        return 0
-
-    def _ids(self, tokens: Sequence[int]) -> dict[str, object]:
-        return {"token_ids": list(tokens)} if self._shows_ids else {}
-
-    def _prompt_ids(self, source: Progress | RequestRecord) -> dict[str, object]:
-        return {"prompt_token_ids": list(source.prompt_tokens)} if self._shows_ids else {}
-
-
-class CompletionResponseBuilder(_Envelope):
+class CompletionResponseBuilder(ResponseBuilder):
     """Response builder of `/v1/completions`.
 
     Args:
@@ -64,7 +37,7 @@ class CompletionResponseBuilder(_Envelope):
         echoes: Sequence[str] | None,
         shows_ids: bool = False,
     ) -> None:
-        super().__init__(model, vocabulary, choices, "cmpl", has_scores=has_scores, shows_ids=shows_ids)
+        super().__init__("cmpl", model, vocabulary, PLAIN, choices, has_scores=has_scores, shows_ids=shows_ids)
         self._echoes = echoes
         self._lengths: dict[int, int] = {}  # characters of the text so far, by choice
 
@@ -132,7 +105,7 @@ class CompletionResponseBuilder(_Envelope):
         return {self._vocabulary.token_text(token): finite(log_prob) for token, log_prob in ranked}
 
 
-class ChatResponseBuilder(_Envelope):
+class ChatResponseBuilder(ResponseBuilder):
     """Response builder of `/v1/chat/completions`.
 
     Args:
@@ -154,8 +127,9 @@ class ChatResponseBuilder(_Envelope):
         shows_ids: bool = False,
         answer_format: AnswerFormat = PLAIN,
     ) -> None:
-        super().__init__(model, vocabulary, choices, "chatcmpl", has_scores=has_scores, shows_ids=shows_ids)
-        self._answer_format = answer_format
+        super().__init__(
+            "chatcmpl", model, vocabulary, answer_format, choices, has_scores=has_scores, shows_ids=shows_ids
+        )
         self._readers = [ScoredReader(answer_format, vocabulary) for _ in range(choices)]
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
@@ -203,11 +177,6 @@ class ChatResponseBuilder(_Envelope):
         return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason or None} | self._ids(
             piece.tokens
         )
-
-    def thinking_length(self, record: RequestRecord) -> int:
-        """Return the number of an answer's tokens that are thinking, markers included."""
-        decode = self._vocabulary.decoder(skips_special=False)
-        return thinking_length(record.generated_tokens, self._answer_format, decode)
 
     def _read(self, index: int, piece: Piece) -> tuple[AnswerPiece, str | None]:
         """Return what a piece has made certain, and the finish reason: None until the choice has ended."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import abc
+import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron_ext.engine.pausing import ABORT
 from megatron_ext.engine.updates import Progress
@@ -13,7 +15,9 @@ from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.token_versions import part_of
 from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError, aborted
 from megatron_ext.server.client.request_group import RequestHandle
+from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, thinking_length
 from megatron_ext.text.excerpt import excerpt
+from megatron_ext.text.vocabulary import Vocabulary
 
 DROPPED_THINKING = "dropped_thinking"
 _DROPPED_THINKING_TEXT = "The chat template drops the thinking of an earlier turn, which the cached prefix has there"
@@ -69,7 +73,7 @@ def _is_whole(record: RequestRecord) -> bool:
     return record.finish_reason == ABORT and (scores is None or len(scores) == len(record.prompt_tokens) - 1)
 
 
-def usage(builder: AnswerShape, records: Sequence[RequestRecord]) -> dict[str, object]:
+def usage(builder: AnswerBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:
     """Return OpenAI's usage, with recomputed prompt tokens, and draft tokens under OpenAI's names for predictions.
 
     The choices of a prompt count its tokens once, as they were cached and computed for the first choice.
@@ -130,42 +134,99 @@ class Piece:
     reason: str | None = None
 
 
-class AnswerShape(Protocol):
-    """Identity of an answer, and what of its records it shows."""
+class AnswerBuilder:
+    """Base of the builders of answers: identity of an answer, and what of its records it shows.
 
-    id: str
-    choices: int  # of each prompt
-    shows_cache: bool  # whether the usage says what was cached
-    explains: Callable[..., str] | None  # decoder of the text in prefix cache explanations; None: no explanations
-    thinking_token: int | None  # first token of thinking; None if the model does not think
+    Args:
+        answer_id: Id of the answer.
+        vocabulary: Vocabulary that decodes tokens.
+        answer_format: Format of the answer: what is thinking, and what is a tool call.
+        choices: Choices of each prompt.
+
+    Attributes:
+        shows_cache: Whether the usage says what was cached.
+        explains: Decoder of the text in prefix cache explanations; None for no explanations.
+        thinking_token: First token of thinking; None if the model does not think.
+    """
+
+    def __init__(
+        self, answer_id: str, vocabulary: Vocabulary, answer_format: AnswerFormat = PLAIN, choices: int = 1
+    ) -> None:
+        self.id = answer_id
+        self.choices = choices
+        self.shows_cache = True
+        self.explains: Callable[..., str] | None = None
+        self.thinking_token: int | None = None
+        self._vocabulary = vocabulary
+        self._answer_format = answer_format
 
     def thinking_length(self, record: RequestRecord) -> int:
-        """Return the number of an answer's tokens that are thinking."""
+        """Return the number of an answer's tokens that are thinking, markers included."""
+        decode = self._vocabulary.decoder(skips_special=False)
+        return thinking_length(record.generated_tokens, self._answer_format, decode)
 
 
-class ResponseBuilder(AnswerShape, Protocol):
-    """Response builder: the differences between completions and chat completions."""
+class ResponseBuilder(AnswerBuilder, abc.ABC):
+    """Builder of OpenAI's objects: the differences between completions and chat completions.
 
-    shows_versions: bool  # whether choices have the versions of the weights
-    has_scores: bool  # whether log-probs are shown
+    Args:
+        prefix: Beginning of the id.
+        model: Name that the model is served under.
+        vocabulary: Vocabulary that decodes tokens.
+        answer_format: Format of the answers.
+        choices: Choices of each prompt.
+        has_scores: Whether log-probs were requested.
+        shows_ids: Whether token ids are returned as well.
 
+    Attributes:
+        shows_versions: Whether choices have the versions of the weights.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        model: str,
+        vocabulary: Vocabulary,
+        answer_format: AnswerFormat,
+        choices: int,
+        *,
+        has_scores: bool,
+        shows_ids: bool,
+    ) -> None:
+        super().__init__(f"{prefix}-{uuid.uuid4().hex}", vocabulary, answer_format, choices)
+        self.shows_versions = False
+        self.has_scores = has_scores
+        self._shows_ids = shows_ids
+        self._fields = {"id": self.id, "created": int(time.time()), "model": model}
+
+    @abc.abstractmethod
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
         """Return the fields beside the choices in the first part of a response, and in a whole one."""
 
+    @abc.abstractmethod
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """Return the fields around the choices."""
 
+    @abc.abstractmethod
     def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
         """Return the first part of a choice, before any text; `first` is the source of the prompt's first choice."""
 
+    @abc.abstractmethod
     def part(self, index: int, piece: Piece) -> dict[str, object] | None:
         """Return a part of a choice; None if it would be empty."""
 
+    @abc.abstractmethod
     def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
         """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
 
+    def _ids(self, tokens: Sequence[int]) -> dict[str, object]:
+        return {"token_ids": list(tokens)} if self._shows_ids else {}
 
-def explained(builder: AnswerShape, index: int, record: RequestRecord) -> dict[str, object]:
+    def _prompt_ids(self, source: Progress | RequestRecord) -> dict[str, object]:
+        return {"prompt_token_ids": list(source.prompt_tokens)} if self._shows_ids else {}
+
+
+def explained(builder: AnswerBuilder, index: int, record: RequestRecord) -> dict[str, object]:
     """Return a choice's field `prefix_cache_explanation`, or no field.
 
     It has positions, times of the request's own salt, and text of its own prompt; no token id.

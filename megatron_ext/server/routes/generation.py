@@ -22,7 +22,7 @@ from megatron_ext.server.openai.guided_answers import answer_format_of, constrai
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
-from megatron_ext.server.openai.responses import AnswerShape, ResponseBuilder, finished, whole
+from megatron_ext.server.openai.responses import AnswerBuilder, ResponseBuilder, finished, whole
 from megatron_ext.server.openai.streaming import EventStream, StreamOptions, events, source_of, while_connected
 from megatron_ext.server.scope import handed_on_tokens
 from megatron_ext.server.serving import ServerDependency, Serving
@@ -118,7 +118,7 @@ async def _answer(
 
 
 async def run_requests(
-    request: Request, serving: Serving, body: GenerationRequest, inputs: list[RequestInputs], shape: AnswerShape
+    request: Request, serving: Serving, body: GenerationRequest, inputs: list[RequestInputs], builder: AnswerBuilder
 ) -> RequestGroup:
     """Run the requests to their end, or those of a stream to the first token, so that earlier failures have a status.
 
@@ -127,19 +127,19 @@ async def run_requests(
         serving: State of the server.
         body: Body, which says whether the answer is a stream.
         inputs: Inputs of the engine's requests, prompt by prompt.
-        shape: Answer, which is told here what it may show.
+        builder: Builder of the answer, which is told here what it may show.
 
     Raises:
         ApiError: A request has failed.
         ClientGone: The client has left.
     """
-    shape.shows_cache = not serving.settings.hide_cache_counts
+    builder.shows_cache = not serving.settings.hide_cache_counts
     if body.explain_prefix_cache:
-        shape.explains = serving.explainer()
+        builder.explains = serving.explainer()
     submitting = serving.requests.submit(inputs, is_streamed=bool(body.stream), sender=sender_of(request))
     group = await while_connected(request.receive, submitting)
-    note_answer(request.state, shape, group)
-    serving.requests.answers[shape.id] = group
+    note_answer(request.state, builder, group)
+    serving.requests.answers[builder.id] = group
     try:
         await while_connected(request.receive, group.started() if body.stream else group.ended())
         for handle in group.handles:

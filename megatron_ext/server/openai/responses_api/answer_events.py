@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.engine.pausing import ABORT
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
-from megatron_ext.server.openai.answers import AnswerFormat, CallPart, Thinking, thinking_length
-from megatron_ext.server.openai.responses import Piece, explained, usage
+from megatron_ext.server.openai.answers import AnswerFormat, CallPart, Thinking
+from megatron_ext.server.openai.responses import AnswerBuilder, Piece, explained, usage
 from megatron_ext.server.openai.responses_api.response_ids import new_id
 from megatron_ext.server.openai.scored_content import ScoredPart, ScoredReader
 from megatron_ext.text.vocabulary import Vocabulary
@@ -73,7 +73,7 @@ class _OpenItem:
             self.item["content"] = [self.part()]
 
 
-class ResponseAnswer:
+class ResponseAnswer(AnswerBuilder):
     """Answer to one request.
 
     Args:
@@ -84,11 +84,8 @@ class ResponseAnswer:
         shows_ids: Whether the response has the token ids as well.
 
     Attributes:
-        id: Id of the response.
         response: The response object so far.
     """
-
-    choices = 1
 
     def __init__(
         self,
@@ -99,12 +96,7 @@ class ResponseAnswer:
         *,
         shows_ids: bool = False,
     ) -> None:
-        self.id = new_id("resp", tag)
-        self.shows_cache = True
-        self.explains: Callable[..., str] | None = None
-        self.thinking_token: int | None = None
-        self._answer_format = answer_format
-        self._vocabulary = vocabulary
+        super().__init__(new_id("resp", tag), vocabulary, answer_format)
         self._tag = tag
         self._shows_ids = shows_ids
         self._reader = ScoredReader(answer_format, vocabulary)
@@ -122,11 +114,6 @@ class ResponseAnswer:
             "usage": None,
             **fields,
         }
-
-    def thinking_length(self, record: RequestRecord) -> int:
-        """Return the number of the answer's tokens that are thinking, markers included."""
-        decode = self._vocabulary.decoder(skips_special=False)
-        return thinking_length(record.generated_tokens, self._answer_format, decode)
 
     def begin(self) -> Iterator[Event]:
         """Yield the events before any output."""
