@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.engine.cache_audit import AuditFinding
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.engine_step import EngineStep, StepOutput, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
@@ -308,11 +307,6 @@ class EngineCore:
         found = [prefix for replica in self.replicas for prefix in replica.scheduler.cache.hottest(count)]
         return nlargest(count, found, key=attrgetter("hits", "blocks")) if len(self.replicas) > 1 else found
 
-    def audit_findings(self) -> list[AuditFinding]:
-        """Return the last wrong entries that audits of the prefix cache found, the oldest first."""
-        found = [finding for replica in self.replicas for finding in replica.audit.findings]
-        return sorted(found, key=attrgetter("wall_time"))
-
     def change_weights(
         self,
         write: Callable[[], Result],
@@ -416,7 +410,7 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """Return current sizes and counters, summed over all replicas."""
         parts = [
-            EngineStatistics.of(replica.scheduler, audit=replica.audit.counts if replica.audit.is_on else None)
+            EngineStatistics.of(replica.scheduler, audit=replica.audit if replica.audit.is_on else None)
             for replica in self.replicas
         ]
         ended, disk = self.output.reported_count, None if self.disk is None else self.disk.use()

@@ -32,17 +32,12 @@ class ReplicaStep:
     """One step of a replica.
 
     Attributes:
-        plan: Scheduled chunks.
+        chunks: Scheduled chunks of callers' requests, without those of audits.
         result: Computed tokens and scores; None if nothing was scheduled.
     """
 
-    plan: StepPlan
+    chunks: Sequence[Chunk]
     result: StepResult | None
-
-    @property
-    def chunks(self) -> Sequence[Chunk]:
-        """Scheduled chunks of callers' requests, without those of audits."""
-        return [chunk for chunk in self.plan.chunks if chunk.request.audit is None]
 
 
 class Replica:
@@ -149,7 +144,7 @@ class Replica:
             assert not alive or are_held, "requests are alive, but none can run"
             self._last_seconds = None
             self._executor.idle()
-            return ReplicaStep(plan, None)
+            return ReplicaStep((), None)
         planned = time.perf_counter()
         try:
             in_flight = in_flight or self._launch(plan)
@@ -172,7 +167,7 @@ class Replica:
                 self._proposals.update(self.scheduler.drafts.verified)
         else:  # the next step has no drafts
             self.structured.begin(NO_TOKENS)
-        return ReplicaStep(plan, result)
+        return ReplicaStep([chunk for chunk in plan.chunks if chunk.request.audit is None], result)
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()

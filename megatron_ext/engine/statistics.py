@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeVar
 
-from megatron_ext.engine.cache_audit import AuditCounts
+from megatron_ext.engine.cache_audit import AuditCounts, AuditFinding, CacheAudit
 from megatron_ext.prefix_cache.cache_use import CacheUse
 from megatron_ext.prefix_cache.disk.store_use import DiskUse
 from megatron_ext.scheduling.counters import Counters
@@ -48,6 +49,7 @@ class EngineStatistics:
         audit: Counts of audits; None if no hits are audited.
         disk: Counts of the entries on disk; None without a directory.
         cached_bytes: Bytes of cached blocks and snapshots in memory, on all ranks.
+        audit_findings: Last wrong entries that audits found, the oldest first.
     """
 
     running: int
@@ -62,10 +64,11 @@ class EngineStatistics:
     audit: AuditCounts | None = None
     disk: DiskUse | None = None
     cached_bytes: int = 0
+    audit_findings: tuple[AuditFinding, ...] = ()
 
     @classmethod
     def of(
-        cls, scheduler: Scheduler, *, ended: int = 0, steps: int = 0, audit: AuditCounts | None = None
+        cls, scheduler: Scheduler, *, ended: int = 0, steps: int = 0, audit: CacheAudit | None = None
     ) -> EngineStatistics:
         """Read the statistics of one replica, in the engine's thread."""
         queues, use, costs = scheduler.queues, scheduler.cache.use(), scheduler.limits.costs
@@ -80,8 +83,9 @@ class EngineStatistics:
             use=use,
             counters=dataclasses.replace(scheduler.counters),
             speculation=scheduler.drafts.by_position.use() if scheduler.limits.max_drafts else None,
-            audit=None if audit is None else dataclasses.replace(audit),
+            audit=None if audit is None else dataclasses.replace(audit.counts),
             cached_bytes=use.blocks_cached * costs.block_bytes + snapshots * costs.state_bytes,
+            audit_findings=() if audit is None else tuple(audit.findings),
         )
 
     @classmethod
@@ -91,6 +95,7 @@ class EngineStatistics:
         """Return the sum over replicas that step together."""
         uses = [part.speculation for part in parts if part.speculation is not None]
         audits = [part.audit for part in parts if part.audit is not None]
+        findings = [finding for part in parts for finding in part.audit_findings]
         return cls(
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
@@ -104,6 +109,7 @@ class EngineStatistics:
             audit=total(audits) if audits else None,
             disk=disk,
             cached_bytes=sum(part.cached_bytes for part in parts),
+            audit_findings=tuple(sorted(findings, key=attrgetter("wall_time"))),
         )
 
     def prefix_cache(self) -> dict[str, float] | None:

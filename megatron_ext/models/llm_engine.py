@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ext.config.in_flight import InFlight
-from megatron_ext.engine.cache_audit import AuditFinding
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.engine.step_counts import StepCounts
@@ -133,10 +132,6 @@ class LLMEngine:
     def hottest_prefixes(self, count: int) -> Future[list[CachedPrefix]]:
         """Search for the cached prefixes that most requests resumed from, the hottest first."""
         return self.client.call(self._core.hottest_prefixes, count)
-
-    def audit_findings(self) -> list[AuditFinding]:
-        """Return the last wrong entries that audits of the cache found, the oldest first."""
-        return self._core.audit_findings()
 
     def observe_caches(self, observers: Sequence[CacheObserver], disk_observers: Sequence[EntryObserver] = ()) -> None:
         """Attach an observer to the cache of each replica, before there are requests; see `EngineCore`."""

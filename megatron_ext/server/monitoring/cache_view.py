@@ -62,7 +62,7 @@ class CacheView:
             "settings": self._settings(),
             "occupancy": None if state is None else state.prefix_cache(),
             "lost": None if state is None else state.prefix_cache_lost(),
-            "audit_findings": self._engine.audit_findings(),
+            "audit_findings": [] if state is None else state.audit_findings,
             "disk": None if state is None else state.prefix_cache_disk(),
             "hottest_prefixes": self._hottest.prefixes,
         }

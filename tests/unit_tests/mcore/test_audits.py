@@ -104,6 +104,7 @@ def test_a_wrong_block(get_driver, get_oracle, kind: str, index: int, value: flo
     (finding,) = audit_of(driver).findings
     assert (finding.kind, finding.position) == ("kv", BLOCK * (index + 1))
     assert finding.difference > finding.bound
+    assert driver.engine.core.statistics().audit_findings == (finding,)
     assert audit_of(driver).counts.wrong_blocks == 1
     assert sum("an audit of the prefix cache found" in one.getMessage() for one in caplog.records) == 1
     matched = serve(driver, PROMPT)

@@ -86,7 +86,7 @@ class Replicas:
         for record in self.core.report(step):
             self.records[record.request_id] = record
         self.check()
-        return [sum(chunk.length for chunk in part.plan.chunks) for part in step.parts]
+        return [sum(chunk.length for chunk in part.chunks) for part in step.parts]
 
     def run(self) -> None:
         """Run until no request is left."""
