@@ -404,8 +404,7 @@ class EngineCore:
     @property
     def counters(self) -> Counters:
         """Sum of the counters of all replicas."""
-        found = [replica.scheduler.counters for replica in self.replicas]
-        return found[0] if len(found) == 1 else total(found)
+        return total([replica.scheduler.counters for replica in self.replicas])
 
     def statistics(self) -> EngineStatistics:
         """Return current sizes and counters, summed over all replicas."""
