@@ -60,7 +60,7 @@ class Worker:
         receive: Waits for rank 0's next batch.
         make_scheduler: Returns a scheduler without requests, equal to rank 0's.
         executor: Computes steps.
-        memory: Weights and pools of this rank, changed on rank 0's commands.
+        resources: Weights and pools of this rank, changed on rank 0's commands.
         meet: Returns when all ranks have obeyed the last batch.
 
     Attributes:
@@ -79,7 +79,7 @@ class Worker:
         receive: Callable[[], Batch],
         make_scheduler: Callable[[], Scheduler],
         executor: Executor,
-        memory: ModelResources,
+        resources: ModelResources,
         meet: Callable[[], None] = _nothing,
     ) -> None:
         self.replica = replica
@@ -93,8 +93,8 @@ class Worker:
         self.step_count = 0
         self._make_scheduler = make_scheduler
         self._executor = executor
-        self._memory = memory
-        self._start_anew()
+        self._resources = resources
+        self._reset()
 
     def follow(self) -> Action:
         """Follow rank 0's batches until an action that returns to the caller: stop, release or hand-over."""
@@ -117,7 +117,7 @@ class Worker:
         """Free the pools of a rank that follows no more, and close the store."""
         if self._disk is not None:
             self._disk.abandon()
-        self._memory.free()
+        self._resources.free()
 
     def obey(self, commands: Iterable[Command]) -> None:
         """Apply the commands between two steps, in order."""
@@ -139,13 +139,13 @@ class Worker:
             self._obey_for_drafts(command)
         elif isinstance(command, Suspend):
             self.scheduler.suspend()
-            self._memory.free()
+            self._resources.free()
             self.is_suspended = True
         elif isinstance(command, Resume):
-            self._memory.allocate()
+            self._resources.allocate()
             self.is_suspended = False
         elif isinstance(command, Reset):
-            self._start_anew()
+            self._reset()
         else:
             self._obey_for_cache(command)
 
@@ -165,8 +165,8 @@ class Worker:
         elif isinstance(command, WeightsChanged):
             if self._disk is not None:
                 self._disk.weights_changed()
-            self._memory.mark_new_weights()
-            self._memory.use_new_weights()
+            self._resources.mark_new_weights()
+            self._resources.use_new_weights()
             self.scheduler.weights_changed(restarts=command.restarts)
         elif isinstance(command, DescribeWeights | ReadWeights | UpdateWeights):
             self.on_weights(command)
@@ -196,13 +196,13 @@ class Worker:
         for tier, memory in self._disk.go_live():
             self._placing = LoadPlacing(self.scheduler, tier, memory)
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self.scheduler = self._make_scheduler()
         self._placing = None
         if self._disk is not None:
             self._disk.follow(self.scheduler.cache)
         self._requests: dict[int, Request] = {}  # living requests
-        self._memory.allocate()
+        self._resources.allocate()
         self.is_suspended = False
 
     def _compute_drafts(self) -> None:

@@ -64,7 +64,7 @@ def expected_of(model: nn.Module) -> list[int]:
 
 
 def layers(engine: AttachedEngine | EngineFollower) -> list[Packable]:
-    ours = engine.weight_writer.loaded.model if isinstance(engine, AttachedEngine) else engine._worker._memory._model
+    ours = engine.weight_writer.loaded.model if isinstance(engine, AttachedEngine) else engine._worker._resources._model
     return [one for one in ours.modules() if isinstance(one, Packable)]
 
 
