@@ -20,7 +20,7 @@ from megatron_ext.runner.input_writer import KEPT, Cuts, StagingRules, cut_chunk
 from megatron_ext.runner.kept_log_probs import KEPT_PLACES, KeptPlaces, kept_places
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
 
-_LIVE_SLOT: Final = attrgetter("running_slot")
+_RUNNING_SLOT: Final = attrgetter("running_slot")
 
 
 class PrevSampled(Protocol):
@@ -99,7 +99,8 @@ def stage_step(
     """
     num_decode, forks = step.num_decode, step.forks
     computed = step.chunks[: len(step.chunks) - len(forks)]
-    chunks = (*sorted(computed[:num_decode], key=_LIVE_SLOT), *computed[num_decode:])
+    # Decodes by slot: without gaps their states are a slice of the pool, and need no gather.
+    chunks = (*sorted(computed[:num_decode], key=_RUNNING_SLOT), *computed[num_decode:])
     prefill = chunks[num_decode:]
     inside, recurrent = rules.snapshots_in_prefill, prefill if rules.has_states else ()
     cuts = [cut_chunk(one, rules.kernel_chunk, snapshots_in_prefill=inside) for one in recurrent]
@@ -110,12 +111,13 @@ def stage_step(
         arrays[name] = np.pad(arrays[name], (0, missing))
     score_tokens, scores = _choose_scored(prefill, firsts[num_decode:], rules.block_size)
     sampled = _sampled_tokens(chunks, firsts)
-    if forks:  # from the last logits of their sources
+    if forks:  # sampled from the last logits of their sources; they have no token of their own
         last = {one.request_id: firsts[i + 1] - 1 for i, one in enumerate(chunks)}
         sampled = np.concatenate([sampled, [last[one.source.request_id] for one in forks if one.source is not None]])
     arrays |= {"sample_tokens": sampled, "score_tokens": np.asarray(score_tokens)}
     keeps = any(one.keeps for one in scores)
     arrays |= kept_places(prefill, firsts[num_decode:], rules.block_size) if keeps else {}
+    # Tokens that the step before has sampled and the host has not read: they are copied on the device below.
     unknown = [row for row, chunk in enumerate(chunks[:num_decode]) if chunk.token_ids[0] == LAST_SAMPLED]
     if unknown:
         assert prev_sampled is not None, "no step has left its tokens"

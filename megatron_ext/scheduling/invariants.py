@@ -27,7 +27,7 @@ def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache,
         assert not request.is_ended, f"request {request.request_id} has ended and is still queued"
     for request in queues.waiting:
         assert not request.block_table, f"waiting {request.request_id} owns blocks"
-        assert request.sequence.running_slot is None, f"waiting {request.request_id} owns a live slot"
+        assert request.sequence.running_slot is None, f"waiting {request.request_id} owns a running state slot"
         assert request.computed_end == 0, f"waiting {request.request_id} has computed tokens"
     for request in queues.holding():
         _check_owner(request, limits)
@@ -37,7 +37,7 @@ def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache,
 
 def _check_owner(request: Request, limits: SchedulerLimits) -> None:
     name = f"request {request.request_id}"
-    assert request.sequence.running_slot is not None, f"{name} has no live slot"
+    assert request.sequence.running_slot is not None, f"{name} has no running state slot"
     assert request.computed_end < len(request.tokens), f"{name} has nothing left to compute"
     computed, known = request.computed_end, len(request.tokens)
     min_blocks = limits.blocks_for(computed if request.is_decoding else known)

@@ -199,7 +199,7 @@ def _source(chunk: Chunk, block_size: int) -> ForkSource | None:
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
     request, sequence, start, end = chunk.request, chunk.request.sequence, chunk.start, chunk.end
-    assert sequence.running_slot is not None, f"request {request.request_id} runs and has no live slot"
+    assert sequence.running_slot is not None, f"request {request.request_id} runs and has no running state slot"
     is_decode = chunk.is_decode
     scoring = None if is_decode else _scoring(chunk, block_size)
     blocks_end = end if scoring is None or not scoring.keeps else max(end, scoring.end + 1, scoring.kept_end)
@@ -241,7 +241,7 @@ def describe_ahead(
 
 def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, tuple[Snapshot, ...]]) -> ScheduledChunk:
     request, sequence = chunk.request, chunk.request.sequence
-    assert sequence.running_slot is not None, f"request {request.request_id} runs and has no live slot"
+    assert sequence.running_slot is not None, f"request {request.request_id} runs and has no running state slot"
     is_unknown = chunk.end > len(sequence.tokens)
     yields_token = is_unknown or chunk.yields_token
     return ScheduledChunk(

@@ -221,6 +221,7 @@ class TextTokenizer:
             protected = chosen if last is beside else dataclasses.replace(chosen, **_fields(last))
             return self.apply_chat_template(contents, options=protected)
 
+        # As one more message, so that special tokens spelled in tools and variables are protected, too.
         beside: dict[str, Any] = {"role": _BESIDE, "tools": chosen.tools, "variables": chosen.variables}
         if self._chat_tokens is None:
             special = {*self._marked_special, *self.ends, self.eod, self.bos}
