@@ -186,7 +186,8 @@ class LoadedEngine(LLMEngine):
             WeightUpdateError: A write has failed. Without `keep_old` all requests end as `FAILED`, and none is taken
                 until a complete update succeeds.
         """
-        chosen, _ = InFlight.read(in_flight), self.weight_writer.names()
+        chosen = InFlight.read(in_flight)
+        self.weight_writer.names()  # refuses a model of the caller's before requests are waited for
         check_version(weights_version)
         write = partial_call(self.weight_writer.write, named_tensors, partial=partial, keep_old=keep_old)
         self.change_weights(write, chosen, weights_version, is_complete=not partial).result()

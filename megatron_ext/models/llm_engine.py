@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import TypeVar
 
 from megatron_ext.config.in_flight import InFlight
@@ -153,14 +152,6 @@ class LLMEngine:
     def weights_version(self) -> int:
         """Version of the weights that tokens are computed with: the number given last, or counted on from it; or 0."""
         return self._core.weights_version
-
-    def read_checkpoint(self, directory: Path) -> Callable[[], int]:
-        """Read new weights while the engine steps, and return what writes them, for `change_weights`.
-
-        Raises:
-            ConfigError: See `read_new_weights`.
-        """
-        return self.weight_writer.reader(directory)
 
     def change_weights(
         self,

@@ -60,4 +60,4 @@ class WeightsUpdater:
         """Return a function that writes the weights, and their hash."""
         directory = self.root.resolve(path)
         found = weights_hash(directory)
-        return self.engine.read_checkpoint(directory), found
+        return self.engine.weight_writer.read_checkpoint(directory), found

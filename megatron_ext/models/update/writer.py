@@ -116,7 +116,7 @@ class WeightWriter:
         self.tell(command)
         self._update(command, tensors)
 
-    def reader(self, directory: Path) -> Callable[[], int]:
+    def read_checkpoint(self, directory: Path) -> Callable[[], int]:
         """Read a checkpoint, and return a function that writes it and returns the number of this rank's tensors.
 
         Several ranks read, each its part, when that function is called.

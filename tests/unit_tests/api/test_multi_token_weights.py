@@ -87,7 +87,7 @@ def of_rank_0(way: str, sizes: dict[str, int], folders: tuple[str, str], given: 
     with load_engine(**settings) as engine:
         seen = [outcomes(engine)]
         if way == "disk" and sizes:
-            engine._call(engine.weight_writer.reader(Path(folders[1])))
+            engine._call(engine.weight_writer.read_checkpoint(Path(folders[1])))
             engine.weights_changed()
         else:
             engine.update_weights(given, partial=way == "embedding")  # equal to the files

@@ -139,7 +139,7 @@ def from_directories(folders: tuple[str, str]) -> object:
         return follow_engine(**settings)
     good, bad = folders
     with load_engine(**settings) as engine:
-        read = engine.weight_writer.reader
+        read = engine.weight_writer.read_checkpoint
         old = outcomes(engine)
         with pytest.raises(ConfigError) as refused:
             engine._call(read(Path(bad)))
