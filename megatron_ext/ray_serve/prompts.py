@@ -61,10 +61,10 @@ async def _inputs(serving: Serving, path: str, content: object, caller: Caller) 
             chat = as_chat(MessagesRequest.model_validate(content))
         else:
             body = ResponsesRequest.model_validate(content)
-            chat = body.chat_request(conversation_of(body, serving.responses, caller.tenant).messages)
+            chat = body.chat_request(conversation_of(body, serving.response_store, caller.tenant).messages)
         prompt = await serving.tokenize_chat(chat.messages, chat.chat_options)
-        return chat_inputs(chat, prompt, limits, serving.chat, caller, defaults), chat.n or 1
+        return chat_inputs(chat, prompt, limits, serving.chat_format, caller, defaults), chat.n or 1
     completion = CompletionRequest.model_validate(content)
     check_count(len(completion.prompts), completion.n or 1, serving.requests.capacity)
-    prompts = [await serving.texts.encode(one) if isinstance(one, str) else one for one in completion.prompts]
+    prompts = [await serving.text_encoder.encode(one) if isinstance(one, str) else one for one in completion.prompts]
     return completion_inputs(completion, prompts, limits, caller, defaults), completion.n or 1

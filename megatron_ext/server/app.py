@@ -46,7 +46,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         serving.requests.start()
-        running = [asyncio.create_task(task()) for task in (serving.history.run, serving.responses.run, *tasks)]
+        running = [asyncio.create_task(task()) for task in (serving.history.run, serving.response_store.run, *tasks)]
         yield
         for one in running:
             one.cancel()

@@ -42,7 +42,7 @@ class RequestManager:
         is_shared: Whether other code closes the engine; otherwise `stop` does.
 
     Attributes:
-        answers: Groups of answers in flight, by the ids of the answers.
+        groups: Groups of requests in flight, by the ids of their answers.
         recent: Requests that have ended, for traces.
         is_healthy: False from a failed step until a later step has computed something.
         on_lost_ranks: Called when other ranks are lost.
@@ -57,7 +57,7 @@ class RequestManager:
         self._living: dict[RequestHandle, RequestGroup] = {}
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._waiting: list[tuple[str, asyncio.Event]] = []  # for the end of others' requests than a router's
-        self.answers: WeakValueDictionary[str, RequestGroup] = WeakValueDictionary()
+        self.groups: WeakValueDictionary[str, RequestGroup] = WeakValueDictionary()
         self.recent = RequestTrace()
         self.is_healthy = True
         self.on_lost_ranks: Callable[[], None] = lambda: None

@@ -73,20 +73,20 @@ class Serving:
         self.cache = CacheView(self.engine, self.requests, self.metrics)
         self.tokenizer: Tokenizer = self.engine.tokenizer
         self.vocabulary = self.engine.vocabulary
-        self.chat = ChatFormat(
+        self.chat_format = ChatFormat(
             self.tokenizer,
             parse_control=self.settings.chat_control_tokens == "parse",
             tool_calls=self.settings.tool_call_parser,
             reasoning_name=self.settings.reasoning_parser,
         )
-        self.responses = ResponseStore(
+        self.response_store = ResponseStore(
             self.settings.limits.store_bytes, max_conversation=self.settings.limits.body_bytes
         )
         geometry = self.engine.geometry
         longest = self.engine.limits.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
         self.structured_outputs = StructuredOutputChecks(self.engine.grammars, self.settings.limits)
-        self.texts = TextEncoder(self.tokenizer, partial(tokenize_prompt, self.tokenizer), longest)
+        self.text_encoder = TextEncoder(self.tokenizer, partial(tokenize_prompt, self.tokenizer), longest)
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -105,8 +105,8 @@ class Serving:
             ApiError: See `TextEncoder.encode`.
             ConfigError: See `ChatFormat.render`.
         """
-        chat = await asyncio.to_thread(self.chat.render, messages, options)
-        return await self.texts.encode(chat.text, lambda _: begin_once(chat.ids(), self.tokenizer.bos))
+        chat = await asyncio.to_thread(self.chat_format.render, messages, options)
+        return await self.text_encoder.encode(chat.text, lambda _: begin_once(chat.ids(), self.tokenizer.bos))
 
     async def marked_positions(self, body: ChatRequest, prompt: Sequence[int]) -> list[int]:
         """Return the positions of a chat's `cache_control` marks in its prompt, the last one first.

@@ -139,7 +139,7 @@ async def flush_cache(serving: ServerDependency, body: Nothing | None = None) ->
 async def abort(serving: ServerDependency, body: AbortRequest) -> dict[str, object]:
     """Abort one answer, or all. Their clients get an error; their memory is free after the step in flight."""
     if body.request_id is not None:
-        group = serving.requests.answers.get(body.request_id)
+        group = serving.requests.groups.get(body.request_id)
         count = 0 if group is None else serving.requests.end(group, aborted())
         if count == 0:
             raise no_such_answer(printable(body.request_id, LONGEST_ID))

@@ -38,7 +38,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     check_count(len(body.prompts), choices, serving.requests.capacity)
     await serving.structured_outputs.check(body.enforced_format)
     prompts: Sequence[Sequence[int]] = handed_on_tokens(request.scope) or [
-        await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
+        await serving.text_encoder.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
     ]
     inputs = completion_inputs(body, prompts, serving.prompt_limits, request.scope[CALLER], serving.defaults)
     echoes = None
@@ -71,7 +71,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
         shows_ids=bool(body.return_token_ids),
         answer_format=answer_format,
     )
-    builder.thinking_token = serving.chat.thinking_token
+    builder.thinking_token = serving.chat_format.thinking_token
     return await _answer(request, serving, body, inputs, builder)
 
 
@@ -90,17 +90,17 @@ async def prepare_chat(
     await checks.check(body.enforced_format)  # before any text is tokenized: a bad schema is refused at little cost
     handed_on = handed_on_tokens(request.scope)
     prompt = handed_on[0] if handed_on else await serving.tokenize_chat(body.messages, body.chat_options)
-    answer = answer_format_of(body, prompt, serving.chat)
+    answer = answer_format_of(body, prompt, serving.chat_format)
     # The grammar has the supported part of the functions' schemas; the reader of the answer gets the whole ones.
     functions = await checks.supported(answer.functions, must_call=body.tool_choice.mode == "required")
     guided = answer if functions == answer.functions else replace(answer, functions=functions)
-    response_format = constrained_format(body, guided, serving.chat)
+    response_format = constrained_format(body, guided, serving.chat_format)
     if response_format != body.enforced_format:  # a grammar that has calls or thinking as well
         await checks.check(response_format)
     marks = await serving.marked_positions(body, prompt)
     caller = request.scope[CALLER]
     inputs = chat_inputs(
-        body, prompt, serving.prompt_limits, serving.chat, caller, serving.defaults, response_format, marks
+        body, prompt, serving.prompt_limits, serving.chat_format, caller, serving.defaults, response_format, marks
     )
     return inputs, answer
 
@@ -139,7 +139,7 @@ async def run_requests(
     submitting = serving.requests.submit(inputs, is_streamed=bool(body.stream), sender=sender_of(request))
     group = await while_connected(request.receive, submitting)
     note_answer(request.state, builder, group)
-    serving.requests.answers[builder.id] = group
+    serving.requests.groups[builder.id] = group
     try:
         await while_connected(request.receive, group.started() if body.stream else group.ended())
         for handle in group.handles:

@@ -24,7 +24,7 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
     """Answer in a conversation, in the form of Anthropic's Messages API."""
     refuse_threads(body)
     note_betas(request.headers.get("anthropic-beta", ""))
-    chat = as_chat(body, can_think=serving.chat.reasoning is not None)
+    chat = as_chat(body, can_think=serving.chat_format.reasoning is not None)
     try:
         inputs, answer_format = await prepare_chat(chat, request, serving)
     except ContextExceeded as error:

@@ -41,11 +41,11 @@ _NAMES = {
 async def create_response(body: ResponsesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, given as items or continued from a stored response."""
     tenant = _tenant(request)
-    conversation = conversation_of(body, serving.responses, tenant)
+    conversation = conversation_of(body, serving.response_store, tenant)
     chat = body.chat_request(conversation.messages)
     try:
         inputs, answer_format = await prepare_chat(chat, request, serving)
-        is_stored = serving.responses.is_on and body.store is not False
+        is_stored = serving.response_store.is_on and body.store is not False
         answer = ResponseAnswer(
             _fields(body, inputs[0].params, serving.answered_name(body.model), is_stored=is_stored),
             answer_format,
@@ -53,7 +53,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
             tag_of(serving.instance),
             shows_ids=bool(body.return_token_ids),
         )
-        answer.thinking_token = serving.chat.thinking_token
+        answer.thinking_token = serving.chat_format.thinking_token
         group = await run_requests(request, serving, chat, inputs, answer)
     except ApiError as error:
         error.param = _NAMES.get(error.param or "", error.param)
@@ -62,7 +62,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
     def store() -> None:
         if is_stored:
             key = (tenant, answer.id)
-            answer.response["store"] = serving.responses.put(
+            answer.response["store"] = serving.response_store.put(
                 key, conversation.items, answer.response, conversation.before
             )
 
@@ -83,7 +83,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
 async def count_input_tokens(body: ResponsePrompt, request: Request, serving: ServerDependency) -> dict[str, object]:
     """Return the number of tokens of a conversation, and with `return_token_ids` the tokens."""
     serving.check_name(body.model)
-    conversation = conversation_of(body, serving.responses, _tenant(request))
+    conversation = conversation_of(body, serving.response_store, _tenant(request))
     tokens = await serving.tokenize_chat(conversation.messages, body.chat_options)
     shown = {"prompt_token_ids": tokens} if body.return_token_ids else {}
     return {"object": "response.input_tokens", "input_tokens": len(tokens), **shown}
@@ -92,14 +92,14 @@ async def count_input_tokens(body: ResponsePrompt, request: Request, serving: Se
 @router.get("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
 async def retrieve_response(response_id: ShortPath, request: Request, serving: ServerDependency) -> Response:
     """Return a stored response."""
-    stored = serving.responses.get((_tenant(request), response_id), "response_id")
+    stored = serving.response_store.get((_tenant(request), response_id), "response_id")
     return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
 async def delete_response(response_id: ShortPath, request: Request, serving: ServerDependency) -> dict[str, object]:
     """Delete a stored response; those that continue it keep its turn."""
-    serving.responses.delete((_tenant(request), response_id))
+    serving.response_store.delete((_tenant(request), response_id))
     return {"id": response_id, "object": "response", "deleted": True}
 
 

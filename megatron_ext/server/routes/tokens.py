@@ -94,8 +94,8 @@ async def _tokens(body: TokenizeRequest, serving: Serving) -> list[int]:
     assert body.prompt is not None, "the body has been checked"
     tokenizer = serving.tokenizer
     if body.add_special_tokens is False and isinstance(tokenizer, TextTokenizer):
-        return await serving.texts.encode(body.prompt, tokenizer.tokenize_plain)
-    return await serving.texts.encode(body.prompt)
+        return await serving.text_encoder.encode(body.prompt, tokenizer.tokenize_plain)
+    return await serving.text_encoder.encode(body.prompt)
 
 
 def _each(serving: Serving, tokens: Sequence[int]) -> list[str]:

@@ -29,7 +29,7 @@ async def read(serving: Serving, path: str, authorization: bytes = b"Bearer k", 
 
 async def test_prompts_are_those_that_the_routes_compute(serving: Serving):
     """RP-2: texts, ids and conversations become token ids; each prompt once, in order, however many choices it has."""
-    text = await serving.texts.encode("A list is")
+    text = await serving.text_encoder.encode("A list is")
     both = await read(serving, COMPLETION, prompt=["A list is", "A list is"], n=2, max_tokens=3)
     assert [list(one) for one in both.tokens] == [text, text]
     assert both.new_tokens == 12
@@ -85,7 +85,7 @@ async def test_tokens_that_were_handed_on_are_computed(serving: Serving, monkeyp
     async def refuse(*arguments: object) -> list[int]:
         raise AssertionError("it is tokenized again")
 
-    monkeypatch.setattr(serving.texts, "encode", refuse)
+    monkeypatch.setattr(serving.text_encoder, "encode", refuse)
     app = create_app(serving)
     async with app.router.lifespan_context(app):
         for request in requests:

@@ -507,4 +507,4 @@ def test_ended_requests_are_forgotten(server):
     tokens(server)
     server.check_idle()
     gc.collect()
-    assert len(server.serving.requests.answers) <= 1, "of the event loop's last one"
+    assert len(server.serving.requests.groups) <= 1, "of the event loop's last one"

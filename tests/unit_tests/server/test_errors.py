@@ -177,7 +177,7 @@ TOOL = {"type": "function", "name": "f", "function": {"name": HALF}, "input_sche
 )
 def test_half_of_a_surrogate_pair_is_refused_before_anything_is_computed(tiny, monkeypatch, path, body, param):
     monkeypatch.setattr(tiny.serving.requests, "submit", None)
-    monkeypatch.setattr(tiny.serving.texts, "encode", None)
+    monkeypatch.setattr(tiny.serving.text_encoder, "encode", None)
     response = tiny.http.post(path, content=json.dumps(body), headers=HEADERS)
     assert "half of a surrogate pair" in response.json()["error"]["message"]
     assert response.status_code == 400

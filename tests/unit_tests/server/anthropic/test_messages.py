@@ -62,7 +62,7 @@ def says(monkeypatch):
     """A function: from now on every answer of a server is this text, through the engine's tokens."""
 
     def say(server: LiveServer, text: str) -> LiveServer:
-        ids = [*server.serving.tokenizer.tokenize(text), server.serving.chat.end_of_turn]
+        ids = [*server.serving.tokenizer.tokenize(text), server.serving.chat_format.end_of_turn]
 
         def choose(logits, step):
             options = [row.sampling.logits_options for row in step.sampling]
@@ -314,7 +314,7 @@ class TestThinking:
         assert counted(thinker, messages=contents(QUESTION), thinking={"type": "adaptive"}) < off["count"]
 
     def test_a_model_that_does_not_think_answers_all_the_same(self, embedded, monkeypatch):
-        monkeypatch.setattr(embedded.serving.chat, "reasoning", None)
+        monkeypatch.setattr(embedded.serving.chat_format, "reasoning", None)
         tokenizer = embedded.serving.tokenizer
         monkeypatch.setattr(tokenizer, "_chat_template", tokenizer._chat_template.replace("enable_thinking", "false"))
         fields = {"messages": contents(QUESTION), "thinking": {"type": "enabled", "budget_tokens": 8}}

@@ -124,7 +124,7 @@ class TestNesting:
         def render(*_) -> str:
             return render(*_)
 
-        monkeypatch.setattr(embedded.serving.chat, "render", render)
+        monkeypatch.setattr(embedded.serving.chat_format, "render", render)
         body = {"messages": [{"role": "user", "content": "a"}]}
         assert "nested too deeply" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
 
@@ -134,7 +134,7 @@ def test_no_memory_is_503_for_that_request(tiny, monkeypatch, caplog, place):
     """The error is one line in the log, and the next request is served."""
     owner, name = {
         "parsing": (bodies.json, "loads"),
-        "tokenizing": (tiny.serving.texts, "_tokenize"),
+        "tokenizing": (tiny.serving.text_encoder, "_tokenize"),
         "the engine's thread": (tiny.engine.core, "add"),
     }[place]
 
@@ -277,12 +277,12 @@ class TestRequestLimits:
     )
     def test_more_requests_than_could_ever_be_there(self, small, monkeypatch, fields, named):
         """Known before a text becomes tokens, or anything is built for the engine."""
-        monkeypatch.setattr(small.serving.texts, "encode", None)
+        monkeypatch.setattr(small.serving.text_encoder, "encode", None)
         monkeypatch.setattr("megatron_ext.server.routes.generation.completion_inputs", None)
         assert named in check_error(small.http.post(COMPLETIONS, json=fields), 400)["message"]
 
     def test_choices_of_a_chat(self, small, monkeypatch):
-        monkeypatch.setattr(small.serving.texts, "encode", None)
+        monkeypatch.setattr(small.serving.text_encoder, "encode", None)
         body = {"messages": [{"role": "user", "content": "a"}], "n": 9}
         assert "9 choices (n)" in check_error(small.http.post(CHAT, json=body), 400)["message"]
 
@@ -316,7 +316,7 @@ class TestTexts:
         """8 MB of text took 7 s of all threads, and 1.5 GB."""
         longest = embedded.serving.tokenizer.longest_token * embedded.serving.prompt_limits.sequence
         with monkeypatch.context() as patch:
-            patch.setattr(embedded.serving.texts, "_tokenize", None)
+            patch.setattr(embedded.serving.text_encoder, "_tokenize", None)
             for path, body in (
                 (COMPLETIONS, {"prompt": ["b" * (longest + 1), "a"]}),
                 (CHAT, {"messages": [{"role": "user", "content": "b" * (longest + 1)}]}),

@@ -56,7 +56,7 @@ def says(thinker, monkeypatch):
     """A function: from now on every answer is this text, through the engine's tokens."""
 
     def say(text: str) -> LiveServer:
-        ids = [*thinker.serving.tokenizer.tokenize(text), thinker.serving.chat.end_of_turn]
+        ids = [*thinker.serving.tokenizer.tokenize(text), thinker.serving.chat_format.end_of_turn]
 
         def choose(logits, step):
             options = [row.sampling.logits_options for row in step.sampling]
@@ -143,7 +143,7 @@ class TestTemplates:
 
     def test_a_prompt_that_begins_thinking(self, thinker):
         """The answer begins inside of thinking where the prompt ends with the marker."""
-        chat = thinker.serving.chat
+        chat = thinker.serving.chat_format
         tokenize = thinker.serving.tokenizer.tokenize
         assert chat.ends_inside_thinking(tokenize("<|assistant|><think>\n"))
         assert not chat.ends_inside_thinking(tokenize("<|assistant|><think>\n\n</think>\n\n"))
@@ -207,7 +207,7 @@ class TestNextTurn:
 def test_a_budget_needs_a_model_that_thinks(embedded, monkeypatch):
     body = {"messages": QUESTION, "max_tokens": 1, "thinking_budget_tokens": 5}
     assert embedded.http.post(CHAT, json=body).status_code == 200
-    monkeypatch.setattr(embedded.serving.chat, "reasoning", None)  # as of a template without markers
+    monkeypatch.setattr(embedded.serving.chat_format, "reasoning", None)  # as of a template without markers
     assert "has no thinking" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
 
 

@@ -60,7 +60,7 @@ class TestFollowUps:
     def test_a_conversation_is_as_long_as_a_body_at_most(self, storing, monkeypatch):
         """Each turn may have a whole body, and a follow-up reads all of them."""
         first = create(storing, input=QUESTION, max_output_tokens=1)
-        monkeypatch.setattr(storing.serving.responses, "_max_conversation", 100)
+        monkeypatch.setattr(storing.serving.response_store, "_max_conversation", 100)
         body = BASE | {"previous_response_id": first["id"], "input": NEXT}
         error = check_error(storing.http.post(RESPONSES, json=body), 400)
         assert "the limit is 100 (--max-body-mb)" in error["message"]

@@ -42,7 +42,7 @@ class Prescribed:
     """Tokens of all answers, and a gate that holds them back after some."""
 
     def __init__(self, server: LiveServer, text: str) -> None:
-        self._ids = [*server.serving.tokenizer.tokenize(text), server.serving.chat.end_of_turn]
+        self._ids = [*server.serving.tokenizer.tokenize(text), server.serving.chat_format.end_of_turn]
         self.held_after = len(self._ids)
         self.gate = threading.Event()
 
@@ -319,7 +319,7 @@ class TestEvents:
                 if "output_text.delta" in line:
                     break
             first = json.loads(received[1].removeprefix("data: "))
-            group = embedded.serving.requests.answers[first["response"]["id"]]
+            group = embedded.serving.requests.groups[first["response"]["id"]]
             fault = ApiError(503, "it has ended", kind="server_error")
             embedded.loop.call_soon_threadsafe(embedded.serving.requests.end, group, fault)
             prescribed.gate.set()

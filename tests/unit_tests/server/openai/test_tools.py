@@ -43,7 +43,7 @@ def says(embedded, monkeypatch):
     """A function: from now on every answer is this text, through the engine's tokens."""
 
     def say(text: str) -> LiveServer:
-        ids = [*embedded.serving.tokenizer.tokenize(text), embedded.serving.chat.end_of_turn]
+        ids = [*embedded.serving.tokenizer.tokenize(text), embedded.serving.chat_format.end_of_turn]
 
         def choose(logits, step):
             options = [row.sampling.logits_options for row in step.sampling]
@@ -168,7 +168,7 @@ class TestGuided:
         """Free text stays free beside a strict tool; a call against its schema cannot be generated."""
         assert ask(says("No <tool> at all. "), stream=stream, tools=[FORECAST]) == [("No <tool> at all. ", [], "stop")]
         form = ChatRequest.model_validate({"messages": QUESTION, "tools": [FORECAST]})
-        chat = embedded.serving.chat
+        chat = embedded.serving.chat_format
         guided = constrained_format(form, answer_format_of(form, [5, 6], chat), chat)
         assert guided is not None
         matcher = embedded.serving.engine.grammars.matcher(guided)
