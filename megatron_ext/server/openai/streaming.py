@@ -72,7 +72,7 @@ class PieceReader:
         self._splits = splits_tokens
         self._text = TextStream(handle.inputs.params.stop_words, detokenize)
         self._seen = 0  # tokens
-        self._untold: tuple[list[int], list[Scored]] = [], []  # tokens whose text is held back, and their scores
+        self._held: tuple[list[int], list[Scored]] = [], []  # tokens whose text is held back, and their scores
         self.is_ended = False
 
     def read(self) -> Iterator[Piece]:
@@ -87,7 +87,7 @@ class PieceReader:
         new, scores = source.generated_tokens[self._seen :], generated_scores(source, self._seen)
         self._seen += len(new)
         is_last = source is self._handle.result
-        if self._splits:
+        if self._splits:  # one by one; of an answer that has ended, the last token goes with the finish reason below
             for place in range(len(new) - is_last):
                 yield from self._fed(new[place : place + 1], scores[place : place + 1])
             new, scores = (new[-1:], scores[-1:]) if is_last else ([], [])
@@ -96,18 +96,18 @@ class PieceReader:
             return
         assert isinstance(source, RequestRecord), "it is the handle's record"
         self.is_ended = True
-        tokens, told = self._untold
+        held_tokens, held_scores = self._held
         text = self._text.finish(source.generated_text)
-        yield Piece(text, tokens + list(new), told + scores, source.finish_reason)
+        yield Piece(text, held_tokens + list(new), held_scores + scores, source.finish_reason)
 
     def _fed(self, new: Sequence[int], scores: Sequence[Scored]) -> Iterator[Piece]:
-        tokens, told = self._untold
-        tokens += new
-        told += scores
+        held_tokens, held_scores = self._held
+        held_tokens += new
+        held_scores += scores
         text = self._text.feed(new)
         if text:
-            self._untold = [], []
-            yield Piece(text, tokens, told)
+            self._held = [], []
+            yield Piece(text, held_tokens, held_scores)
 
 
 class _ChoiceStream:
@@ -135,7 +135,7 @@ class _ChoiceStream:
         self._builder = builder
         self._reader = PieceReader(handle, detokenize, splits_tokens=builder.has_scores)
         self._is_open = False
-        self._told = 0  # tokens in the parts so far
+        self._token_count = 0  # in the parts so far
 
     @property
     def is_ended(self) -> bool:
@@ -158,9 +158,9 @@ class _ChoiceStream:
                 yield self._builder.heading(source) | {"choices": [opening]}
         for piece in self._reader.read():
             part = self._builder.part(self._index, piece)
-            first_token, self._told = self._told, self._told + len(piece.tokens)
+            start, self._token_count = self._token_count, self._token_count + len(piece.tokens)
             if part is not None:
-                part |= versions_of(self._builder, source, first_token, self._told)
+                part |= versions_of(self._builder, source, start, self._token_count)
                 if isinstance(source, RequestRecord):
                     part |= explained(self._builder, self._index, source)
                 yield {"choices": [part]}
