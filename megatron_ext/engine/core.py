@@ -128,7 +128,7 @@ class EngineCore:
         self.output.open(request, scheduler)  # first, since stop words may fail on what is continued
         if error is None:
             scheduler.add(request)
-            replica.structured.add(request)
+            replica.structured_outputs.add(request)
         else:
             request.end(Status.FAILED, error=f"this prompt cannot be served: {error}")
             self.output.ended.append(request)
@@ -185,7 +185,7 @@ class EngineCore:
         """
         for replica in self.replicas:
             replica.async_scheduling.drop()
-            replica.structured.forget(self.output.requests())
+            replica.structured_outputs.forget(self.output.requests())
         self.output.cancel()
         if self.workers.keep_cache():
             self._keep_cache()

@@ -16,7 +16,7 @@ from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.routing_recorder import take_cached_rows
-from megatron_ext.engine.structured_output import StructuredOutputs
+from megatron_ext.engine.structured_output import StructuredOutputManager
 from megatron_ext.errors import RestoreError, describe
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.chunk import Chunk
@@ -54,7 +54,7 @@ class Replica:
         proposals: Drafts for decoding requests (SP-1); None without speculation.
 
     Attributes:
-        structured: Structured outputs of the requests.
+        structured_outputs: Structured outputs of the requests.
         audit: Audits of the prefix cache.
         loading: Loads of cached entries from disk; None without a directory.
     """
@@ -76,7 +76,7 @@ class Replica:
         self._drafts = NO_TOKENS  # proposals for the step that is planned next
         self._in_flight: InFlightStep | None = None  # the next step, if it has been launched
         self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
-        self.structured = StructuredOutputs(scheduler, input_settings.matcher, input_settings.mask_thread)
+        self.structured_outputs = StructuredOutputManager(scheduler, input_settings.matcher, input_settings.mask_thread)
         self.audit = CacheAudit(scheduler)
         self.loading: DiskLoading | None = None
         self.async_scheduling = AsyncScheduling(scheduler, executor, is_on=proposals is None)
@@ -95,12 +95,12 @@ class Replica:
                 self._drafts, errors = self._proposals.propose(self.scheduler)
                 for error in errors:
                     self._error_isolation.note("the drafter", error, once=True)
-        self.structured.begin(self._drafts)
+        self.structured_outputs.begin(self._drafts)
 
     @property
     def has_other_work(self) -> bool:
         """True if the next step may compute something for requests that wait for no mask."""
-        return self._last_seconds is not None and self.structured.has_other_work
+        return self._last_seconds is not None and self.structured_outputs.has_other_work
 
     def prepare(self, share: float, *, is_idle: bool) -> None:
         """Wait for masks within bounds; pass those that are ready, and the drafts, to the scheduler (SE-10).
@@ -116,13 +116,13 @@ class Replica:
         if self._in_flight is not None:
             return
         self.audit.begin()
-        self.structured.wait(share * (self._last_seconds or 0.0), has_other_work=not is_idle)
-        ready = self.structured.take()
+        self.structured_outputs.wait(share * (self._last_seconds or 0.0), has_other_work=not is_idle)
+        ready = self.structured_outputs.take()
         for request, error in ready.errors:
             self._output.refuse(request, error)
         for request, masks in ready.masks:
             self.scheduler.allow(request, masks)
-        if drafts := self.structured.allowed_drafts(self._drafts):
+        if drafts := self.structured_outputs.allowed_drafts(self._drafts):
             self.scheduler.propose(drafts)
         if self.loading is not None:
             self.loading.decide(may_wait=is_idle or share == 1)
@@ -166,7 +166,7 @@ class Replica:
             with self._error_isolation.guard("the drafter"):
                 self._proposals.update(self.scheduler.drafts.verified)
         else:  # the next step has no drafts
-            self.structured.begin(NO_TOKENS)
+            self.structured_outputs.begin(NO_TOKENS)
         return ReplicaStep([chunk for chunk in plan.chunks if chunk.request.audit is None], result)
 
     def _plan(self) -> StepPlan:
@@ -208,7 +208,7 @@ class Replica:
     def forget(self, ended: Sequence[Request]) -> None:
         """Drop all state of requests that have been reported."""
         self.async_scheduling.forget_discarded()
-        self.structured.forget(ended)
+        self.structured_outputs.forget(ended)
         if self._proposals is not None:
             with self._error_isolation.guard("the drafter"):
                 self._proposals.forget(ended)

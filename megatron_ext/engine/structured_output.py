@@ -153,7 +153,7 @@ class Ready:
     errors: list[tuple[Request, BaseException]] = field(default_factory=list)
 
 
-class StructuredOutputs:
+class StructuredOutputManager:
     """Manager of the structured outputs of one engine; has their masks computed.
 
     Args:

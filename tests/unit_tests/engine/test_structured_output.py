@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from megatron_ext.engine.structured_output import IDLE_WAIT, WAIT_SHARE, Job, MaskThread, StructuredOutputs
+from megatron_ext.engine.structured_output import IDLE_WAIT, WAIT_SHARE, Job, MaskThread, StructuredOutputManager
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import LIMITS, add, request_of
 
@@ -104,7 +104,7 @@ class Clock(MaskThread):
 def test_a_step_waits_for_a_share_of_the_one_before(has_other_work):
     """A step waits longer only if no other request can go on, and not at all without a missing mask."""
     clock, scheduler = Clock(), Scheduler(LIMITS)
-    outputs = StructuredOutputs(scheduler, lambda form: Grammar(), clock)
+    outputs = StructuredOutputManager(scheduler, lambda form: Grammar(), clock)
     request = request_of(0, range(5), num_tokens_to_generate=3, response_format=REGEX)
     add(scheduler, request)
     outputs.add(request)
