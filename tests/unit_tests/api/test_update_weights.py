@@ -236,7 +236,9 @@ def test_parts_of_streams_have_versions(new, load):
     parts = []
 
     async def read() -> RequestRecord:
-        stream = engine.stream(PROMPTS[0], LONG)
+        stream = engine.stream(
+            PROMPTS[0], RequestParams(num_tokens_to_generate=200, ignore_eos=True)
+        )  # the update comes in time
         async for part in stream:
             parts.append(part)
             if sum(len(one.tokens) for one in parts) >= 20 and engine.weights_version == 0:

@@ -195,7 +195,9 @@ class LedMachine(RuleBasedStateMachine):
             self.world.mask_thread.run(64)
             self.world.step()
         assert not self.core.is_busy, "requests never end"
-        assert not any(replica.structured_outputs._outputs for replica in self.core.replicas), "an ended output is followed"
+        assert not any(replica.structured_outputs._outputs for replica in self.core.replicas), (
+            "an ended output is followed"
+        )
         self.world.step()
         for one in self.world.followers:
             assert not one._requests, "a follower keeps who has ended"
