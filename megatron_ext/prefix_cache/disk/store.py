@@ -23,6 +23,7 @@ from megatron_ext.prefix_cache.disk.data_file import Buffer, DataFile, checksum_
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, Extent, FreePages, pages_of
 from megatron_ext.prefix_cache.disk.index import DiskIndex
+from megatron_ext.prefix_cache.disk.index_scan import scan_index
 from megatron_ext.prefix_cache.disk.slot import DATA, SlotDirectory, failure_reason
 from megatron_ext.prefix_cache.disk.store_observer import StoreObserver
 from megatron_ext.prefix_cache.disk.store_use import (
@@ -35,7 +36,6 @@ from megatron_ext.prefix_cache.disk.store_use import (
     StoreTally,
     StoreUse,
 )
-from megatron_ext.prefix_cache.disk.survey import survey_rows
 from megatron_ext.prefix_cache.disk.victims import VictimOrder
 from megatron_ext.prefix_cache.hash_chain import HASH_BYTES, packed_tokens
 
@@ -87,16 +87,16 @@ class DiskStore:
 
     def _load(self) -> None:
         """Read the index, and drop the rows that cannot be used."""
-        survey = survey_rows(self._index, self._data.size // PAGE_BYTES, self._limit_pages)
-        self._next_row = 1 + max((entry.row_id for entry in survey.kept), default=0)
-        for entry in survey.kept:
+        scan = scan_index(self._index, self._data.size // PAGE_BYTES, self._limit_pages)
+        self._next_row = 1 + max((entry.row_id for entry in scan.kept), default=0)
+        for entry in scan.kept:
             self._keep(entry)
-        self.drops.update(survey.dropped.values())
-        if survey.dropped:
-            self._index.apply(survey.dropped)
+        self.drops.update(scan.dropped.values())
+        if scan.dropped:
+            self._index.apply(scan.dropped)
         self._index.checkpoint()
         self._data.shrink()
-        self._free = FreePages(self._limit_pages, [extent for one in survey.kept for extent in one.extents])
+        self._free = FreePages(self._limit_pages, [extent for one in scan.kept for extent in one.extents])
 
     def _keep(self, entry: StoredEntry) -> None:
         self._entries[entry.row_id] = entry

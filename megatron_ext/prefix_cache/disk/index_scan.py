@@ -1,4 +1,4 @@
-"""Survey of an index that is opened: which rows can be used, and why the others cannot."""
+"""Scan of an index that is opened: which rows can be used, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.prefix_cache.disk.store_use import BAD_ROW, EVICTED, TOO_SHORT
 
 
 @dataclass(frozen=True)
-class Survey:
+class IndexScan:
     """Rows of an index.
 
     Attributes:
@@ -23,7 +23,7 @@ class Survey:
     dropped: dict[int, str]
 
 
-def survey_rows(index: DiskIndex, file_pages: int, limit_pages: int) -> Survey:
+def scan_index(index: DiskIndex, file_pages: int, limit_pages: int) -> IndexScan:
     """Read all rows of an index.
 
     Args:
@@ -47,7 +47,7 @@ def survey_rows(index: DiskIndex, file_pages: int, limit_pages: int) -> Survey:
         else:
             keys.add(key)
             kept.append(entry)
-    return Survey(kept, dropped)
+    return IndexScan(kept, dropped)
 
 
 def _taken_twice(entries: Iterable[StoredEntry]) -> Collection[int]:
