@@ -8,7 +8,9 @@ the names it expects. Any other instruction is refused.
 Python 3.11.0 to 3.11.3 write a member of an enumeration as `getattr(Class, "NAME")`. This one call is accepted for the
 classes and names that the caller lists; no attribute of a class is looked up.
 
-`Limits` and the number of bytes bound work and memory: no instruction makes a value longer than itself.
+`Limits` and the number of bytes bound work and memory: no instruction makes a value longer than itself. Python's
+`Unpickler` has no such bounds, whatever its `find_class` returns: one index of its memo allocates gigabytes, a key of
+nested tuples is hashed for years, and an extension code that the process has used before returns the real function.
 """
 
 from __future__ import annotations

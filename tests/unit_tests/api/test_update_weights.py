@@ -236,13 +236,13 @@ def test_parts_of_streams_have_versions(new, load):
     parts = []
 
     async def read() -> RequestRecord:
-        stream = engine.stream(
-            PROMPTS[0], RequestParams(num_tokens_to_generate=200, ignore_eos=True)
-        )  # the update comes in time
-        async for part in stream:
-            parts.append(part)
-            if sum(len(one.tokens) for one in parts) >= 20 and engine.weights_version == 0:
-                await asyncio.to_thread(engine.update_weights, new)
+        with held_steps(engine.client, tokens=20) as held:
+            stream = engine.stream(PROMPTS[0], RequestParams(num_tokens_to_generate=40, ignore_eos=True))
+            async for part in stream:
+                parts.append(part)
+                if sum(len(one.tokens) for one in parts) == 20:
+                    await asyncio.to_thread(engine.update_weights, new)
+                    held.close()
         return stream.record
 
     record = asyncio.run(read())
