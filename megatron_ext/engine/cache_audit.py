@@ -126,25 +126,17 @@ class CacheAudit:
     _names: Iterator[int] = field(default_factory=lambda: count(-1, -1))
 
     @property
-    def is_on(self) -> bool:
-        """True if hits are audited."""
-        return self.scheduler.limits.audit_interval > 0
-
-    @property
     def has_work(self) -> bool:
         """True if an audit is under way, or could begin now."""
         return self._current is not None or self._may_begin
 
-    def note_hits(self, admissions: Sequence[Admission]) -> None:
-        """Note the hits of a step's plan, which has been applied; every `audit_interval`-th one is due."""
-        if not self.is_on:
+    def note_admission(self, admission: Admission) -> None:
+        """Note a hit; every `audit_interval`-th one is due."""
+        if admission.chunk.start == 0 or not admission.matched:  # a fork has used no cached entry
             return
-        for admission in admissions:
-            if admission.chunk.start == 0 or not admission.matched:  # a fork has used no cached entry
-                continue
-            self._hits += 1
-            if self._hits % self.scheduler.limits.audit_interval == 0:
-                self._add(admission)
+        self._hits += 1
+        if self._hits % self.scheduler.limits.audit_interval == 0:
+            self._add(admission)
 
     def _add(self, admission: Admission) -> None:
         size, sequence = self.scheduler.limits.block_size, admission.request.sequence

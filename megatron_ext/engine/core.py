@@ -176,7 +176,7 @@ class EngineCore:
     @property
     def is_busy(self) -> bool:
         """True if a step would compute or report anything."""
-        return bool(self.output) or any(replica.audit.has_work for replica in self.replicas)
+        return bool(self.output) or any(one.audit is not None and one.audit.has_work for one in self.replicas)
 
     def cancel(self) -> None:
         """Forget all requests without a record; the core must not be used any more.
@@ -408,10 +408,7 @@ class EngineCore:
 
     def statistics(self) -> EngineStatistics:
         """Return current sizes and counters, summed over all replicas."""
-        parts = [
-            EngineStatistics.of(replica.scheduler, audit=replica.audit if replica.audit.is_on else None)
-            for replica in self.replicas
-        ]
+        parts = [EngineStatistics.of(replica.scheduler, audit=replica.audit) for replica in self.replicas]
         ended, disk = self.output.reported_count, None if self.disk is None else self.disk.use()
         return EngineStatistics.total(parts, ended=ended, steps=self.step_count, disk=disk)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_ext.engine.async_scheduling import AsyncScheduling
 from megatron_ext.engine.cache_audit import CacheAudit
@@ -55,7 +56,7 @@ class Replica:
 
     Attributes:
         structured_outputs: Structured outputs of the requests.
-        audit: Audits of the prefix cache.
+        audit: Audits of the prefix cache; None if no hits are audited.
         loading: Loads of cached entries from disk; None without a directory.
     """
 
@@ -77,7 +78,13 @@ class Replica:
         self._in_flight: InFlightStep | None = None  # the next step, if it has been launched
         self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
         self.structured_outputs = StructuredOutputManager(scheduler, input_settings.matcher, input_settings.mask_thread)
-        self.audit = CacheAudit(scheduler)
+        self.audit = CacheAudit(scheduler) if scheduler.limits.audit_interval else None
+        if self.audit is not None:
+            scheduler.admission_observers.append(self.audit.note_admission)
+        if scheduler.limits.keeps_routing:
+            scheduler.admission_observers.append(
+                partial(take_cached_rows, cache=scheduler.cache, block_size=scheduler.limits.block_size)
+            )
         self.loading: DiskLoading | None = None
         self.async_scheduling = AsyncScheduling(scheduler, executor, is_on=proposals is None)
 
@@ -115,7 +122,8 @@ class Replica:
             self.loading.follow()
         if self._in_flight is not None:
             return
-        self.audit.begin()
+        if self.audit is not None:
+            self.audit.begin()
         self.structured_outputs.wait(share * (self._last_seconds or 0.0), has_other_work=not is_idle)
         ready = self.structured_outputs.take()
         for request, error in ready.errors:
@@ -158,7 +166,8 @@ class Replica:
             chunk.request.versions.compute(chunk.request.generated_count, in_flight.weights_version)
         ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._output.ended += [request for request in ended if request.audit is None]
-        self.audit.note_step(plan.chunks, result.differences, time.perf_counter() - planned)
+        if self.audit is not None:
+            self.audit.note_step(plan.chunks, result.differences, time.perf_counter() - planned)
         self._last_seconds = time.perf_counter() - planned
         if self.loading is not None:
             self.loading.note_step(in_flight.chunks, self._last_seconds)
@@ -172,10 +181,8 @@ class Replica:
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
         self._output.ended += [request for request, _ in plan.failures]
-        self.audit.note_hits(plan.admissions)
         for admission in plan.admissions:
             admission.request.versions.admit(self.async_scheduling.weights_version)
-            take_cached_rows(admission, self.scheduler.cache, self.scheduler.limits.block_size)
         return plan
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
@@ -225,7 +232,8 @@ class Replica:
         if restarts:
             self.async_scheduling.drop()
         self.async_scheduling.weights_version = version
-        self.audit.forget()
+        if self.audit is not None:
+            self.audit.forget()
         if self.loading is not None:
             self.loading.turn_off()
         self.scheduler.weights_changed(restarts=restarts)
@@ -234,7 +242,8 @@ class Replica:
         """Requeue all requests and forget cached blocks before the pools are freed."""
         self.async_scheduling.synchronize()
         self.async_scheduling.drop()
-        self.audit.forget()
+        if self.audit is not None:
+            self.audit.forget()
         self.scheduler.suspend()
 
     def close(self) -> None:

@@ -160,4 +160,5 @@ def write_audit_reports(engine: InferenceEngine, cache: CacheConfig) -> None:
     else:
         return
     for replica in engine.core.replicas:
-        replica.audit.reports = reports
+        if replica.audit is not None:
+            replica.audit.reports = reports

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
@@ -76,6 +77,10 @@ class Scheduler:
         self.disk_loads = DiskLoads(limits, self.cache, self.queues)
         self._hashing = BlockHasher(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
+        # Called with each admission once its matched blocks are pinned, before anything is allocated for it.
+        self.admission_observers: list[Callable[[Admission], None]] = []
+        if limits.explains:
+            self.admission_observers.append(partial(explain_admission, cache=self.cache, block_size=limits.block_size))
         self.root_of = self._keys.root  # of the block hashes of requests with a salt
         self.async_planner = AsyncPlanner(
             limits,
@@ -134,8 +139,8 @@ class Scheduler:
         for admission in plan.admissions:  # before any allocation, so that no matched block is evicted
             self.cache.pin(admission.matched)
             note_use(admission, self.cache, self.limits, self.counters)
-            if self.limits.explains:
-                explain_admission(admission, self.cache, self.limits.block_size)
+            for observe in self.admission_observers:
+                observe(admission)
         for request, error in plan.failures:
             self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:

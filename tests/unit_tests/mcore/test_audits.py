@@ -173,7 +173,7 @@ class TestTime:
             serve(driver, PROMPT)
         assert driver.engine.core.statistics().audit is None
         assert "audit_due" not in driver.engine.core.statistics().prefix_cache()
-        assert audit_of(driver).counts.tokens == 0
+        assert audit_of(driver) is None
 
     def test_not_beside_others(self, get_driver):
         """An audit waits until no other request lives; those for which too many wait are left out and counted."""

@@ -65,9 +65,10 @@ def replaying() -> Scheduler:
     return Scheduler(make_limits(keeps_routing=True, max_tokens=64, total_blocks=20), EvictionPolicyName.LRU)
 
 
-def test_blocks_without_routing_rows_are_computed_once_more(replaying):
+def test_blocks_without_routing_rows_are_computed_once_more():
     """MF-9: whatever has dropped them; their computation is explained, and leaves the rows for the next request."""
-    replaying.limits = make_limits(keeps_routing=True, explains=True)
+    limits = make_limits(keeps_routing=True, explains=True, max_tokens=64, total_blocks=20)
+    replaying = Scheduler(limits, EvictionPolicyName.LRU)
     found = []
     for arrival in range(4):
         request = asking(arrival, 20, is_scored=False)

@@ -116,7 +116,7 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
 def _follow(follower: Worker) -> Lived:
     follower.follow()
     follower.scheduler.check()
-    geometry = follower._memory._context.plan.world
+    geometry = follower._resources._context.plan.world
     return Lived({}, None, follower.scheduler.counters, follower.step_count, geometry)
 
 
