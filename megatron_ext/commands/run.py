@@ -105,7 +105,7 @@ def _run(argv: Sequence[str] | None, interruption: Interruption, program: str) -
         if is_first_run:
             logger.info("start: %s", GREETING)
         with StartUp(is_visible=is_first_rank()) as start_up:
-            with start_up.phase("import"):
+            with start_up.importing():
                 run_offline = _import_heavy(interruption).run_offline
             if not run_offline(settings, interruption, start_up):
                 return REQUEST_FAILED

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         check_address_space()
         # Imported here so that --help and errors of flags are immediate: torch takes seconds.
         with StartUp(is_visible=is_first_rank()) as start_up:
-            with start_up.phase("import"):
+            with start_up.importing():
                 from megatron_ext.server.run import run_server
 
             run_server(settings, start_up)

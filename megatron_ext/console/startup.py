@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 import threading
@@ -62,6 +63,18 @@ class StartUp:
         yield
         self._bar.update(name in PHASES)
         self._last = name, self._clock() - began
+
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[None]:
+        """Run the phase of imports without the garbage collector, which would search all modules several times."""
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with self.phase("import"):
+                yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def ready(self) -> None:
         """Log the end of the start, and remove the bar; later calls have no effect."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import itertools
 import logging
@@ -72,3 +74,19 @@ def test_a_bar_on_a_terminal(monkeypatch, stream, is_visible, is_drawn):
     last = written.getvalue().rpartition("\r")
     assert last[2] == ""
     assert not last[0].split("\r")[-1].strip(), "the bar is removed"
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_off_for_imports_only(is_enabled):
+    """Also after an import that fails; a collector that was off stays so."""
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with StartUp(is_visible=False) as start_up:
+            seen = []
+            with contextlib.suppress(ImportError), start_up.importing():
+                seen.append(gc.isenabled())
+                raise ImportError
+            assert [*seen, gc.isenabled()] == [False, is_enabled]
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
