@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from unittest import mock
@@ -13,6 +12,7 @@ import torch
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.runner import step_output
+from megatron_ext.scheduling.explain_admission import explain_admission
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
 from tests.priority import TestPriority
@@ -123,7 +123,9 @@ def test_places_where_prompts_diverge(get_oracle, kind):
 def test_blocks_of_requests_that_did_not_ask(get_oracle, kind):
     """RL-10, EX-2: they have no log-probs: all is computed, which is explained, and kept for the next request."""
     driver = build_driver(get_oracle, kind, log_probs=True)
-    driver.scheduler.limits = dataclasses.replace(driver.scheduler.limits, explains=True)
+    scheduler = driver.scheduler
+    explain = functools.partial(explain_admission, cache=scheduler.cache, block_size=scheduler.limits.block_size)
+    scheduler.admission_observers.append(explain)
     whole = 4 * BLOCK
     assert serve(driver, 0, PROMPT, skip_prompt_log_probs=True) == 0
     assert serve(driver, 1, PROMPT) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 
+from megatron_ext.engine.cache_audit import CacheAudit
 from megatron_ext.engine.result import StepResult
 from megatron_ext.parallel.commands import Action, Batch
 from megatron_ext.prefix_cache.cache import PrefixCache
@@ -192,6 +193,7 @@ class TieredWorld(World):
         """Attach the disks, as an engine does at its start and after its reset."""
         self.models[0].memory = self.parts[0].memory
         for replica in self.core.replicas:
+            replica.audit = CacheAudit(replica.scheduler)
             replica.audit.note_step = lambda *_: self.found_wrong()
         for follower, part in zip(self.followers, self.parts[1:], strict=True):
             follower._executor = ComputingListener(self.models[follower.replica], part.memory)
