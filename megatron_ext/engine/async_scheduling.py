@@ -70,10 +70,8 @@ class AsyncScheduling:
             async_planner.forgo()
         else:
             cache.note_changes_sent()
-            self._in_flight, self._unread = (
-                InFlightStep(plan, step, computing, self.weights_version),
-                None,
-            )  # computed before this one
+            self._in_flight = InFlightStep(plan, step, computing, self.weights_version)
+            self._unread = None  # it is computed before this one
 
     def synchronize(self) -> None:
         """Wait until the device is idle; the next engine step takes the result."""

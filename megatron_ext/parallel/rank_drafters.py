@@ -95,10 +95,8 @@ class LeadingDrafter:
         """
         if not requests:
             return {}
-        replica, tokens = (
-            self.driver.replica_of(requests[0].request_id),
-            {request.request_id: request.tokens for request in requests},
-        )
+        replica = self.driver.replica_of(requests[0].request_id)
+        tokens = {request.request_id: request.tokens for request in requests}
         command = Draft(tuple((request.request_id, request.limit) for request in requests))
         self.driver.draft(replica, command)
         try:

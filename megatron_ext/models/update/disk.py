@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ class NewWeights:
 
     model: nn.Module
     tensors: Mapping[str, Tensor]
-    _is_written: bool = False
+    _is_written: bool = field(default=False, init=False)
 
     @property
     def is_exact(self) -> bool:

@@ -190,7 +190,8 @@ class WeightWriter:
                 old.update(kept_copies(self._model, shards))
 
         self._ask_all(check)
-        self._succeed(partial_call(self._write_local, shards), self._restore(old) if options.keep_old else None)
+        error = _failure(partial_call(self._write_local, shards))
+        self._require_success(error, self._restore(old) if options.keep_old else None)
 
     def _describe(self) -> None:
         """Exchange with all ranks which parts of which tensors they have."""
@@ -210,18 +211,12 @@ class WeightWriter:
             if command.keep_old:
                 old.update(kept_copies(self._model, self._own(recipes)))
 
-        def write() -> None:
-            error: Exception | None = None
-            for bucket in _buckets(recipes, specs):
-                try:  # a failure ends nothing: the other ranks wait for the rest
-                    self._write_bucket(bucket, tensors, writes=error is None)
-                except Exception as failure:
-                    error = error or failure
-            if error is not None:
-                raise error
-
         self._ask_all(check)
-        self._succeed(write, self._restore(old) if command.keep_old else None)
+        error: Exception | None = None
+        for bucket in _buckets(recipes, specs):  # to the last one, since the other ranks wait for it
+            failure = self._write_bucket(bucket, tensors, writes=error is None)
+            error = error or failure
+        self._require_success(error, self._restore(old) if command.keep_old else None)
 
     def _new_weights(self, directory: Path) -> NewWeights:
         read, found = self._read, list[NewWeights]()
@@ -230,24 +225,20 @@ class WeightWriter:
         return found[0]
 
     def _replace(self, new: NewWeights) -> int:
-        self._succeed(new.write, new.put_back if new.is_exact else None)
+        put_back = new.put_back if new.is_exact else None
+        self._require_success(_failure(new.write), put_back)
         return len(new.tensors)
 
-    def _succeed(self, write: Callable[[], object], put_back: Callable[[], None] | None) -> None:
-        """Write on all ranks.
+    def _require_success(self, error: Exception | None, put_back: Callable[[], None] | None) -> None:
+        """Require that all ranks have written their parts; else they put the old weights back.
 
         Args:
-            write: Writes this rank's part.
+            error: Failure of this rank.
             put_back: Writes this rank's old weights back; None if they are not kept, on any rank.
 
         Raises:
             WeightUpdateError: A rank has failed; named if there are several.
         """
-        error: Exception | None = None
-        try:
-            write()
-        except Exception as failure:
-            error = failure
         failures = self._ask_all(lambda: None if error is None else describe(error))
         failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
         if not failed:
@@ -266,34 +257,32 @@ class WeightWriter:
 
     # Writes of this rank
 
-    def _parts(self, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return whole tensors of the first rank: there as they are given, and sent through host memory to others.
+    def _write_bucket(self, bucket: _Bucket, tensors: Mapping[str, Tensor] | None, *, writes: bool) -> Exception | None:
+        """Write whole tensors of the first rank, which are sent through host memory if there are others.
 
-        Raises:
-            Exception: One cannot be copied to host memory; all ranks have received something for each, nevertheless.
+        Args:
+            bucket: Tensors and recipes.
+            tensors: Tensors of the first rank; None on the others.
+            writes: Whether the tensors are written; they are received in any case.
+
+        Returns:
+            Failure of this rank. The error of a lost rank is raised.
         """
-        if self._ranks is None:
-            assert tensors is not None, "this is the first rank"
-            return {name: tensors[name] for name, _, _ in specs}
         parts: dict[str, Tensor] = {}
         error: Exception | None = None
-        for name, shape, dtype in specs:
-            part = None
-            if tensors is not None:
-                try:
-                    part = tensors[name].to("cpu").contiguous()
-                except Exception as failure:
-                    error = error or failure
-            parts[name] = torch.empty(shape, dtype=getattr(torch, dtype)) if part is None else part
+        for name, shape, dtype in bucket.specs:
+            if self._ranks is None:
+                assert tensors is not None, "this is the first rank"
+                parts[name] = tensors[name]
+                continue
+            try:
+                parts[name] = _in_host_memory(tensors, name, shape, dtype)
+            except Exception as failure:  # the other ranks wait for the tensor
+                error, parts[name] = error or failure, torch.empty(shape, dtype=getattr(torch, dtype))
             self._ranks.broadcast(parts[name])
-        if error is not None:
-            raise error
-        return parts
-
-    def _write_bucket(self, bucket: _Bucket, tensors: Mapping[str, Tensor] | None, *, writes: bool) -> None:
-        parts = self._parts(bucket.specs, tensors)  # freed before those of the next bucket are received
-        if writes:
-            self._write_whole(bucket.recipes, parts)
+        if error is None and writes:
+            error = _failure(partial_call(self._write_whole, bucket.recipes, parts))
+        return error
 
     def _own(self, recipes: Mapping[str, Recipe]) -> dict[str, ShardSpec]:
         return {name: shard for name, shard in self._shards.items() if shard.name in recipes}
@@ -333,6 +322,22 @@ class WeightWriter:
                 "which they are of; give the final norm, too, or all tensors first"
             )
         return self._in_gpt
+
+
+def _failure(write: Callable[[], object]) -> Exception | None:
+    """Write, and return the error of it."""
+    try:
+        write()
+    except Exception as error:
+        return error
+    return None
+
+
+def _in_host_memory(tensors: Mapping[str, Tensor] | None, name: str, shape: Shape, dtype: str) -> Tensor:
+    """Return a tensor of the first rank in host memory, or an empty one to receive it."""
+    if tensors is None:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return tensors[name].to("cpu").contiguous()
 
 
 class _Bucket:

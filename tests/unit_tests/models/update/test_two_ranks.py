@@ -50,11 +50,17 @@ class Part:
         self.model = nn.Linear(2, 4, bias=False).requires_grad_(False)
         self.model.weight.zero_()
         self.pieces = (piece(2, 0, 2), piece(6, 2, 2))
-        monkeypatch.setattr(writer, "model_shards", lambda _: {"weight": ShardSpec("weight", (8, 2), self.pieces)})
+        self.others: dict[str, ShardSpec] = {}
+        monkeypatch.setattr(writer, "model_shards", lambda _: {"weight": self.shard} | self.others)
+
+    @property
+    def shard(self) -> ShardSpec:
+        return ShardSpec("weight", (8, 2), self.pieces)
 
     def lead(self, *answers: object) -> None:
         """Write the whole tensor; the other rank answers to its check, and after its writes."""
-        writer_of(self.model, ranks=OtherRank({}, *answers)).write({"weight": WHOLE})
+        given = {"weight": WHOLE} | {name: torch.ones(one.shape) for name, one in self.others.items()}
+        writer_of(self.model, ranks=OtherRank({}, *answers)).write(given)
 
     def write(self, given: Tensor, *answers: object) -> None:
         """Write this rank's tensor; the other rank answers with its options, to its check, and after its writes."""
@@ -81,6 +87,24 @@ def test_nothing_is_written_before_all_ranks_have_checked(part):
 def test_a_write_that_fails_on_another_rank_fails_here(part):
     with pytest.raises(WeightUpdateError, match="rank 1: a fault"):
         part.lead(None, "a fault")
+
+
+def test_a_rank_that_is_lost_between_buckets_ends_the_update(part, monkeypatch):
+    """RL-1: nothing more is sent to it: each message would wait for the time-out."""
+
+    def lose(_: OtherRank, tensor: Tensor) -> None:
+        sent.append(tensor)
+        raise RuntimeError("connection closed by peer")
+
+    sent: list[Tensor] = []
+    monkeypatch.setattr(OtherRank, "broadcast", lose)
+    monkeypatch.setattr(writer, "BUCKET_BYTES", 1)
+    part.model.bias = nn.Parameter(torch.zeros(4))
+    part.others = {"bias": ShardSpec("bias", (4,), (Piece((slice(0, 4),), (slice(0, 4),)),))}
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        part.lead(None)
+    assert len(sent) == 1
+    assert not part.model.weight.any()
 
 
 def test_all_pieces_of_a_shard_are_written(part):
