@@ -79,20 +79,20 @@ class _ContextModel:
 
     @property
     def operators(self) -> str | None:
-        """See `CapturedModel`; may change during a run."""
+        """Backend name of the operators, or None; may change during a run."""
         return self._controller.operators
 
     @property
     def pools(self) -> Pools | None:
-        """See `CapturedModel`."""
+        """Pools of the context; None while they are freed."""
         return self._context.pools
 
     def weight_addresses(self) -> tuple[int, ...]:
-        """See `CapturedModel`."""
+        """Return the memory addresses of parameters and buffers."""
         return self._controller.weight_addresses()
 
     def forward(self, step: ModelInput) -> Tensor:
-        """See `CapturedModel`."""
+        """Return the logits of a step [rows, V], computed in fixed shapes."""
         self._context.begin(step)
         try:
             with fixed_shapes():
@@ -103,7 +103,7 @@ class _ContextModel:
         return logits[0]
 
     def writing(self, chunks: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
-        """See `CapturedModel`."""
+        """Return a context in which hidden states of the chunks are written, if layers draft."""
         states = self._controller.hidden_states
         return nullcontext() if states is None else states.writing(chunks)
 

@@ -65,11 +65,11 @@ class TrainingPass:
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
     ) -> Tensor:
-        """See `Pass`."""
+        """Convolve whole sequences from zero states."""
         return operator.scan(x, weight.squeeze(1), bias, chunks=self.chunks)
 
     def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
-        """See `Pass`."""
+        """Apply the recurrence to whole sequences from zero states."""
         return operator.scan(*inputs, chunks=self.chunks, initial_states=None, **options).y
 
 
@@ -89,7 +89,7 @@ class PrefillPass:
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
     ) -> Tensor:
-        """See `Pass`."""
+        """Convolve from and to the running states; save the planned snapshots."""
         return operator.prefill(
             x,
             weight.squeeze(1),
@@ -101,7 +101,7 @@ class PrefillPass:
         )
 
     def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
-        """See `Pass`."""
+        """Apply the recurrence from and to the running states; save the planned snapshots."""
         return operator.prefill(
             *inputs,
             chunks=self.chunks,
@@ -122,11 +122,11 @@ class DecodePass:
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
     ) -> Tensor:
-        """See `Pass`."""
+        """Convolve one token of each sequence, and update its running state."""
         return operator.decode(x, weight.squeeze(1), bias, slots=self.slots, live=self.live[0])
 
     def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
-        """See `Pass`."""
+        """Apply one step of the recurrence to each running state."""
         return operator.decode(*inputs, slots=self.slots, live=self.live[1], **options)
 
 

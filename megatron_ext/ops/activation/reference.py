@@ -29,12 +29,10 @@ class ActivationBackend:
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """See the package."""
     return x.relu_().square_()
 
 
 def gated_silu(inner: Tensor, factor: float) -> Tensor:
-    """See the package."""
     gate, up = inner.chunk(2, dim=-1)
     return F.silu(gate if factor == 1.0 else gate * factor).mul_(up)
 

@@ -20,7 +20,6 @@ def _lacks(x: Tensor) -> str | None:
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """See the package."""
     lack = _lacks(x)
     if lack is not None:
         say_reference_computes(lack)
@@ -33,7 +32,6 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def gated_silu(inner: Tensor, factor: float) -> Tensor:
-    """See the package."""
     lack = _lacks(inner)
     if lack is not None:
         say_reference_computes(lack)

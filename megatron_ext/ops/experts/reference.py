@@ -68,7 +68,6 @@ class ExpertsBackend:
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, chosen: int, scores: Scores) -> tuple[Tensor, Tensor]:
-    """See the package."""
     values = logits.float()
     if scores.function == Function.SIGMOID:
         values = values.sigmoid()
@@ -84,7 +83,6 @@ def choose_experts(logits: Tensor, bias: Tensor | None, chosen: int, scores: Sco
 
 
 def sort_by_expert(ids: Tensor, experts: int) -> SortedTokens:
-    """See the package."""
     order = ids.flatten().argsort(stable=True)
     places = torch.empty_like(order, dtype=torch.int32)
     places[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids.device)
@@ -93,7 +91,6 @@ def sort_by_expert(ids: Tensor, experts: int) -> SortedTokens:
 
 
 def combine(rows: Tensor, places: Tensor, weights: Tensor, other: Tensor | None) -> Tensor:
-    """See the package."""
     total = (rows[places.long()].float() * weights[..., None]).sum(1)
     return (total if other is None else total + other.float()).to(rows.dtype)
 

@@ -22,7 +22,6 @@ def _too_many(experts: int, chosen: int) -> str | None:
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, chosen: int, scores: Scores) -> tuple[Tensor, Tensor]:
-    """See the package."""
     from megatron_ext.ops.experts import kernels
 
     tokens, experts = logits.shape
@@ -53,7 +52,6 @@ def choose_experts(logits: Tensor, bias: Tensor | None, chosen: int, scores: Sco
 
 
 def sort_by_expert(ids: Tensor, experts: int) -> SortedTokens:
-    """See the package."""
     from megatron_ext.ops.experts import kernels
 
     (config,), ids = kernels.sort_by_expert.configs, ids.contiguous()
@@ -73,7 +71,6 @@ def sort_by_expert(ids: Tensor, experts: int) -> SortedTokens:
 
 
 def combine(rows: Tensor, places: Tensor, weights: Tensor, other: Tensor | None) -> Tensor:
-    """See the package."""
     from megatron_ext.ops.experts import kernels
 
     (tokens, chosen), channels = places.shape, rows.shape[1]

@@ -9,12 +9,10 @@ from megatron_ext.ops.gated_norm.reference import GateBackend
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
-    """See the package."""
     return cpp.kernels().gated_norm(y, gate, weight, group_size, eps)
 
 
 def silu_gate(y: Tensor, gate: Tensor) -> Tensor:
-    """See the package."""
     return cpp.kernels().silu_gate(y, gate)
 
 

@@ -68,14 +68,12 @@ class GateBackend:
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
-    """See the package."""
     gated = y.float() * F.silu(gate.float())
     normed = F.rms_norm(gated.unflatten(-1, (-1, group_size)), (group_size,), eps=eps)
     return (normed.flatten(-2) * weight.float()).to(gate.dtype)
 
 
 def silu_gate(y: Tensor, gate: Tensor) -> Tensor:
-    """See the package."""
     return (y.float() * F.silu(gate.float())).to(gate.dtype)
 
 

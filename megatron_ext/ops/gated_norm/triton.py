@@ -31,7 +31,6 @@ def _config(group_size: int) -> Config:
 
 
 def norm_rows(x: Tensor, gate: Tensor | None, norm: RowNorm, *, group_size: int, order: Order) -> Tensor | None:
-    """See `GateBackend.norm_rows`."""
     lack = _lacks(x, gate, norm.weight)
     if lack is not None:
         say_reference_computes(lack)
@@ -65,7 +64,6 @@ def _launch_norm(x: Tensor, gate: Tensor | None, norm: RowNorm, group_size: int,
 
 
 def add_and_norm(output: Tensor, residual: Tensor, norm: RowNorm, factor: float) -> tuple[Tensor, Tensor] | None:
-    """See `GateBackend.add_norm`."""
     lack = _lacks(output, residual, norm.weight)
     if lack is None and not (output.is_contiguous() and residual.is_contiguous() and output.shape == residual.shape):
         lack = "sums and norms have no kernel for tensors that are not contiguous"
@@ -93,13 +91,11 @@ def add_and_norm(output: Tensor, residual: Tensor, norm: RowNorm, factor: float)
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
-    """See the package."""
     found = norm_rows(y, gate, RowNorm(weight, eps), group_size=group_size, order=Order.GATE_FIRST)
     return reference.gated_norm(y, gate, weight, group_size=group_size, eps=eps) if found is None else found
 
 
 def silu_gate(y: Tensor, gate: Tensor) -> Tensor:
-    """See the package."""
     lack = _lacks(y, gate)
     if lack is not None:
         say_reference_computes(lack)

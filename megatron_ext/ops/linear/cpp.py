@@ -50,11 +50,10 @@ class PanelWeight:
         self._product = cpp.kernels().linear
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `PackedWeight`."""
         return self._product(x, self._panels, None, self._outputs, bias)
 
     def dense(self) -> Tensor:
-        """See `PackedWeight`."""
+        """Return a copy of the original weight [o, i]."""
         with torch.inference_mode(mode=False), torch.no_grad():
             return (
                 self._panels.transpose(1, 2).flatten(0, 1)[: self._outputs].clone(memory_format=torch.contiguous_format)
@@ -89,7 +88,6 @@ class Int8Weight:
         self._product = cpp.kernels().linear
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `PackedWeight`."""
         return self._product(x, self._panels, self._scales, self._outputs, bias)
 
     def dequantized(self) -> Tensor:

@@ -58,12 +58,11 @@ class OneDnnWeight:
         self._product = getattr(torch.ops.mkldnn, _PRODUCT).default
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `PackedWeight`."""
         output: Tensor = self._product(x, self._weight, bias, "none", [], "")
         return output
 
     def dense(self) -> Tensor:
-        """See `PackedWeight`."""
+        """Return a copy of the original weight [o, i]."""
         with torch.inference_mode(mode=False), torch.no_grad():
             return self._weight.to_dense()
 

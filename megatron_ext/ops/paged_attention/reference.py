@@ -120,7 +120,6 @@ def paged_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See the operator."""
     if batch.has_static_shapes:
         return static_shape_attention(q, key_cache, value_cache, batch, scale=scale, sinks=sinks)
     return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(plan_gathers), scale, sinks)

@@ -51,7 +51,6 @@ def static_shape_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See the operator."""
     decodes, parts = batch.num_decode, []
     if decodes:
         spans = batch.prepared(_decodes_of(window))

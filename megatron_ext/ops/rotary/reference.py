@@ -42,7 +42,6 @@ class RotaryBackend:
 def rotate_and_write(
     heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """See the package."""
     query, key = heads.query.flatten(1, 2), heads.key
     if heads.norms is not None:
         query, key = (norm(one.unsqueeze(1)).squeeze(1) for norm, one in zip(heads.norms, (query, key), strict=True))

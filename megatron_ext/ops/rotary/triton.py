@@ -65,7 +65,6 @@ def _norm_arguments(heads: Heads) -> dict[str, Tensor | int | float]:
 def rotate_and_write(
     heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """See the package."""
     lack = _lacks(heads, rotation, key_cache, value_cache)
     if lack is not None:
         say_reference_computes(lack)

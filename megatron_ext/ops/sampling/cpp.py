@@ -9,7 +9,6 @@ from megatron_ext.ops.sampling.sampling_metadata import SamplingBackend, Samplin
 
 
 def sample_tokens(logits: Tensor, metadata: SamplingMetadata, _: int | None = None) -> Tensor:
-    """See the operator."""
     columns = metadata.temperature, metadata.top_k, metadata.top_p, metadata.uniform
     return cpp.kernels().sample(logits, *columns)
 

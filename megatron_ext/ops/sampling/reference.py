@@ -23,7 +23,6 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | None = None) -> Tensor:
-    """See the operator."""
     if metadata.host is None or logits.is_cuda:  # options would have to be read back to branch on them
         return _draw_sorted_in_pieces(logits, metadata, together or len(logits))
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

@@ -29,7 +29,7 @@ def _lacks(logits: Tensor) -> str | None:
 
 
 def sample_tokens(logits: Tensor, metadata: SamplingMetadata, _: int | None = None) -> Tensor | None:
-    """See the operator; returns None for logits without a kernel."""
+    """Draw tokens as the operator does; return None for logits without a kernel."""
     lack = _lacks(logits)
     if lack is not None:
         say_reference_computes(lack)

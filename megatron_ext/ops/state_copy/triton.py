@@ -46,7 +46,6 @@ def pair_counts(most: int) -> list[int]:
 
 
 def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
-    """See the operator."""
     lack = _lacks(*convolutions, *recurrences)
     if lack is not None:
         say_reference_computes(lack)

@@ -29,14 +29,12 @@ class StepSizeBackend:
 
 
 def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]:
-    """See the package."""
     return F.softplus(dt.float() + bias.float()), -A_log.float().exp()
 
 
 def decays(
     beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, max_strength: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """See the package."""
     sizes, rates = step_sizes(alpha, bias, A_log)
     strength = beta.float().sigmoid()
     if max_strength != 1.0:

@@ -22,7 +22,6 @@ def _lacks(projected: Tensor, A_log: Tensor, *others: Tensor) -> str | None:
 
 
 def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]:
-    """See the package."""
     lack = _lacks(dt, A_log, bias)
     if lack is not None:
         say_reference_computes(lack)
@@ -50,7 +49,6 @@ def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]
 def decays(
     beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, max_strength: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """See the package."""
     lack = _lacks(alpha, A_log, beta, bias)
     if lack is not None:
         say_reference_computes(lack)

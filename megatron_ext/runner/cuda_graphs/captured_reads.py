@@ -90,5 +90,5 @@ class HoldingCapture:
         return HeldGraph(replay, [one for one in last.storages.values() if one.data_ptr() not in weights])
 
     def forget(self) -> None:
-        """See `Capture.forget`."""
+        """Reset after all captured graphs were dropped."""
         self._graphs.forget()
