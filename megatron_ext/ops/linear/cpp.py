@@ -50,6 +50,7 @@ class PanelWeight:
         self._product = cpp.kernels().linear
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product [..., o] of x [..., i]; without gradients."""
         return self._product(x, self._panels, None, self._outputs, bias)
 
     def dense(self) -> Tensor:
@@ -88,6 +89,7 @@ class Int8Weight:
         self._product = cpp.kernels().linear
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product [..., o] of x [..., i]; without gradients."""
         return self._product(x, self._panels, self._scales, self._outputs, bias)
 
     def dequantized(self) -> Tensor:

@@ -58,6 +58,7 @@ class OneDnnWeight:
         self._product = getattr(torch.ops.mkldnn, _PRODUCT).default
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product [..., o] of x [..., i]; without gradients."""
         output: Tensor = self._product(x, self._weight, bias, "none", [], "")
         return output
 
