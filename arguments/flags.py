@@ -104,22 +104,26 @@ class FlagGroup:
             parser: Parser to add the flags to.
             as_attributes: Name values in the namespace with underscores, and leave None for a flag that is not given.
         """
-        group = parser.add_argument_group(self.title)
+        section = parser.add_argument_group(self.title)
         for flag in self.flags:
-            names, kind = (flag.option, *flag.aliases), self.kind(flag)
-            metavar, text = flag.metavar or _metavar(kind), self._help(flag)
-            dest, default = (flag.key.replace("-", "_"), None) if as_attributes else (flag.key, argparse.SUPPRESS)
-            add = functools.partial(group.add_argument, *names, dest=dest, default=default, help=text)
-            if kind.item is bool:
-                add(action=argparse.BooleanOptionalAction)
-            elif kind.length:
-                add(action=_WordsAction, nargs="+", metavar=metavar, kind=kind)
-            elif kind.is_tuple and kind.item is str:
-                add(type=str, nargs="+", metavar=metavar)
-            elif flag.choices:
-                add(type=_argparse_type(kind), choices=flag.choices)
-            else:
-                add(type=_argparse_type(kind), metavar=metavar)
+            self.add_flag(section, flag, as_attribute=as_attributes)
+
+    def add_flag(self, section: argparse._ArgumentGroup, flag: Flag, *, as_attribute: bool = False) -> None:
+        """Add one flag to a section of a parser; `as_attribute` as in `add_to`."""
+        names, kind = (flag.option, *flag.aliases), self.kind(flag)
+        metavar, text = flag.metavar or _metavar(kind), self._help(flag)
+        dest, default = (flag.key.replace("-", "_"), None) if as_attribute else (flag.key, argparse.SUPPRESS)
+        add = functools.partial(section.add_argument, *names, dest=dest, default=default, help=text)
+        if kind.item is bool:
+            add(action=argparse.BooleanOptionalAction)
+        elif kind.length:
+            add(action=_WordsAction, nargs="+", metavar=metavar, kind=kind)
+        elif kind.is_tuple and kind.item is str:
+            add(type=str, nargs="+", metavar=metavar)
+        elif flag.choices:
+            add(type=_argparse_type(kind), choices=flag.choices)
+        else:
+            add(type=_argparse_type(kind), metavar=metavar)
 
     def parse_value(self, flag: Flag, value: object) -> object:
         """Return a value of a YAML file, parsed like the flag's text.

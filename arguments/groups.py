@@ -167,7 +167,7 @@ BATCHING = FlagGroup(
     (
         Flag(
             "buffer_size_gb",
-            f"GiB for KV blocks and running states; default: {_by_device(DEFAULT_BUFFER_GB)}",
+            f"GiB of memory for KV blocks and running states; default: {_by_device(DEFAULT_BUFFER_GB)}",
             name=f"{_BATCHING}-buffer-size-gb",
         ),
         Flag("block_count", "Exact number of KV blocks, instead of a buffer size", name=f"{_BATCHING}-block-count"),
@@ -265,8 +265,8 @@ CACHE = FlagGroup(
         ),
         Flag(
             "snapshot_buffer_gb",
-            "GiB for snapshots of recurrent states; 0: no snapshots; default: blocks and snapshots share "
-            "the buffer and a quarter more",
+            "GiB of memory for snapshots of recurrent states; 0: no snapshots; default: blocks and snapshots "
+            "share the buffer and a quarter more",
             name=f"{_BATCHING}-prefix-caching-mamba-gb",
         ),
         Flag(

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER_GROUPS
+from arguments.help import HelpAction
 from arguments.megatron import options
 from arguments.megatron.attention_flags import describe_attention
 from arguments.megatron.flag_table import SERVER_TABLE, TABLE, MegatronGroup, WithoutEffect, family_of, records
@@ -75,6 +76,11 @@ def build_parser(prog: str | None = None) -> CommandLine:
         "Without flags: the embedded model on the shipped example prompts.",
         "Exit codes: 0 done, 1 a request failed or results could not be written, 2 bad usage, "
         "130 ended by SIGINT, 143 by SIGTERM.",
+        (
+            '--load-hf DIR --prompts "What does a generator do?" --num-tokens-to-generate 100',
+            "--load-hf DIR --prompt-file prompts.jsonl --output-path results.json",
+            "--prefix-cache-compare",
+        ),
     )
 
 
@@ -87,6 +93,11 @@ def build_server_parser(prog: str | None = None) -> CommandLine:
         "Serve a model over HTTP as OpenAI's API does. Without flags: the embedded model on the loopback address.",
         "SIGINT or SIGTERM: no new requests are admitted and running ones finish; a second signal cancels them. "
         "Exit codes: 0 stopped, 2 bad usage.",
+        (
+            "--load-hf DIR",
+            "--load-hf DIR --host 0.0.0.0 --api-key-file keys.txt",
+            "--load-hf DIR --prefix-cache-dir /var/cache/prefixes",
+        ),
     )
 
 
@@ -103,9 +114,22 @@ def unrecognized(unknown: Sequence[str], options: Sequence[str], others: Sequenc
 
 
 def _build(
-    groups: Sequence[FlagGroup], table: Sequence[MegatronGroup], prog: str | None, description: str, epilog: str
+    groups: Sequence[FlagGroup],
+    table: Sequence[MegatronGroup],
+    prog: str | None,
+    description: str,
+    epilog: str,
+    examples: Sequence[str],
 ) -> CommandLine:
-    parser = CommandLine(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    parser = CommandLine(
+        prog=prog,
+        usage="%(prog)s [FLAG ...]",
+        description=description,
+        epilog=epilog,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", action=HelpAction, groups=groups, examples=examples)
     for group in (*groups, SYNONYMS):
         group.add_to(parser)
     parser.known = [word for one in (*groups, SYNONYMS) for flag in one.flags for word in (flag.option, *flag.aliases)]

@@ -60,7 +60,7 @@ def _found(name: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> tuple[Flag
     if name not in known:
         engine_flags = [other for other, pair in known.items() if is_of_the_engine(*pair)]
         meant = closest(name, engine_flags)
-        hint = f"did you mean {meant}?" if meant else "megatron-ext run --help lists the names"
+        hint = f"did you mean {meant}?" if meant else "megatron-ext run --help=all lists the names"
         raise ConfigError(f"{name} is not a setting of an engine; {hint}")
     group, flag = known[name]
     if not is_of_the_engine(group, flag):

@@ -213,7 +213,7 @@ def _words(given: Mapping[str, Setting]) -> list[str]:
         refuse_removed(name, value if isinstance(value, str) else None, name)
         if name not in known:
             meant = closest(name, [*known, *_KINDS, *_SCALING_KINDS, "model"])
-            hint = f"did you mean {meant}?" if meant else "megatron-ext serve --help lists the names"
+            hint = f"did you mean {meant}?" if meant else "megatron-ext serve --help=all lists the names"
             raise ConfigError(f"{name} is not a setting; {hint}")
         group, flag = known[name]
         require(flag.field not in _NOT_HERE, f"{name}={shown(value)}: {_NOT_HERE.get(flag.field)}")

@@ -88,7 +88,7 @@ def test_fields_do_not_hide_flags():
     [
         ({"laod_hf": "x"}, "laod_hf is not a setting of an engine; did you mean load_hf?"),
         ({"max_request": 3}, "did you mean max_requests?"),
-        ({"zzzzzz": 3}, "zzzzzz is not a setting of an engine; megatron-ext run --help lists the names"),
+        ({"zzzzzz": 3}, "zzzzzz is not a setting of an engine; megatron-ext run --help=all lists the names"),
         ({"block_size": "64"}, "block_size '64' is not a whole number"),
         ({"bf16": 1}, "bf16 1 is not true or false"),
         ({"seed": None}, "seed None is not a whole number"),

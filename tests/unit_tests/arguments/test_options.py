@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 
 import pytest
 
 from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
-from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL
+from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, SERVER_GROUPS
+from arguments.help import TASKS
 from arguments.megatron.flag_table import SERVER_TABLE, TABLE, records
 from arguments.routing_group import ROUTING
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
 from megatron_ext.config.model_fields import MULTIPLIERS
+from megatron_ext.errors import ConfigError
 from tests.unit_tests.support.source import ROOT
 
 OPTIONS = """
@@ -181,6 +184,41 @@ def test_help_shows_the_defaults_of_the_dataclasses():
     assert "default: 1 on CPU, 40 on CUDA" in helps["--inference-dynamic-batching-buffer-size-gb"]
     assert "default: 2048 on CPU, 16384 on CUDA" in helps["--inference-dynamic-batching-max-tokens"]
     build_parser().format_help()  # a stray % in a help text raises
+
+
+def help_of(capsys, build, word: str = "") -> str:
+    with pytest.raises(SystemExit, match="0"):
+        build("megatron-ext x").parse_args([f"--help={word}" if word else "--help"])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("build", "groups"), [(build_parser, GROUPS), (build_server_parser, SERVER_GROUPS)])
+def test_the_short_help_fits_four_screens(build, groups, capsys):
+    """PY-16: it has the flags of most users by task, and examples that the parser takes."""
+    text = help_of(capsys, build)
+    assert len(text.splitlines()) <= 120
+    shown = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
+    assert 20 <= len(shown) <= 30
+    assert set(shown) <= {name for group in groups for flag in group.flags for name in (flag.option, *flag.aliases)}
+    examples = re.findall(r"^  megatron-ext x (.+)", text, re.MULTILINE)
+    assert len(examples) >= 3
+    for example in examples:
+        build().parse_args(shlex.split(example))
+
+
+def test_each_task_of_the_short_help_has_flags():
+    keys = {flag.key for group in ALL_GROUPS for flag in group.flags}
+    assert [key for task in TASKS.values() for key in task if key not in keys] == []
+
+
+def test_help_about_a_group_a_word_or_everything(capsys):
+    group, word = help_of(capsys, build_parser, "prefix-caching"), help_of(capsys, build_parser, "--max-Requests")
+    assert set(re.findall(r"^  (--[\w-]+)", group, re.MULTILINE)) == {flag.option for flag in CACHE.flags}
+    assert re.findall(r"^  (--[\w-]+)", word, re.MULTILINE) == ["--inference-dynamic-batching-max-requests"]
+    everything = help_of(capsys, build_parser, "all")
+    assert [name for name in (*OPTIONS, *SYNONYM_OPTIONS, "--sequence-parallel") if name not in everything] == []
+    with pytest.raises(ConfigError, match="--help=nowhere: no flag mentions it; give all or one of weights, "):
+        build_parser().parse_args(["--help=nowhere"])
 
 
 @pytest.mark.parametrize("group", [SERVER, LIMITS, ACCESS], ids=lambda group: group.config.__name__)
