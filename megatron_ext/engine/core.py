@@ -194,6 +194,8 @@ class EngineCore:
         """Write what is worth keeping of the cache to disk, as the other ranks do."""
         if self.disk is not None:
             with self.error_isolation.guard("the prefix cache on disk"):
+                if self._suspension.level == "offload":
+                    self.resources.allocate()  # the pools get their contents back
                 self.disk.keep()
 
     # Steps

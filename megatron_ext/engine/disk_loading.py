@@ -76,6 +76,8 @@ class DiskLoading:
             self._tier.counts.load_waits += loads.end(number)
         for number in loads.numbers() - self._tier.loads.keys():  # the tier is off
             loads.end(number)
+        for number in self._tier.loads.keys() - loads.numbers():  # ended by a quarantine
+            self._tier.forget(number)
         for number in [number for number in self._tier.loads if loads.is_useless(number)]:
             self._tier.counts.loads_useless += 1
             self._tier.forget(number)
@@ -84,21 +86,31 @@ class DiskLoading:
     def _place(self) -> None:
         """Put the first complete load for which there is room into memory; others follow in later steps.
 
-        Requests are admitted before the next one, which could evict what this one brings.
+        Requests are admitted before the next one, which could evict what this one brings. A load for which there is no
+        room is given up once its deadline is over, since others overtake its requests.
         """
         for number in self._tier.complete():
             if self._placing.place(number):
                 return
+            if self._tier.is_late(number):
+                self._tier.counts.loads_late += 1
+                self._tier.forget(number)
+                self._tier.counts.load_waits += self._scheduler.disk_loads.end(number)
 
     def _begin(self) -> None:
         """Begin loads for the first waiting requests, where these are quicker than computing."""
-        if not len(self._tier):
-            return
-        waiting = self._scheduler.queues.waiting
+        waiting, cache = self._scheduler.queues.waiting, self._scheduler.cache
         self._attempts = {request: count for request, count in self._attempts.items() if request in waiting}
+        if not self._tier.may_begin or cache.available_count <= self._kept:
+            return
         for request in list(islice(waiting.line(), LOOKAHEAD)):
             if self._attempts.get(request, 0) < MAX_ATTEMPTS and self._may_load(request):
                 self._consider(request)
+
+    @property
+    def _kept(self) -> int:
+        """Available blocks that loads leave alone."""
+        return self._scheduler.cache.kept_for_snapshots if self._scheduler.queues.holding() else 0
 
     def _may_load(self, request: Request) -> bool:
         """Return whether a request reads the cache, and waits for nothing else."""
@@ -121,8 +133,7 @@ class DiskLoading:
             return
         resume = resume_point(length, hashes[:matched], size, cache.states, cache.depth_of).position
         saved = min(run.end * size, length - 1) - resume
-        kept = cache.kept_for_snapshots if scheduler.queues.holding() else 0
-        if saved <= 0 or run.end - run.first > cache.available_count - kept or not tier.has_room(run):
+        if saved <= 0 or run.end - run.first > cache.available_count - self._kept or not tier.has_room(run):
             return
         if not tier.pays(run, saved):
             self._attempts[request] = MAX_ATTEMPTS

@@ -18,14 +18,12 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.index import FORMAT
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.restore import NullStorage, restore_entries
-from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError
+from megatron_ext.prefix_cache.disk.slot import REPORTS, DiskUnavailableError
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.hash_chain import root_hash
 
 logger = logging.getLogger(__name__)
-
-REPORTS = "audits"  # in the directory of the cache
 
 GIB = 1024**3
 

@@ -32,6 +32,8 @@ class EntryKind(enum.IntEnum):
     BLOCK = 0  # keys and values of all attention layers
     SNAPSHOT = 1  # states of all recurrent layers at a block's end
 
+    __hash__ = int.__hash__  # that of enumerations calls Python code, for each look-up of a key
+
 
 class EntryKey(NamedTuple):
     """Key of an entry: its kind, and the hash of its block, or of the block at whose end it was taken."""

@@ -58,6 +58,7 @@ class DiskIndex:
 
     Args:
         path: File of the index, which exists; an empty one becomes an index.
+        may_be_new: Whether the index may be empty; otherwise an empty one is damaged.
 
     Raises:
         NewerFormatError: The file has a later format.
@@ -65,8 +66,8 @@ class DiskIndex:
         sqlite3.OperationalError: The file cannot be read, locked or written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, may_be_new: bool = True) -> None:
+        self._path, self._may_be_new = path, may_be_new
         self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             self._prepare()
@@ -89,6 +90,8 @@ class DiskIndex:
         if application == APPLICATION_ID and version > FORMAT:
             raise NewerFormatError(str(version))
         if not schema and (application, version) == (0, 0):
+            if not self._may_be_new:
+                raise sqlite3.DatabaseError("it is empty, and the data file is not")
             self._create()
         elif schema != [_SCHEMA.encode()] or (application, version) != (APPLICATION_ID, FORMAT):
             raise sqlite3.DatabaseError("its schema is not that of an index")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.disk.entry import EntryKey, StoredEntry
 from megatron_ext.prefix_cache.disk.index import DiskIndex
-from megatron_ext.prefix_cache.disk.store_use import BAD_ROW, EVICTED, TOO_SHORT
+from megatron_ext.prefix_cache.disk.store_use import BAD_ROW, TOO_SHORT
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,12 @@ class IndexScan:
     dropped: dict[int, str]
 
 
-def scan_index(index: DiskIndex, file_pages: int, limit_pages: int) -> IndexScan:
+def scan_index(index: DiskIndex, file_pages: int) -> IndexScan:
     """Read all rows of an index.
 
     Args:
         index: The index.
         file_pages: Pages that the data file has.
-        limit_pages: Pages that it may have from now on.
     """
     sound, unsound = index.load()
     dropped = dict.fromkeys(unsound, BAD_ROW)
@@ -40,8 +39,6 @@ def scan_index(index: DiskIndex, file_pages: int, limit_pages: int) -> IndexScan
         key, end = (entry.identity, entry.entry.key), max(extent.end for extent in entry.extents)
         if entry.row_id in shared or key in keys:
             dropped[entry.row_id] = BAD_ROW
-        elif end > limit_pages:
-            dropped[entry.row_id] = EVICTED
         elif end > file_pages:
             dropped[entry.row_id] = TOO_SHORT
         else:

@@ -65,6 +65,7 @@ def open_store(slot: SlotDirectory, identity: bytes, limit_bytes: int) -> DiskSt
                     "prefix cache on disk: %s: the index cannot be used (%s); it begins empty", slot.path, error
                 )
                 slot.remove_index()
+                data.clear()
                 store = _with_index(slot, data, identity, limit_bytes)
                 store.drops[BAD_INDEX] += 1
                 return store
@@ -81,7 +82,7 @@ def open_store(slot: SlotDirectory, identity: bytes, limit_bytes: int) -> DiskSt
 
 def _with_index(slot: SlotDirectory, data: DataFile, identity: bytes, limit_bytes: int) -> DiskStore:
     slot.open_index()
-    index = DiskIndex(slot.path / INDEX)
+    index = DiskIndex(slot.path / INDEX, may_be_new=not data.size)
     try:
         return DiskStore(slot, index, data, identity, limit_bytes)
     except BaseException:

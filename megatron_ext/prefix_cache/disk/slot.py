@@ -3,7 +3,6 @@
 ```
 DIR/prefix_cache_marker     a line that names the format; only a directory with it, or an empty one, is used
 DIR/slot-0/lock             locked by the process that holds the slot; has its number
-DIR/slot-0/control          socket of that process; see `control.py`
 DIR/slot-0/index.sqlite     see `index.py`, and SQLite's own files beside it
 DIR/slot-0/data             see `data_file.py`
 DIR/slot-0-rank-1/          of the second rank of the world whose first rank holds slot 0, with the same files
@@ -16,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import sqlite3
@@ -28,7 +28,10 @@ from megatron_ext.prefix_cache.disk.index import FORMAT, SUFFIXES
 from megatron_ext.prefix_cache.disk.mounts import network_type
 from megatron_ext.trusted_path import UntrustedPathError, name_of, open_directory
 
+logger = logging.getLogger(__name__)
+
 MARKER = "prefix_cache_marker"
+REPORTS = "audits"  # folder of reports of audits
 LOCK, INDEX, DATA = "lock", "index.sqlite", "data"
 MAX_SLOTS = 64
 FILES = (LOCK, DATA, *(INDEX + suffix for suffix in SUFFIXES))
@@ -38,6 +41,7 @@ _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MARKER_TEXT = re.compile(rb"megatron_ext prefix cache, format (\d{1,9})\n")
 _SLOT_NAME = re.compile(r"slot-(\d{1,2})(?:-rank-(\d{1,5}))?")
 _MAX_PID_BYTES = 20
+_VERSION_OFFSET = 60  # of the user's version in the header of an SQLite file
 
 
 class DiskUnavailableError(Exception):
@@ -224,6 +228,7 @@ def _marked_directory(directory: Path, *, creates: bool) -> Iterator[int]:
 
 
 def _require_marker(root: int, directory: Path, *, creates: bool) -> None:
+    """Check the marker, or write it: in a new directory, and in place of a damaged one beside slots alone."""
     names = os.listdir(root)
     if MARKER not in names and (names or not creates):
         why = f"has other files and no {MARKER}" if names else f"has no {MARKER}"
@@ -231,18 +236,35 @@ def _require_marker(root: int, directory: Path, *, creates: bool) -> None:
     handle = _open_file(root, MARKER)
     try:
         text = os.read(handle, 100)
-        if not text and len(names) <= 1:  # new, or a process was killed before it wrote the marker
-            os.write(handle, f"megatron_ext prefix cache, format {FORMAT}\n".encode())
-            os.fsync(handle)
-            os.fsync(root)
-            return
+        found, slots = _MARKER_TEXT.fullmatch(text), [name for name in names if _SLOT_NAME.fullmatch(name)]
+        if found is not None:
+            if int(found[1]) <= FORMAT:
+                return
+            if not any(_has_this_format(root, name) for name in slots):
+                raise newer_format(str(directory), found[1].decode())
+        is_damaged = bool(slots) and set(names) <= {MARKER, REPORTS, *slots}
+        if not is_damaged and (text or len(names) > 1):  # one that is empty and alone was not finished
+            raise ConfigError(f"{directory}/{MARKER} is not the marker of a prefix cache; name another directory")
+        if is_damaged:
+            logger.warning("prefix cache on disk: %s/%s is damaged; it is written again", directory, MARKER)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"megatron_ext prefix cache, format {FORMAT}\n".encode(), 0)
+        os.fsync(handle)
+        os.fsync(root)
     finally:
         os.close(handle)
-    found = _MARKER_TEXT.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"{directory}/{MARKER} is not the marker of a prefix cache; name another directory")
-    if int(found[1]) > FORMAT:
-        raise newer_format(str(directory), found[1].decode())
+
+
+def _has_this_format(root: int, slot: str) -> bool:
+    """Return whether the header of a slot's index names the format of this version."""
+    try:
+        handle = os.open(f"{slot}/{INDEX}", _FILE, dir_fd=root)
+    except OSError:
+        return False
+    try:
+        return os.pread(handle, 4, _VERSION_OFFSET) == FORMAT.to_bytes(4, "big")
+    finally:
+        os.close(handle)
 
 
 def newer_format(place: str, version: str) -> ConfigError:

@@ -87,16 +87,62 @@ class DiskStore:
 
     def _load(self) -> None:
         """Read the index, and drop the rows that cannot be used."""
-        scan = scan_index(self._index, self._data.size // PAGE_BYTES, self._limit_pages)
+        scan = scan_index(self._index, self._data.size // PAGE_BYTES)
         self._next_row = 1 + max((entry.row_id for entry in scan.kept), default=0)
         for entry in scan.kept:
             self._keep(entry)
         self.drops.update(scan.dropped.values())
         if scan.dropped:
             self._index.apply(scan.dropped)
+        self._fit()
         self._index.checkpoint()
         self._data.shrink()
-        self._free = FreePages(self._limit_pages, [extent for one in scan.kept for extent in one.extents])
+        self._free = FreePages(self._limit_pages, [extent for one in self._entries.values() for extent in one.extents])
+
+    def _fit(self) -> None:
+        """Make entries of a larger budget fit this one: those used longest ago go, others move to pages within it."""
+        limit, pages, beyond = self._limit_pages, 0, []
+        for entry in sorted(self._entries.values(), key=self._victims.place, reverse=True):
+            pages += pages_of(entry.size)
+            if pages > limit:
+                self._evict(entry)
+            elif any(extent.end > limit for extent in entry.extents):
+                beyond.append(entry)
+        self._change_rows()  # before pages of evicted entries are used again
+        while beyond:
+            left = self._move(beyond)
+            if left == beyond:
+                self._evict(left.pop())
+                self._change_rows()
+            beyond = left
+
+    def _move(self, entries: Sequence[StoredEntry]) -> list[StoredEntry]:
+        """Move entries to free pages within the limit; return those without room until the old pages are free, too."""
+        limit, moved, left = self._limit_pages, [], []
+        used = [extent for one in self._entries.values() for extent in one.extents if extent.start < limit]
+        free = FreePages(limit, [Extent(one.start, min(one.end, limit) - one.start) for one in used])
+        for entry in entries:
+            into, pages = bytearray(entry.size), pages_of(entry.size)
+            fault = self._fault(entry, [into], None)
+            if fault is None and pages > free.count:
+                left.append(entry)
+                continue
+            self._remove(entry, fault)
+            if fault is None:
+                moved.append(replace(entry, row_id=self._next_row, extents=free.take(pages)))
+                self._next_row += 1
+                self._data.write(moved[-1].extents, [into])
+                self._keep(moved[-1])
+        self._data.sync()
+        self._change_rows(moved)
+        return left
+
+    def _change_rows(self, added: Sequence[StoredEntry] = ()) -> None:
+        self._index.apply(self._removed, added)
+        self._removed.clear()
+
+    def _evict(self, entry: StoredEntry) -> None:
+        self._remove(entry, EVICTED if entry.identity == self._identity else OTHER_IDENTITY)
 
     def _keep(self, entry: StoredEntry) -> None:
         self._entries[entry.row_id] = entry
@@ -180,7 +226,7 @@ class DiskStore:
         with self.evicting():
             chosen = self._victims.take(missing, enough, entry)
             for known in chosen:
-                self._remove(known, EVICTED if known.identity == self._identity else OTHER_IDENTITY)
+                self._evict(known)
         if chosen:
             self._commit()
         return bool(chosen)

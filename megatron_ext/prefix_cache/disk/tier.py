@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from megatron_ext.prefix_cache.lower_tier import CachedEntry
 TICK = 1e-5  # seconds between the times of entries that are evicted together
 MAX_LOADS = 8  # at a time
 MAX_LOAD_BYTES = 1024**3  # of loads at a time, if there are several
+MAX_RUNS = 256  # remembered
 
 CopyEntry = Callable[[CachedEntry, float], Content]
 
@@ -98,6 +99,7 @@ class DiskTier:
         self._load_seconds, self._wall_clock, self._ranks = load_seconds, wall_clock, ranks
         self._block_bytes, self._snapshot_bytes = sum(sizes.block), sum(sizes.snapshot or ())  # to estimate times
         self._held: dict[EntryKey, BlockHash | None] = {}  # with the hashes of the blocks before
+        self._runs: dict[tuple[BlockHash, BlockHash], int] = {}  # ends of runs by their ends; until an entry goes
         self._last_used = 0.0
         self._numbers = 0
         self.is_off = False
@@ -131,6 +133,7 @@ class DiskTier:
         for number in [number for number, load in self.loads.items() if load.progress != READ]:
             self.forget(number)
         self._held.clear()
+        self._runs.clear()
 
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
         """Have entries written; those on disk count as used now, and those gone in the meantime are written again."""
@@ -166,6 +169,7 @@ class DiskTier:
         """Forget all entries; they are gone from the medium when this returns."""
         self.forget_loads()
         self._held.clear()
+        self._runs.clear()
         self._storage.clear()
 
     # Loads
@@ -183,7 +187,7 @@ class DiskTier:
         end = min(self.end_of_blocks(block_hashes, matched), most)
         has_snapshot = self._sizes.snapshot is not None
         if has_snapshot:
-            while end and EntryKey(EntryKind.SNAPSHOT, block_hashes[end - 1]) not in self._held:
+            while end and (EntryKind.SNAPSHOT, block_hashes[end - 1]) not in self._held:
                 end -= 1
         if not end or not (has_snapshot or end > matched):
             return None
@@ -196,10 +200,21 @@ class DiskTier:
 
     def end_of_blocks(self, block_hashes: Sequence[BlockHash], start: int) -> int:
         """Return the end, in blocks, of the run of blocks on disk that begins at block `start` of a sequence."""
-        end = start
-        while end < len(block_hashes) and EntryKey(EntryKind.BLOCK, block_hashes[end]) in self._held:
+        if start >= len(block_hashes):
+            return start
+        ends = block_hashes[start], block_hashes[-1]
+        end = self._runs.pop(ends, start)
+        while end < len(block_hashes) and (EntryKind.BLOCK, block_hashes[end]) in self._held:
             end += 1
+        self._runs[ends] = end
+        if len(self._runs) > MAX_RUNS:
+            del self._runs[next(iter(self._runs))]
         return end
+
+    @property
+    def may_begin(self) -> bool:
+        """True if another load may begin, were it small."""
+        return not self.is_off and bool(self._load_seconds and self._held) and len(self.loads) < MAX_LOADS
 
     def has_room(self, run: LoadableRun) -> bool:
         """Return whether another load may begin now."""
@@ -281,20 +296,19 @@ class DiskTier:
 
     def _drop_incomplete(self, key: EntryKey) -> None:
         """Drop an entry whose part some rank cannot read: it is of no use on the others, and is written anew by all."""
-        if key in self._held:
-            del self._held[key]
-            self.drops[INCOMPLETE] += 1
+        self.drops[INCOMPLETE] += key in self._held
+        self._drop([key])
         self._storage.drop([key])
 
     def _note_gone(self, event: EvictedEntries) -> None:
-        if event.keys is None:
-            self._held.clear()
-            self.is_off = True
-        self._drop(event.keys or ())
+        self.is_off |= event.keys is None
+        self._drop(list(self._held) if event.keys is None else event.keys)
 
-    def _drop(self, keys: Iterable[EntryKey]) -> None:
+    def _drop(self, keys: Collection[EntryKey]) -> None:
         for key in keys:
             self._held.pop(key, None)
+        if keys:
+            self._runs.clear()
 
     def _note_progress(self, load: TierLoad, progress: int, seconds: float) -> None:
         load.progress = progress
@@ -310,17 +324,21 @@ class DiskTier:
         return any(one.progress != READING or now >= one.deadline for one in self.loads.values())
 
     def given_up(self) -> dict[int, bool]:
-        """Return and forget the loads that have failed, or whose deadline is over; the latter with True."""
-        now, found = self._clock(), {}
+        """Return and forget the loads that have failed, or have not been read in time; the latter with True."""
+        found = {}
         for number, load in self.loads.items():
             has_failed = load.progress < READING
-            if has_failed or now >= load.deadline:
+            if has_failed or (load.progress == READING and self.is_late(number)):
                 found[number] = not has_failed
                 self.counts.loads_failed += has_failed
                 self.counts.loads_late += not has_failed
         for number in found:
             self.forget(number)
         return found
+
+    def is_late(self, number: int) -> bool:
+        """Return whether the deadline of a load is over."""
+        return self._clock() >= self.loads[number].deadline
 
     def complete(self) -> list[int]:
         """Return the loads whose entries can be placed."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from megatron_ext.prefix_cache.disk.entry import StoredEntry
+
+MIN_HEAP = 64  # places below which old ones are left
 
 
 class Victim(NamedTuple):
@@ -30,12 +32,16 @@ class VictimOrder:
         self._identity = identity
         self._heap: list[Victim] = []
 
-    def _place(self, entry: StoredEntry) -> Victim:
+    def place(self, entry: StoredEntry) -> Victim:
+        """Return the place of an entry in the order."""
         return Victim(entry.identity == self._identity, entry.order, entry.row_id)
 
     def add(self, entry: StoredEntry) -> None:
-        """Add an entry of the store, or give it another place."""
-        heappush(self._heap, self._place(entry))
+        """Add an entry of the store, or give it another place; old places are dropped once they are the most."""
+        heappush(self._heap, self.place(entry))
+        if len(self._heap) > 2 * len(self._entries) + MIN_HEAP:
+            self._heap = [self.place(one) for one in self._entries.values()]
+            heapify(self._heap)
 
     def take(self, pages: int, enough: int, before: StoredEntry) -> list[StoredEntry]:
         """Remove and return the first entries that have so many pages together.
@@ -48,12 +54,12 @@ class VictimOrder:
         Returns:
             The entries; none, and none is removed, if those before `before` have too few pages.
         """
-        limit, found = self._place(before), 0
+        limit, found = self.place(before), 0
         chosen: list[StoredEntry] = []
         while found < enough and self._heap and self._heap[0] < limit:
             victim = heappop(self._heap)
             entry = self._entries.get(victim.row_id)
-            if entry is not None and self._place(entry) == victim:
+            if entry is not None and self.place(entry) == victim:
                 chosen.append(entry)
                 found += sum(extent.pages for extent in entry.extents)
         if found >= pages:

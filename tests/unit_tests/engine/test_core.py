@@ -94,6 +94,17 @@ def test_a_core_that_is_given_up_keeps_its_cache_on_disk():
     assert kept == ["cache"]
 
 
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_offloaded_pools_are_back_before_the_cache_is_written(end, monkeypatch):
+    """DC-1, RL-6: their tensors have no memory until then."""
+    paper, calls = Paper(), []
+    paper.engine.disk = SimpleNamespace(keep=lambda: calls.append("keep"), abandon=lambda: calls.append("abandon"))
+    monkeypatch.setattr(paper.engine.resources, "allocate", lambda: calls.append("allocate"))
+    paper.engine.suspend("offload")
+    getattr(paper.engine, end)()
+    assert calls[:2] == ["allocate", "keep"]
+
+
 @pytest.mark.parametrize(("level", "is_kept"), [("keep", True), ("offload", True), ("drop", False)])
 def test_a_suspend_keeps_the_cache_with_the_pools(level, is_kept):
     """RL-6: only dropped entries are computed again."""

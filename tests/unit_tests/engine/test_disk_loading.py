@@ -11,6 +11,7 @@ from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.disk_placing import LoadPlacing
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
+from megatron_ext.prefix_cache.disk.tier_storage import EvictedEntries
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
@@ -145,6 +146,58 @@ def test_a_load_that_is_late_is_not_begun_again():
         found.decide()
     assert (found.tier.counts.loads, found.tier.counts.loads_late) == (1, 1)
     assert not any(map(found.scheduler.waits_for_disk, waiting))
+
+
+def test_a_load_that_is_complete_is_placed_however_long_the_step_took():
+    """EX-11: on slow steps nothing would come back; for want of room it is given up, and its request computes."""
+    found = Situation(blocks=8)
+    waiting = found.request(0, range(20), on_disk=5)
+    found.decide()
+    found.disk.finish(1, is_read=True)
+    found.now += 12.0
+    found.decide()
+    assert (found.tier.counts.loads_placed, found.tier.counts.loads_late) == (1, 0)
+    found.scheduler.end(waiting, Status.ABORTED)
+    found.scheduler.cache.reset()
+    held = found.scheduler.cache.allocate(3)
+    waiting = found.request(1, range(20), on_disk=5)
+    found.decide()
+    found.disk.finish(2, is_read=True)
+    held += found.scheduler.cache.allocate(1)
+    found.decide()
+    assert found.scheduler.waits_for_disk(waiting)
+    found.now += 12.0
+    found.decide()
+    assert (found.tier.counts.loads_placed, found.tier.counts.loads_late) == (1, 1)
+    assert not found.scheduler.disk_loads
+    found.scheduler.cache.release(held)
+
+
+def test_nothing_is_looked_for_on_disk_without_room(monkeypatch):
+    """EX-11: waiting prompts would cost milliseconds in each step."""
+    found = Situation(blocks=8)
+    found.request(0, range(20), on_disk=5)
+    held = found.scheduler.cache.allocate(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "find_run", None)
+        found.decide()
+    found.scheduler.cache.release(held)
+    found.decide()
+    assert found.disk.loads.keys() == {1}
+
+
+def test_a_quarantine_ends_complete_loads_of_a_disk_that_has_failed():
+    """EX-11, EX-15: each later step would fail."""
+    found = Situation(blocks=8)
+    waiting = found.request(0, range(20), on_disk=5)
+    found.decide()
+    found.disk.finish(1, is_read=True)
+    found.tier.follow()
+    found.disk.events.append(EvictedEntries(None))
+    found.scheduler.cache.lower_tier = None
+    found.scheduler.quarantine(waiting.block_hashes[0], states_only=False)
+    found.decide()
+    assert not found.tier.loads
 
 
 def test_a_request_that_follows_a_leader_begins_no_load():

@@ -91,6 +91,27 @@ def test_a_marker_of_others_is_refused(directory):
         take_slot(directory)
 
 
+def test_a_damaged_marker_is_written_again(directory, caplog):
+    """DC-3: like all other damage it costs no start, and the slots stay; beside other files it is refused."""
+    open_directory_store(directory, IDENTITY, LIMIT).close()
+    (directory / "audits").mkdir()
+    marker, text = directory / MARKER, (directory / MARKER).read_bytes()
+    flips = [bytes([*text[:i], text[i] ^ 1 << bit, *text[i + 1 :]]) for i in range(len(text)) for bit in range(8)]
+    for damaged in (b"", text[:-1], *flips):
+        marker.write_bytes(damaged)
+        take_slot(directory).close()
+        assert marker.read_bytes() == text or b"format 0" in damaged
+    assert (
+        caplog.messages.count(f"prefix cache on disk: {directory}/{MARKER} is damaged; it is written again")
+        == len(flips) + 1
+    )
+    marker.write_bytes(text[:-1])
+    (directory / "thesis.txt").write_text("words")
+    with pytest.raises(ConfigError, match="is not the marker of a prefix cache"):
+        take_slot(directory)
+    assert marker.read_bytes() == text[:-1]
+
+
 def test_a_marker_that_was_not_finished_is_written_again(directory):
     directory.mkdir()
     (directory / MARKER).touch(mode=0o600)

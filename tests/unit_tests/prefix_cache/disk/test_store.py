@@ -183,6 +183,17 @@ def test_an_entry_has_its_last_place_in_the_order_alone(store):
     store.check()
 
 
+def test_places_in_the_order_are_bounded_by_the_entries(store):
+    """A server that touches what it has would grow by 168 bytes a touch."""
+    for number in range(PAGES - 1):
+        fill(store, page(number))
+    for use in range(1000):
+        store.touch(page(use % 7).key, float(use))
+    assert len(store._victims._heap) < 200
+    assert all(fill(store, page(100 + number, used=5.0)) for number in range(9))
+    assert {*range(7)} <= set(numbers(store))
+
+
 def test_within_a_sequence_the_deeper_entry_goes_first(store):
     chain = [page(0)]
     for number in range(1, PAGES):
@@ -239,6 +250,43 @@ def test_a_smaller_budget_cuts_the_file(store, directory):
     assert len(store) == 4
     assert store.use.drops == {"evicted": PAGES - 4}
     assert all(is_read_page(store, number) for number in numbers(store))
+    store.check()
+    store.close()
+
+
+def test_a_smaller_budget_keeps_what_was_used_last(store, directory):
+    """DC-1: wherever its bytes are, and one entry takes several runs of pages; damaged ones are misses."""
+    for number in range(PAGES - 4):
+        assert fill(store, page(number, used=float(number)))
+    for number in (1, 3):
+        store.remove(page(number).key)
+    store.commit()
+    large = page(99, used=50.0)
+    assert store.put(large, [bytes([99]) * 4 * PAGE_BYTES])
+    assert len(store.find(large.key).extents) > 1
+    raw = directory / "slot-0" / "data"
+    damaged = store.find(page(11).key).extents[0].start * PAGE_BYTES
+    store.close()
+    raw.write_bytes(raw.read_bytes()[:damaged] + b"?" + raw.read_bytes()[damaged + 1 :])
+    for _ in range(2):
+        store = open_directory_store(directory, IDENTITY, 8 * PAGE_BYTES)
+        assert numbers(store) == [99, 10, 9, 8]
+        store.check()
+        assert raw.stat().st_size <= 8 * PAGE_BYTES
+        assert all(is_read_page(store, number) for number in (8, 9, 10))
+        into = bytearray(4 * PAGE_BYTES)
+        assert store.read(large.key, [into])
+        assert into == bytes([99]) * 4 * PAGE_BYTES
+        store.close()
+    assert store.use.drops == {}
+
+
+def test_an_entry_moves_only_to_pages_that_hold_nothing(store, directory):
+    """DC-3: not to its own, which a crash would leave half written."""
+    assert store.put(page(1, used=1.0), [bytes([1]) * 3 * PAGE_BYTES])
+    assert store.put(page(2, used=2.0), [bytes([2]) * 4 * PAGE_BYTES])
+    store = reopened(store, directory, pages=5)
+    assert numbers(store) == []
     store.check()
     store.close()
 
@@ -301,6 +349,22 @@ def test_a_damaged_index_begins_empty_and_says_so(store, directory, caplog):
     assert faults(store) == {"index": 1}
     assert fill(store, page(1))
     assert is_read_page(store, 1)
+    store.close()
+
+
+@pytest.mark.parametrize("rest", [b"", None])
+def test_an_index_that_is_cut_to_nothing_is_counted(store, directory, caplog, rest):
+    """DC-3: it looks like a new one."""
+    fill(store, page(1))
+    store.close()
+    index = directory / "slot-0" / "index.sqlite"
+    index.unlink() if rest is None else index.write_bytes(rest)
+    with caplog.at_level(logging.WARNING):
+        store = open_directory_store(directory, IDENTITY, PAGES * PAGE_BYTES)
+    assert "the index cannot be used" in caplog.text
+    assert faults(store) == {"index": 1}
+    store = reopened(store, directory)
+    assert faults(store) == {}
     store.close()
 
 
