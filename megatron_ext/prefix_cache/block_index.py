@@ -139,12 +139,12 @@ class BlockIndex:
             removed.append(block_hash)
         return removed
 
-    def move(self, old: BlockId, new: BlockId) -> None:
-        """Note that the contents of the block `old`, if it is indexed, are in `new` now."""
-        block_hash = self._hash_of.pop(old, None)
-        if block_hash is not None:
-            self._hash_of[new] = block_hash
-            self._blocks[block_hash] = new
+    def follow_moves(self, moves: Mapping[BlockId, BlockId]) -> None:
+        """Note that the contents of blocks, indexed or not, are in others now, old to new."""
+        for old in moves.keys() & self._hash_of.keys():
+            block_hash = self._hash_of.pop(old)
+            self._hash_of[moves[old]] = block_hash
+            self._blocks[block_hash] = moves[old]
 
     def block_hashes(self) -> Iterable[BlockHash]:
         """Return all indexed block hashes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NewType
 
 from megatron_ext.prefix_cache.free_places import FreePlaces, Stack
@@ -91,12 +91,13 @@ class BlockPool:
         self.evictable.difference_update(blocks)
         self._free.give(blocks)
 
-    def move(self, old: BlockId, new: BlockId) -> None:
-        """Note that the contents of a block that is in use or evictable are in another one now."""
-        self._references[new], self._references[old] = self._references[old], 0
-        if old in self.evictable:
-            self.evictable.remove(old)
-            self.evictable.add(new)
+    def follow_moves(self, moves: Mapping[BlockId, BlockId]) -> None:
+        """Note that the contents of blocks in use or evictable are in others now, old to new."""
+        for old, new in moves.items():
+            self._references[new], self._references[old] = self._references[old], 0
+            if old in self.evictable:
+                self.evictable.remove(old)
+                self.evictable.add(new)
 
     def check(self, others: Sequence[BlockId] = ()) -> None:
         """Assert that free, used and evictable blocks make up the pool, each exactly once, without `others`."""

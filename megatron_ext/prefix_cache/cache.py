@@ -19,8 +19,7 @@ from megatron_ext.prefix_cache.kept_data import KeptData
 from megatron_ext.prefix_cache.lower_tier import CachedEntries, LowerTier
 from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
 from megatron_ext.prefix_cache.origins import DiskOrigins
-from megatron_ext.prefix_cache.reuse import Reuse
-from megatron_ext.prefix_cache.shared_memory import MovingBorder
+from megatron_ext.prefix_cache.shared_memory import SharedMemory
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.prefix_cache.snapshot_order import SnapshotOrder
@@ -66,20 +65,17 @@ class PrefixCache:
         self.epoch = 0  # blocks begun in an earlier epoch are not published
         self._index = BlockIndex()
         self._keeps_unused = policy is EvictionPolicyName.LRU
-        clock, reuse = count(), None if slabs is None else Reuse(slabs)
+        clock = count()
         self._unused = LeafFirstLru(clock)  # cached blocks that no request uses
-        order = SnapshotOrder(clock, reuse)
-        self.border: MovingBorder | None = None
-        self.states: StateIndex | None
-        if slabs is None or reuse is None:
-            self.pool = BlockPool(total)
-            self.states = None if slots is None else StateIndex(slots, order, self)
+        self.shared_memory: SharedMemory | None = None
+        self.states: StateIndex | None = None
+        if slabs is not None:
+            self.shared_memory = SharedMemory(slabs, self._index, self._unused, self._evict, clock, self)
+            self.pool, self.states = self.shared_memory.pool, self.shared_memory.states
         else:
-            self.border = MovingBorder(slabs, self._index, self._unused, self._evict, reuse)
-            self.pool = self.border.pool
-            self.states = StateIndex(slabs.snapshot_slots, order, self, self.border)
-            self.border.states = self.states
-        self.entries = CachedEntries(self._index, self.states, self.border)
+            self.pool = BlockPool(total)
+            self.states = None if slots is None else StateIndex(slots, SnapshotOrder(clock), self)
+        self.entries = CachedEntries(self._index, self.states, self.shared_memory)
         self.eviction_history = EvictionHistory()
         self.kept = KeptData()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
@@ -97,24 +93,24 @@ class PrefixCache:
     @property
     def available_count(self) -> int:
         """Number of blocks that `allocate` can hand out: free and evictable ones, and those in place of snapshots."""
-        from_snapshots = 0 if self.border is None else self.border.obtainable_from_snapshots
+        from_snapshots = 0 if self.shared_memory is None else self.shared_memory.obtainable_from_snapshots
         return self.pool.free_count + len(self._unused) + from_snapshots
 
     @property
     def kept_for_snapshots(self) -> int:
         """Number of available blocks, those in place of snapshots, that new requests leave alone while others run."""
-        return 0 if self.border is None else self.border.kept_for_snapshots
+        return 0 if self.shared_memory is None else self.shared_memory.kept_for_snapshots
 
     @property
     def changes(self) -> ArenaChanges:
         """Changes of the memory that blocks and snapshots share which no step's message has told yet."""
-        return NO_CHANGES if self.border is None else self.border.arena.changes
+        return NO_CHANGES if self.shared_memory is None else self.shared_memory.arena.changes
 
     def note_changes_sent(self) -> None:
         """Note that a message with all `changes` is on its way."""
         self.are_copies_pending |= self.changes.has_copies
-        if self.border is not None:
-            self.border.arena.note_changes_sent()
+        if self.shared_memory is not None:
+            self.shared_memory.arena.note_changes_sent()
 
     def note_changes_applied(self) -> None:
         """Note that all changes of earlier messages have been made."""
@@ -144,7 +140,7 @@ class PrefixCache:
     def allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks without contents, evicting as many evictable blocks as needed."""
         assert count <= self.available_count, f"{count} blocks asked, {self.available_count} available"
-        evict = self._evict if self.border is None else self.border.make_blocks
+        evict = self._evict if self.shared_memory is None else self.shared_memory.make_blocks
         while (missing := count - self.pool.free_count) > 0:
             evict(missing)
         return self.pool.allocate(count)
@@ -209,8 +205,8 @@ class PrefixCache:
         if block_hashes:
             self._index.add(block_hashes, blocks, parent)
             self.eviction_history.on_blocks_stored(block_hashes)
-            if self.border is not None:
-                self.border.reuse.on_blocks_stored(block_hashes)
+            if self.shared_memory is not None:
+                self.shared_memory.reuse.on_blocks_stored(block_hashes)
         return (*known, *blocks)
 
     def release(self, table: Sequence[BlockId], snapshots: Iterable[BlockHash] = ()) -> None:
@@ -225,9 +221,9 @@ class PrefixCache:
         self._unused.hold(kept)
         if len(kept) < len(unused):
             self.pool.free([block for block in unused if block not in self._index])
-        if self.border is not None:
+        if self.shared_memory is not None:
             for block_hash in snapshots:
-                self.border.states.touch(block_hash)
+                self.shared_memory.states.touch(block_hash)
 
     def _keep_needed(self, unused: Iterable[BlockId]) -> list[BlockId]:
         """Return the needed blocks among unused ones, given from a sequence's end to its start; forget the others."""
@@ -314,8 +310,8 @@ class PrefixCache:
 
     def note_prompt(self, block_hashes: Sequence[BlockHash]) -> None:
         """Record the blocks of the prompt of a request that is admitted for the first time."""
-        if self.border is not None:
-            self.border.reuse.on_prompt(block_hashes)
+        if self.shared_memory is not None:
+            self.shared_memory.reuse.on_prompt(block_hashes)
 
     def count_hit(self, block: BlockId) -> None:
         """Count a request that has resumed at the end of `block`, or within it."""
@@ -335,11 +331,11 @@ class PrefixCache:
 
     def use(self) -> CacheUse:
         """Return the statistics of the cache, for monitoring."""
-        return cache_use(self.pool, len(self._index), len(self._unused), self._evicted, self.states, self.border)
+        return cache_use(self.pool, len(self._index), len(self._unused), self._evicted, self.states, self.shared_memory)
 
     def check(self) -> None:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
-        check_memory(self._index, self.pool, self.states, self.border)
+        check_memory(self._index, self.pool, self.states, self.shared_memory)
         check_notes(self._index, self.states, self.cached_token_ids, self.eviction_history)
         self.origins.check(self._index.block_hashes(), () if self.states is None else self.states.visible())
         self.kept.check(self._index.block_hashes())

@@ -8,7 +8,7 @@ from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.eviction_history import EvictionHistory
-from megatron_ext.prefix_cache.shared_memory import MovingBorder
+from megatron_ext.prefix_cache.shared_memory import SharedMemory
 from megatron_ext.prefix_cache.state_index import StateIndex
 
 
@@ -24,11 +24,11 @@ def check_blocks(index: BlockIndex, pool: BlockPool, evictable: Set[BlockId]) ->
         )
 
 
-def check_memory(index: BlockIndex, pool: BlockPool, states: StateIndex | None, border: MovingBorder | None) -> None:
+def check_memory(index: BlockIndex, pool: BlockPool, states: StateIndex | None, memory: SharedMemory | None) -> None:
     """Assert that the index is a sound forest, and that pool and slots hold each of their places once."""
     index.check()
-    if border is not None:
-        border.check(index.block_hashes())
+    if memory is not None:
+        memory.check(index.block_hashes())
         return
     pool.check()
     if states is not None:

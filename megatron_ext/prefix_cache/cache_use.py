@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.block_pool import BlockPool
-from megatron_ext.prefix_cache.shared_memory import MovingBorder
+from megatron_ext.prefix_cache.shared_memory import SharedMemory
 from megatron_ext.prefix_cache.state_index import StateIndex
 
 
@@ -37,7 +37,12 @@ class CacheUse:
 
 
 def cache_use(
-    pool: BlockPool, cached: int, evictable: int, evicted: int, states: StateIndex | None, border: MovingBorder | None
+    pool: BlockPool,
+    cached: int,
+    evictable: int,
+    evicted: int,
+    states: StateIndex | None,
+    memory: SharedMemory | None,
 ) -> CacheUse:
     """Return the statistics of a cache.
 
@@ -47,16 +52,16 @@ def cache_use(
         evictable: Indexed blocks that no request uses.
         evicted: Blocks evicted over the engine's life.
         states: Index of snapshots; None without recurrent layers.
-        border: Memory that blocks and snapshots share; None if each has its own.
+        memory: Memory that blocks and snapshots share; None if each has its own.
     """
-    total = pool.total - (0 if border is None else border.occupied_by_snapshots)
+    total = pool.total - (0 if memory is None else memory.occupied_by_snapshots)
     return CacheUse(
         blocks_total=total,
         blocks_cached=cached,
         blocks_evictable=evictable,
         blocks_in_use=total - pool.free_count - evictable,
         blocks_evicted=evicted,
-        **_slot_use(states or StateIndex(0)) | ({} if border is None else _slab_use(border)),
+        **_slot_use(states or StateIndex(0)) | ({} if memory is None else _slab_use(memory)),
     )
 
 
@@ -76,9 +81,9 @@ def _slot_use(states: StateIndex) -> dict[str, int]:
     }
 
 
-def _slab_use(border: MovingBorder) -> dict[str, int]:
+def _slab_use(memory: SharedMemory) -> dict[str, int]:
     """Return the fields about the memory that blocks and snapshots share."""
-    arena = border.arena
+    arena = memory.arena
     return {
         "slots_total": arena.slots.slab_count * arena.layout.snapshots_per_slab,
         "slabs_total": arena.layout.slabs,

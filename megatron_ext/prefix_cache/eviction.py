@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count as counting
 
 from megatron_ext.prefix_cache.block_pool import BlockId
@@ -61,11 +61,12 @@ class LeafFirstLru:
         """Return the time at which the next block became evictable; infinity without one."""
         return next(iter(self._queue), math.inf)
 
-    def move(self, old: BlockId, new: BlockId) -> None:
-        """Put `new`, which has the contents now, in the place of `old`."""
-        time = self._times.pop(old)
-        self._times[new] = time
-        self._queue[time] = new
+    def follow_moves(self, moves: Mapping[BlockId, BlockId]) -> None:
+        """Note that the contents of blocks, evictable or not, are in others now, old to new."""
+        for old in moves.keys() & self._times.keys():
+            time = self._times.pop(old)
+            self._times[moves[old]] = time
+            self._queue[time] = moves[old]
 
     def clear(self) -> None:
         """Empty the queue."""

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.shared_memory import MovingBorder
+from megatron_ext.prefix_cache.shared_memory import SharedMemory
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 
 
@@ -52,11 +52,11 @@ class CachedEntries:
     Args:
         index: Index of the blocks.
         states: Index of the snapshots; None without recurrent layers.
-        border: Memory that blocks and snapshots share; None if each has its own.
+        memory: Memory that blocks and snapshots share; None if each has its own.
     """
 
-    def __init__(self, index: BlockIndex, states: StateIndex | None, border: MovingBorder | None) -> None:
-        self.index, self._states, self._border = index, states, border
+    def __init__(self, index: BlockIndex, states: StateIndex | None, memory: SharedMemory | None) -> None:
+        self.index, self._states, self._memory = index, states, memory
 
     def of_blocks(self, blocks: Iterable[BlockId]) -> list[CachedEntry]:
         """Return indexed blocks, each followed by its snapshot, if a request has asked for it."""
@@ -71,12 +71,12 @@ class CachedEntries:
 
     def of_block(self, block_hash: BlockHash, block: BlockId) -> CachedEntry:
         """Return an indexed block."""
-        place = block if self._border is None else self._border.arena.source_of_block(block)
+        place = block if self._memory is None else self._memory.arena.source_of_block(block)
         return CachedEntry(block_hash, self.index.parent_hash(block_hash), self.index.depth(block_hash), place, None)
 
     def of_snapshot(self, block_hash: BlockHash, slot: SlotId) -> CachedEntry:
         """Return a visible snapshot."""
-        place = slot if self._border is None else self._border.arena.source_of_snapshot(block_hash, slot)
+        place = slot if self._memory is None else self._memory.arena.source_of_snapshot(block_hash, slot)
         return CachedEntry(block_hash, self.index.parent_hash(block_hash), self.index.depth(block_hash), None, place)
 
     def find(self, block_hash: BlockHash, *, is_snapshot: bool) -> CachedEntry:

@@ -15,32 +15,33 @@ or took it; while its block is in use, it is passed over.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
+from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.free_places import FreePlaces
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import Arena, StateCopy
-from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank
-from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
+from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
+from megatron_ext.prefix_cache.state_index import SlotId, SnapshotListener, StateIndex
 
 KEPT_SHARE = 0.5  # of the slabs, times the share of snapshots that are used again
 SECOND_CHANCES = 16  # snapshots with blocks in use that an eviction passes over; a bound on its time
 
 
-class MovingBorder:
-    """Arena of slabs, and evictions for whichever type of contents needs a place.
+class SharedMemory:
+    """Arena of slabs, its pool of blocks and its index of snapshots, and evictions for whichever needs a place.
 
     Args:
         layout: Slabs of the arena.
         index: Index of the cached blocks.
         unused: Order of the evictable blocks.
         evict_blocks: Function that evicts up to a number of blocks with priorities up to a limit.
-        reuse: Shares of blocks and snapshots that are used again.
+        clock: Times of uses of blocks and snapshots.
+        listener: See `StateIndex`.
     """
 
     def __init__(
@@ -49,14 +50,16 @@ class MovingBorder:
         index: BlockIndex,
         unused: LeafFirstLru,
         evict_blocks: Callable[[int, float], None],
-        reuse: Reuse,
+        clock: Iterator[int],
+        listener: SnapshotListener,
     ) -> None:
         self.arena = Arena(layout)
         self.pool = BlockPool(layout.blocks, self.arena.blocks)
-        self.states: StateIndex  # set by the cache, which makes it
-        self.reuse = reuse
+        self.reuse = Reuse(layout)
+        self.states = StateIndex(layout.snapshot_slots, SnapshotOrder(clock, self.reuse), listener, self)
         self._index, self._unused, self._evict_blocks = index, unused, evict_blocks
-        self._moved: dict[BlockId, BlockId] = {}  # new place -> old place, since `take_moves`
+        self.arena.blocks.tables += [self.pool.follow_moves, index.follow_moves, unused.follow_moves]
+        self.arena.slots.tables.append(self.states.follow_moves)
 
     @property
     def free_slots(self) -> FreePlaces[SlotId]:
@@ -96,8 +99,7 @@ class MovingBorder:
         self.states.evict(MAY_TAKE[Rank.ORDINARY])
         slots = self.arena.slots
         if slots.typed_count >= slots.per_slab and slots.unpinned_count:  # so many slots are free, in several slabs
-            for old, new in slots.evacuate():
-                self.states.move(old, new)
+            slots.evacuate()
 
     def make_slot(self) -> bool:
         """Free a slot by evicting the entry of lowest priority, or several blocks; return False if all is in use."""
@@ -106,7 +108,7 @@ class MovingBorder:
             free = self.arena.blocks.typed_count
             priority = self._next_snapshot()
             if free >= per_slab and priority > -math.inf:
-                self._empty_slab()
+                self.arena.blocks.evacuate()
             elif free + len(self._unused) >= per_slab and self._unused.next_priority() <= priority:
                 self._evict_blocks(per_slab - free, priority)
             elif not self.states.evict(MAY_TAKE[Rank.ORDINARY]):
@@ -126,21 +128,6 @@ class MovingBorder:
         block = self._index.find(block_hash)
         assert block is not None, "a snapshot outlives its block"
         return self.pool.references(block) > 0
-
-    def _empty_slab(self) -> None:
-        """Free the emptiest slab of blocks by moving its blocks to free places."""
-        for old, new in self.arena.blocks.evacuate():
-            self._moved[new] = self._moved.pop(old, old)
-            self._index.move(old, new)
-            if old in self._unused:
-                self._unused.move(old, new)
-            self.pool.move(old, new)
-
-    def take_moves(self) -> dict[BlockId, BlockId]:
-        """Return the new place of each block moved since the last call, for block tables."""
-        moves = {old: new for new, old in self._moved.items()}
-        self._moved.clear()
-        return moves
 
     def pin(self, slot: SlotId) -> None:
         """Note that a slot is reserved, so that its slab keeps its type."""
@@ -167,4 +154,3 @@ class MovingBorder:
         whole = [slab for slab in arena.blocks.slabs() if slab < arena.layout.slabs]
         self.states.check(cached, [slot for slab in whole for slot in arena.slots.places(slab)])
         assert arena.slots.pinned_places == self.states.reserved_count, "other slabs are pinned than those written to"
-        assert not self._moved, "block tables have old places"

@@ -6,13 +6,14 @@ of the type has a free place. So few slabs are nearly empty.
 
 Blocks that fill no slab are a slab of their own, which always holds blocks and is never emptied.
 
-A slab is emptied by moving what lies in it to free places of the same type in other slabs (`SlabPlaces.evacuate`). The
-bytes are copied with the next step; until then the copies are pending, as are those of states that become snapshots.
+A slab is emptied by moving what lies in it to free places of the same type in other slabs (`SlabPlaces.evacuate`), the
+only way in which anything moves. Whatever keeps places is in `SlabPlaces.tables` and told at once. The bytes are copied
+with the next step; until then the copies are pending, as are those of states that become snapshots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, cast
 
@@ -68,6 +69,12 @@ class SlabPlaces(Generic[Place]):
     Args:
         arena: All slabs of the arena.
         per_slab: Places in a slab of this type.
+
+    Attributes:
+        tables: Functions that are told of every move, each with the new place of each old one: one for every table
+            that keeps places of this type.
+        copies: Pending copies, destination to source.
+        moved_count: Moves since the beginning.
     """
 
     def __init__(self, arena: Arena, per_slab: int) -> None:
@@ -77,8 +84,9 @@ class SlabPlaces(Generic[Place]):
         self._by_room: list[dict[int, None]] = [{} for _ in range(per_slab + 1)]  # slabs by number of free places
         self.typed_count = 0  # free places in slabs of this type
         self._pinned: dict[int, int] = {}  # slab -> places in it that can be neither moved nor evicted
-        self.copies: dict[Place, Place] = {}  # destination -> source, pending
-        self.moved_count = 0  # since the beginning
+        self.tables: list[Callable[[Mapping[Place, Place]], None]] = []
+        self.copies: dict[Place, Place] = {}
+        self.moved_count = 0
 
     @property
     def slab_count(self) -> int:
@@ -180,26 +188,23 @@ class SlabPlaces(Generic[Place]):
         """Return the slab that has the most free places and no pinned one."""
         return next(slab for room in reversed(self._by_room) for slab in room if slab not in self._pinned)
 
-    def evacuate(self) -> list[tuple[Place, Place]]:
-        """Free the emptiest slab by moving what lies in it to free places in other slabs of this type.
-
-        Returns:
-            Pairs (old place, new place).
-        """
+    def evacuate(self) -> None:
+        """Free the emptiest slab: move what lies in it to free places in other slabs of this type; tell all tables."""
         slab = self.emptiest()
         free = set(self._free[slab])
         kept = [place for place in self.places(slab) if place not in free]
         assert self.typed_count >= self.per_slab, "no place to move to"
         del self._by_room[len(free)][slab]  # so that nothing is taken from it
         self.typed_count -= len(free)
-        moved = list(zip(kept, self.take(len(kept)), strict=True))
-        for old, new in moved:
+        moves = dict(zip(kept, self.take(len(kept)), strict=True))
+        for old, new in moves.items():
             self.copies[new] = self.copies.pop(old, old)
         self.typed_count += self.per_slab
         self._by_room[self.per_slab][slab] = None
         self._remove(slab)
-        self.moved_count += len(moved)
-        return moved
+        self.moved_count += len(moves)
+        for tell in self.tables:
+            tell(moves)
 
     def pairs(self) -> tuple[tuple[Place, Place], ...]:
         """Return the pending copies as pairs (source, destination)."""

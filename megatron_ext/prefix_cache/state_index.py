@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -30,7 +30,7 @@ class WantedSnapshot(Protocol):
         """Optional snapshot of less worth, which this one replaces; None to replace no snapshot."""
 
 
-class SharedMemory(Protocol):
+class SnapshotMemory(Protocol):
     """Memory that snapshots share with blocks, as their index sees it."""
 
     @property
@@ -118,7 +118,7 @@ class StateIndex:
         total: int,
         order: SnapshotOrder | None = None,
         listener: SnapshotListener | None = None,
-        memory: SharedMemory | None = None,
+        memory: SnapshotMemory | None = None,
     ) -> None:
         self.total = total
         self.slots = set(map(SlotId, range(total)))
@@ -269,11 +269,12 @@ class StateIndex:
         self.evicted += 1
         return True
 
-    def move(self, old: SlotId, new: SlotId) -> None:
-        """Note that the visible snapshot of a slot is in another one now."""
-        block_hash = self._in_slot.pop(old)
-        self._in_slot[new] = block_hash
-        self._visible[block_hash] = new
+    def follow_moves(self, moves: Mapping[SlotId, SlotId]) -> None:
+        """Note that the visible snapshots of slots are in others now, old to new."""
+        for old, new in moves.items():
+            block_hash = self._in_slot.pop(old)
+            self._in_slot[new] = block_hash
+            self._visible[block_hash] = new
 
     def reserve_all(self, wanted: Iterable[WantedSnapshot]) -> list[SlotId | None]:
         """Reserve slots for a step's snapshots, all in one transition (HY-5), in order.

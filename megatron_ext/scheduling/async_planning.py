@@ -154,7 +154,6 @@ class AsyncPlanner:
         wanted = plan_snapshots(chunks, (), (), limits, cache)
         wanted = (*wanted, *plan_opportunistic(chunks, (), wanted, limits, cache))
         reserve_snapshots(wanted, index, place)
-        self._queues.follow_moves({} if cache.border is None else cache.border.take_moves())
         return named
 
     def check(self) -> None:

@@ -184,28 +184,24 @@ class DiskLoads:
         load, cache = self._loads[number], self._cache
         shared = tuple(cache.match(load.block_hashes))
         missing, key = load.end - len(shared), load.block_hashes[-1]
-        states = cache.states if load.has_snapshot else None
+        states, slot = cache.states if load.has_snapshot else None, None
         if states is not None and (states.find(key) is not None or states.is_reserved(key)):
             states = None  # it is there, or about to be
         if len(shared) < load.first or (states is not None and not states.obtainable_count):
             return None
         cache.pin(shared)
         kept = cache.kept_for_snapshots if self._queues.holding() else 0
-        if missing > cache.available_count - kept:
-            cache.release(shared)
-            return None
-        blocks, slot = tuple(cache.allocate(missing)), None
-        if states is not None:
+        has_room = missing <= cache.available_count - kept
+        if has_room and states is not None:
             slot = states.reserve(key)
-            if cache.border is not None:
-                moves = cache.border.take_moves()
-                self._queues.follow_moves(moves)
-                shared = tuple([moves.get(block, block) for block in shared])
-                blocks = tuple([moves.get(block, block) for block in blocks])
-            if slot is None:
-                cache.release((*shared, *blocks))
-                return None
-        return LoadPlaces(number, key, len(shared) - load.first, shared, blocks, slot)
+            shared = tuple(cache.match(load.block_hashes))  # they may have moved to make room for the slot
+            has_room = slot is not None and missing <= cache.available_count
+        if not has_room:
+            cache.release(shared)
+            if states is not None and slot is not None:
+                states.cancel(key)
+            return None
+        return LoadPlaces(number, key, len(shared) - load.first, shared, tuple(cache.allocate(missing)), slot)
 
     def publish(self, places: LoadPlaces) -> int:
         """Let requests find the entries of a load, which have been written; see `end`."""

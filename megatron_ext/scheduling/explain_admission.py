@@ -68,7 +68,7 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     gone = cache.eviction_history.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
     if gone is None:
         return dataclasses.replace(blank, reason=MissReason.NO_SNAPSHOT.value)
-    short = gone.slots_short if cache.border is None else None  # else snapshots go for blocks, too
+    short = gone.slots_short if cache.shared_memory is None else None  # else snapshots go for blocks, too
     return dataclasses.replace(blank, reason=MissReason.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
 
 

@@ -70,6 +70,8 @@ class Scheduler:
             limits.total_blocks, policy, slots, keeps_tokens=limits.keeps_tokens, slabs=limits.slabs
         )
         self.queues = Queues(pins=self.cache)
+        if self.cache.shared_memory is not None:
+            self.cache.shared_memory.arena.blocks.tables.append(self.queues.follow_moves)
         self.pending_blocks = PendingBlocks()
         self.running_slots = RunningSlots(limits.max_requests)
         self.counters = Counters()
@@ -215,7 +217,6 @@ class Scheduler:
         """Reserve slots for the snapshots of the step's plan, all at once; those that get no slot are left out."""
         if wanted:
             reserve_snapshots(wanted, self._states)
-            self.queues.follow_moves({} if self.cache.border is None else self.cache.border.take_moves())
 
     def commit(
         self, step: ScheduledStep, sampled: Mapping[int, int], target_tokens: TokensById = NO_TOKENS

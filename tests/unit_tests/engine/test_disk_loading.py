@@ -232,7 +232,6 @@ def test_pending_copies_are_made_before_loaded_entries_are_written():
     for name in "ad":
         assert cache.states.reserve(key_of(name)) is not None
         cache.states.commit(key_of(name))
-    cache.border.take_moves()
     assert cache.changes.block_copies
     found.request(0, range(8), on_disk=1)
     found.decide()

@@ -34,7 +34,7 @@ def test_blocks_go_in_the_order_in_which_they_were_left():
     order.hold([5, 2, 9])
     order.take_out([5])
     order.hold([5])
-    order.move(9, 7)
+    order.follow_moves({9: 7, 3: 4})
     assert order.evict(3) == [2, 7, 5]
 
 

@@ -78,7 +78,7 @@ def test_a_snapshot_whose_states_are_still_to_be_copied_lies_where_they_are():
     cache = make(3)
     leave(cache, "a")
     slot = cache.states.reserve(key("a"))
-    apart = cache.border.arena.layout.first_apart_slot
+    apart = cache.shared_memory.arena.layout.first_apart_slot
     cache.states.exchange(key("a"), apart)
     cache.states.commit(key("a"))
     assert cache.entries.find(key("a"), is_snapshot=True).slot == apart
@@ -96,7 +96,6 @@ def test_entries_that_are_still_to_be_moved_lie_at_their_old_places():
     for name in "ad":
         assert cache.states.reserve(key(name)) is not None
         cache.states.commit(key(name))
-    cache.border.take_moves()
     moved = [name for name in "abcde" if cache.find(key(name)) not in (None, before[name])]
     assert moved
     for name in moved:

@@ -34,7 +34,6 @@ def store(cache: PrefixCache, names: str, *snapshots: str, rank: Rank = Rank.ORD
     for name in snapshots:
         assert cache.states.reserve(key(name), rank) is not None
         cache.states.commit(key(name))
-    cache.border.take_moves()
     cache.check()
 
 
@@ -76,7 +75,7 @@ def test_the_last_two_periods_count(monkeypatch: pytest.MonkeyPatch):
 def test_ordinary_snapshots_count(rank: Rank):
     cache = PrefixCache(0, EvictionPolicyName.LRU, slabs=LAYOUT)
     store(cache, "ab", "b", rank=rank)
-    reuse = cache.border.reuse
+    reuse = cache.shared_memory.reuse
     assert (reuse.of_snapshots < 1) == (rank is Rank.ORDINARY)
     assert reuse.of_blocks < 1
     cache.note_prompt(keys("ab"))
@@ -87,7 +86,7 @@ def test_ordinary_snapshots_count(rank: Rank):
 def test_what_is_used_again_stays_longer(blocks: int, snapshots: int):
     """A younger snapshot goes before old blocks if only blocks are used again; else the blocks go."""
     cache = PrefixCache(0, EvictionPolicyName.LRU, slabs=SlabLayout(3, 2, 1))
-    reuse, others = cache.border.reuse, keys(map(str, range(200)))
+    reuse, others = cache.shared_memory.reuse, keys(map(str, range(200)))
     reuse.on_blocks_stored(others)
     for other in others[:100]:  # equal bytes
         reuse.on_snapshot_stored(other)
@@ -117,7 +116,7 @@ def test_slabs_of_snapshots_that_new_requests_leave_alone():
     assert cache.kept_for_snapshots == 2
     cache.states.cancel(key("c"))
     for name in "0123456789":
-        cache.border.reuse.on_snapshot_stored(key(name))
+        cache.shared_memory.reuse.on_snapshot_stored(key(name))
     assert cache.kept_for_snapshots == 2
     assert cache.available_count == 8
     assert PrefixCache(4, EvictionPolicyName.LRU, slots=4).kept_for_snapshots == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
@@ -29,11 +32,22 @@ def leave(cache: PrefixCache, *names: str) -> None:
     cache.release(table)
 
 
+def watch_moves(cache: PrefixCache) -> dict[BlockId, BlockId]:
+    """Return the new place of each block that moves from now on, also if it moves again."""
+    moved: dict[BlockId, BlockId] = {}
+
+    def follow(moves: Mapping[BlockId, BlockId]) -> None:
+        first = {new: old for old, new in moved.items()}
+        moved.update({first.get(old, old): new for old, new in moves.items()})
+
+    cache.shared_memory.arena.blocks.tables.append(follow)
+    return moved
+
+
 def take(cache: PrefixCache, name: str, rank: Rank = Rank.ORDINARY) -> bool:
     if cache.states.reserve(key(name), rank) is None:
         return False
     cache.states.commit(key(name))
-    cache.border.take_moves()
     cache.check()
     return True
 
@@ -98,34 +112,31 @@ def test_blocks_in_use_move_together_with_their_contents():
     cache = make(3)
     first = cache.allocate(5)  # all slabs hold blocks
     cache.release(first[:1] + first[2:4])  # a block is left in the first slab, and one in the last
-    kept = [first[1], first[4]]
+    kept, moves = [first[1], first[4]], watch_moves(cache)
     assert cache.states.reserve(key("x")) is not None  # a free slab
     assert cache.states.reserve(key("y")) is not None  # only if both blocks lie in one slab
-    moves = cache.border.take_moves()
     assert [cache.pool.references(moves.get(block, block)) for block in kept] == [1, 1]
     assert dict(cache.changes.block_copies) == moves
     assert len(moves) == 1
 
 
 def test_a_block_that_moves_twice_is_found_where_it_lies_last():
-    """HY-5: block tables follow both moves at once; an old place has another request's contents."""
+    """HY-5: its bytes are copied once, from where they lie; an old place has another request's contents."""
     cache = make(3, blocks=3)
     blocks = cache.allocate(9)  # all slabs hold blocks
-    kept = blocks[0]
+    kept, moves = blocks[0], watch_moves(cache)
     cache.release([*blocks[1:3], blocks[5], blocks[8]])
     assert cache.states.reserve(key("x")) is not None  # the block left in the first slab moves
-    (place,) = cache.border._moved
+    place = moves[kept]
     others = [block for block in range(place // 3 * 3, place // 3 * 3 + 3) if block != place]
     cache.release(others)
     assert cache.states.reserve(key("y")) is not None  # and again, together with no other
-    moves = cache.border.take_moves()
     assert moves.keys() == {kept}
     assert moves[kept] != place
     assert cache.pool.references(moves[kept]) == 1
     assert dict(cache.changes.block_copies) == moves
     cache.release([moves[kept]])
     assert not cache.changes.block_copies, "nothing is copied to a free place"
-    assert cache.border.take_moves() == {}
 
 
 def test_a_snapshot_that_nobody_asked_for_goes_before_blocks_move():
@@ -136,7 +147,7 @@ def test_a_snapshot_that_nobody_asked_for_goes_before_blocks_move():
     assert cache.states.reserve(key("x"), Rank.OPPORTUNISTIC) is not None
     cache.states.commit(key("x"))
     assert cache.states.reserve(key("y")) is not None
-    assert cache.border.take_moves() == {}
+    assert not cache.changes.block_copies
     assert cache.states.opportunistic.given_up == 1
 
 
@@ -167,6 +178,16 @@ def test_snapshots_move_together_for_blocks():
     cache.note_changes_sent()  # with nothing to tell
     assert cache.are_copies_pending, "the copies of the message before may fail yet"
     assert cache.changes == NO_CHANGES
+
+
+def test_the_index_of_snapshots_is_told_of_moves():
+    """HY-5: if it is left out, snapshots are looked for in places that are free."""
+    cache = with_two_slabs_of_snapshots()
+    (_,) = tables = cache.shared_memory.arena.slots.tables
+    tables.clear()
+    cache.allocate(1)
+    with pytest.raises(AssertionError, match="slots were lost"):
+        cache.check()
 
 
 def test_slabs_that_are_written_to_are_not_moved_for_blocks():
@@ -222,7 +243,7 @@ def test_snapshots_whose_blocks_are_in_use_are_passed_over():
         assert take(cache, name)
     for name in "ab":
         cache.pin(cache.match([key(name)]))
-    assert cache.border._next_snapshot() < float("inf")
+    assert cache.shared_memory._next_snapshot() < float("inf")
     assert cache.states.next_victim()[1] == key("c")
 
 
@@ -232,7 +253,7 @@ def test_the_part_of_a_slab_never_holds_snapshots():
     leave(cache, "c", "d")
     cache.states.reserve(key("d"))  # a and b go, c and d move to their places
     cache.states.commit(key("d"))
-    assert cache.border.take_moves()
+    assert cache.changes.block_copies
     cache.check()
     assert len(cache.match([key("c"), key("d")])) == 2
     assert cache.match([key("a")]) == []
@@ -248,5 +269,6 @@ def test_a_slab_that_is_written_to_is_not_emptied(number: int):
     slots.pin(pinned)
     other = next(slot for slot in taken if slot // 2 != pinned // 2)
     slots.give([pinned ^ 1, other])
-    assert slots.evacuate() == [(other ^ 1, pinned ^ 1)]
+    slots.evacuate()
+    assert slots.pairs() == ((other ^ 1, pinned ^ 1),)
     slots.check()

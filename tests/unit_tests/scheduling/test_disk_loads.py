@@ -53,36 +53,37 @@ def test_requests_follow_blocks_that_a_load_moves(is_paused):
     for request in requests[1:3]:
         scheduler.end(request, Status.ABORTED)
     if is_paused:
-        scheduler.queues.move(requests[0], scheduler.queues.paused)
+        scheduler.queues.move(requests[3], scheduler.queues.paused)
     assert scheduler.cache.states.reserve(X) is not None  # the last free slab
     begin(scheduler, 1)
     places = scheduler.disk_loads.reserve(1)
-    assert (requests[0].sequence.block_table, requests[3].sequence.block_table) == ((5,), (3,))
-    assert scheduler.cache.changes.block_copies == ((0, 5),)
-    assert places.blocks == (4,)
+    assert (requests[0].sequence.block_table, requests[3].sequence.block_table) == ((0,), (2,))
+    assert scheduler.cache.changes.block_copies == ((3, 2),)
+    assert places.blocks == (1,)
 
 
 def test_blocks_before_a_load_may_move():
     """HY-5: they are looked for where they lie now, and are free again once the load is given up."""
-    scheduler = make(SlabLayout(3, 3, 1))
+    scheduler = make(SlabLayout(3, 4, 1))
     cache = scheduler.cache
     begin(scheduler, 2, cached=1)
-    others = cache.allocate(3)
-    cache.release(others[:2])
+    others = cache.allocate(5)
+    cache.release(others[:3])
     assert cache.states.reserve(X) is not None
     places = scheduler.disk_loads.reserve(1)
-    assert (places.shared, places.blocks) == ((5,), (4,))
+    assert (places.shared, places.blocks) == ((6,), (7,))
     scheduler.disk_loads.give_back(places)
     cache.states.cancel(X)
-    cache.release(others[2:])
+    cache.release(others[3:])
     scheduler.check()
-    assert cache.available_count == 9
+    assert cache.available_count == 12
 
 
-def test_a_load_that_finds_no_slot_keeps_nothing():
-    """Blocks that stay pinned are lost until the process ends."""
+@pytest.mark.parametrize("cached", [0, 1])
+def test_a_load_that_finds_no_slot_or_no_blocks_besides_keeps_nothing(cached):
+    """Blocks that stay pinned are lost until the process ends, and so is a slot that stays reserved."""
     scheduler = make(SlabLayout(1, 2, 1))
-    begin(scheduler, 2, cached=1)
+    begin(scheduler, 2, cached=cached)
     assert scheduler.disk_loads.reserve(1) is None
     scheduler.check()
     assert scheduler.cache.available_count == 2
@@ -145,7 +146,9 @@ def test_what_is_loaded_continues_what_is_cached():
     first, second, third = request.block_hashes[:3]
     assert [(one.block_hashes, one.parent, one.end) for one in observer.runs] == [((second, third), first, 12)]
     assert scheduler.cache.entries.index.parent_hash(second) == first
-    assert scheduler.cache.border._next_snapshot() > scheduler.cache._unused.next_priority(), "used as lately as blocks"
+    assert scheduler.cache.shared_memory._next_snapshot() > scheduler.cache._unused.next_priority(), (
+        "used as lately as blocks"
+    )
     scheduler.cache.observer = None
     plan = step(scheduler)
     assert admitted(plan) == [(9, 3, 1)]

@@ -18,6 +18,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
@@ -124,6 +125,38 @@ class SlabMachine(HybridMachine):
         """A step that was to copy blocks and failed takes all contents with it."""
         if self.are_copies_lost:
             self.follow_suspend()
+
+
+def slab_is_emptied(left_out: int | None) -> None:
+    """Move a block of a request and a cached one, and check; one of the tables is not told of it, if any."""
+    limits = make_limits(slabs=SlabLayout(3, 5, 1), total_blocks=15)
+    scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model")
+    cache, tables = scheduler.cache, scheduler.cache.shared_memory.arena.blocks.tables
+    scheduler.add(request_of(0, range(3)))
+    step(scheduler)
+    cache.release(cache.publish([BlockHash(b"cached")], cache.allocate(1), None))
+    others = cache.allocate(6)
+    cache.release(others[:3])  # two blocks are left in the first slab
+    if left_out is not None:
+        del tables[left_out]
+    taken = [BlockHash(name) for name in (b"first", b"second")]
+    for block_hash in taken:
+        assert cache.states.reserve(block_hash) is not None
+    assert len(cache.changes.block_copies) == 2
+    for block_hash in taken:
+        cache.states.cancel(block_hash)
+    cache.release(others[3:])
+    scheduler.check()
+
+
+def test_every_table_of_blocks_is_told_of_moves():
+    """HY-5: the pool, the index, the order of eviction and block tables; one that is left out is found."""
+    slab_is_emptied(None)
+    for left_out in range(4):
+        with pytest.raises((AssertionError, KeyError)):
+            slab_is_emptied(left_out)
+    with pytest.raises(IndexError):  # no further table
+        slab_is_emptied(4)
 
 
 def test_random_requests_in_slabs():

@@ -183,9 +183,9 @@ class Driver:
     def _snapshot_slots(self) -> Sequence[int]:
         """Slots of the snapshot index: of an arena those in slabs of snapshots."""
         cache = self.scheduler.cache
-        if cache.border is None:
+        if cache.shared_memory is None:
             return range(cache.states.total)
-        slots, layout = cache.border.arena.slots, self.scheduler.limits.slabs
+        slots, layout = cache.shared_memory.arena.slots, self.scheduler.limits.slabs
         read = {layout.slab_of_block(block) for block, _ in cache.changes.block_copies}
         read |= {layout.slab_of_slot(slot) for slot, _ in cache.changes.snapshot_copies}
         return [slot for slab in slots.slabs() if slab not in read for slot in slots.places(slab)]
