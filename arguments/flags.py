@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from megatron_ext.config.options import options_of
 
 _LONGEST_NEAR_MISS = 100  # characters; the cost of similarity is quadratic
 _LONGEST_SHOWN = 200
+_SIZE = re.compile(r"(?P<number>\d{1,9}(\.\d{1,6})?)(?P<unit>[kKmMgG])")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # as in vLLM
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,11 @@ def _parse(kind: FieldType, text: str) -> object:
     Raises:
         ValueError: The text is neither; the message has the text and the expected type.
     """
+    size = _SIZE.fullmatch(text) if kind.item is int and not kind.is_tuple else None
+    if size is not None:
+        number = float(size["number"]) * _UNITS[size["unit"]]
+        if number.is_integer():
+            return int(number)
     try:
         return tuple(kind.parse(part) for part in text.split(",")) if kind.is_tuple else kind.parse(text)
     except MismatchError as error:

@@ -191,6 +191,7 @@ BATCHING = FlagGroup(
             "max_sequence_length",
             "Maximum length of a sequence, prompt and generated tokens together; default: the model's",
             name="--inference-max-seq-length",
+            aliases=("--max-model-len",),
         ),
         Flag(
             "max_prefills_per_step",

@@ -12,7 +12,7 @@ ALL = "all"
 _BATCHING = "inference-dynamic-batching"
 # Keys of the flags of the short help, by task; a command shows those that it has.
 TASKS: Mapping[str, Sequence[str]] = {
-    "model": ("load", "load-hf", "tokenizer-model", "bf16", "cpu-weight-quantization"),
+    "model": ("load", "load-hf", "tokenizer-model", "dtype", "cpu-weight-quantization"),
     "prompts and results": ("prompts", "prompt-file", "output-path"),
     "server": ("host", "port", "served-model-name", "api-key-file", "tool-call-parser", "reasoning-parser"),
     "generation": ("num-tokens-to-generate", "temperature", "top-p", "stop-words", "generation-config"),
@@ -72,6 +72,7 @@ class HelpAction(argparse.Action):
         return (
             f"{_help_of(parser, by_task, with_description=True)}\nexamples:\n{examples}\n"
             f"--help={ALL} shows every flag, --help=WORD those that mention it, --help=GROUP a group:\n{names}\n"
+            "Numbers may end in k, m or g (32k is 32,000), or in K, M or G (32K is 32,768).\n"
         )
 
     def _about(self, parser: argparse.ArgumentParser, word: str) -> str:

@@ -40,9 +40,13 @@ from megatron_ext.config import (
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
 from megatron_ext.config.kv_events import KvEventsConfig
+from megatron_ext.config.model_folder import is_megatrons, require_model_folder
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError, MachineError
+
+LOAD, LOAD_HF = "load", "load-hf"
+_FOLDER = "folder of the model"  # name in argparse's namespace; no flag's key has a blank
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -58,9 +62,15 @@ class CommandLine(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # overloaded in the base
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse as the base class does; refuse removed flags, and suggest a known flag for an unknown one."""
+        """Parse as the base class does; refuse removed flags, and suggest a known flag for an unknown one.
+
+        A single word that belongs to no flag is the model's folder. It is no positional argument of argparse, which
+        would take the value of an unknown flag for it.
+        """
         refuse_removed_words(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(args, namespace)
+        if len(unknown) == 1 and not unknown[0].startswith("-"):
+            setattr(parsed, _FOLDER, unknown.pop())
         if unknown:
             self.error(unrecognized(unknown, self.known, self.known_without_effect))
         return parsed
@@ -72,13 +82,13 @@ def build_parser(prog: str | None = None) -> CommandLine:
         GROUPS,
         TABLE,
         prog,
-        "Run prompts through the dynamic inference engine and print a table. "
-        "Without flags: the embedded model on the shipped example prompts.",
+        "Run prompts through the dynamic inference engine and print a table. DIR is the folder of a model in Hugging "
+        "Face's form or Megatron's. Without flags: the embedded model on the shipped example prompts.",
         "Exit codes: 0 done, 1 a request failed or results could not be written, 2 bad usage, "
         "130 ended by SIGINT, 143 by SIGTERM.",
         (
-            '--load-hf DIR --prompts "What does a generator do?" --num-tokens-to-generate 100',
-            "--load-hf DIR --prompt-file prompts.jsonl --output-path results.json",
+            'DIR --prompts "What does a generator do?" --num-tokens-to-generate 100',
+            "DIR --prompt-file prompts.jsonl --output-path results.json",
             "--prefix-cache-compare",
         ),
     )
@@ -90,13 +100,14 @@ def build_server_parser(prog: str | None = None) -> CommandLine:
         SERVER_GROUPS,
         SERVER_TABLE,
         prog,
-        "Serve a model over HTTP as OpenAI's API does. Without flags: the embedded model on the loopback address.",
+        "Serve a model over HTTP as OpenAI's API does. DIR is the folder of a model in Hugging Face's form or "
+        "Megatron's. Without flags: the embedded model on the loopback address.",
         "SIGINT or SIGTERM: no new requests are admitted and running ones finish; a second signal cancels them. "
         "Exit codes: 0 stopped, 2 bad usage.",
         (
-            "--load-hf DIR",
-            "--load-hf DIR --host 0.0.0.0 --api-key-file keys.txt",
-            "--load-hf DIR --prefix-cache-dir /var/cache/prefixes",
+            "DIR",
+            "DIR --host 0.0.0.0 --api-key-file keys.txt",
+            "DIR --prefix-cache-dir /var/cache/prefixes",
         ),
     )
 
@@ -123,7 +134,7 @@ def _build(
 ) -> CommandLine:
     parser = CommandLine(
         prog=prog,
-        usage="%(prog)s [FLAG ...]",
+        usage="%(prog)s [DIR] [FLAG ...]",
         description=description,
         epilog=epilog,
         add_help=False,
@@ -214,11 +225,21 @@ def _given(
     table: Sequence[MegatronGroup],
 ) -> ParsedFlags:
     """Return the flags from the command line, else from the YAML file."""
-    return _completed(_parse(parser, argv), parser, groups, table)
+    given = _parse(parser, argv, takes_folder=True)
+    folder = given.values.pop(_FOLDER, None)
+    if folder is not None:
+        checkpoint = is_megatrons(require_model_folder("DIR", str(folder)))
+        for key in (LOAD, LOAD_HF):
+            if given.values.get(key):
+                raise ConfigError(f"{folder} and --{key} {given.values[key]} are two models; give one of them")
+        given.values[LOAD if checkpoint else LOAD_HF] = folder
+    return _completed(given, parser, groups, table)
 
 
-def _parse(parser: CommandLine, words: Sequence[str] | None) -> ParsedFlags:
+def _parse(parser: CommandLine, words: Sequence[str] | None, *, takes_folder: bool = False) -> ParsedFlags:
     values = vars(parser.parse_args(words))
+    if not takes_folder and _FOLDER in values:
+        parser.error(unrecognized([values[_FOLDER]], parser.known, parser.known_without_effect))
     without_effect = values.pop(options.DEST, None) or WithoutEffect()
     return ParsedFlags(
         {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, without_effect

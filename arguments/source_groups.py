@@ -5,7 +5,7 @@ from __future__ import annotations
 from arguments.flags import Flag, FlagGroup
 from megatron_ext.config import SourceConfig, TokenizerConfig
 from megatron_ext.config.layers.pattern import MODEL_PROVIDERS
-from megatron_ext.config.source import GENERATION_CONFIGS, TRANSFORMER_IMPLEMENTATIONS
+from megatron_ext.config.source import GENERATION_CONFIGS, PARAMETER_TYPES, TRANSFORMER_IMPLEMENTATIONS
 from megatron_ext.config.tokenizer import TIKTOKEN_PATTERNS, TOKENIZER_TYPES
 
 SOURCE = FlagGroup(
@@ -38,6 +38,7 @@ SOURCE = FlagGroup(
             "inference_optimized means local",
             choices=TRANSFORMER_IMPLEMENTATIONS,
         ),
+        Flag("dtype", "Type of the parameters; auto: bfloat16 on CUDA, float32 elsewhere", choices=PARAMETER_TYPES),
         Flag("bf16", "Use bfloat16 parameters"),
         Flag("fp16", "Use float16 parameters"),
         Flag("seed", "Seed of random weights and of each request's random generator"),

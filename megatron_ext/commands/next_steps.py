@@ -14,7 +14,7 @@ SCRIPT = "megatron-ext"
 GREETING = "the embedded model answers the shipped prompts; see --help"
 STEPS = (
     ("serve", "this model at http://127.0.0.1:8000, with OpenAI's API"),
-    ('run --load-hf DIR --prompts "..."', "your model: Hugging Face's form; --load DIR: Megatron's"),
+    ('run DIR --prompts "..."', "your model's folder, in Hugging Face's form or Megatron's"),
     ("run --prefix-cache-compare", "these prompts with the cache off, then on"),
 )
 

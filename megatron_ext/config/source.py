@@ -13,6 +13,8 @@ AUTO_GENERATION_CONFIG, NO_GENERATION_CONFIG = "auto", "none"
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 INFERENCE_OPTIMIZED = "inference_optimized"  # Megatron's name for inference layers; the local ones serve as such
 TRANSFORMER_IMPLEMENTATIONS = (LOCAL, TRANSFORMER_ENGINE, INFERENCE_OPTIMIZED)
+AUTO_TYPE = "auto"
+PARAMETER_TYPES = (AUTO_TYPE, "float32", "bfloat16", "float16")
 GENERATION_CONFIGS = (AUTO_GENERATION_CONFIG, NO_GENERATION_CONFIG)
 
 
@@ -30,6 +32,7 @@ class SourceConfig(TokenizerConfig):
     padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
     generation_config: str = NO_GENERATION_CONFIG  # one of GENERATION_CONFIGS: source of sampling defaults
     transformer_impl: str = LOCAL  # one of TRANSFORMER_IMPLEMENTATIONS, for linear layers and norms
+    dtype: str = AUTO_TYPE  # one of PARAMETER_TYPES; auto: bf16 and fp16, else bfloat16 on CUDA and float32 elsewhere
     bf16: bool = False
     fp16: bool = False
     seed: int = 1234
@@ -41,6 +44,13 @@ class SourceConfig(TokenizerConfig):
             f"--load {self.load} and --load-hf {self.load_hf} contradict each other; give one of them",
         )
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
+        types = ", ".join(PARAMETER_TYPES)
+        require(self.dtype in PARAMETER_TYPES, f"--dtype {self.dtype!r} is unknown; one of {types}")
+        of_megatron = "bfloat16" if self.bf16 else "float16" if self.fp16 else self.dtype
+        require(
+            self.dtype in (AUTO_TYPE, of_megatron),
+            f"--dtype {self.dtype} and --{'bf16' if self.bf16 else 'fp16'} contradict each other; give one of them",
+        )
         require(0 <= self.seed < 2**63, f"--seed {self.seed} must be between 0 and {2**63 - 1}")
         require(
             bool(self.load or self.load_hf) or not self.use_checkpoint_args,

@@ -13,6 +13,7 @@ import torch
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
+from megatron_ext.config.model_folder import require_model_folder
 from megatron_ext.config.tokenizer import HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
@@ -178,22 +179,21 @@ def _options(source: SourceConfig) -> dict[str, Any]:
 
 
 def _dtype(source: SourceConfig, device: torch.device) -> torch.dtype:
-    if source.bf16:
+    if source.bf16 or source.dtype == "bfloat16":
         return torch.bfloat16
-    if source.fp16:
+    if source.fp16 or source.dtype == "float16":
         return torch.float16
+    if source.dtype == "float32":
+        return torch.float32
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
 def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path | None:
     """Return the directory of the weights; None for random ones."""
     for flag, given in (("--load", source.load), ("--load-hf", source.load_hf)):
-        if given is None:
-            continue
-        if not Path(given).is_dir():
-            problem = "is not a directory" if Path(given).exists() else "does not exist"
-            raise ConfigError(f"{flag} {given} {problem}; give the directory of a checkpoint")
-        return resolve_iteration(Path(given)) if flag == "--load" else Path(given)
+        if given is not None:
+            folder = require_model_folder(flag, given)
+            return resolve_iteration(folder) if flag == "--load" else folder
     flags = [as_flag(name, overrides[name], saved) for name, saved in differences(EMBEDDED_CONFIG, overrides).items()]
     if source.padded_vocab_size not in (None, EMBEDDED_CONFIG.vocab_size):
         flags.append(as_flag("padded_vocab_size", source.padded_vocab_size, EMBEDDED_CONFIG.vocab_size))

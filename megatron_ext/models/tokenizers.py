@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.config import SourceConfig
+from megatron_ext.config.model_folder import HUB_NAME
 from megatron_ext.config.tokenizer import (
     GPT2_TOKENIZER,
     HUGGING_FACE_TOKENIZER,
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 # Kinds whose files cannot be told apart from a tokenizer.json by name.
 _FILE_KINDS = (TIKTOKEN_TOKENIZER, *SENTENCEPIECE_TOKENIZERS)
 _NOTHING = TrainingFacts(is_gpt=False, vocabulary_rows=0)
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ def _local(name: str) -> Path:
         ConfigError: The tokenizer cannot be fetched.
     """
     path = Path(name)
-    if path.exists() or not _HUB_NAME.fullmatch(name):
+    if path.exists() or not HUB_NAME.fullmatch(name):
         return path
     from huggingface_hub import snapshot_download
 

@@ -15,6 +15,7 @@ MOE = "--hybrid-override-pattern M*E --num-experts 4"
     [
         ("--load a --load-hf b", ("--load ", "--load-hf ")),
         ("--bf16 --fp16", ("--bf16", "--fp16")),
+        ("--bf16 --dtype float16", ("--bf16", "--dtype float16")),
         ("--swiglu --squared-relu", ("--swiglu", "--squared-relu")),
         ("--prompts a --prompt-file b", ("--prompts", "--prompt-file")),
         (

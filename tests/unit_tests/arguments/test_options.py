@@ -24,7 +24,8 @@ from tests.unit_tests.support.source import ROOT
 OPTIONS = """
 -h --help
 --load --load-hf --save --model-config --use-checkpoint-args --no-use-checkpoint-args --model-provider
---moe-layer-freq --padded-vocab-size --generation-config --transformer-impl --bf16 --no-bf16 --fp16 --no-fp16 --seed
+--moe-layer-freq --padded-vocab-size --generation-config --transformer-impl
+--dtype --bf16 --no-bf16 --fp16 --no-fp16 --seed
 --tokenizer-type --tokenizer-model --vocab-file --merge-file --tiktoken-pattern --tiktoken-num-special-tokens
 --use-tokenizer-model-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
 --spec --hybrid-override-pattern --hybrid-layer-pattern --recurrent-layer
@@ -64,6 +65,7 @@ OPTIONS = """
 --inference-dynamic-batching-buffer-size-gb --inference-dynamic-batching-block-count
 --inference-dynamic-batching-paused-buffer-size-gb --inference-dynamic-batching-block-size
 --inference-dynamic-batching-max-requests --inference-dynamic-batching-max-tokens --inference-max-seq-length
+--max-model-len
 --inference-dynamic-batching-max-prefills-per-step
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype

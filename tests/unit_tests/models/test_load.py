@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config.model_folder import is_megatrons
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models import load
 from megatron_ext.models.huggingface.export import save_hf_checkpoint
@@ -243,6 +244,10 @@ def test_directories_that_are_not_there(saved: Path, tmp_path: Path) -> None:
         load_model(SourceConfig(load=str(saved / "config.json")), {}, device=CPU)
 
 
+def test_forms_are_told_apart_by_files(saved: Path, hf_copy: Path) -> None:
+    assert (is_megatrons(saved), is_megatrons(hf_copy)) == (True, False)
+
+
 def test_the_other_kind_of_checkpoint(saved: Path, hf_copy: Path) -> None:
     with pytest.raises(ConfigError, match="try --load-hf"):
         load_model(SourceConfig(load=str(hf_copy)), {}, device=CPU)
@@ -282,7 +287,15 @@ def test_tokenizer_larger_than_the_model(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype"), [({"bf16": True}, torch.bfloat16), ({"fp16": True}, torch.float16)], ids=str
+    ("flags", "dtype"),
+    [
+        ({"bf16": True}, torch.bfloat16),
+        ({"fp16": True}, torch.float16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float16"}, torch.float16),
+        ({"dtype": "float32"}, torch.float32),
+    ],
+    ids=str,
 )
 def test_sixteen_bits(flags: dict, dtype: torch.dtype, tiny_model: nn.Module) -> None:
     loaded = load_model(SourceConfig(**flags), {}, device=CPU)

@@ -1,0 +1,47 @@
+"""Folder of a model, before anything of weight is imported: whether it is there, and of which form it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_GGUF = ".gguf"
+# Files and folders of Megatron's distributed checkpoints, and beside their iterations.
+_MEGATRONS = (".metadata", "common.pt", "latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*")
+
+
+def require_model_folder(name: str, given: str) -> Path:
+    """Return the folder of a checkpoint.
+
+    Args:
+        name: Flag, for the message.
+        given: Value of the flag.
+
+    Raises:
+        ConfigError: It is no folder, or has no weights but GGUF's; with what to do.
+    """
+    path = Path(given)
+    is_gguf = path.suffix.lower() == _GGUF and path.is_file()
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        is_gguf = any(file.suffix.lower() == _GGUF for file in path.iterdir())
+    if is_gguf:
+        raise ConfigError(
+            f"{name} {given}: GGUF is not supported; convert it (transformers reads it with gguf_file=, and writes the "
+            "form that is read here with save_pretrained), or give the folder that it was made from"
+        )
+    if not path.exists():
+        hint = "give the directory of a checkpoint"
+        if HUB_NAME.fullmatch(given) and not path.parent.is_dir():
+            hint = f"fetch it first, and give its folder: hf download {given} --local-dir {path.name}"
+        raise ConfigError(f"{name} {given} does not exist; {hint}")
+    if not path.is_dir():
+        raise ConfigError(f"{name} {given} is not a directory; give the directory of a checkpoint")
+    return path
+
+
+def is_megatrons(folder: Path) -> bool:
+    """Return whether a folder has a checkpoint in Megatron's form, rather than in Hugging Face's."""
+    return any(next(folder.glob(name), None) is not None for name in _MEGATRONS)
