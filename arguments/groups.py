@@ -314,6 +314,10 @@ CACHE = FlagGroup(
             "Directory, of a local file system, that keeps the cache's contents for the next start",
             metavar="DIR",
         ),
+        Flag(
+            "prefix_cache_dir_optional",
+            "Go on without --prefix-cache-dir, with a warning, if it cannot be used; default: an error",
+        ),
         Flag("prefix_cache_disk_gb", "GiB of the files in --prefix-cache-dir, of each process"),
         Flag("prefix_cache_drain_seconds", "Seconds at the end to write what is worth most; a second signal ends it"),
         Flag(

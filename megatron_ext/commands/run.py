@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
+from megatron_ext.commands.early_checks import check_paths
 from megatron_ext.commands.next_steps import GREETING, has_flags, print_next_steps
 from megatron_ext.console.start import limit_spinning
 from megatron_ext.console.startup import StartUp
@@ -99,6 +100,7 @@ def _run(argv: Sequence[str] | None, interruption: Interruption, program: str) -
 
         settings = parse_arguments(argv, prog=program)
         os.environ.update(settings.start.environment)
+        check_paths(settings)
         limit_spinning()
         check_address_space()
         is_first_run = is_first_rank() and not has_flags(argv)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from arguments import parse_server_arguments
+from megatron_ext.commands.early_checks import check_paths
 from megatron_ext.console.start import limit_spinning
 from megatron_ext.console.startup import StartUp
 from megatron_ext.errors import ConfigError, MachineError, RankError
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
             logging.disable()
         _check_packages()
         os.environ.update(settings.start.environment)
+        check_paths(settings)
         limit_spinning()
         check_address_space()
         # Imported here so that --help and errors of flags are immediate: torch takes seconds.

@@ -156,6 +156,7 @@ class CacheConfig:
     audit_interval: int = 0  # hits from one that is computed again and compared to the next; 0: none
     audit_dir: str | None = None  # of reports of what was wrong; default: beside the cache on disk
     prefix_cache_dir: str | None = None  # contents between processes; docs/persistence.md
+    prefix_cache_dir_optional: bool = False  # whether serving goes on if the directory cannot be used
     prefix_cache_disk_gb: float = 16.0  # GiB
     prefix_cache_drain_seconds: float = 10.0  # at the end of a process
     prefix_cache_load_seconds: float = 10.0  # that a request waits for entries on disk, at most; 0: for none

@@ -12,36 +12,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.profiler_phases import named_phases
 from megatron_ext.models.llm_engine import LLMEngine
-from megatron_ext.parallel.parallel_context import ParallelContext
 
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 100  # a trace of a hundred steps has tens of megabytes, and viewers give up at a gigabyte
-
-
-def check_profile(directory: str | None, parallel_context: ParallelContext | None) -> None:
-    """Check that a trace can be written, before anything is loaded.
-
-    Args:
-        directory: Value of `--profile`; created if missing. None for no trace.
-        parallel_context: All ranks; None for a world of one.
-
-    Raises:
-        ConfigError: The directory is not writable, or there are several ranks.
-    """
-    if directory is None:
-        return
-    if parallel_context is not None:
-        raise ConfigError("--profile works with one rank only; leave it out")
-    try:
-        os.makedirs(directory, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--profile {directory}: {error.strerror}; give a writable directory") from None
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"--profile {directory} cannot be written; give another directory")
 
 
 @contextlib.contextmanager

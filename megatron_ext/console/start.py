@@ -7,10 +7,15 @@ import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ext.config import ParallelConfig, StartNotes
+from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.layout import Layout, plan_layout
 from megatron_ext.parallel.world import world_of_environment
+
+if TYPE_CHECKING:
+    from megatron_ext.parallel.parallel_context import ParallelContext
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,28 @@ def check_machine(parallel: ParallelConfig) -> Layout:
     if parallel.distributed_backend == "nccl" and not torch.cuda.is_available() and world.is_first:
         logger.warning("--distributed-backend nccl needs CUDA, which this machine does not have; using gloo")
     return plan_layout(parallel, world.size, is_launched=world.is_launched, program=program_of(sys.argv))
+
+
+def check_profile(directory: str | None, parallel_context: ParallelContext | None) -> None:
+    """Check that a trace can be written, before anything is loaded.
+
+    Args:
+        directory: Value of `--profile`; created if missing. None for no trace.
+        parallel_context: All ranks; None for a world of one.
+
+    Raises:
+        ConfigError: The directory is not writable, or there are several ranks.
+    """
+    if directory is None:
+        return
+    if parallel_context is not None:
+        raise ConfigError("--profile works with one rank only; leave it out")
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--profile {directory}: {error.strerror}; give a writable directory") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--profile {directory} cannot be written; give another directory")
 
 
 def program_of(argv: Sequence[str]) -> str:

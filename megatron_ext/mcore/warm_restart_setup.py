@@ -18,7 +18,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.index import FORMAT
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.restore import NullStorage, restore_entries
-from megatron_ext.prefix_cache.disk.slot import REPORTS, DiskUnavailableError
+from megatron_ext.prefix_cache.disk.slot import REPORTS, DiskUnavailableError, unusable
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.hash_chain import root_hash
@@ -74,10 +74,10 @@ def open_part(
         parallel_context: All ranks; None for a world of one.
 
     Returns:
-        The store; None on all ranks if the directory of one cannot be used now, which is said once.
+        The store; None on all ranks if it is optional and the directory of one cannot be used now, which is said once.
 
     Raises:
-        ConfigError: The directory is not for this, or others can write to it; see `take_slot`.
+        ConfigError: The directory cannot be used now, is not for this, or others can write to it; see `take_slot`.
     """
     context = controller.inference_wrapped_model.inference_context
     ranks, others = None, []
@@ -88,6 +88,8 @@ def open_part(
     try:
         store = _opened(cache_identity(controller, model), settings, parallel_context)
     except DiskUnavailableError as error:
+        if not settings.prefix_cache_dir_optional:
+            raise unusable(error) from None
         if parallel_context is None or parallel_context.is_driver:
             logger.warning("prefix cache on disk: %s; serving goes on without it", error)
         return None

@@ -15,13 +15,14 @@ import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_ext.config import RunConfig
 from megatron_ext.errors import ConfigError, OutputError
-from megatron_ext.offline.request_entries import RequestEntries
-from megatron_ext.offline.results import to_json
 from megatron_ext.scheduling.record import RequestRecord
+
+if TYPE_CHECKING:
+    from megatron_ext.offline.request_entries import RequestEntries
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+_UNFOLDED = 2  # levels of objects with a line for each field: the whole, and each request
 # O_EXCL follows no link at the name itself; O_NOFOLLOW makes this explicit.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -97,6 +99,24 @@ def _require_folder(target: Path, flag: str) -> None:
     if not target.parent.is_dir():
         what = "is no folder" if target.parent.exists() else "does not exist; create it first"
         raise ConfigError(f"{flag} {target}: the folder {target.parent} {what}")
+
+
+def to_json(results: dict[str, object]) -> str:
+    """Return reviewable JSON: a line for each field and for each event, a list of numbers on one line."""
+    return _to_json(results, depth=0) + "\n"
+
+
+def _to_json(value: object, depth: int) -> str:
+    if isinstance(value, dict) and value and depth < _UNFOLDED:
+        items = [f"{json.dumps(key)}: {_to_json(item, depth + 1)}" for key, item in value.items()]
+        opening, closing = "{}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        items = [json.dumps(item, ensure_ascii=False) for item in value]
+        opening, closing = "[]"
+    else:
+        return json.dumps(value, ensure_ascii=False)
+    indent = "\n" + " " * depth
+    return opening + indent + " " + f",{indent} ".join(items) + indent + closing
 
 
 def write_results(path: str, results: dict[str, object], flag: str = OUTPUT_FLAG) -> None:

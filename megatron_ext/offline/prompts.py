@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import stat
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -93,6 +95,21 @@ def read_prompts(
     try:
         with open(run.prompt_file, "rb") as file:
             return parse_lines(file, run.prompt_file, rules)
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {run.prompt_file}: {error.strerror}") from None
+
+
+def check_prompt_file(run: RunConfig) -> None:
+    """Check that the prompt file, if one is named, can be opened; a pipe is not opened, which would end its writer.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if run.prompt_file in (None, STANDARD_INPUT):
+        return
+    try:
+        if stat.S_ISREG(os.stat(run.prompt_file).st_mode):
+            os.close(os.open(run.prompt_file, os.O_RDONLY))
     except OSError as error:
         raise ConfigError(f"--prompt-file {run.prompt_file}: {error.strerror}") from None
 

@@ -6,7 +6,6 @@ alone. Counts of the run are in a second file, or with `--output-format full` al
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +42,6 @@ RUN_KEYS = (
     "geometry",
     "prefix_cache_disk",  # with --prefix-cache-dir only
 )
-
-_UNFOLDED = 2  # levels of objects with a line for each field: the whole, and each request
 
 
 def megatron_results(passes: Sequence[Pass], entries: RequestEntries, every: int = 1) -> dict[str, object]:
@@ -135,21 +132,3 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def to_json(results: dict[str, object]) -> str:
-    """Return reviewable JSON: a line for each field and for each event, a list of numbers on one line."""
-    return _to_json(results, depth=0) + "\n"
-
-
-def _to_json(value: object, depth: int) -> str:
-    if isinstance(value, dict) and value and depth < _UNFOLDED:
-        items = [f"{json.dumps(key)}: {_to_json(item, depth + 1)}" for key, item in value.items()]
-        opening, closing = "{}"
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        items = [json.dumps(item, ensure_ascii=False) for item in value]
-        opening, closing = "[]"
-    else:
-        return json.dumps(value, ensure_ascii=False)
-    indent = "\n" + " " * depth
-    return opening + indent + " " + f",{indent} ".join(items) + indent + closing

@@ -17,8 +17,8 @@ from fastapi import FastAPI
 
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
 from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
-from megatron_ext.console.profiling import check_profile, profiled
-from megatron_ext.console.start import check_machine, say_start
+from megatron_ext.console.profiling import profiled
+from megatron_ext.console.start import check_machine, check_profile, say_start
 from megatron_ext.console.startup import StartUp
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context

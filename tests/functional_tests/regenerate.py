@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ext.offline.results import to_json
+from megatron_ext.offline.output_file import to_json
 from tests.functional_tests.cases import CASES, case_folders, read_case
 from tests.functional_tests.checker import golden_values, without_rounding
 

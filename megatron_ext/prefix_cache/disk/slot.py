@@ -45,7 +45,12 @@ _VERSION_OFFSET = 60  # of the user's version in the header of an SQLite file
 
 
 class DiskUnavailableError(Exception):
-    """Store that cannot be used on this machine now; serving goes on without it. The message is one line."""
+    """Store that cannot be used on this machine now. The message is one line."""
+
+
+def unusable(error: DiskUnavailableError) -> ConfigError:
+    """Return the error of a start that does not go on without the store."""
+    return ConfigError(f"--prefix-cache-dir {error}; give another, or --prefix-cache-dir-optional to go on without it")
 
 
 class SlotHeldError(ConfigError):
@@ -134,6 +139,17 @@ def slot_name(number: int, rank: int = 0) -> str:
         rank: Rank among those that keep one cache together, each its part; the first has the name of a lone process.
     """
     return f"slot-{number}-rank-{rank}" if rank else f"slot-{number}"
+
+
+def prepare_directory(directory: Path) -> None:
+    """Create a directory for the store if it is missing, and check it, as `take_slot` does; no slot is taken.
+
+    Raises:
+        ConfigError: See `take_slot`.
+        DiskUnavailableError: See `take_slot`.
+    """
+    with _marked_directory(directory, creates=True):
+        pass
 
 
 def take_slot(directory: Path, first: int = 0) -> SlotDirectory:

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.console import profiling
-from megatron_ext.console.profiling import check_profile, profiled
+from megatron_ext.console.profiling import profiled
+from megatron_ext.console.start import check_profile
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.profiler_phases import PHASES

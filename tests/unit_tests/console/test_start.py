@@ -19,7 +19,7 @@ def spin_count(*command: str, **variables: str) -> int:
     """Value that OpenMP has read in a tool, which says so when torch is imported and is ended then."""
     kept = {name: value for name, value in os.environ.items() if name not in OPENMP_WAIT_VARIABLES}
     environment = kept | {"OMP_DISPLAY_ENV": "VERBOSE"} | variables
-    whole = [sys.executable, *command, "--load", "/nowhere"]
+    whole = [sys.executable, *command]
     with subprocess.Popen(whole, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         said = ""
         for line in process.stderr:

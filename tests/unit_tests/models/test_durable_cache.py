@@ -320,11 +320,13 @@ def test_an_end_that_fails_gives_the_slot_up(get_driver, tmp_path, monkeypatch):
     slot.close()
 
 
-def test_a_directory_that_cannot_be_used_leaves_the_engine_without_it(get_driver, tmp_path, caplog):
+def test_a_directory_that_cannot_be_used_is_an_error_unless_it_is_optional(get_driver, tmp_path, caplog):
     """DC-3: one line."""
     (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory; give another, or --prefix-cache-dir-optional to go on"):
+        started(get_driver, tmp_path / "file" / "cache")
     with caplog.at_level(logging.WARNING):
-        driver = started(get_driver, tmp_path / "file" / "cache")
+        driver = started(get_driver, tmp_path / "file" / "cache", cache={"prefix_cache_dir_optional": True})
     assert ["without it" in record.getMessage() for record in caplog.records] == [True]
     assert driver.engine.core.disk is None
     served(driver)
