@@ -58,13 +58,15 @@ class _EvictedHashes:
         self._max = max_hashes
         self.block_hashes: OrderedDict[BlockHash, int] = OrderedDict()
 
-    def note(self, block_hashes: Iterable[BlockHash], now: int) -> None:
-        noted, max_ = self.block_hashes, self._max
+    def note(self, block_hashes: Iterable[BlockHash], now: int) -> BlockHash | None:
+        """Note hashes; return the one that was forgotten for the last of them, if any."""
+        noted, max_, forgotten = self.block_hashes, self._max, None
         for block_hash in block_hashes:
             noted[block_hash] = now
             noted.move_to_end(block_hash)
             if len(noted) > max_:
-                noted.popitem(last=False)
+                forgotten, _ = noted.popitem(last=False)
+        return forgotten
 
 
 class EvictionHistory:
@@ -76,8 +78,7 @@ class EvictionHistory:
 
     def __init__(self, max_hashes: int = MAX_HASHES) -> None:
         self._blocks, self._snapshots = _EvictedHashes(max_hashes), _EvictedHashes(max_hashes)
-        self._max = max_hashes
-        self._with_blocks: set[BlockHash] = set()  # evicted with their blocks; some may be forgotten above
+        self._with_blocks: set[BlockHash] = set()  # snapshots that were evicted with their blocks
         self._now = 0  # admissions so far
 
     def __len__(self) -> int:
@@ -97,15 +98,12 @@ class EvictionHistory:
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Record a snapshot that was evicted, or found no slot."""
-        self._snapshots.note((block_hash,), self._now)
-        self._with_blocks.discard(block_hash)
+        self._with_blocks -= {block_hash, self._snapshots.note((block_hash,), self._now)}
 
     def on_snapshot_removed_with_block(self, block_hash: BlockHash) -> None:
         """Record a snapshot that was dropped with its evicted block: more slots would not have kept it."""
-        self._snapshots.note((block_hash,), self._now)
+        self.on_snapshot_removed(block_hash)
         self._with_blocks.add(block_hash)
-        if len(self._with_blocks) > self._max:
-            self._with_blocks.intersection_update(self._snapshots.block_hashes)
 
     def on_blocks_stored(self, block_hashes: Iterable[BlockHash]) -> None:
         """Forget the hashes of blocks that are cached now."""
@@ -117,6 +115,7 @@ class EvictionHistory:
         """Forget the hash of a snapshot that is stored now."""
         if self._snapshots.block_hashes:
             self._snapshots.block_hashes.pop(block_hash, None)
+            self._with_blocks.discard(block_hash)
 
     def clear(self) -> None:
         """Forget all hashes; after a reset, misses are not due to a lack of memory."""
@@ -213,4 +212,4 @@ class EvictionHistory:
         for given, remaining in ((self._blocks, cached), (self._snapshots, snapshots)):
             assert not given.block_hashes.keys() & remaining, "something is there and gone"
             assert len(given.block_hashes) <= given._max, "too much is remembered"
-        assert len(self._with_blocks) <= self._max + 1, "too much is remembered of snapshots without blocks"
+        assert self._with_blocks <= self._snapshots.block_hashes.keys(), "too much is remembered of forgotten snapshots"
