@@ -78,7 +78,7 @@ test-ray: $(RAY)/.installed ## Run the tests of replicas under Ray Serve: cluste
 test-clients: $(STAMP) ## Play the agent loops of real clients against a server, and print a table (ARGS=litellm: some of them).
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
-soak: $(STAMP) ## Run whole campaigns: audits of a sound cache; kills, losses of power and flipped bytes of the one on disk; the rest of large matrices.
+soak: $(STAMP) ## Run whole campaigns: audits of a sound cache; kills, losses of power and flipped bytes of the one on disk; what 100,000 requests leave behind; the rest of large matrices.
 	$(PYTEST) -m soak -rP $(ARGS)
 
 kernels: $(STAMP) ## Check every Triton kernel without a GPU: compiled for sm_80 and sm_90, and launched at the sizes of real models.
