@@ -172,6 +172,8 @@ def settings_of(values: FieldValues) -> InferenceSettings:
 
 def _settings(given: ParsedFlags) -> InferenceSettings:
     values = given.values
+    if any(flag.key in values for flag in ACCESS.flags):  # a run has no answers to parse
+        given.without_effect.note("--parsers")
     settings = InferenceSettings(
         source=SourceConfig(**fields_of(SOURCE, values), **fields_of(TOKENIZER, values)),
         model_overrides=fields_of(MODEL, values),

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from arguments.flags import Flag, FlagGroup
+from arguments.flags import Flag, FlagGroup, normalize_key
 from arguments.parsed_flags import ParsedFlags
+from megatron_ext.config.server import MEGATRONS_PARSERS, from_megatrons_parsers
 from megatron_ext.errors import ConfigError
 
 _MAX_REQUESTS = "inference-dynamic-batching-max-requests"
@@ -29,6 +30,7 @@ class Synonyms:
     fp8_as_16bit: bool = False
     window_size: str | None = None
     window_attn_skip_freq: str | None = None
+    parsers: tuple[str, ...] = ()
 
 
 SYNONYMS = FlagGroup(
@@ -48,6 +50,7 @@ SYNONYMS = FlagGroup(
             "window_attn_skip_freq",
             "Layers of a GPT without a window: every Nth, or those with 0 in a list; default: none",
         ),
+        Flag("parsers", f"--reasoning-parser and --tool-call-parser of a server: {', '.join(MEGATRONS_PARSERS)}"),
         Flag(
             "max_requests_override",
             f"--{_MAX_REQUESTS} if that is not given; Megatron's older name",
@@ -80,6 +83,12 @@ def translate(given: ParsedFlags) -> ParsedFlags:
             if values.get(ours, value) != value:
                 raise ConfigError(f"--{key} and --{ours} contradict each other; give one of them")
             values[ours] = value
+    parsers = values.pop("parsers", ())
+    assert isinstance(parsers, tuple), "of texts, as its field"
+    for field, parser in from_megatrons_parsers(parsers).items():
+        key = normalize_key(field)
+        if values.setdefault(key, parser) != parser:
+            raise ConfigError(f"--parsers and --{key} {values[key]} contradict each other; give one of them")
     for key, ours in _FALLBACKS.items():
         if key in values:
             fallback = values.pop(key)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.checks import require
 from megatron_ext.config.hosts import ANY_HOST, parse_host, parse_origin
 from megatron_ext.config.kv_events import KvEventsConfig
@@ -14,6 +16,27 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 CONTROL_TOKENS = ("text", "parse")
 TOOL_CALL_PARSERS = tuple("auto granite hermes lfm2 llama3_json mistral nemotron pythonic qwen3_coder".split())
 REASONING_PARSERS = ("auto", "none", "mistral", "seed", "think")
+
+MEGATRONS_PARSERS = {
+    "deepseek-r1-reasoning": ("reasoning_parser", "think"),
+    "qwen3-coder-tool": ("tool_call_parser", "qwen3_coder"),
+}
+"""Megatron's names of parsers: field of `ServerConfig`, and its value."""
+
+
+def from_megatrons_parsers(names: Sequence[str]) -> FieldValues:
+    """Return the fields of `ServerConfig` that Megatron's names of parsers mean.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    for name in names:
+        known = ", ".join(MEGATRONS_PARSERS)
+        require(
+            name in MEGATRONS_PARSERS,
+            f"parsers {name} is unknown; one of {known}, or leave it out: the chat template says what is parsed",
+        )
+    return dict(MEGATRONS_PARSERS[name] for name in names)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,13 @@ def test_the_names():
         _ = megatron_ext.Engin
 
 
+@pytest.mark.long
+def test_megatrons_interface_is_imported_without_warnings():
+    """MF-8: megatron-core warns of packages that this one does without."""
+    done = run("import megatron_ext.apis")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_importing_costs_nothing():
     """PY-1: neither torch nor another heavy package is imported, not even by names that need none."""
     code = """

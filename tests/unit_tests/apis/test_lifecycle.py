@@ -304,8 +304,13 @@ class TestServer:
                 llm.serve(ServeConfig(host="127.0.0.1", port=port))
         assert llm.generate(PROMPT, GREEDY)[0].succeeded()
 
+    def test_parsers_are_those_of_the_server(self):
+        config = ServeConfig(parsers=["deepseek-r1-reasoning", "qwen3-coder-tool"]).server_config()
+        assert (config.reasoning_parser, config.tool_call_parser) == ("think", "qwen3_coder")
+
     @pytest.mark.parametrize(
-        ("given", "named"), [({"parsers": ["json"]}, "parsers"), ({"frontend_replicas": 0}, "frontend_replicas 0")]
+        ("given", "named"),
+        [({"parsers": ["json"]}, "parsers json is unknown"), ({"frontend_replicas": 0}, "frontend_replicas 0")],
     )
     def test_options_that_are_refused(self, start, given, named):
         with pytest.raises(ConfigError, match=named):

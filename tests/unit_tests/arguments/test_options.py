@@ -99,7 +99,7 @@ OPTIONS = """
 SYNONYM_OPTIONS = """
 --pretrained-checkpoint --disable-chunked-prefill --no-disable-chunked-prefill
 --use-rotary-position-embeddings --no-use-rotary-position-embeddings --hybrid-attention-ratio --hybrid-mlp-ratio
---window-size --window-attn-skip-freq --inference-dynamic-batching-max-requests-override
+--window-size --window-attn-skip-freq --parsers --inference-dynamic-batching-max-requests-override
 --fp8-as-16bit --no-fp8-as-16bit
 """.split()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from arguments import parse_arguments
+from arguments import parse_arguments, parse_server_arguments
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 
@@ -194,6 +194,31 @@ def test_shares_of_layers_are_allocated_as_upstream_does(count, attention, mlp):
     assert parse(argv).model_overrides == {"hybrid_override_pattern": expected, "num_layers": count}
 
 
+@pytest.mark.parametrize(
+    ("argv", "reasoning", "tools"),
+    [
+        ("--parsers deepseek-r1-reasoning qwen3-coder-tool", "think", "qwen3_coder"),
+        ("--parsers qwen3-coder-tool --tool-call-parser qwen3_coder", "auto", "qwen3_coder"),
+        ("--parsers deepseek-r1-reasoning --tool-call-parser hermes", "think", "hermes"),
+    ],
+)
+def test_parsers_of_answers(argv, reasoning, tools):
+    server = parse_server_arguments(argv.split()).server
+    assert (server.reasoning_parser, server.tool_call_parser) == (reasoning, tools)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--parsers json", "parsers json is unknown; one of deepseek-r1-reasoning, qwen3-coder-tool"),
+        ("--parsers qwen3-coder-tool --tool-call-parser hermes", "--parsers and --tool-call-parser hermes contradict"),
+    ],
+)
+def test_parsers_of_answers_that_are_refused(argv, expected):
+    with pytest.raises(ConfigError, match=expected):
+        parse_server_arguments(argv.split())
+
+
 def test_an_empty_name_unsets_the_checkpoint_of_a_file(tmp_path):
     """MF-3: the file's layers make a GPT then, as they do in Megatron."""
     path = tmp_path / "flags.yaml"
@@ -233,6 +258,7 @@ def test_an_empty_name_unsets_the_checkpoint_of_a_file(tmp_path):
         ("--use-checkpoint-args --load a", ""),
         ("--rotary-scaling-factor 32 --mscale 1", "--rotary-scaling-factor, --mscale"),
         ("--position-embedding-type yarn --rotary-scaling-factor 32 --hybrid-layer-pattern *-", ""),
+        ("--parsers qwen3-coder-tool", "--parsers"),  # a run has no answers
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq"),
         (f"{GPT} --num-layers 2 --window-size=-1,0", "--window-size"),
         ("--load a --window-size 127,0 --window-attn-skip-freq 2", "--window-attn-skip-freq"),
