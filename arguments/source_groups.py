@@ -18,6 +18,11 @@ SOURCE = FlagGroup(
             metavar="DIR",
         ),
         Flag("load_hf", "Hugging Face checkpoint to load: config.json and safetensors", metavar="DIR"),
+        Flag(
+            "hf_overrides",
+            'Changes of the fields of its config.json, as in {"rope_theta": 1000000, "sliding_window": null}',
+            metavar="JSON",
+        ),
         Flag("save", "Directory to save the model to before it runs", metavar="DIR"),
         Flag("model_config", "YAML file of flags; flags on the command line override it", metavar="FILE.yaml"),
         Flag("use_checkpoint_args", "Let the checkpoint's model settings override flags, and log the differences"),

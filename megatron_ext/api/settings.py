@@ -15,7 +15,7 @@ from megatron_ext.config import InferenceSettings, RunConfig
 from megatron_ext.config.annotations import MismatchError
 from megatron_ext.errors import ConfigError
 
-Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | None
+Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | Mapping[str, object] | None
 
 _LOG_INTERVAL = "inference_logging_step_interval"  # the only field of a run that the engine uses
 

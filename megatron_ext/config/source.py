@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.checks import require
+from megatron_ext.config.hf_overrides import HfOverrides
 from megatron_ext.config.layers.layer_freq import parse_layer_freq
 from megatron_ext.config.layers.pattern import MODEL_PROVIDERS
 from megatron_ext.config.tokenizer import TokenizerConfig
@@ -24,6 +25,7 @@ class SourceConfig(TokenizerConfig):
 
     load: str | None = None
     load_hf: str | None = None
+    hf_overrides: HfOverrides | None = None  # changes of the fields of its config.json
     save: str | None = None
     model_config: str | None = None  # a YAML file of flags
     use_checkpoint_args: bool = False  # the checkpoint's values override model flags
@@ -42,6 +44,10 @@ class SourceConfig(TokenizerConfig):
         require(
             not (self.load and self.load_hf),
             f"--load {self.load} and --load-hf {self.load_hf} contradict each other; give one of them",
+        )
+        require(
+            bool(self.load_hf) or self.hf_overrides is None,
+            f"--hf-overrides {self.hf_overrides} needs --load-hf; the flags of the model change other checkpoints",
         )
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
         types = ", ".join(PARAMETER_TYPES)

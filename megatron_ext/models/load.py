@@ -36,6 +36,7 @@ from megatron_ext.models.overrides import fitting_overrides
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.parallel.collectives import decided_by_first
 from megatron_ext.parallel.stages import describe_stages, split_layers
+from megatron_ext.parallel.world import is_first_rank
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, Tokenizer
 from megatron_ext.text.tokenizer_files import has_tokenizer
 
@@ -117,7 +118,7 @@ def load_model(
     config = checkpoint_config(source, directory, overrides, trained, reads_prediction=reads_prediction)
     ids = Ids(overrides.get("vocab_size"), config.vocab_size)
     tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
-    _require_ids_fit(tokenizer, config, directory)
+    _warn_of_more_ids(tokenizer, config, directory)
     model = _build(config, parallel, dtype=dtype, device=device, perform_initialization=False, **_options(source))
     fill_model(model, config, source, directory)
     return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded", directory)
@@ -138,7 +139,7 @@ def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, di
     if source.load:
         load_dist_weights(model, directory)
     else:
-        load_hf_weights(model, config, directory)
+        load_hf_weights(model, config, directory, source.hf_overrides)
 
 
 def save_model(directory: str | Path, loaded: LoadedModel, save: Callable[..., None] = save_dist_checkpoint) -> None:
@@ -227,11 +228,11 @@ def checkpoint_config(
     if source.load:
         saved = read_dist_config(directory, overrides.get("vocab_size"), spec_is_given="spec" in overrides)
     else:
-        saved = read_hf_config(directory)
+        saved = read_hf_config(directory, source.hf_overrides)
     if not reads_prediction:
         saved = with_overrides(saved, _WITHOUT_PREDICTION)
     elif source.load is None:
-        saved = with_prediction(saved, directory)
+        saved = with_prediction(saved, directory, source.hf_overrides)
     if source.load is None and source.load_hf is None:
         return with_harmless(saved, overrides)
     config = with_overrides(saved, fitting_overrides(source, saved, overrides, directory, trained))
@@ -255,7 +256,13 @@ def _without_checkpoint(source: SourceConfig, overrides: FieldValues) -> tuple[M
     is_text = is_text or (asked is None and rows is None and source.tokenizer_type != NULL_TOKENIZER)
     tokenizer = choose_tokenizer(source, EMBEDDED_MODEL_DIR if is_text else None, Ids(asked, rows))
     config = with_overrides(config, {"vocab_size": rows or asked or tokenizer.vocab_size})
-    _require_ids_fit(tokenizer, config, None)
+    size = config.vocab_size
+    assert size is not None, "the line above says it"
+    if tokenizer.vocab_size > size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, --vocab-size is {size}; give another --tokenizer-model, or "
+            "none"
+        )
     return config, tokenizer
 
 
@@ -265,11 +272,13 @@ def _tokenizer_directory(source: SourceConfig, directory: Path) -> Path:
     return Path(source.load) if source.load and not has_own else directory
 
 
-def _require_ids_fit(tokenizer: Tokenizer, config: ModelConfig, directory: Path | None) -> None:
+def _warn_of_more_ids(tokenizer: Tokenizer, config: ModelConfig, directory: Path) -> None:
+    """Warn of ids that prompts may not have; published folders have tokenizers with a few added tokens."""
     assert config.vocab_size is not None, "a checkpoint says it"
-    if tokenizer.vocab_size > config.vocab_size:
-        where = f"the model in {directory} has" if directory else "--vocab-size is"
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, {where} {config.vocab_size}; "
-            "give another --tokenizer-model, or none"
+    if tokenizer.vocab_size > config.vocab_size and is_first_rank():
+        logger.warning(
+            "the tokenizer has %d ids, the model in %s has %d; prompts with one of the others are refused",
+            tokenizer.vocab_size,
+            directory,
+            config.vocab_size,
         )

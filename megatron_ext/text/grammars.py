@@ -125,7 +125,7 @@ class Grammars:
         started = time.thread_time()
         mask = begun.compute_bitmask()
         if not matcher.is_error() and not begun.is_error():  # the second one if no token may come first
-            return Matcher(matcher, tokenizer, mask, time.thread_time() - started)
+            return Matcher(matcher, tokenizer, self._model_size, mask, time.thread_time() - started)
         raise _refused(response_format, matcher.get_error() or "no output satisfies it")
 
     @cached_property
@@ -150,7 +150,8 @@ class Grammars:
         from llguidance import LLTokenizer
 
         try:
-            return LLTokenizer(serialized, n_vocab=self._model_size, eos_token=ends[0])
+            ids = max(self._model_size, self._given.vocab_size)
+            return LLTokenizer(serialized, n_vocab=ids, eos_token=ends[0])
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"guided output: the library llguidance cannot read the model's tokenizer: {short_reason(str(error))}"

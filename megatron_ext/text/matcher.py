@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _LONGEST_REASON = 300  # characters
+_WORD_BITS = 32  # of the library's masks
 
 
 class TokenMatcher(Protocol):
@@ -34,16 +35,23 @@ class Matcher:
 
     Args:
         matcher: The library's matcher.
-        tokenizer: The library's tokenizer.
+        tokenizer: The library's tokenizer, which may have more ids than the model.
+        model_size: Vocabulary size of the model.
         mask: The library's mask of the next token, if it is known.
         seconds: Processor time of the latest mask; 0 before the first.
     """
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: LLTokenizer, mask: bytes | None = None, seconds: float = 0.0
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        model_size: int,
+        mask: bytes | None = None,
+        seconds: float = 0.0,
     ) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self._model_size = model_size
         self._end = tokenizer.eos_token
         self._mask = mask
         self._seconds = seconds
@@ -55,7 +63,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Return an independent matcher in the same state."""
-        return Matcher(self._matcher.deep_copy(), self._tokenizer, self._mask, self._seconds)
+        return Matcher(self._matcher.deep_copy(), self._tokenizer, self._model_size, self._mask, self._seconds)
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance by tokens.
@@ -81,12 +89,13 @@ class Matcher:
             started = time.thread_time()
             self._mask = self._matcher.compute_bitmask()
             self._seconds = time.thread_time() - started
-        mask = bytearray(self._mask)
+        mask = bytearray(self._mask[: -(-self._model_size // _WORD_BITS) * _WORD_BITS // 8])
         is_complete = self._matcher.is_accepting()
         if self._matcher.is_error():
             raise ValueError(short_reason(self._matcher.get_error()))
-        known = [token for token in ends if 0 <= token < 8 * len(mask)]
-        for token in (self._end, *known):
+        known = [token for token in ends if 0 <= token < self._model_size]
+        end = [self._end] if self._end < self._model_size else []
+        for token in (*end, *known, *range(self._model_size, 8 * len(mask))):
             mask[token // 8] &= ~(1 << token % 8) & 0xFF
         if is_complete:
             for token in known:

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.field_table import FieldTable
-from megatron_ext.models.huggingface.fields import Fields, check_architecture, check_fixed
+from megatron_ext.models.huggingface.field_table import FIXED_IN_ALL, FieldTable
+from megatron_ext.models.huggingface.fields import Fields, check_architecture, check_fixed, unknown_names
 from megatron_ext.models.huggingface.tensors import TensorTable
 
 PREDICTION_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # layers of multi-token prediction
@@ -62,9 +62,10 @@ class Family:
         """Translate a decoded `config.json` of this family to a `ModelConfig`.
 
         Raises:
-            ConfigError: A field is missing, unknown, or has a value that is not supported; the message names it.
+            ConfigError: A field is missing, or has a value that is not supported; the message names it.
         """
         check_architecture(raw, self.architecture)
+        check_fixed(raw, FIXED_IN_ALL)
         fields = self.fields.checked(self.text(raw))
         pattern = self.pattern(fields)
         values: dict[str, Any] = {
@@ -75,6 +76,10 @@ class Family:
             **(self.experts(fields) if "E" in pattern else {}),
         }
         return ModelConfig(hybrid_override_pattern=pattern, **values)
+
+    def unknown_fields(self, raw: Fields) -> list[str]:
+        """Return the names of the fields that this family neither reads nor knows as harmless."""
+        return unknown_names({**raw, **self.text(raw)}, self.fields.known | set(self.fields.other_names))
 
     def with_prediction(self, config: ModelConfig, raw: Fields) -> ModelConfig:
         """Return the configuration with the layer of multi-token prediction of a checkpoint that has its tensors.

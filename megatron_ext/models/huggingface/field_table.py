@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.huggingface.fields import (
-    WITHOUT_EFFECT,
     Fields,
     check_fixed,
-    check_known,
     flag,
     names,
     positive_number,
@@ -30,7 +28,11 @@ SILU = ("silu", "swish")
 
 # Fields of every family.
 _READ = names("architectures model_type num_hidden_layers tie_word_embeddings")
-_FIXED: Mapping[str, tuple[object, ...]] = {"quantization_config": (None,), "is_encoder_decoder": (False,)}
+FIXED_IN_ALL: Mapping[str, tuple[object, ...]] = {
+    "quantization_config": (None,),
+    "quantization": (None,),
+    "is_encoder_decoder": (False,),
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,6 @@ class FieldTable:
         numbers: Positive numbers -> their names in `ModelConfig` and their defaults.
         fixed: Fields with the supported values; an absent field has the first.
         read: Names of fields that the family's functions translate.
-        without_effect: Names of fields that no logit depends on.
         other_names: Older or newer names -> names in this table.
         defaults: transformers' defaults of absent fields.
         is_tied: Default of tied embedding and output matrices.
@@ -52,26 +53,23 @@ class FieldTable:
     numbers: Mapping[str, tuple[str, float]]
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
-    without_effect: frozenset[str] = frozenset()
     other_names: Mapping[str, str] = field(default_factory=dict)
     defaults: Fields = field(default_factory=dict)
     is_tied: bool = False
 
     @property
     def known(self) -> frozenset[str]:
-        """Names of all fields that a file may have."""
-        described = frozenset((*self.sizes, *self.numbers, *self.fixed, *_FIXED))
-        return described | self.read | _READ | self.without_effect | WITHOUT_EFFECT
+        """Names of the fields that decide the logits."""
+        return frozenset((*self.sizes, *self.numbers, *self.fixed, *FIXED_IN_ALL)) | self.read | _READ
 
     def checked(self, raw: Fields) -> Fields:
         """Check a decoded `config.json` and return it under the names of this table, with defaults.
 
         Raises:
-            ConfigError: A field is unknown, is given twice and differently, or has a value that is not supported.
+            ConfigError: A field is given twice and differently, or has a value that is not supported.
         """
         fields = with_present_names(raw, self.other_names)
-        check_known(fields, self.known)
-        check_fixed(fields, {**self.fixed, **_FIXED})
+        check_fixed(fields, {**self.fixed, **FIXED_IN_ALL})
         return {**self.defaults, **fields}
 
     def translated(self, fields: Fields) -> dict[str, object]:

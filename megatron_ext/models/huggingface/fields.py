@@ -1,8 +1,10 @@
-"""Fields of a decoded `config.json` of any family: unknown or invalid fields are refused by name."""
+"""Fields of a decoded `config.json` of any family: harmless ones, and checks of the others by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Container, Mapping
 
 from megatron_ext.config import LARGEST_SIZE, MAX_LAYERS
 from megatron_ext.errors import ConfigError
@@ -15,16 +17,30 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Fields that affect no family's logits: training and generation settings, hints to servers, names and versions.
+# Fields that change no logits in any family whose table does not list them: initialization and training, outputs other
+# than logits, generation, kernels and their caches, other modalities, names and versions.
 WITHOUT_EFFECT = names(
     """
-    initializer_range attention_dropout hidden_dropout use_cache
-    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id
-    auto_map dtype torch_dtype transformers_version _name_or_path name_or_path tokenizer_class
-    return_dict output_attentions output_hidden_states id2label label2id problem_type finetuning_task
-    task_specific_params _attn_implementation _attn_implementation_autoset
+    initializer_range init_method A_initializer_range conv_initializer_range emb_initializer_range
+    rescale_prenorm_residual block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
+    time_step_min time_step_max time_step_floor time_step_rank time_step_scale time_step_init_scheme
+    mamba_dt_min mamba_dt_max mamba_dt_init_floor
+    linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
+    attention_dropout hidden_dropout neftune_noise_alpha gradient_checkpointing use_reentrant_checkpointing
+    router_aux_loss_coef router_jitter_noise z_loss_coefficient
+    return_dict output_attentions output_hidden_states output_router_logits num_logits_to_keep
+    calc_logits_for_entire_prompt id2label label2id problem_type finetuning_task task_specific_params
+    do_sample temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty num_beams
+    num_beam_groups num_return_sequences max_new_tokens max_length min_length model_max_length
+    use_cache use_mamba_kernels use_mambapy use_falcon_mambapy use_associative_scan use_triton_kernels fused_add_norm
+    mamba_ssm_cache_dtype mamba_ssm_dtype moe_shared_expert_overlap torchscript use_bfloat16
+    norm_before_gate mlp_expansion_factor max_window_layers initial_context_length pad_vocab_size_multiple
+    vision_config audio_config language_model_only
+    auto_map dtype torch_dtype transformers_version name_or_path model_name tokenizer_class license internal_version
+    unsloth_version unsloth_fixed is_llama_config transformers.js_config
     """
 )
+_HARMLESS_NAME = re.compile(r"_.*|.*_token_(id|ids|index)")
 
 _FLOATS = ("Infinity", "-Infinity", "NaN")  # in the spelling of transformers 5
 _LARGEST_NUMBER = 1e300
@@ -52,7 +68,7 @@ def with_present_names(raw: Fields, other_names: Mapping[str, str]) -> dict[str,
 
 
 def _decoded(value: object) -> object:
-    """Decode special floats; transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    """Decode infinity: {"__float__": "Infinity"} of transformers 5, or a number such as 1e308 of strict JSON."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
         name = value["__float__"]
         if name not in _FLOATS:
@@ -60,17 +76,18 @@ def _decoded(value: object) -> object:
         return float(name)
     if isinstance(value, list):
         return [_decoded(item) for item in value]
+    if isinstance(value, float) and value > _LARGEST_NUMBER:
+        return math.inf
     return value
 
 
-def check_known(fields: Fields, known: Iterable[str]) -> None:
-    """Raise for an unknown field, unless its value is empty, null, false or zero."""
-    for name in sorted(set(fields) - set(known)):
-        value = fields[name]
-        if value not in (None, False, 0) and value not in ([], {}, ""):
-            raise ConfigError(
-                f"config.json: field {name} = {value!r} is not supported; take it out if the logits do not depend on it"
-            )
+def unknown_names(fields: Fields, known: Container[str]) -> list[str]:
+    """Return the names of fields that are neither known nor harmless, and not empty, null, false or zero."""
+    return sorted(
+        name
+        for name, value in fields.items()
+        if value and name not in known and name not in WITHOUT_EFFECT and not _HARMLESS_NAME.fullmatch(name)
+    )
 
 
 def check_fixed(fields: Fields, fixed: Mapping[str, tuple[object, ...]]) -> None:

@@ -29,11 +29,6 @@ MAMBA2_FIXED: Mapping[str, tuple[object, ...]] = {
     **TIME_STEP_LIMIT,
 }
 MAMBA2_READ = names("mamba_d_head mamba_expand")
-# Settings of dt's initialization and the choice of kernels.
-TIME_STEP_WITHOUT_EFFECT = names(
-    "time_step_min time_step_max time_step_floor time_step_rank time_step_scale time_step_init_scheme"
-)
-MAMBA2_WITHOUT_EFFECT = TIME_STEP_WITHOUT_EFFECT | names("use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep")
 _DEFAULT_EXPAND = 2
 
 

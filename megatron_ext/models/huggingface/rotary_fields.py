@@ -6,8 +6,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.fields import (
     Fields,
     check_fixed,
-    check_known,
     positive_number,
+    unknown_names,
     with_present_names,
 )
 from megatron_ext.models.huggingface.yarn import YARN, YARN_KEYS, yarn_fields
@@ -84,7 +84,12 @@ def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object
     elif kind == YARN:
         known |= YARN_KEYS
     check_fixed(parameters, {f"{name}.{key}": values for key, values in fixed.items()})
-    check_known(parameters, {f"{name}.{key}" for key in known})
+    unknown = unknown_names(parameters, {f"{name}.{key}" for key in known})
+    if unknown:
+        raise ConfigError(
+            f"config.json: {unknown[0]} = {parameters[unknown[0]]!r} is not supported; --hf-overrides can give another "
+            f"{name}"
+        )
     return parameters
 
 

@@ -157,7 +157,12 @@ def read_new_weights(
     ours = has_header(directory) or is_dist_checkpoint(directory)
     where = str(directory)
     new = dataclasses.replace(
-        source, load=where if ours else None, load_hf=None if ours else where, save=None, use_checkpoint_args=False
+        source,
+        load=where if ours else None,
+        load_hf=None if ours else where,
+        hf_overrides=None if ours else source.hf_overrides,
+        save=None,
+        use_checkpoint_args=False,
     )
     require_intact(directory)
     trained = training_facts_of(directory) if ours else None

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.files import read_json
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.models.huggingface.family_registry import family_of
-from megatron_ext.models.huggingface.hf_checkpoint import CONFIG_FILE
+from megatron_ext.models.huggingface.hf_checkpoint import read_fields
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, TensorTable
 from megatron_ext.models.huggingface.weight_loader import part_shapes
 from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration
@@ -51,7 +50,7 @@ class Naming(Protocol):
 def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
     """Return the naming of the format that a model was loaded from; the model's own if no flag says what to load."""
     if source.load_hf is not None:
-        raw = read_json(Path(source.load_hf) / CONFIG_FILE)
+        raw = read_fields(Path(source.load_hf), source.hf_overrides)
         return HuggingFaceNames(family_of(raw).tensors, config)
     if source.load is not None:
         return MegatronNames.of_checkpoint(resolve_iteration(Path(source.load)), config)

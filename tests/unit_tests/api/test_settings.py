@@ -15,6 +15,7 @@ from arguments.parser import build_parser
 from megatron_ext import ConfigError, load_engine
 from megatron_ext.api.settings import is_of_the_engine, known_names, read_settings
 from megatron_ext.config import InferenceSettings, RunConfig
+from megatron_ext.config.hf_overrides import HfOverrides
 from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 
@@ -27,6 +28,7 @@ VALUES = {
     float: ("2.5", 2.5),
     str: ("x", "x"),
     TokenBiases: ('{"2": 2.5}', {2: 2.5}),
+    HfOverrides: ('{"a": null}', {"a": None}),
     ResponseFormat: ('{"type": "json_object"}', {"type": "json_object"}),
 }
 

@@ -45,4 +45,4 @@ def wrong(engine: LoadedEngine) -> None:
     engine.update_weights({"name": 5})  # type: ignore[arg-type]
     print(engine.generate("a text")[0].generated_test)  # type: ignore[attr-defined]
     megatron_ext.load_motor()  # type: ignore[attr-defined]
-    load_engine(load_hf={"a": 1})  # type: ignore[arg-type]
+    load_engine(load_hf={"a"})  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from tests.unit_tests.support.source import ROOT
 
 OPTIONS = """
 -h --help
---load --load-hf --save --model-config --use-checkpoint-args --no-use-checkpoint-args --model-provider
+--load --load-hf --hf-overrides --save --model-config --use-checkpoint-args --no-use-checkpoint-args --model-provider
 --moe-layer-freq --padded-vocab-size --generation-config --transformer-impl
 --dtype --bf16 --no-bf16 --fp16 --no-fp16 --seed
 --tokenizer-type --tokenizer-model --vocab-file --merge-file --tiktoken-pattern --tiktoken-num-special-tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_ext.models.huggingface.export import save_hf_checkpoint
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
+from megatron_ext.text.vocabulary import Vocabulary
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
 CPU = torch.device("cpu")
@@ -278,10 +280,16 @@ def test_null_tokenizer_needs_a_size() -> None:
         load_model(SourceConfig(tokenizer_type="NullTokenizer"), {"hybrid_override_pattern": "*"}, device=CPU)
 
 
-def test_tokenizer_larger_than_the_model(saved: Path, tmp_path: Path) -> None:
+def test_tokenizer_larger_than_the_model(saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The model's ids are usable, the others are refused in prompts."""
     file = write_tokenizer(tmp_path, 51)
-    with pytest.raises(ConfigError, match=r"the tokenizer has 51 ids, the model in .* has 50"):
-        load_model(SourceConfig(load=str(saved), tokenizer_model=str(file)), {}, device=CPU)
+    loaded = load_model(SourceConfig(load=str(saved), tokenizer_model=str(file)), {}, device=CPU)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.fullmatch(r"the tokenizer has 51 ids, the model in .* has 50; prompts .* are refused", line)
+    vocabulary = Vocabulary(loaded.tokenizer, 50)
+    assert vocabulary.has_tokens(loaded.tokenizer.tokenize("w1 w49"))
+    with pytest.raises(ConfigError, match="token id 50 is not in the vocabulary of 50"):
+        vocabulary.check_prompt(loaded.tokenizer.tokenize("w50"))
     with pytest.raises(ConfigError, match="the tokenizer has 51 ids, --vocab-size is 40"):
         load_model(SourceConfig(tokenizer_model=str(file)), {"vocab_size": 40}, device=CPU)
 

@@ -68,6 +68,16 @@ def test_where_an_answer_may_end(form, good, bad):
     assert [text for text in bad if is_answer(form, text)] == []
 
 
+@pytest.mark.parametrize("missing", [1, 40, 64])
+def test_a_model_with_fewer_ids_than_the_tokenizer(missing):
+    """The masks are as wide as the model's logits, and allow what they allow for a whole vocabulary."""
+    form, size = ResponseFormat.regex(".*"), TOKENIZER.vocab_size - missing
+    matchers = [Grammars(TOKENIZER, one).matcher(form) for one in (TOKENIZER.vocab_size, size)]
+    whole, mask = (int.from_bytes(matcher.allowed((0, size)), "little") for matcher in matchers)
+    assert whole.bit_length() > size
+    assert mask == whole & ((1 << size) - 1)
+
+
 def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
     """Ordinary tokens that end a request, too; special tokens and padding never."""
     comma = TOKENIZER.tokenize_plain(",")[0]

@@ -28,7 +28,6 @@ from megatron_ext.models.huggingface.mamba2 import (
     MAMBA2_FIXED,
     MAMBA2_READ,
     MAMBA2_SIZES,
-    MAMBA2_WITHOUT_EFFECT,
     mamba2_heads,
 )
 from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, SHARE, rotary_fields
@@ -48,7 +47,6 @@ _FIELDS = FieldTable(
         SHARE: (_DEFAULT_ROTARY_SHARE, None),  # transformers ignores another share outside of the rotary parameters
     },
     read=names("num_key_value_heads head_dim attn_layer_indices attn_rotary_emb") | ROPE_FIELDS | MAMBA2_READ,
-    without_effect=MAMBA2_WITHOUT_EFFECT | names("z_loss_coefficient"),
     defaults={**MAMBA2_DEFAULTS, "max_position_embeddings": 262144, "num_key_value_heads": 8},
 )
 

@@ -31,7 +31,6 @@ from megatron_ext.models.huggingface.mamba2 import (
     MAMBA2_FIXED,
     MAMBA2_READ,
     MAMBA2_SIZES,
-    MAMBA2_WITHOUT_EFFECT,
     mamba2_heads,
 )
 from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, SHARE, rotary_fields
@@ -68,7 +67,6 @@ _FIELDS = FieldTable(
     )
     | ROPE_FIELDS
     | MAMBA2_READ,
-    without_effect=MAMBA2_WITHOUT_EFFECT | names("mlp_expansion_factor"),
     defaults={**MAMBA2_DEFAULTS, "max_position_embeddings": 8192, "num_key_value_heads": 8},
 )
 

@@ -51,7 +51,6 @@ _FIELDS = replace(
     numbers={"rms_norm_eps": ("norm_epsilon", 1e-5)},
     fixed={**DECODER_FIELDS.fixed, "attention_bias": (True,), "swiglu_alpha": (1.702,)},
     read=DECODER_FIELDS.read | {WINDOW} | names("layer_types num_local_experts num_experts_per_tok swiglu_limit"),
-    without_effect=names("output_router_logits router_aux_loss_coef initial_context_length"),
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 64,

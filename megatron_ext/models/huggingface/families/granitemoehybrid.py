@@ -34,7 +34,6 @@ from megatron_ext.models.huggingface.mamba2 import (
     MAMBA2_FIXED,
     MAMBA2_READ,
     MAMBA2_SIZES,
-    MAMBA2_WITHOUT_EFFECT,
     mamba2_heads,
 )
 from megatron_ext.models.huggingface.moe import routed_experts
@@ -69,7 +68,6 @@ _FIELDS = FieldTable(
     )
     | ROPE_FIELDS
     | MAMBA2_READ,
-    without_effect=MAMBA2_WITHOUT_EFFECT | names("output_router_logits router_aux_loss_coef init_method"),
     defaults={
         **MAMBA2_DEFAULTS,
         "max_position_embeddings": 2048,

@@ -51,13 +51,6 @@ _FIELDS = FieldTable(
         attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset
         """
     ),
-    # Fields that request other outputs or select kernels.
-    without_effect=names(
-        """
-        output_router_logits router_aux_loss_coef use_mamba_kernels use_mambapy use_associative_scan num_logits_to_keep
-        calc_logits_for_entire_prompt
-        """
-    ),
     defaults={
         "max_position_embeddings": 262144,
         "mamba_d_state": 16,

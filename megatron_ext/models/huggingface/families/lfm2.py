@@ -56,12 +56,6 @@ _FIELDS = FieldTable(
         """
     )
     | ROPE_FIELDS,
-    # Settings of the weight initialization.
-    without_effect=names(
-        """
-        block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
-        """
-    ),
     defaults={
         "hidden_size": 2560,
         "intermediate_size": 12288,

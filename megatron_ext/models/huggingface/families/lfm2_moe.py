@@ -40,7 +40,6 @@ _FIELDS = replace(
         routed_scaling_factor
         """
     ),
-    without_effect=_DENSE.without_effect | {"output_router_logits"},
     defaults={
         **_DENSE.defaults,
         "hidden_size": 2048,

@@ -47,13 +47,6 @@ _FIELDS = FieldTable(
         "residual_in_fp32": (True, False),
     },
     read=names("expand intermediate_size time_step_rank max_position_embeddings"),
-    # Settings of the weight initialization and the choice of kernels.
-    without_effect=names(
-        """
-        time_step_min time_step_max time_step_floor time_step_scale time_step_init_scheme rescale_prenorm_residual
-        use_mambapy use_falcon_mambapy use_associative_scan fused_add_norm pad_vocab_size_multiple
-        """
-    ),
     defaults={"hidden_size": 768, "num_hidden_layers": 32, "vocab_size": 50280, "state_size": 16, "conv_kernel": 4},
     is_tied=True,
 )

@@ -15,7 +15,7 @@ from megatron_ext.models.huggingface.blocks import RECURRENT_NORM, mamba2_mixer,
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, check_divides, layer_count, names, size, size_or
-from megatron_ext.models.huggingface.mamba2 import TIME_STEP_LIMIT, TIME_STEP_WITHOUT_EFFECT
+from megatron_ext.models.huggingface.mamba2 import TIME_STEP_LIMIT
 from megatron_ext.models.huggingface.tensors import TensorTable
 
 _FIELDS = FieldTable(
@@ -39,13 +39,6 @@ _FIELDS = FieldTable(
         **TIME_STEP_LIMIT,
     },
     read=names("expand intermediate_size max_position_embeddings"),
-    without_effect=TIME_STEP_WITHOUT_EFFECT
-    | names(
-        """
-        rescale_prenorm_residual norm_before_gate A_initializer_range conv_initializer_range emb_initializer_range
-        use_triton_kernels
-        """
-    ),
     defaults={
         "hidden_size": 4096,
         "num_hidden_layers": 64,

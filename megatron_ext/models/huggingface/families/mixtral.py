@@ -31,7 +31,6 @@ _FIELDS = replace(
     other_names={"num_experts": "num_local_experts"},
     numbers={"rms_norm_eps": ("norm_epsilon", 1e-5)},
     read=DECODER_FIELDS.read | {WINDOW} | names("num_local_experts num_experts_per_tok"),
-    without_effect=names("output_router_logits router_aux_loss_coef router_jitter_noise"),
     defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
 )
 

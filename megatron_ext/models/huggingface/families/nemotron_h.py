@@ -90,23 +90,15 @@ _FIELDS = FieldTable(
         "rope_parameters": (None,),
         "residual_in_fp32": (False,),
     },
+    # Not used, though some files have them: the last ones, for attention has no rotary embedding, and heads times head
+    # size decide the width of a mixer.
     read=names(
         """
         hybrid_override_pattern layers_block_type num_key_value_heads num_nextn_predict_layers mtp_layers_block_type
-        mtp_hybrid_override_pattern
+        mtp_hybrid_override_pattern expand mamba_expand rope_theta partial_rotary_factor
         """
     )
     | SIGMOID_FIELDS,
-    # Settings of the weight initialization, and the width factor `expand`, since heads times head size decides.
-    # NemotronH attention has no rotary embedding, though some files have a rotary base.
-    without_effect=names(
-        """
-        expand mamba_expand rescale_prenorm_residual
-        time_step_min time_step_max time_step_floor mamba_dt_min mamba_dt_max mamba_dt_init_floor
-        rope_theta partial_rotary_factor use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep
-        moe_shared_expert_overlap output_router_logits
-        """
-    ),
 )
 
 _NO_CLAMP = 1e-30  # a `time_step_min`

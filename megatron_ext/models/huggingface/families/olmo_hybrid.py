@@ -47,8 +47,6 @@ _FIELDS = FieldTable(
         SHARE: (1.0, None),
     },
     read=names("num_key_value_heads head_dim layer_types") | ROPE_FIELDS | {_ALLOWS_NEGATIVE, *DELTA_NET_SIZES},
-    # Settings of the initialization of decays and step sizes.
-    without_effect=names("linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor"),
     defaults={
         "vocab_size": 100352,
         "hidden_size": 3840,

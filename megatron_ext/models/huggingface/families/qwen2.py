@@ -28,6 +28,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     fields=replace(
         DECODER_FIELDS,
+        fixed={**DECODER_FIELDS.fixed, "dual_chunk_attention_config": (None,)},
         read=DECODER_FIELDS.read | LISTED_FIELDS,
         defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     ),

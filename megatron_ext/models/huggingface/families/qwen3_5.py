@@ -29,10 +29,8 @@ from megatron_ext.models.huggingface.blocks import (
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import (
-    WITHOUT_EFFECT,
     Fields,
     check_divides,
-    check_known,
     flag,
     names,
     size_or,
@@ -51,13 +49,6 @@ _DEFAULT_ROTARY_SHARE = 0.25
 _DEFAULT_HEAD_SIZE = 256
 _AXES = names("mrope_section mrope_interleaved")
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
-# Top-level fields of multimodal files, in addition to the fields of every file.
-_BESIDE_TEXT = names(
-    """
-    text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
-    architectures model_type tie_word_embeddings language_model_only
-    """
-)
 
 _FIELDS = FieldTable(
     sizes={**DECODER_SIZES, **DELTA_NET_SIZES, "num_key_value_heads": "num_query_groups"},
@@ -77,8 +68,7 @@ _FIELDS = FieldTable(
         """
     )
     | ROPE_FIELDS
-    | {SHARE},
-    without_effect=names("mamba_ssm_dtype max_window_layers output_router_logits router_aux_loss_coef"),
+    | {SHARE, _TEXT},
     defaults={
         "max_position_embeddings": 32768,
         "linear_conv_kernel_dim": 4,
@@ -141,7 +131,6 @@ def text_fields(raw: Fields, model_type: str) -> Fields:
     Raises:
         ConfigError: There is no text model, or the two levels contradict each other.
     """
-    check_known(raw, _BESIDE_TEXT | WITHOUT_EFFECT)
     text = raw.get(_TEXT)
     if not isinstance(text, dict):
         raise ConfigError(f"config.json: {_TEXT} = {text!r} is not supported; it must be an object")

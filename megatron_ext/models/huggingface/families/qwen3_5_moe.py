@@ -24,8 +24,8 @@ _DENSE = QWEN3_5_TEXT.fields
 _FIELDS = replace(
     _DENSE,
     sizes={theirs: ours for theirs, ours in _DENSE.sizes.items() if theirs != "intermediate_size"},
-    read=_DENSE.read | {"num_experts", "num_experts_per_tok", *_EXPERT_SIZES},
-    without_effect=_DENSE.without_effect | {"intermediate_size"},  # no layer is a plain MLP
+    # No layer is a plain MLP of `intermediate_size`.
+    read=_DENSE.read | {"num_experts", "num_experts_per_tok", "intermediate_size", *_EXPERT_SIZES},
     defaults={
         **_DENSE.defaults,
         "moe_intermediate_size": 512,

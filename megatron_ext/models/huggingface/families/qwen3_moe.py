@@ -25,12 +25,11 @@ from megatron_ext.models.huggingface.windows import SWITCHED_FIELDS, mixers_if_s
 _FIELDS = replace(
     DECODER_FIELDS,
     other_names={"num_local_experts": "num_experts"},
+    fixed={**DECODER_FIELDS.fixed, "use_qk_norm": (True,)},
     read=DECODER_FIELDS.read
     | SPARSE_FIELDS
     | SWITCHED_FIELDS
     | names("attention_bias num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"),
-    # Published files have the last, which has no meaning without windows; transformers does not read it.
-    without_effect=names("output_router_logits router_aux_loss_coef max_window_layers"),
     defaults={"num_key_value_heads": 4, "sliding_window": 4096},
 )
 

@@ -83,7 +83,6 @@ _FIELDS = FieldTable(
     | ROPE_FIELDS
     | SPARSE_FIELDS
     | {SHARE, *_EXPERT_SIZES},
-    without_effect=names("output_router_logits router_aux_loss_coef max_window_layers"),
 )
 
 

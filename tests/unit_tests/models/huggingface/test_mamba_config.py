@@ -156,7 +156,6 @@ REFUSED = [
     ("mamba", {"intermediate_size": 1000}, "intermediate_size 1000 contradicts intermediate_size 1536"),
     ("mamba", {"n_layer": 23}, "contradicts"),
     ("mamba", {"time_step_rank": 0}, "time_step_rank = 0"),
-    ("mamba", {"mixer_rms_eps": 1e-6}, "field mixer_rms_eps"),
     ("mamba", {"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg"),
     ("mamba", {"architectures": ["MambaModel"]}, "architectures"),
     ("falcon_mamba", {"mixer_rms_eps": 0}, "mixer_rms_eps = 0"),

@@ -75,7 +75,6 @@ REFUSED = {
     "partial_rotary_factor": (0.5, "partial_rotary_factor 0.5 contradicts rope_parameters.partial_rotary_factor 0.25"),
     "quantization_config": ({"bits": 4}, "quantization_config = .* is not supported"),
     "sliding_window": (128, "sliding_window = 128 is not supported"),
-    "surprise": (1, "field surprise = 1 is not supported"),
 }
 
 

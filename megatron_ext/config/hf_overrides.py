@@ -1,0 +1,55 @@
+"""Changes of the fields of a Hugging Face `config.json`, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import ClassVar
+
+_NESTED = "_config"  # ending of the names of nested configurations, such as `text_config`
+
+
+class HfOverrides(str):
+    """JSON object of fields and their values; a null is a null in the file, as vLLM has it."""
+
+    expected: ClassVar[str] = """a JSON object of fields, as in {"rope_theta": 1000000, "sliding_window": null}"""
+
+    @classmethod
+    def of(cls, value: object) -> HfOverrides:
+        """Convert a mapping, or parse a text.
+
+        Raises:
+            ValueError: The value has another form.
+        """
+        if isinstance(value, str):
+            return cls.parse(value)
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(cls.expected) from None
+        if not isinstance(value, Mapping):
+            raise ValueError(cls.expected)
+        return cls(text)
+
+    @classmethod
+    def parse(cls, text: str) -> HfOverrides:
+        """Parse command-line text.
+
+        Raises:
+            ValueError: The text is not a JSON object.
+        """
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError(cls.expected) from None
+        return cls.of(value if isinstance(value, dict) else None)
+
+    def over(self, raw: Mapping[str, object]) -> dict[str, object]:
+        """Return a decoded `config.json` with these fields; nested configurations are merged, other values replaced."""
+        changed = dict(raw)
+        for name, value in json.loads(self).items():
+            before = changed.get(name)
+            if name.endswith(_NESTED) and isinstance(before, dict) and isinstance(value, dict):
+                value = {**before, **value}
+            changed[name] = value
+        return changed
