@@ -34,7 +34,8 @@ SOURCE = FlagGroup(
         Flag("padded_vocab_size", "Rows of the embedding; default: the checkpoint's, else --vocab-size"),
         Flag(
             "generation_config",
-            "auto: options that neither flags nor requests set are taken from the model's generation_config.json",
+            "auto, the server's default: options that neither flags nor requests set are taken from the model's "
+            "generation_config.json; none, the default elsewhere: they are not",
             choices=GENERATION_CONFIGS,
         ),
         Flag(

@@ -32,7 +32,8 @@ class SourceConfig(TokenizerConfig):
     model_provider: str | None = None  # one of MODEL_PROVIDERS; default: any that the checkpoint has
     moe_layer_freq: str | None = None  # which layers of a GPT have experts; see `config.layers.layer_freq`
     padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
-    generation_config: str = NO_GENERATION_CONFIG  # one of GENERATION_CONFIGS: source of sampling defaults
+    # One of GENERATION_CONFIGS: source of sampling defaults; default: auto on a server, none elsewhere
+    generation_config: str | None = None
     transformer_impl: str = LOCAL  # one of TRANSFORMER_IMPLEMENTATIONS, for linear layers and norms
     dtype: str = AUTO_TYPE  # one of PARAMETER_TYPES; auto: bf16 and fp16, else bfloat16 on CUDA and float32 elsewhere
     bf16: bool = False
@@ -71,7 +72,7 @@ class SourceConfig(TokenizerConfig):
             parse_layer_freq(self.moe_layer_freq)
         sources = ", ".join(GENERATION_CONFIGS)
         require(
-            self.generation_config in GENERATION_CONFIGS,
+            self.generation_config in (None, *GENERATION_CONFIGS),
             f"--generation-config {self.generation_config!r} is unknown; one of {sources}",
         )
         implementations = ", ".join(TRANSFORMER_IMPLEMENTATIONS)

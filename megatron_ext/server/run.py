@@ -134,7 +134,7 @@ def build_serving(
         ConfigError: The settings cannot be satisfied.
     """
     root = weights_root(settings.server)
-    defaults = generation_defaults(settings.source)
+    defaults = generation_defaults(settings.source, on_server=True)
     args = EngineArgs(settings, parallel_context, phase)
     loaded, writer = args.loaded, None if root is None else args.weight_writer()
     engine = LLMEngine(args.build_engine(), writer)

@@ -20,7 +20,7 @@ from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
 
-COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is as many as fit
+COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, else as many as fit
 TEMPERATURE = 1.0
 NOTHING: FieldValues = MappingProxyType({})
 # Fields of a body that are fields of `RequestParams`, too, with the same meaning. Choices have different seeds.
@@ -119,6 +119,7 @@ def chat_inputs(
     if (body.max_calls and chat.calls_are_special) or chat.thinking_is_special:
         settings["skip_special_tokens"] = False
     rest = max(1, min(limits.sequence, limits.pool) - len(prompt))
+    rest = min(rest, defaults.get("num_tokens_to_generate") or rest)
     return _choices(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)
 
 
@@ -129,7 +130,7 @@ def _choices(
         raise context_exceeded(len(prompt), count, limits.sequence)
     seeds = [None if body.seed is None else body.seed + choice for choice in range(body.n or 1)]
     tokens = tuple(prompt)
-    params = [RequestParams(num_tokens_to_generate=count, seed=seed, **settings) for seed in seeds]
+    params = [RequestParams(**{**settings, "num_tokens_to_generate": count, "seed": seed}) for seed in seeds]
     # Only the first choice returns the prompt's data; the others need not compute it again.
     others = [dataclasses.replace(one, skip_prompt_log_probs=one.return_log_probs) for one in params[1:]]
     return [RequestInputs(tokens, one) for one in (*params[:1], *others)]

@@ -186,6 +186,7 @@ REFUSED = [
         },
         ["--inference-dynamic-batching-block-size 65537", "--kv-events-endpoint tcp://127.0.0.1:1", "at most 65536"],
     ),
+    (SourceConfig, {"hf_overrides": "{}"}, ["--hf-overrides {}", "needs --load-hf"]),
     (SourceConfig, {"generation_config": "vllm"}, ["--generation-config 'vllm'", "auto, none"]),
     (
         SourceConfig,

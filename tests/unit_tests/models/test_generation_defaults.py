@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from arguments.parser import parse_arguments
+from arguments.parser import parse_arguments, parse_server_arguments
 from megatron_ext import load_engine
 from megatron_ext.config import RequestParams, SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
 from megatron_ext.models.generation_defaults import generation_defaults, request_defaults
+from megatron_ext.server.run import build_serving
 
 FILE = {
     "do_sample": True,
@@ -43,6 +46,7 @@ def taken(tmp_path: Path, content: object, **source: object) -> dict:
         ({"do_sample": True, "top_p": None}, {"temperature": 1.0}),
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
         ({"eos_token_id": [1, 2], "min_p": 0.1}, {"min_p": 0.1}),
+        ({"top_k": -1, "temperature": 0.5}, {"top_k": 0, "temperature": 0.5}),
         ({}, {}),
     ],
     ids=str,
@@ -55,6 +59,19 @@ def test_defaults_of_the_file(tmp_path, content, expected):
 def test_no_file_and_no_model(tmp_path):
     assert generation_defaults(SourceConfig(load_hf=str(tmp_path), generation_config="auto")) == {}
     assert generation_defaults(SourceConfig(generation_config="auto")) == {}
+
+
+def test_the_server_takes_them_by_default(tmp_path, caplog):
+    """The default elsewhere is none; a server also takes the longest answer, and says what it took."""
+    caplog.set_level("INFO")
+    source = SourceConfig(load_hf=str(directory(tmp_path)))
+    assert generation_defaults(source) == {}
+    assert caplog.text == ""
+    assert generation_defaults(source, on_server=True) == TAKEN | {"num_tokens_to_generate": 999}
+    (line,) = [record.getMessage() for record in caplog.records]
+    taken = "temperature 0.8, top_k 7, top_p 0.9, repetition_penalty 1.3, num_tokens_to_generate 999"
+    assert line == f"sampling defaults from {tmp_path / 'generation_config.json'}: {taken}"
+    assert generation_defaults(dataclasses.replace(source, generation_config="none"), on_server=True) == {}
 
 
 @pytest.mark.parametrize("content", [{"temperature": -1}, {"top_k": "many"}, {"top_p": 2}], ids=str)
@@ -70,6 +87,18 @@ def test_flags_decide_over_them(tmp_path):
     params = request_defaults(settings.source, settings.sampling_given)
     assert params == RequestParams(**TAKEN | {"temperature": 0.0, "top_k": 3})
     assert settings.sampling == RequestParams(temperature=0.0, top_k=3)
+
+
+def test_a_server_that_is_started_with_them(tmp_path):
+    """SA-8: without a flag."""
+    platform.initialize()
+    for file in EMBEDDED_MODEL_DIR.glob("*"):
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    flags = ["--load-hf", str(directory(tmp_path)), "--inference-dynamic-batching-block-count", "8"]
+    serving = build_serving(parse_server_arguments([*flags, "--inference-dynamic-batching-max-requests", "2"]))
+    assert serving.defaults == TAKEN | {"num_tokens_to_generate": 999}
+    serving.engine.close()
 
 
 def test_a_model_that_is_loaded_with_them(tmp_path):

@@ -11,11 +11,10 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from arguments.parser import parse_arguments, parse_server_arguments
+from arguments.parser import parse_arguments
 from megatron_ext import load_engine
 from megatron_ext.config import SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.config.hf_overrides import HfOverrides
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.family_registry import FAMILIES, family_of
 from megatron_ext.models.huggingface.hf_checkpoint import read_hf_config, translate
@@ -89,34 +88,6 @@ def test_unknown_fields_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptur
 def test_fields_that_change_logits_stay_errors(name: str, changes: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         translate(FOLDERS[name] | changes)
-
-
-@pytest.mark.parametrize(
-    ("text", "raw", "expected"),
-    [
-        ('{"a": 1, "b": null}', {"a": 0, "b": 2, "c": 3}, {"a": 1, "b": None, "c": 3}),
-        ('{"rope_scaling": {"factor": 2}}', {"rope_scaling": {"type": "x"}}, {"rope_scaling": {"factor": 2}}),
-        ('{"text_config": {"a": 1}}', {"text_config": {"a": 0, "b": 2}}, {"text_config": {"a": 1, "b": 2}}),
-        ('{"text_config": {"a": 1}}', {"x": 1}, {"x": 1, "text_config": {"a": 1}}),
-    ],
-)
-def test_overrides(text: str, raw: dict, expected: dict) -> None:
-    assert HfOverrides.parse(text).over(raw) == expected
-    assert HfOverrides.of(json.loads(text)) == HfOverrides.parse(text)
-
-
-@pytest.mark.parametrize("parse", [parse_arguments, parse_server_arguments])
-@pytest.mark.parametrize(
-    ("text", "named"), [("[1]", "is not a JSON object of fields"), ("{", "is not a JSON object"), ("3", "is not a")]
-)
-def test_overrides_that_are_no_object(text: str, named: str, parse) -> None:
-    with pytest.raises(ConfigError, match=named):
-        parse(["--load-hf", "x", "--hf-overrides", text])
-
-
-def test_overrides_need_a_folder_of_hugging_face() -> None:
-    with pytest.raises(ConfigError, match=r"--hf-overrides .* needs --load-hf"):
-        parse_arguments(["--load", "x", "--hf-overrides", "{}"])
 
 
 def test_a_model_with_overrides(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class TestTemplates:
     MESSAGES = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Half of an"})
 
     def prompt_of(self, server: LiveServer, **fields) -> list[int]:
-        body = {"messages": list(self.MESSAGES), "max_tokens": 1, "return_token_ids": True} | fields
+        body = {"messages": list(ASKED), "max_tokens": 1, "return_token_ids": True} | fields
         response = server.http.post(CHAT, json=body)
         assert response.status_code == 200, response.text
         return response.json()["prompt_token_ids"]
@@ -202,7 +202,7 @@ class TestTemplates:
         assert self.prompt_of(embedded, continue_final_message=True) == tokenize(begun)
         assert self.prompt_of(embedded, add_generation_prompt=False) == tokenize(begun + "<|end|>")
         assert self.prompt_of(embedded) == tokenize(begun + "<|end|><|assistant|>")
-        both = {"continue_final_message": True, "add_generation_prompt": True, "messages": list(self.MESSAGES)}
+        both = {"continue_final_message": True, "add_generation_prompt": True, "messages": list(ASKED)}
         assert "contradict each other" in check_error(embedded.http.post(CHAT, json=both), 400)["message"]
 
     def test_variables(self, embedded, monkeypatch):
@@ -219,7 +219,7 @@ class TestTemplates:
 
     @pytest.mark.parametrize("name", ["messages", "chat_template", "bos_token", "add_generation_prompt"])
     def test_variables_that_are_not_the_callers(self, embedded, name):
-        body = {"messages": list(self.MESSAGES), "chat_template_kwargs": {name: "x"}}
+        body = {"messages": list(ASKED), "chat_template_kwargs": {name: "x"}}
         assert name in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
 
 
@@ -263,6 +263,46 @@ def test_defaults_of_the_model(tiny, oracle, monkeypatch, stream):
         params = RequestParams(num_tokens_to_generate=COUNT, seed=3, **wanted)
         (got,) = ask(tiny, COMPLETIONS, body | said, stream=stream)
         assert got["token_ids"] == choice.generate(oracle, PROMPT, params)
+
+
+SAID = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.4}
+ASKED = {"messages": [{"role": "user", "content": "What is a list?"}], "seed": 3}
+
+
+class TestDefaultsOfAllRoutes:
+    """SA-8: what a body leaves out is the model's, also the length of a chat; what it says is its own."""
+
+    @pytest.fixture
+    def content(self, embedded, monkeypatch) -> str:
+        """The answer of a chat that says all of it; from then on the model has these defaults."""
+        (choice,) = ask(embedded, CHAT, ASKED | SAID | {"max_tokens": 5}, stream=False)
+        assert choice["usage"]["completion_tokens"] == 5
+        monkeypatch.setattr(embedded.serving, "defaults", SAID | {"num_tokens_to_generate": 5})
+        return choice["message"]["content"]
+
+    def test_chats(self, embedded, content):
+        (left_out,) = ask(embedded, CHAT, ASKED, stream=False)
+        assert left_out["message"]["content"] == content
+        (longer,) = ask(embedded, CHAT, ASKED | {"max_tokens": 9}, stream=False)
+        assert longer["usage"]["completion_tokens"] > 5
+        assert longer["message"]["content"].startswith(content)
+
+    def test_responses(self, embedded, content):
+        response = embedded.http.post("/v1/responses", json={"input": "What is a list?", "seed": 3}).json()
+        assert response["output"][0]["content"][0]["text"] == content
+        assert (response["usage"]["output_tokens"], response["temperature"]) == (5, 0.7)
+
+    def test_messages(self, embedded, content):
+        message = embedded.http.post("/v1/messages", json=ASKED | {"max_tokens": 5}).json()
+        assert message["content"] == [{"type": "text", "text": content}]
+
+    @pytest.mark.usefixtures("content")
+    def test_completions(self, embedded):
+        """OpenAI's default length stays."""
+        body = {"prompt": "A list is", "seed": 3}
+        (one,), (other,) = (ask(embedded, COMPLETIONS, body | more, stream=False) for more in ({}, SAID))
+        assert one["text"] == other["text"]
+        assert one["usage"]["completion_tokens"] == 16
 
 
 USER = {"role": "user", "content": [{"type": "text", "text": "Hello", "of_a_part": 1}]}
