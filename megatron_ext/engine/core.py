@@ -87,13 +87,19 @@ class EngineCore:
         if len(parts) > 1:
             self._choice = ReplicaChoice([scheduler for scheduler, _ in parts], routing or RoutingConfig())
 
-    def attach_disk(self, disk: WarmRestart) -> None:
-        """Keep the cache in a store, which is closed with the core, or attached to the next one."""
-        self.disk, self.workers.has_stores = disk, True
+    def attach_disk(self, open_disk: Callable[[], WarmRestart | None]) -> None:
+        """Keep the cache in a store, which is closed with the core, or attached to the next one.
+
+        Args:
+            open_disk: Opens it, beside the other ranks; None if the directory cannot be used now.
+        """
         self.workers.go_live()
-        tiers = disk.go_live([replica.scheduler.cache for replica in self.replicas[1:]])
-        for replica, (tier, memory) in zip(self.replicas, tiers, strict=False):
-            replica.loading = DiskLoading(replica.scheduler, tier, memory)
+        self.disk = open_disk()
+        if self.disk is not None:
+            self.workers.has_stores = True
+            tiers = self.disk.go_live([replica.scheduler.cache for replica in self.replicas])
+            for replica, (tier, memory) in zip(self.replicas, tiers, strict=False):
+                replica.loading = DiskLoading(replica.scheduler, tier, memory)
 
     # Requests
 
@@ -227,8 +233,6 @@ class EngineCore:
                 replica.prepare(1 / len(self.replicas), is_idle=is_idle)
             self.workers.begin_step()  # sends the commands since the last step, those of `prepare` included
             parts = tuple(replica.compute(self.host_work) for replica in self.replicas)
-            for replica in self.replicas:
-                replica.end_step()
         except Exception as error:  # with several ranks a RankError: they are no longer in step
             raised = self.workers.step_error(error)
             if raised is error:

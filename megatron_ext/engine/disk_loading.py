@@ -58,30 +58,33 @@ class DiskLoading:
             self._give_up()
             self._place()
         self._note_runs()
-        self._placing.begin_step()
-
-    def end_step(self) -> None:
-        """Agree with other ranks on what they have read, after each step."""
-        self._placing.end_step()
 
     def turn_off(self) -> None:
         """Load nothing any more."""
         self._tier.turn_off()
 
     def _give_up(self) -> None:
-        loads = self._scheduler.disk_loads
-        for number, is_late in self._tier.given_up().items():
-            if is_late:  # the disk would be late again
-                self._attempts |= dict.fromkeys(loads.waiting(number), MAX_ATTEMPTS)
-            self._tier.counts.load_waits += loads.end(number)
-        for number in loads.numbers() - self._tier.loads.keys():  # the tier is off
+        loads, tier = self._scheduler.disk_loads, self._tier
+        for number in tier.loads.keys() - loads.numbers():  # ended by a quarantine
+            tier.give_up(number)
+        for number, progress in tier.failed().items():
+            tier.counts.loads_failed += 1
+            self._end(number, progress)
+        for number in tier.late():  # the disk would be late again
+            tier.counts.loads_late += 1
+            self._attempts |= dict.fromkeys(loads.waiting(number), MAX_ATTEMPTS)
+            self._end(number)
+        for number in loads.numbers() - tier.loads.keys():  # the tier is off
             loads.end(number)
-        for number in self._tier.loads.keys() - loads.numbers():  # ended by a quarantine
-            self._tier.forget(number)
-        for number in [number for number in self._tier.loads if loads.is_useless(number)]:
-            self._tier.counts.loads_useless += 1
-            self._tier.forget(number)
-            self._tier.counts.load_waits += loads.end(number)
+        for number in [number for number in tier.loads if loads.is_useless(number)]:
+            tier.counts.loads_useless += 1
+            self._end(number)
+
+    def _end(self, number: int, progress: int | None = None) -> None:
+        """Give up a load; with the progress of one that some rank could not read."""
+        if number in self._tier.loads:  # a failure of a disk has ended the others
+            self._tier.give_up(number, progress)
+        self._tier.counts.load_waits += self._scheduler.disk_loads.end(number, progress)
 
     def _place(self) -> None:
         """Put the first complete load for which there is room into memory; others follow in later steps.
@@ -94,8 +97,7 @@ class DiskLoading:
                 return
             if self._tier.is_late(number):
                 self._tier.counts.loads_late += 1
-                self._tier.forget(number)
-                self._tier.counts.load_waits += self._scheduler.disk_loads.end(number)
+                self._end(number)
 
     def _begin(self) -> None:
         """Begin loads for the first waiting requests, where these are quicker than computing."""

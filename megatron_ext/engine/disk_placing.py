@@ -1,4 +1,4 @@
-"""Loads of cached entries from disk as every rank obeys them: begun, placed, ended, and agreed on after each step."""
+"""Loads of cached entries from disk as every rank obeys them: begun, placed and ended."""
 
 from __future__ import annotations
 
@@ -24,16 +24,10 @@ class LoadPlacing:
 
     def __init__(self, scheduler: Scheduler, tier: DiskTier, memory: LoadTarget) -> None:
         self._scheduler, self._tier, self._memory = scheduler, tier, memory
-        self._shared: Sequence[int] = ()  # loads that all ranks know of in this step
 
-    def begin_step(self) -> None:
-        """Note the loads that all ranks know of once they have obeyed the commands before a step."""
-        self._shared = sorted(self._scheduler.disk_loads.numbers())
-
-    def end_step(self) -> None:
-        """Agree with other ranks on what they have read, after each step."""
+    def follow(self) -> None:
+        """Report what this rank has read, in each step."""
         self._tier.follow()
-        self._tier.agree(self._shared)
 
     def obey(self, command: LoadCommand, request: Request | None = None) -> None:
         """Obey a command of the rank that decides; with the request that it names."""
@@ -45,7 +39,7 @@ class LoadPlacing:
             self._scheduler.disk_loads.note_run(request, command.end)
         elif isinstance(command, EndLoad):
             if command.number in self._tier.loads:
-                self._tier.forget(command.number)
+                self._tier.give_up(command.number, command.progress)
             self._scheduler.disk_loads.end(command.number)
         else:
             self.place(command.number)

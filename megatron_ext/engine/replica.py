@@ -207,11 +207,6 @@ class Replica:
             self.scheduler.hash_ahead()
             host_work()
 
-    def end_step(self) -> None:
-        """Agree with other ranks on loads from disk, after each step of all replicas."""
-        if self.loading is not None:
-            self.loading.end_step()
-
     def forget(self, ended: Sequence[Request]) -> None:
         """Drop all state of requests that have been reported."""
         self.async_scheduling.forget_discarded()

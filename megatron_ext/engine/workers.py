@@ -54,15 +54,8 @@ class Workers:
             RankError: A rank cannot be reached.
         """
 
-    def open_stores(self) -> None:
-        """Make all ranks open the stores of their caches, beside rank 0.
-
-        Raises:
-            RankError: A rank cannot be reached.
-        """
-
     def go_live(self) -> None:
-        """Make all ranks use their stores while the engine runs, beside rank 0.
+        """Make all ranks open the stores of their caches, unless they are open, and use them, beside rank 0.
 
         Raises:
             RankError: A rank cannot be reached.

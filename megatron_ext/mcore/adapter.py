@@ -164,8 +164,7 @@ class InferenceEngine(Engine):
         self.context.reset()
         self.context.allocate_all_tensors(is_init=False)
         if disk is not None:
-            disk.follow(self.core.scheduler.cache)
-            self.core.attach_disk(disk)
+            self.core.attach_disk(lambda: disk)
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
         self._loop = get_asyncio_loop(getattr(self, "_loop", None))

@@ -36,7 +36,6 @@ from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ops.linear import onednn
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
-from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.speculation.drafting import Drafting, DraftPools
@@ -166,7 +165,7 @@ def build_worker(
     speculative_tokens: int = 0,
     speculation: SpeculationConfig = NO_SPECULATION,
     packs_weights: bool = False,
-    opener: Callable[[InferenceController, PrefixCache], WarmRestart | None] | None = None,
+    opener: Callable[[InferenceController], WarmRestart | None] | None = None,
 ) -> Worker:
     """Build the worker that replaces the engine on a rank other than 0; see `build_engine`.
 

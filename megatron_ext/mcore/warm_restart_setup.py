@@ -14,10 +14,8 @@ from megatron_ext.memory.entry_memory import PoolEntries
 from megatron_ext.parallel.cache_ranks import open_beside_others
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.prefix_cache.audit_reports import AuditReports
-from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.index import FORMAT
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
-from megatron_ext.prefix_cache.disk.restore import NullStorage, restore_entries
 from megatron_ext.prefix_cache.disk.slot import REPORTS, DiskUnavailableError, unusable
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
@@ -46,29 +44,19 @@ def keep_engine(
         ConfigError: The directory is not for this, or others can write to it; see `take_slot`.
         RankError: A rank has failed.
     """
-    core = engine.core
-    core.workers.open_stores()
-    disk = open_part(engine.controller, core.scheduler.cache, model, settings, parallel_context)
-    if disk is None:
-        return
-    if parallel_context is not None:
-        for number, replica in enumerate(core.replicas[1:], 1):
-            restore_entries(replica.scheduler.cache, NullStorage(), parallel_context.cache_ranks(number))
-    core.attach_disk(disk)
+    engine.core.attach_disk(lambda: open_part(engine.controller, model, settings, parallel_context))
 
 
 def open_part(
     controller: InferenceController,
-    cache: PrefixCache,
     model: Sequence[bytes],
     settings: CacheConfig,
     parallel_context: ParallelContext | None,
 ) -> WarmRestart | None:
-    """Open the store of this rank's part of a cache, and put its entries back, beside all other ranks.
+    """Open the store of this rank's part of a cache, beside all other ranks.
 
     Args:
         controller: Model of this rank, and its pools.
-        cache: Empty cache of this rank's replica.
         model: See `cache_identity`.
         settings: Settings, with a directory.
         parallel_context: All ranks; None for a world of one.
@@ -93,17 +81,14 @@ def open_part(
         if parallel_context is None or parallel_context.is_driver:
             logger.warning("prefix cache on disk: %s; serving goes on without it", error)
         return None
-    restart = WarmRestart(
+    return WarmRestart(
         store,
-        cache,
         PoolEntries(lambda: context.allocated),
         settings.prefix_cache_drain_seconds,
         settings.prefix_cache_load_seconds,
         ranks,
         others,
     )
-    restart.load()
-    return restart
 
 
 def _opened(identity: bytes, settings: CacheConfig, parallel_context: ParallelContext | None) -> DiskStore:

@@ -18,7 +18,6 @@ from megatron_ext.parallel.commands import (
     End,
     GoLive,
     KeepCache,
-    OpenStore,
     Reset,
     ResetPrefixCache,
     Resume,
@@ -30,7 +29,7 @@ HEAD_BYTES = 16
 _HEAD = struct.Struct("<BBxxI")  # action, commands in the head, bytes of the body
 _COMMAND = struct.Struct("<BBHI")  # command index, status, replica, request id
 _MAX = (HEAD_BYTES - _HEAD.size) // _COMMAND.size  # commands in a head: one
-_SMALL: tuple[type[Command], ...] = (End, ResetPrefixCache, Suspend, Resume, Reset, OpenStore, GoLive, KeepCache)
+_SMALL: tuple[type[Command], ...] = (End, ResetPrefixCache, Suspend, Resume, Reset, GoLive, KeepCache)
 _STATUSES = tuple(Status)
 
 

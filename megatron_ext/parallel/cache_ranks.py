@@ -63,6 +63,22 @@ class CacheRanks:
             dist.all_reduce(row, dist.ReduceOp.MIN, group=self._planning)
         return [int(one) for one in row.tolist()]
 
+    def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
+        """Give numbers without waiting; see `Agreement`."""
+        row = torch.tensor(numbers, dtype=torch.int64)
+        with _lost_ranks():
+            work = dist.all_reduce(row, dist.ReduceOp.MIN, group=self._planning, async_op=True)
+        assert work is not None, "the call is asynchronous"
+
+        def found() -> list[int] | None:
+            if not work.is_completed():
+                return None
+            with _lost_ranks():
+                work.wait()
+            return [int(one) for one in row.tolist()]
+
+        return found
+
     def least_written(self, number: int, seconds: float) -> int:
         """Return the least number of the replica's ranks; see `Agreement`."""
         row = torch.tensor([number], dtype=torch.int64)

@@ -96,13 +96,8 @@ class Reset:
 
 
 @dataclass(frozen=True)
-class OpenStore:
-    """Start of the cache's store: ranks open theirs, and put the same entries back."""
-
-
-@dataclass(frozen=True)
 class GoLive:
-    """Start of the tiers below memory: ranks agree on the entries that all of them have, and use their stores."""
+    """Start of the tiers below memory: ranks open their stores, and agree on the entries that all of them have."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +189,6 @@ Command = (
     | GoLive
     | KeepCache
     | LoadCommand
-    | OpenStore
     | Propose
     | Quarantine
     | ReadWeights

@@ -16,7 +16,6 @@ from megatron_ext.parallel.commands import (
     Draft,
     GoLive,
     KeepCache,
-    OpenStore,
     Reset,
     Resume,
 )
@@ -143,10 +142,6 @@ class Driver(Workers):
             self._meet()
         except Exception as error:
             raise self.step_error(error) from error
-
-    def open_stores(self) -> None:
-        """Send the command; see `Workers.open_stores`."""
-        self.tell(OpenStore())
 
     def go_live(self) -> None:
         """Send the command; see `Workers.go_live`."""

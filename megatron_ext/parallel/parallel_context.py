@@ -71,11 +71,10 @@ class ParallelContext:
         self.places = tuple(self.gather(here))
         self.link = Link(self._all_ranks)
         self._groups: dict[int, dist.ProcessGroup] = {}  # groups of the replicas that concern this rank, with rank 0
-        self._writing_groups: dict[int, dist.ProcessGroup | None] | None = None  # of the replicas, once they are used
+        self._disk_groups: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = []  # once they are used
         for replica in range(self.replicas):
-            ranks = sorted({0, *self._ranks_of(replica)})
-            group = dist.new_group(ranks, backend="gloo", timeout=timeout)
-            if here.rank in ranks:
+            group = self._group({0, *self._ranks_of(replica)})
+            if group is not None:
                 self._groups[replica] = group
 
     @property
@@ -140,16 +139,16 @@ class ParallelContext:
 
         All ranks make the first call together, since it creates process groups.
         """
-        if self._writing_groups is None:
-            self._writing_groups = {number: self._writing_group(number) for number in range(self.replicas)}
-        ranks = self._ranks_of(replica)
-        return CacheRanks(self._groups[replica], self._writing_groups[replica], ranks, self.here.rank)
+        every = [self._ranks_of(number) for number in range(self.replicas)]
+        if not self._disk_groups:  # apart from those of steps, since reports come at any time
+            self._disk_groups = [(self._group({0, *ranks}), self._group(set(ranks))) for ranks in every]
+        planning, writing = self._disk_groups[replica]
+        assert planning is not None, "this rank keeps a part of the cache, or plans for it"
+        return CacheRanks(planning, writing, every[replica], self.here.rank)
 
-    def _writing_group(self, replica: int) -> dist.ProcessGroup | None:
-        ranks = self._ranks_of(replica)
-        if len(ranks) == 1:
-            return None
-        group = dist.new_group(ranks, backend="gloo", timeout=timedelta(minutes=self._minutes))
+    def _group(self, ranks: set[int]) -> dist.ProcessGroup | None:
+        """Make a process group beside all other ranks; None where this rank does not belong to it."""
+        group = dist.new_group(sorted(ranks), backend="gloo", timeout=timedelta(minutes=self._minutes))
         return group if self.here.rank in ranks else None
 
     def _ranks_of(self, replica: int) -> list[int]:

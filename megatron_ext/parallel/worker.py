@@ -20,7 +20,6 @@ from megatron_ext.parallel.commands import (
     ForgetDrafts,
     GoLive,
     KeepCache,
-    OpenStore,
     Propose,
     Quarantine,
     ReadWeights,
@@ -33,7 +32,6 @@ from megatron_ext.parallel.commands import (
     WeightsCommand,
 )
 from megatron_ext.parallel.rank_drafters import RankDrafter
-from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, NoteRun, PlaceLoad
 from megatron_ext.scheduling.request import Request
@@ -46,7 +44,7 @@ def _nothing() -> None:
     """Wait for no other rank."""
 
 
-def _no_store(_: PrefixCache) -> None:
+def _no_store() -> None:
     """Open nothing."""
 
 
@@ -64,8 +62,8 @@ class Worker:
         meet: Returns when all ranks have obeyed the last batch.
 
     Attributes:
-        open_store: Opens the store of this rank's part of a cache, and puts back what it has; None if it cannot be
-            used, or the ranks' caches have no stores.
+        open_store: Opens the store of this rank's part of a cache; None if it cannot be used, or the ranks' caches have
+            no stores.
         drafter: Drafter of this rank; None if rank 0 drafts alone.
         on_weights: Obeys commands for the weights of this rank; set before the first one.
         is_suspended: True while the pools are freed, so that nothing is sent until the resumption.
@@ -83,7 +81,7 @@ class Worker:
         meet: Callable[[], None] = _nothing,
     ) -> None:
         self.replica = replica
-        self.open_store: Callable[[PrefixCache], WarmRestart | None] = _no_store
+        self.open_store: Callable[[], WarmRestart | None] = _no_store
         self._meet = meet
         self._disk: WarmRestart | None = None
         self.drafter: RankDrafter | None = None
@@ -178,8 +176,6 @@ class Worker:
             self._loads().obey(command, self._requests[command.request_id])
         elif isinstance(command, PlaceLoad | EndLoad):
             self._loads().obey(command)
-        elif isinstance(command, OpenStore):
-            self._disk = self.open_store(self.scheduler.cache)
         elif isinstance(command, GoLive):
             self._go_live()
         else:
@@ -192,15 +188,15 @@ class Worker:
         return self._placing
 
     def _go_live(self) -> None:
-        assert self._disk is not None, "rank 0 has a store"
-        for tier, memory in self._disk.go_live():
-            self._placing = LoadPlacing(self.scheduler, tier, memory)
+        if self._disk is None:
+            self._disk = self.open_store()
+        if self._disk is not None:
+            for tier, memory in self._disk.go_live([self.scheduler.cache]):
+                self._placing = LoadPlacing(self.scheduler, tier, memory)
 
     def _reset(self) -> None:
         self.scheduler = self._make_scheduler()
         self._placing = None
-        if self._disk is not None:
-            self._disk.follow(self.scheduler.cache)
         self._requests: dict[int, Request] = {}  # living requests
         self._resources.allocate()
         self.is_suspended = False
@@ -213,12 +209,7 @@ class Worker:
     def step(self) -> None:
         """Plan, execute and commit one step, as `EngineCore.compute` does; a step that raises is not retried."""
         if self._placing is not None:
-            self._placing.begin_step()
-        self._step()
-        if self._placing is not None:
-            self._placing.end_step()
-
-    def _step(self) -> None:
+            self._placing.follow()
         plan = self.scheduler.schedule()
         for request, _ in plan.failures:
             del self._requests[request.request_id]

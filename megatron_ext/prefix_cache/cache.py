@@ -281,6 +281,8 @@ class PrefixCache:
             self.cached_token_ids.clear()
         if self.observer is not None:
             self.observer.on_cleared()
+        if self.lower_tier is not None:
+            self.lower_tier.clear()
         self.epoch += 1
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:

@@ -45,6 +45,9 @@ class LowerTier(Protocol):
             states_only: Whether only the snapshot is wrong, and what was computed from it.
         """
 
+    def clear(self) -> None:
+        """Forget all entries; the medium has forgotten them when this returns."""
+
 
 class CachedEntries:
     """Cached entries of one cache, and where their bytes lie.

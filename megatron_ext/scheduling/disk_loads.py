@@ -96,9 +96,10 @@ class PlaceLoad:
 
 @dataclass(frozen=True)
 class EndLoad:
-    """End of a load that is given up."""
+    """End of a load that is given up; `progress` is that of one that a rank could not read."""
 
     number: int
+    progress: int | None = None
 
 
 @dataclass(frozen=True)
@@ -227,9 +228,9 @@ class DiskLoads:
         if places.slot is not None and self._cache.states is not None:
             self._cache.states.cancel(places.block_hash)
 
-    def end(self, number: int) -> int:
-        """Let no request wait for a load any more; return the number of requests that have waited."""
-        self.record(EndLoad(number))
+    def end(self, number: int, progress: int | None = None) -> int:
+        """Let no request wait for a load any more, see `EndLoad`; return the number of requests that have waited."""
+        self.record(EndLoad(number, progress))
         return self._end(number)
 
     def _end(self, number: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -25,11 +25,14 @@ class Agreement(Protocol):
         """Return the value that the leader has given, also on a rank that only plans; other values are ignored.
 
         Raises:
-            LostRanksError: A rank has failed, or does not answer; also the next two.
+            LostRanksError: A rank has failed, or does not answer; also the next three.
         """
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """Return the least number for each place, also on a rank that only plans; each gives equally many."""
+
+    def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
+        """Give numbers without waiting; the function returns the least ones, and None until all ranks have given."""
 
     def least_written(self, number: int, seconds: float) -> int:
         """Return the least number of the ranks that have a part of the entries.
@@ -53,6 +56,10 @@ class SingleRankAgreement:
     def least(self, numbers: Sequence[int]) -> list[int]:
         """Return the numbers; see `Agreement`."""
         return list(numbers)
+
+    def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
+        """Return a function that returns the numbers; see `Agreement`."""
+        return lambda: list(numbers)
 
     def least_written(self, number: int, seconds: float) -> int:
         """Return the number; see `Agreement`."""

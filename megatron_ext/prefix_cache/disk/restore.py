@@ -6,9 +6,9 @@ a fault. An entry that any rank lacks is absent on all. Places in memory follow 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
@@ -34,70 +34,53 @@ class Place(NamedTuple):
     slot: SlotId | None
 
 
-class StoredPart(Protocol):
-    """Part of each entry that one rank has stored."""
+class Restored(NamedTuple):
+    """Result of `restore_entries`.
 
-    def entries(self) -> Iterable[NewEntry]:
-        """Return all entries, those of most worth first, a parent before its children."""
+    Attributes:
+        placed: Number of entries in memory.
+        damaged: Entries that some rank could not read.
+    """
 
-    def has(self, key: EntryKey) -> bool:
-        """Return whether an entry is stored."""
-
-    def fill(self, place: Place) -> bool:
-        """Read an entry into memory; False if its bytes are damaged, and the memory's contents undefined."""
-
-
-class NullStorage:
-    """Part of a rank that plans for a cache whose bytes are on other ranks."""
-
-    def entries(self) -> Iterable[NewEntry]:
-        """Return nothing: another rank leads."""
-        return ()
-
-    def has(self, key: EntryKey) -> bool:
-        """Return True: nothing is needed here."""
-        return True
-
-    def fill(self, place: Place) -> bool:
-        """Return True: there are no bytes."""
-        return True
+    placed: int
+    damaged: set[EntryKey]
 
 
-def agreed_entries(part: StoredPart, ranks: Agreement) -> dict[EntryKey, BlockHash | None]:
-    """Return the entries that all ranks have, those worth most first, each with the hash of the block before.
+def agreed_entries(own: Mapping[EntryKey, NewEntry] | None, ranks: Agreement) -> list[NewEntry]:
+    """Return the entries that all ranks have, those worth most first, a parent before its children.
 
     Args:
-        part: What this rank has stored.
+        own: Entries that this rank has, in this order; None on a rank that only plans.
         ranks: Ranks that keep the cache.
     """
-    order = ((entry.key, parent_of(entry)) for entry in part.entries())
-    agreed: dict[EntryKey, BlockHash | None] = {}
+    order = iter(() if own is None else own.values())
+    agreed: list[NewEntry] = []
     while window := ranks.from_leader(list(islice(order, WINDOW)) if ranks.leads else None):
-        are_held = ranks.least([part.has(key) for key, _ in window])
-        agreed.update(one for one, is_held in zip(window, are_held, strict=True) if is_held)
+        are_held = ranks.least([own is None or entry.key in own for entry in window])
+        agreed += [entry for entry, is_held in zip(window, are_held, strict=True) if is_held]
     return agreed
 
 
-def restore_entries(cache: PrefixCache, part: StoredPart, ranks: Agreement) -> int:
-    """Place entries in free memory, those worth most first; nothing is evicted for them. Return their number.
+def restore_entries(
+    cache: PrefixCache, entries: Iterable[NewEntry], fill: Callable[[Place], bool], ranks: Agreement
+) -> Restored:
+    """Place entries in free memory, those worth most first; nothing is evicted for them.
 
     Args:
         cache: Cache that keeps token ids.
-        part: What this rank has stored.
+        entries: Entries that all ranks have, in the same order.
+        fill: Reads an entry into memory; false if its bytes are damaged, and the memory's contents undefined.
         ranks: Ranks that keep the cache.
     """
-    order = iter(part.entries())
-    placed: list[Place] = []
-    while window := ranks.from_leader(list(islice(order, WINDOW)) if ranks.leads else None):
-        has_room = bool(cache.pool.free_count or (cache.states is not None and cache.states.free_count))
-        if not has_room:
+    order, placed, damaged = iter(entries), list[Place](), set[EntryKey]()
+    while held := list(islice(order, WINDOW)):
+        if not (cache.pool.free_count or (cache.states is not None and cache.states.free_count)):
             break
-        are_held = ranks.least([part.has(entry.key) for entry in window])
-        held = [entry for entry, is_held in zip(window, are_held, strict=True) if is_held]
         while held:  # again only if damaged ones have left memory for those after them
             places, held = _places(cache, held)
-            are_sound = ranks.least([part.fill(place) for place in places])
+            are_sound = ranks.least([fill(place) for place in places])
             placed += _published(cache, places, are_sound)
+            damaged |= {place.entry.key for place, is_sound in zip(places, are_sound, strict=True) if not is_sound}
             if all(are_sound):
                 break
     for place in reversed(placed):  # those worth most are the most recently used
@@ -107,7 +90,7 @@ def restore_entries(cache: PrefixCache, part: StoredPart, ranks: Agreement) -> i
             assert cache.states is not None, "a snapshot was placed"
             cache.states.commit(place.entry.key.block_hash, is_taken=False)
             cache.origins.add_snapshot(place.entry.key.block_hash)
-    return len(placed)
+    return Restored(len(placed), damaged)
 
 
 def _places(cache: PrefixCache, entries: Sequence[NewEntry]) -> tuple[list[Place], list[NewEntry]]:

@@ -18,7 +18,6 @@ import fcntl
 import logging
 import os
 import re
-import sqlite3
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -339,8 +338,8 @@ def _require_own(handle: int, status: os.stat_result) -> None:
         raise UntrustedPathError(f"{name_of(handle)} is not this user's alone ({why}); name another directory")
 
 
-def failure_reason(error: OSError | sqlite3.Error) -> str:
+def failure_reason(error: Exception) -> str:
     """Return why an operation failed, with the name of the file if that is known."""
     if not isinstance(error, OSError) or error.strerror is None:
-        return str(error)
+        return str(error) or type(error).__name__
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

@@ -286,11 +286,11 @@ class DiskStore:
             (self._added if known.row_id in self._added else self._used)[known.row_id] = later
             self._victims.add(later)
 
-    def remove(self, key: EntryKey) -> None:
+    def remove(self, key: EntryKey, reason: str | None = None) -> None:
         """Remove the entry of a key, if there is one; it is gone from the medium after the next `commit`."""
         known = self.find(key)
         if known is not None:
-            self._remove(known)
+            self._remove(known, reason)
 
     def _remove(self, entry: StoredEntry, reason: str | None = None) -> None:
         row_id = entry.row_id
@@ -326,14 +326,14 @@ class DiskStore:
         self._used.clear()
         self._pending_bytes = 0
 
-    def forget(self, keys: Iterable[EntryKey]) -> None:
-        """Forget entries, on the medium too when this returns.
+    def forget(self, keys: Iterable[EntryKey], reason: str | None = None) -> None:
+        """Forget entries, which count as dropped for a reason if one is given; the medium has forgotten them, too.
 
         If that fails, or the store is off, its files are removed, as far as that is possible.
         """
         assert not self._is_closed, "another process may hold the slot"
         for key in keys:
-            self.remove(key)
+            self.remove(key, reason)
         self.commit()
         if self.problem is not None:
             self.erase()
@@ -382,13 +382,19 @@ class DiskStore:
             return otherwise
         try:
             return action()
-        except (OSError, sqlite3.Error) as error:
-            self._fail(error)
+        except Exception as error:
+            self.fail(error)
             return otherwise
 
-    def _fail(self, error: OSError | sqlite3.Error) -> None:
+    def fail(self, error: Exception) -> None:
+        """End the use of the store after an error, which is said once."""
+        if self.problem is not None:
+            return
         self.problem = failure_reason(error)
-        logger.warning("prefix cache on disk: %s: %s; serving goes on without it", self.slot.path, self.problem)
+        cause = None if isinstance(error, (OSError, sqlite3.Error)) else error
+        logger.warning(
+            "prefix cache on disk: %s: %s; serving goes on without it", self.slot.path, self.problem, exc_info=cause
+        )
         self._forget_all()
         try:
             self._shut()

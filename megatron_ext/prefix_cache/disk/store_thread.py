@@ -1,17 +1,19 @@
-"""Thread that owns the store while the engine runs: it writes, reads and commits, and the engine's thread never waits.
+"""Thread that owns the store until it is closed: it writes, reads and commits, and the engine's thread never waits.
 
-Removals come first, then loads, then writes; so an entry that waits to be written is read from the queue.
+All else is a job for it. Jobs come first, then loads, then writes; so an entry that waits to be written is read from
+the queue.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import TypeVar
 
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, StoredEntry
@@ -20,7 +22,7 @@ from megatron_ext.prefix_cache.disk.store_use import StoreUse
 from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, EvictedEntries, Loaded, LoadItem
 from megatron_ext.threads import lower_priority
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 QUEUE_BYTES = 256 * 1024**2  # that wait to be written, at most; one larger entry may wait alone
 COMMIT_SECONDS = 2.0  # without other work, after which what was written is committed
@@ -33,14 +35,14 @@ class StoreThread:
     """Store in a thread of its own; see `TierStorage`, whose methods are for the engine's thread.
 
     Args:
-        store: Open store, which only this thread uses until `stop`.
+        store: Open store, which only this thread uses from now on, and closes.
         queue_bytes: Bytes that may wait to be written.
     """
 
     def __init__(self, store: DiskStore, queue_bytes: int = QUEUE_BYTES) -> None:
         self._store, self._queue_bytes = store, queue_bytes
         self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()  # removals and ratings
+        self._jobs: deque[Job] = deque()
         self._loads: OrderedDict[int, Sequence[LoadItem]] = OrderedDict()  # the first one may be under way
         self._writes: OrderedDict[EntryKey, Content] = OrderedDict()
         self._waiting_bytes = 0
@@ -88,7 +90,7 @@ class StoreThread:
         with self._changed:
             for key in keys:
                 self._forget_write(key)
-        self.run(lambda: self._store.forget(keys))
+        self.run(lambda store: store.forget(keys))
 
     def drop(self, keys: Sequence[EntryKey]) -> None:
         """Remove entries, those that wait to be written, too."""
@@ -139,31 +141,41 @@ class StoreThread:
         """Forget all, and wait until the medium has forgotten it."""
         with self._changed:
             self._drop_data()
-        self.run(self._store.clear)
+        self.run(DiskStore.clear)
         with self._changed:
             self._gone.clear()
             self._loaded.clear()
 
-    def run(self, job: Job) -> None:
-        """Do a job with the store after those that wait, and return when it is done."""
-        is_done = threading.Event()
+    def run(self, job: Callable[[DiskStore], T], seconds: float | None = None) -> T:
+        """Do a job with the store after those that wait, and return its result, or raise its error.
+
+        Raises:
+            concurrent.futures.TimeoutError: It is not done after so many seconds.
+        """
+        result: Future[T] = Future()
 
         def do() -> None:
-            job()
-            is_done.set()
+            try:
+                found = job(self._store)
+            except BaseException as error:
+                result.set_exception(error)
+            else:
+                self.use = self._store.use
+                result.set_result(found)
 
         self._add(do)
-        while not is_done.wait(0.1):
-            if not self._thread.is_alive():
-                job()
-                break
+        return result.result(seconds)
 
-    def forget_writes(self) -> None:
-        """Forget entries that wait to be written."""
-        with self._changed:
-            self._gone |= dict.fromkeys(self._writes)
-            self._writes.clear()
-            self._waiting_bytes = 0
+    def put(self, content: Content, seconds: float) -> bool:
+        """Write an entry now, for so many seconds at most; see `DiskStore.put` and `run`."""
+        entry, buffers = content
+
+        def write(store: DiskStore) -> bool:
+            with self._changed:
+                self._forget_write(entry.key)
+            return entry.key in store or store.put(entry, buffers)
+
+        return self.run(write, seconds)
 
     def _drop_data(self) -> None:
         self._loads.clear()
@@ -171,21 +183,17 @@ class StoreThread:
         self._waiting_bytes = 0
 
     def stop(self, seconds: float) -> bool:
-        """Write what waits, for so many seconds at most, and end the thread; then the store is the caller's.
+        """Write what waits, for so many seconds at most, close the store and end the thread; no job may follow.
 
         Returns:
-            False if the disk does not answer: the store must not be touched.
+            False if the disk does not answer.
         """
         with self._changed:
             self._loads.clear()
             self._stop_at = time.monotonic() + seconds
             self._changed.notify_all()
         self._thread.join(seconds + STOP_SECONDS)
-        if self._thread.is_alive():
-            return False
-        self._store.observers.remove(self)
-        self._store.evicting = contextlib.nullcontext
-        return True
+        return not self._thread.is_alive()
 
     def hurry(self) -> None:
         """Leave out what waits to be written, once the thread is being stopped; for any thread and signal handlers."""
@@ -201,15 +209,16 @@ class StoreThread:
 
     def _run(self) -> None:
         lower_priority()
-        try:
-            while (job := self._next()) is not None:
+        while (job := self._next()) is not None:
+            try:
                 job()
-                self.use = self._store.use
-                if self._store.problem is not None and not self._is_off:
-                    self._fail()
-        except Exception:
-            logger.exception("prefix cache on disk: an error of its thread; serving goes on without it")
-            self._fail()
+            except Exception as error:
+                self._store.fail(error)
+            self.use = self._store.use
+            if self._store.problem is not None and not self._is_off:
+                self._fail()
+        self._store.close()
+        self.use = self._store.use
 
     def _fail(self) -> None:
         with self._changed:

@@ -72,6 +72,11 @@ class StoreUse:
     drops: dict[str, int]
     is_on: bool
 
+    @property
+    def entries(self) -> int:
+        """Entries of this identity."""
+        return self.blocks + self.snapshots
+
 
 @dataclass(frozen=True)
 class DiskUse:

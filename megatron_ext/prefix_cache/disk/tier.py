@@ -1,8 +1,9 @@
 """Disk tier of the prefix cache: which evicted entries go to disk, which come back, and until when they are waited for.
 
 It decides and never waits: the storage works beside it (`TierStorage`), times come from the clocks that are given. With
-several ranks each has a tier with its part of the entries, and only the driving rank decides which entries are loaded:
-a load is complete when all ranks have read their parts, and an entry that one rank lacks is dropped by all (`agree`).
+several ranks each has a tier with its part of the entries, and only the driving rank decides about loads: each rank
+reports once for each load, when it has read its part or the load is given up, in the order in which loads began. A load
+is complete when all have read it, and an entry that one rank cannot read is dropped by all (`give_up`).
 
 Whatever leaves memory is written. Entries leave memory in the order of its policy, and the priority at which they
 leave is a time, which only grows, so the first entry to leave memory is the first to leave the disk.
@@ -10,14 +11,15 @@ leave is a time, which only grows, so the first entry to leave memory is the fir
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.disk.agreement import Agreement
+from megatron_ext.prefix_cache.disk.agreement import Agreement, SingleRankAgreement
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import key_of
@@ -27,6 +29,8 @@ from megatron_ext.prefix_cache.disk.tier_load import OFF, READ, READING, TierCou
 from megatron_ext.prefix_cache.disk.tier_storage import Content, EvictedEntries, LoadItem, TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
+
+logger = logging.getLogger(__name__)
 
 TICK = 1e-5  # seconds between the times of entries that are evicted together
 MAX_LOADS = 8  # at a time
@@ -70,7 +74,7 @@ class LoadableRun:
 
 
 class DiskTier:
-    """Disk tier of one cache; see `LowerTier` for what the cache calls. For one thread.
+    """Disk tier of one cache, a `LowerTier`. For one thread.
 
     Args:
         storage: Entries on disk.
@@ -78,7 +82,7 @@ class DiskTier:
         copy: Returns an entry that is being evicted with a copy of its bytes.
         clock: Present time in seconds, monotonic.
         load_seconds: Seconds after which a load is given up; 0 loads nothing.
-        ranks: Ranks that have parts of the entries; None for a single one.
+        ranks: Ranks that have parts of the entries; a single one by default.
         wall_clock: Present time, seconds since the epoch, for entries that another process finds.
 
     Attributes:
@@ -96,12 +100,14 @@ class DiskTier:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage, self._sizes, self._copy, self._clock = storage, sizes, copy, clock
-        self._load_seconds, self._wall_clock, self._ranks = load_seconds, wall_clock, ranks
+        self._load_seconds, self._wall_clock = load_seconds, wall_clock
+        self._ranks: Agreement = ranks or SingleRankAgreement()
         self._block_bytes, self._snapshot_bytes = sum(sizes.block), sum(sizes.snapshot or ())  # to estimate times
         self._held: dict[EntryKey, BlockHash | None] = {}  # with the hashes of the blocks before
         self._runs: dict[tuple[BlockHash, BlockHash], int] = {}  # ends of runs by their ends; until an entry goes
         self._last_used = 0.0
         self._numbers = 0
+        self._unreported: deque[int] = deque()  # loads, in order
         self.is_off = False
         self.loads: dict[int, TierLoad] = {}
         self.estimates = LoadEstimates()
@@ -111,11 +117,11 @@ class DiskTier:
     # What is on disk
 
     def __contains__(self, key: EntryKey) -> bool:
-        """Return whether an entry is on disk, or on its way there, as far as is known."""
-        return key in self._held
+        """Return whether an entry can be loaded: it is on disk, or on its way there, as far as is known."""
+        return key in self._held and not self.is_off
 
     def __len__(self) -> int:
-        return len(self._held)
+        return 0 if self.is_off else len(self._held)
 
     def hold(self, parents: Mapping[EntryKey, BlockHash | None]) -> None:
         """Note entries that were on disk before the tier began, each with the hash of the block before."""
@@ -123,22 +129,29 @@ class DiskTier:
 
     def agree_on_sizes(self) -> None:
         """Estimate times by the rank with the largest parts, since a stage may lack layers; all ranks call it."""
-        if self._ranks is not None:
-            block, snapshot = self._ranks.least([-self._block_bytes, -self._snapshot_bytes])
-            self._block_bytes, self._snapshot_bytes = -block, -snapshot
+        block, snapshot = self._ranks.least([-self._block_bytes, -self._snapshot_bytes])
+        self._block_bytes, self._snapshot_bytes = -block, -snapshot
 
     def turn_off(self) -> None:
         """Take and load nothing from now on; what all ranks have read may still be placed."""
         self.is_off = True
-        for number in [number for number, load in self.loads.items() if load.progress != READ]:
-            self.forget(number)
-        self._held.clear()
-        self._runs.clear()
+        for number in [number for number, load in self.loads.items() if load.own_progress != READ]:
+            self.give_up(number)
 
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
-        """Have entries written; those on disk count as used now, and those gone in the meantime are written again."""
+        """Have entries written; those on disk count as used now, and those gone in the meantime are written again.
+
+        An error ends the use of the tier, since an eviction cannot fail.
+        """
         if self.is_off:
             return
+        try:
+            self._write(entries)
+        except Exception:
+            logger.exception("prefix cache on disk: evicted entries could not be taken; serving goes on without it")
+            self.turn_off()
+
+    def _write(self, entries: Sequence[CachedEntry]) -> None:
         used: dict[EntryKey, float] = {}
         for entry in entries:
             used[key_of(entry)] = self._last_used = max(self._wall_clock(), self._last_used + TICK)
@@ -255,54 +268,43 @@ class DiskTier:
             key = EntryKey(kind, block_hashes[place])
             items.append(LoadItem(key, self._sizes.of(key), tokens[place * block_size : (place + 1) * block_size]))
         self._storage.load(self._numbers, items)
+        self._unreported.append(self._numbers)
         deadline = self._clock() + self._load_seconds
         self.loads[self._numbers] = TierLoad(run.size, deadline, [item.key for item in items])
         self.counts.loads += 1
         return self._numbers
 
     def follow(self) -> None:
-        """Take note of what the disk has done."""
+        """Note what the disk has done, report it to other ranks, and note what these have reported."""
         for event in self._storage.take():
             if isinstance(event, EvictedEntries):
-                self._note_gone(event)
+                self.is_off |= event.keys is None
+                self._drop(list(self._held) if event.keys is None else event.keys)
             elif event.number in self.loads:
-                load = self.loads[event.number]
-                load.loaded = event
-                if self._ranks is None:
-                    self._note_progress(load, load.own_progress, event.seconds)
+                self.loads[event.number].loaded = event
+        self._report()
+        for load in self.loads.values():
+            found = load.found() if load.found is not None and load.progress == READING else None
+            if found is not None:
+                load.progress = found[0]
+                if load.progress == READ:
+                    seconds = -found[1] / 1e9  # of the slowest rank
+                    self.estimates.reading.note(load.size, seconds)
+                    self.counts.load_bytes += load.size
+                    self.counts.load_seconds += seconds
 
-    def agree(self, numbers: Sequence[int]) -> None:
-        """Agree with other ranks on the progress of these loads; each makes this call with the same numbers."""
-        if self._ranks is None or not numbers:
-            return
-        own = [self._own_progress(number) for number in numbers]
-        least = self._ranks.least([*(progress for progress, _ in own), *(-nanoseconds for _, nanoseconds in own)])
-        found = least[: len(numbers)]
-        for number, progress, nanoseconds in zip(numbers, found, least[len(numbers) :], strict=True):
-            load = self.loads.get(number)
-            if load is not None and load.progress == READING:
-                self._note_progress(load, progress, -nanoseconds / 1e9)
-                if 0 <= progress < READING:
-                    self._drop_incomplete(load.keys[progress])
-        if OFF in found and not self.is_off:
-            self.turn_off()
-
-    def _own_progress(self, number: int) -> tuple[int, int]:
-        """Return this rank's progress of a load, and nanoseconds of reading."""
-        load = self.loads.get(number)
-        if self.is_off or load is None:  # the second: what an audit has found is a command to other ranks later
-            return OFF if self.is_off else READING, 0
-        return load.own_progress, 0 if load.loaded is None else int(load.loaded.seconds * 1e9)
-
-    def _drop_incomplete(self, key: EntryKey) -> None:
-        """Drop an entry whose part some rank cannot read: it is of no use on the others, and is written anew by all."""
-        self.drops[INCOMPLETE] += key in self._held
-        self._drop([key])
-        self._storage.drop([key])
-
-    def _note_gone(self, event: EvictedEntries) -> None:
-        self.is_off |= event.keys is None
-        self._drop(list(self._held) if event.keys is None else event.keys)
+    def _report(self) -> None:
+        """Report the loads whose part has ended here, in the order in which they began: ranks report the same ones."""
+        while self._unreported:
+            load = self.loads.get(self._unreported[0])
+            loaded = None if load is None else load.loaded
+            if load is not None and loaded is None and not self.is_off:
+                break
+            self._unreported.popleft()
+            progress = OFF if load is None or self.is_off else load.own_progress
+            found = self._ranks.report([progress, 0 if loaded is None else -int(loaded.seconds * 1e9)])
+            if load is not None:
+                load.found = found
 
     def _drop(self, keys: Collection[EntryKey]) -> None:
         for key in keys:
@@ -310,35 +312,22 @@ class DiskTier:
         if keys:
             self._runs.clear()
 
-    def _note_progress(self, load: TierLoad, progress: int, seconds: float) -> None:
-        load.progress = progress
-        if progress == READ:
-            self.estimates.reading.note(load.size, seconds)
-            self.counts.load_bytes += load.size
-            self.counts.load_seconds += seconds
-
     @property
     def is_due(self) -> bool:
         """True if a load is complete, has failed, or is late."""
-        now = self._clock() if self.loads else 0.0
-        return any(one.progress != READING or now >= one.deadline for one in self.loads.values())
-
-    def given_up(self) -> dict[int, bool]:
-        """Return and forget the loads that have failed, or have not been read in time; the latter with True."""
-        found = {}
-        for number, load in self.loads.items():
-            has_failed = load.progress < READING
-            if has_failed or (load.progress == READING and self.is_late(number)):
-                found[number] = not has_failed
-                self.counts.loads_failed += has_failed
-                self.counts.loads_late += not has_failed
-        for number in found:
-            self.forget(number)
-        return found
+        return any(one.progress != READING or self.is_late(number) for number, one in self.loads.items())
 
     def is_late(self, number: int) -> bool:
         """Return whether the deadline of a load is over."""
         return self._clock() >= self.loads[number].deadline
+
+    def failed(self) -> dict[int, int]:
+        """Return the loads that some rank could not read, each with its progress; see `give_up`."""
+        return {number: one.progress for number, one in self.loads.items() if one.progress < READING}
+
+    def late(self) -> list[int]:
+        """Return the loads that were not read by their deadlines."""
+        return [number for number, one in self.loads.items() if one.progress == READING and self.is_late(number)]
 
     def complete(self) -> list[int]:
         """Return the loads whose entries can be placed."""
@@ -352,24 +341,38 @@ class DiskTier:
         self.counts.loads_placed += 1
         return loaded.contents
 
-    def forget(self, number: int) -> None:
-        """Give up a load."""
-        del self.loads[number]
+    def give_up(self, number: int, progress: int | None = None) -> None:
+        """Give up a load.
+
+        Args:
+            number: Number of the load.
+            progress: Progress of a failed one: an entry that a rank could not read is of no use on the others, and
+                is written anew by all; after a failure of a rank's disk nothing more is taken or loaded.
+        """
+        load = self.loads.pop(number)
         self._storage.cancel(number)
+        self._report()
+        if progress == OFF:
+            self.turn_off()
+        elif progress is not None:
+            key = load.keys[progress]
+            if key in self._held:
+                self.drops[INCOMPLETE] += 1
+            self._drop([key])
+            self._storage.drop([key])
 
     def forget_loads(self) -> None:
         """Give up all loads."""
         for number in list(self.loads):
-            self.forget(number)
+            self.give_up(number)
 
     def wait(self, seconds: float) -> None:
         """Wait for the end of a load, for a bounded time."""
         self._storage.wait(seconds)
 
     def check(self) -> None:
-        """Assert that loads are within their bounds, and complete ones are not empty."""
+        """Assert that loads are within their bounds."""
         assert len(self.loads) <= MAX_LOADS, "too many loads"
-        assert not (self.is_off and self._held), "a tier that is off holds entries"
 
 
 def untrusted(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.disk.entry import EntryKey
 from megatron_ext.prefix_cache.disk.tier_storage import Loaded
 
-# Progress of a load, as a number of which ranks agree on the least. From 0 on: place of the first entry that failed.
+# Progress of a load, as a number of which the least of all ranks counts. From 0 on: place of the first failed entry.
 OFF = -1  # a rank's tier is off
 READING = 2**62
 READ = READING + 1
@@ -23,6 +23,7 @@ class TierLoad:
         deadline: Time after which it is given up.
         keys: Keys of the entries.
         loaded: End of this rank's part; None while it is under way.
+        found: Returns what all ranks have reported, once they have; None until this rank has.
         progress: Progress of the whole load, see `READING`.
     """
 
@@ -30,6 +31,7 @@ class TierLoad:
     deadline: float
     keys: Sequence[EntryKey] = ()
     loaded: Loaded | None = None
+    found: Callable[[], list[int] | None] | None = None
     progress: int = READING
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -91,3 +92,42 @@ class TierStorage(Protocol):
 
     def clear(self) -> None:
         """Forget all entries, writes and loads; they are gone from the medium when this returns."""
+
+
+class RemoteStorage:
+    """Storage of a rank that plans for a cache whose bytes are on other ranks: it takes all; see `TierStorage`."""
+
+    def __init__(self) -> None:
+        self._loaded: list[Event] = []
+
+    def write(self, key: EntryKey, size: int, content: Callable[[], Content]) -> bool:
+        """Return True: the ranks that have the bytes write them."""
+        return True
+
+    def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
+        """Return nothing: no entry goes."""
+        return ()
+
+    def drop(self, keys: Sequence[EntryKey]) -> None:
+        """Do nothing, also in the next three."""
+
+    remove = drop
+
+    def cancel(self, number: int) -> None:
+        """Do nothing: the load has ended."""
+
+    def clear(self) -> None:
+        """Do nothing: the tier has forgotten the loads."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait, since nothing tells of other ranks before the next step."""
+        threading.Event().wait(seconds)
+
+    def load(self, number: int, items: Sequence[LoadItem]) -> None:
+        """Note that this rank has nothing to read."""
+        self._loaded.append(Loaded(number, [()] * len(items), 0.0))
+
+    def take(self) -> list[Event]:
+        """Return the loads that were begun."""
+        taken, self._loaded = self._loaded, []
+        return taken

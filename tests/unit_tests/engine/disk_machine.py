@@ -186,7 +186,6 @@ class DiskMachine(RuleBasedStateMachine):
         sizes = EntrySizes((8,), (8,) if self.has_states else None)
         self.tier = DiskTier(self.disk, sizes, self.copy, lambda: self.now, PATIENCE)
         self.scheduler.cache.lower_tier = self.tier
-        self.scheduler.cache.add_observer(Forgetful(self.tier))
         self.loading = DiskLoading(self.scheduler, self.tier, self.memory)
 
     def copy(self, entry: CachedEntry, used: float) -> tuple[object, list[Content]]:
@@ -406,21 +405,3 @@ class DiskMachine(RuleBasedStateMachine):
             self.step()
         assert not self.alive, "requests never end"
         assert self.scheduler.cache.available_count == self.limits.total_blocks, "places were lost"
-
-
-class Forgetful:
-    """Observer of the cache that empties a tier with it; nothing else changes."""
-
-    def __init__(self, tier: DiskTier) -> None:
-        self._tier = tier
-
-    def on_cleared(self) -> None:
-        self._tier.clear()
-
-    def on_blocks_stored(self, run: object) -> None: ...
-
-    def on_blocks_removed(self, block_hashes: object) -> None: ...
-
-    def on_snapshot_stored(self, block_hash: object) -> None: ...
-
-    def on_snapshot_removed(self, block_hash: object) -> None: ...

@@ -338,14 +338,3 @@ def test_another_rank_learns_how_far_a_prefix_goes_on_disk():
     placing = LoadPlacing(found.scheduler, found.tier, found.memory)
     placing.obey(NoteRun(request.request_id, 3), request)
     assert request.sequence.snapshot_plan.cached_end(1) == 3
-
-
-def test_ranks_agree_on_the_loads_that_all_of_them_know(monkeypatch):
-    """EX-15, MR-2: other ranks hear before the next step of a load that an audit has ended in this one."""
-    found, agreed = Situation(), []
-    request = found.request(0, range(20), on_disk=5)
-    found.decide()
-    monkeypatch.setattr(found.tier, "agree", agreed.append)
-    found.scheduler.quarantine(request.block_hashes[0], states_only=False)
-    found.loading.end_step()
-    assert agreed == [[1]]

@@ -56,7 +56,7 @@ def settle(driver: Driver) -> None:
     """Wait until all that was evicted is in the files, and counted."""
     thread, left = driver.engine.core.disk._thread, [1]
     while left.pop():  # jobs go before writes
-        thread.run(lambda: left.append(thread.left_out))
+        thread.run(lambda _: left.append(thread.left_out))
 
 
 def small(get_driver: GetDriver, directory: Path, kind: str = "hybrid", **cache: object) -> Driver:

@@ -115,6 +115,8 @@ class Life:
             self.step()
         assert not self.core.is_busy, "requests never end"
         self.step()
+        for exchange in self.world.exchanges:
+            exchange.check()
         for follower in self.world.followers:
             assert not follower._requests, "a follower keeps who has ended"
             assert follower.scheduler.counters == self.core.replicas[follower.replica].scheduler.counters

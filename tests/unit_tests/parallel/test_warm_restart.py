@@ -120,7 +120,7 @@ def entries_of_rank_1(engine: InferenceEngine) -> int:
     """Return how many entries the other rank has committed to disk, without those of other layouts."""
     name = "slot-0-rank-1" if len(engine.core.replicas) == 1 else "slot-1"
     with tempfile.TemporaryDirectory() as folder:  # for a copy: the rank uses the index alone
-        for path in (engine.core.disk._store.slot.path.parent / name).glob("index*"):
+        for path in (engine.core.disk._thread._store.slot.path.parent / name).glob("index*"):
             shutil.copy(path, folder)
         with contextlib.closing(DiskIndex(Path(folder) / "index.sqlite")) as index:
             return len(index.load()[0]) - engine.core.disk.counts()["other_entries"]

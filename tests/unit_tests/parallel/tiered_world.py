@@ -6,15 +6,16 @@ What a block or slot holds is the rank and the tokens up to its end. Disks answe
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_ext.engine.cache_audit import CacheAudit
 from megatron_ext.engine.result import StepResult
 from megatron_ext.parallel.commands import Action, Batch
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.disk.agreement import SingleRankAgreement
 from megatron_ext.prefix_cache.disk.entry_copies import LoadTarget, NoMemory
-from megatron_ext.prefix_cache.disk.remote_part import ClearedWithCache, tier_of_replica
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
+from megatron_ext.prefix_cache.disk.tier_storage import RemoteStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -95,20 +96,17 @@ class Part:
         self.disk = FakeDisk()
         self.tier: DiskTier | None = None
 
-    def follow(self, cache: PrefixCache) -> None:
-        self._cache = cache
-
-    def go_live(self, other_caches: Sequence[PrefixCache] = ()) -> list[tuple[DiskTier, LoadTarget]]:
-        world, sizes = self._world, EntrySizes((8,), (8,) if self._cache.states is not None else None)
+    def go_live(self, caches: Sequence[PrefixCache]) -> list[tuple[DiskTier, LoadTarget]]:
+        world, sizes = self._world, EntrySizes((8,), (8,) if caches[0].states is not None else None)
         self.disk.clear()
-        self.tier = DiskTier(self.disk, sizes, self._copy, world.clock, PATIENCE, Exchange(world, self.replica, self))
-        self._cache.lower_tier = self.tier
-        self._cache.add_observer(ClearedWithCache(self.tier))
-        others = [
-            (tier_of_replica(cache, Exchange(world, number, None), sizes, world.clock, PATIENCE), NoMemory())
-            for number, cache in enumerate(other_caches, 1)
-        ]
-        return [(self.tier, self.memory), *others]
+        tiers: list[tuple[DiskTier, LoadTarget]] = []
+        for replica, cache in enumerate(caches, self.replica):
+            storage, memory = (self.disk, self.memory) if not tiers else (RemoteStorage(), NoMemory())
+            exchange = world.exchanges[replica].member(self.name)
+            tiers.append((DiskTier(storage, sizes, self._copy, world.clock, PATIENCE, exchange), memory))
+            cache.lower_tier = tiers[-1][0]
+        self.tier = tiers[0][0]
+        return tiers
 
     def _copy(self, entry: CachedEntry, used: float) -> tuple[CachedEntry, list[Content]]:
         found = self.memory.slots.get(entry.slot) if entry.block is None else self.memory.blocks.get(entry.block)
@@ -131,37 +129,35 @@ class Part:
 
 
 class Exchange:
-    """Agreement of the ranks of a replica: rank 0 looks into the others, which are told later what came of it."""
+    """Reports of the ranks of a replica, which give equally many in the same order."""
 
-    def __init__(self, world: TieredWorld, replica: int, part: Part | None) -> None:
-        self._world, self._replica, self._part = world, replica, part
-        self.leads = part is not None
+    def __init__(self, names: Sequence[int]) -> None:
+        self._reports: dict[int, list[list[int]]] = {name: [] for name in names}
 
-    def from_leader(self, value: object) -> object:
-        return []
+    def member(self, name: int) -> Member:
+        return Member(self._reports, name)
 
-    def least(self, numbers: Sequence[int]) -> list[int]:
-        world = self._world
-        if not world.is_attached:
-            return list(numbers)
-        if self._part is not None and self._part.name:  # a follower
-            assert world.found[self._part.name], "rank 0 has left out an agreement"
-            found = world.found[self._part.name].pop(0)
-            assert len(found) == len(numbers), "ranks know of other loads"
-            return found
-        rows = [list(numbers)]
-        for follower in world.followers:
-            if follower.replica == self._replica:
-                tier, known = follower._disk.tier, sorted(follower.scheduler.disk_loads.numbers())
-                tier.follow()
-                own = [tier._own_progress(number) for number in known]
-                rows.append([*(progress for progress, _ in own), *(-nanoseconds for _, nanoseconds in own)])
-        assert len({len(row) for row in rows}) == 1, "ranks know of other loads"
-        merged = [min(column) for column in zip(*rows, strict=True)]
-        for part in world.parts:
-            if part.replica == self._replica and part.name:
-                world.found[part.name].append(merged)
-        return merged
+    def check(self) -> None:
+        """Assert that all ranks have reported equally often, once no load is under way."""
+        assert len({len(reports) for reports in self._reports.values()}) == 1, "a rank has left out a report"
+
+
+class Member(SingleRankAgreement):
+    """Agreement of one rank: a report is complete when all ranks have given theirs."""
+
+    def __init__(self, reports: dict[int, list[list[int]]], name: int) -> None:
+        self._reports, self._name = reports, name
+
+    def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
+        self._reports[self._name].append(list(numbers))
+        place = len(self._reports[self._name]) - 1
+
+        def found() -> list[int] | None:
+            if any(len(one) <= place for one in self._reports.values()):
+                return None
+            return [min(column) for column in zip(*(one[place] for one in self._reports.values()), strict=True)]
+
+        return found
 
 
 class TieredWorld(World):
@@ -181,7 +177,10 @@ class TieredWorld(World):
             RankMemory(name, limits.slabs, limits.block_size, has_states=has_states) for name in range(len(numbers))
         ]
         self.parts = [Part(self, name, number, memories[name]) for name, number in enumerate(numbers)]
-        self.found: list[list[list[int]]] = [[] for _ in self.parts]
+        self.exchanges = [
+            Exchange(sorted({0} | {name for name, number in enumerate(numbers) if number == replica}))
+            for replica in range(replicas)
+        ]
         for follower, part in zip(self.followers, self.parts[1:], strict=True):
             follower._disk = part
         self.attach()
@@ -197,10 +196,7 @@ class TieredWorld(World):
             replica.audit.note_step = lambda *_: self.found_wrong()
         for follower, part in zip(self.followers, self.parts[1:], strict=True):
             follower._executor = ComputingListener(self.models[follower.replica], part.memory)
-        self.parts[0].follow(self.core.scheduler.cache)
-        self.is_attached = False
-        self.core.attach_disk(self.parts[0])
-        self.is_attached = True
+        self.core.attach_disk(lambda: self.parts[0])
 
     def found_wrong(self) -> None:
         """Stand for an audit: called in each step, after its commit."""
@@ -228,7 +224,6 @@ class TieredWorld(World):
         records = super().step()
         for part in self.parts:
             part.tier.check()
-        assert not any(self.found), "a rank has left out an agreement"
         return records
 
 

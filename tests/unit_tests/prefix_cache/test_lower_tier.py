@@ -32,6 +32,9 @@ class Tier:
 
     def quarantine(self, block_hash: BlockHash, index: BlockIndex, *, states_only: bool) -> None: ...
 
+    def clear(self) -> None:
+        self.is_cleared = True
+
 
 def snapshot(cache: PrefixCache, name: str, rank: Rank = Rank.ORDINARY) -> None:
     cache.states.reserve(key(name), rank)
@@ -71,6 +74,7 @@ def test_what_is_dropped_or_forgotten_is_not_handed_over():
     cache.drop_all(cache.continuations(key("b"), itself=True))
     cache.reset()
     assert tier.taken == []
+    assert tier.is_cleared
 
 
 def test_a_snapshot_whose_states_are_still_to_be_copied_lies_where_they_are():

@@ -50,6 +50,13 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
     found.close()
 
 
+def settle(thread: StoreThread) -> None:
+    """Wait until nothing waits to be written."""
+    left = [1]
+    while left.pop():  # jobs go before writes
+        thread.run(lambda _: left.append(thread.left_out))
+
+
 def give(thread: StoreThread, entry: NewEntry) -> bool:
     data = content(entry.key)
     return thread.write(entry.key, len(data), lambda: (entry, [data]))
@@ -153,8 +160,6 @@ def test_bytes_that_wait_are_those_of_the_queue(store, monkeypatch):
     assert waiting() == 2
     thread.drop([entries[1].key])
     assert waiting() == 1
-    thread.forget_writes()
-    assert (waiting(), thread.take()) == (0, [EvictedEntries([entries[2].key])])
     give(thread, entries[3])
     gate.open_with_the_next_job(monkeypatch, thread)
     thread.clear()
@@ -165,15 +170,13 @@ def test_bytes_that_wait_are_those_of_the_queue(store, monkeypatch):
     assert gate.is_reached.wait(PATIENCE), "without a stop there is nothing to hurry"
     assert thread.stop(PATIENCE)
     assert [one.key in store for one in entries] == [False] * 4 + [True]
-    assert not store.observers
 
 
 def test_what_is_on_disk_already_is_used_again(store):
     """EX-11: its time decides when it leaves the disk."""
     thread, (entry,) = StoreThread(store), chain(1)
     give(thread, entry)
-    assert thread.stop(PATIENCE)
-    thread = StoreThread(store)
+    settle(thread)
     give(thread, dataclasses.replace(entry, used=5.0))
     assert thread.stop(PATIENCE)
     assert store.find(entry.key).entry.used == 5.0
@@ -183,11 +186,10 @@ def test_a_clear_forgets_what_has_happened(store):
     """EX-11: entries of before it are neither placed, nor dropped from those that come after it."""
     thread, (entry,) = StoreThread(store), chain(1)
     give(thread, entry)
-    assert thread.stop(PATIENCE)
-    thread = StoreThread(store)
+    settle(thread)
     thread.load(1, [item(entry)])
     thread.wait(PATIENCE)
-    thread.run(lambda: store.remove(entry.key))
+    thread.run(lambda store: store.remove(entry.key))
     thread.clear()
     assert thread.take() == []
     assert thread.stop(PATIENCE)
@@ -245,8 +247,7 @@ def test_a_load_of_an_entry_that_is_gone_fails_as_a_whole(store):
     give(thread, entries[0])
     thread.load(1, [item(entries[0]), item(entries[1])])
     assert [(one.number, one.contents) for one in loaded(thread)] == [(1, None)]
-    thread.stop(PATIENCE)
-    thread = StoreThread(store)
+    settle(thread)
     thread.load(2, [item(entries[0], [9] * 4)])
     assert [(one.number, one.contents) for one in loaded(thread)] == [(2, None)]
     thread.stop(PATIENCE)
@@ -257,7 +258,7 @@ def test_a_load_that_is_given_up_is_not_told(store, monkeypatch):
     read, entries, is_reading, may_read = store.read, chain(1), threading.Event(), threading.Event()
     thread = StoreThread(store)
     give(thread, entries[0])
-    thread.stop(PATIENCE)
+    settle(thread)
 
     def wait_and_read(*arguments: object) -> bool:
         is_reading.set()
@@ -265,13 +266,12 @@ def test_a_load_that_is_given_up_is_not_told(store, monkeypatch):
         return read(*arguments)
 
     monkeypatch.setattr(store, "read", wait_and_read)
-    thread = StoreThread(store)
     thread.load(1, [item(entries[0]), item(entries[0])])
     assert is_reading.wait(PATIENCE)
     thread.cancel(1)
     is_reading.clear()
     may_read.set()
-    thread.run(lambda: None)
+    thread.run(lambda _: None)
     assert not is_reading.is_set(), "it reads on"
     thread.load(2, [item(entries[0])])
     assert [one.number for one in loaded(thread)] == [2]
@@ -289,7 +289,6 @@ def test_removed_entries_are_off_the_medium(store, tmp_path):
         give(thread, one)
     thread.remove([one.key for one in entries[1:]])
     assert thread.stop(PATIENCE)
-    store.close()
     sound, _ = DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load()
     assert {one.entry.key for one in sound} <= {entries[0].key}
 
@@ -306,7 +305,6 @@ def test_clearing_returns_when_the_medium_has_forgotten(store, tmp_path, monkeyp
     thread.clear()
     assert (len(store), thread.use.blocks, thread.left_out) == (0, 0, 0)
     assert thread.stop(PATIENCE)
-    store.close()
     assert DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load() == ([], [])
 
 
@@ -363,6 +361,53 @@ def test_a_failure_of_the_directory_holds_up_no_caller(store, monkeypatch, forge
     assert has_begun.wait(PATIENCE)
     asking.join(PATIENCE)
     assert not asking.is_alive(), "the caller waits for ever"
+    assert thread.stop(PATIENCE)
+
+
+@pytest.mark.parametrize("call", ["read", "put", "commit"])
+def test_an_unexpected_error_ends_the_use_of_the_store_alone(store, monkeypatch, caplog, call):
+    """DC-3: the thread lives, so no caller waits for it; the line has where it was."""
+    thread, (entry,) = StoreThread(store), chain(1)
+
+    def fail(*_: object) -> None:
+        raise LookupError("planted")
+
+    monkeypatch.setattr(store, f"_{call}" if call != "read" else "_read_entry", fail)
+    give(thread, entry)
+    thread.run(lambda store: store.commit())
+    settle(thread)
+    thread.load(1, [item(entry)])
+    assert [one.contents for one in loaded(thread)] == [None]
+    thread.clear()
+    assert not thread.use.is_on
+    assert thread.take() in ([], [EvictedEntries(None)])
+    assert thread.stop(PATIENCE)
+    (record,) = [one for one in caplog.records if "planted; serving goes on without it" in one.getMessage()]
+    assert record.exc_info
+
+
+def test_an_error_of_a_job_is_that_of_its_caller(store):
+    """DC-3: the thread goes on."""
+    thread, (entry,) = StoreThread(store), chain(1)
+
+    def fail(_: DiskStore) -> None:
+        raise LookupError("planted")
+
+    with pytest.raises(LookupError, match="planted"):
+        thread.run(fail)
+    give(thread, entry)
+    assert thread.stop(PATIENCE)
+    assert (thread.use.is_on, thread.use.written) == (True, 1)
+
+
+def test_an_error_outside_the_store_ends_its_use(store, monkeypatch):
+    """DC-3: what observes it, for one."""
+    thread, entries = StoreThread(store), chain(2)
+    monkeypatch.setattr(thread, "_write", None)
+    give(thread, entries[0])
+    settle(thread)
+    thread.clear()
+    assert not thread.use.is_on
     assert thread.stop(PATIENCE)
 
 

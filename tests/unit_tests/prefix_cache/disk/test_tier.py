@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -11,7 +11,7 @@ from megatron_ext.prefix_cache.disk.agreement import Agreement, SingleRankAgreem
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates, MeasuredRate
 from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, LoadableRun
-from megatron_ext.prefix_cache.disk.tier_load import OFF, READ, READING
+from megatron_ext.prefix_cache.disk.tier_load import OFF, READ
 from megatron_ext.prefix_cache.disk.tier_storage import EvictedEntries
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.unit_tests.engine.disk_machine import FakeDisk
@@ -168,16 +168,16 @@ def test_a_load_is_given_up_at_its_deadline():
     """EX-11: what comes later is not taken; what has come by then is placed."""
     tier, disk, clock = tier_with(blocks="ab", has_states=False)
     run = tier.find_run(NAMES, 0, 4)
-    late, ready = (tier.begin(run, NAMES, TOKENS, 4) for _ in range(2))
+    ready, late = (tier.begin(run, NAMES, TOKENS, 4) for _ in range(2))
     disk.finish(ready, is_read=True)
     tier.follow()
     clock.wall += 3600.0  # it was set
-    assert (tier.given_up(), tier.complete()) == ({}, [ready])
+    assert (tier.late(), tier.complete()) == ([], [ready])
     clock.now += 5.0
     assert tier.is_due
-    assert tier.given_up() == {late: True}
+    assert (tier.late(), tier.complete()) == ([late], [ready])
+    tier.give_up(late)
     assert disk.cancelled == [late]
-    assert tier.counts.loads_late == 1
     disk.loads[late] = []
     disk.finish(late, is_read=True)
     tier.follow()
@@ -192,8 +192,7 @@ def test_a_load_that_could_not_be_read_is_given_up_at_once():
     disk.finish(number, is_read=False)
     tier.follow()
     assert tier.is_due
-    assert tier.given_up() == {number: False}
-    assert (tier.counts.loads_failed, tier.counts.loads_late) == (1, 0)
+    assert (tier.failed(), tier.late()) == ({number: 0}, [])
 
 
 def test_loads_are_bounded_in_number_and_bytes():
@@ -295,10 +294,14 @@ def test_quarantine_follows_parents_that_are_in_memory_only():
 
 
 class OtherRank(SingleRankAgreement):
-    """Agreement with a rank whose progress and nanoseconds of its only load are given."""
+    """Agreement with a rank whose progress and nanoseconds of its only load are given; without any it still reads."""
 
-    def __init__(self, progress: int, nanoseconds: int = 0) -> None:
-        self.row = [progress, -nanoseconds]
+    def __init__(self, progress: int | None, nanoseconds: int = 0) -> None:
+        self.row, self.reports = [progress, -nanoseconds], []
+
+    def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
+        self.reports.append(numbers[0])
+        return lambda: None if self.row[0] is None else self.least(numbers)
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         return [min(pair) for pair in zip(numbers, self.row, strict=True)]
@@ -310,17 +313,15 @@ def begun(other: OtherRank) -> tuple[DiskTier, FakeDisk]:
     assert tier.begin(tier.find_run(NAMES, 0, 4), NAMES, TOKENS, 4) == 1
     disk.finish(1, is_read=True)
     tier.follow()
-    assert tier.complete() == []
-    tier.agree([1])
     return tier, disk
 
 
 def test_a_load_is_complete_when_all_ranks_have_read_it():
     """EX-11: and took as long as the slowest of them."""
-    assert begun(OtherRank(READING))[0].complete() == []
+    assert begun(OtherRank(None))[0].complete() == []
     tier, _ = begun(OtherRank(READ, nanoseconds=4 * 10**9))
     assert tier.complete() == [1]
-    tier.agree([1])  # again, as long as there is no room for it
+    tier.follow()  # again, as long as there is no room for it
     assert (tier.counts.load_seconds, tier.counts.load_bytes) == (4.0, 1200)
 
 
@@ -328,7 +329,8 @@ def test_an_entry_that_another_rank_cannot_read_is_dropped():
     """EX-11: it is not tried again, and when it leaves memory again it is written anew on all ranks."""
     tier, disk = begun(OtherRank(1))
     second = EntryKey(EntryKind.BLOCK, NAMES[1])
-    assert tier.given_up() == {1: False}
+    assert tier.failed() == {1: 1}
+    tier.give_up(1, 1)
     assert second not in tier
     assert second not in disk.entries
     assert tier.drops == {"incomplete": 1}
@@ -338,6 +340,8 @@ def test_an_entry_that_another_rank_cannot_read_is_dropped():
 def test_a_rank_whose_disk_has_failed_ends_the_use_of_all():
     """EX-11: in one step, and what all have read may still be placed."""
     tier, _ = begun(OtherRank(OFF))
+    assert tier.failed() == {1: OFF}
+    tier.give_up(1, OFF)
     assert tier.is_off
     assert not tier.loads
     tier, _ = begun(OtherRank(READ))
@@ -345,6 +349,27 @@ def test_a_rank_whose_disk_has_failed_ends_the_use_of_all():
     assert tier.complete() == [1]
     assert len(tier) == 0, "nothing is loaded any more"
     tier.check()
+
+
+def test_each_load_is_reported_once_and_in_the_order_of_their_beginning():
+    """EX-11, MR-2: ranks report the same loads, whichever ends first, and those that are given up, too."""
+    ranks = OtherRank(READ)
+    tier, disk, _ = tier_with(blocks="ab", snapshots="b", ranks=ranks)
+    for _ in range(4):
+        tier.begin(tier.find_run(NAMES, 0, 4), NAMES, TOKENS, 4)
+    for number in (2, 4):
+        disk.finish(number, is_read=True)
+        tier.follow()
+    assert ranks.reports == []
+    tier.give_up(1)
+    assert len(ranks.reports) == 2
+    assert tier.complete() == []
+    tier.follow()
+    assert tier.complete() == [2]
+    tier.turn_off()
+    assert ranks.reports[1:] == [READ, OFF, OFF]
+    tier.follow()
+    assert (tier.complete(), tier.failed()) == ([2], {4: OFF})
 
 
 def test_a_rank_without_recurrent_layers_asks_for_snapshots_of_others():
