@@ -117,7 +117,7 @@ class EndlessLoad:
         """Begin the load, if none is under way."""
         self._tier.follow()
         for number in self._tier.complete():
-            self._tier.forget(number)
+            self._tier.give_up(number)
             self.ended += 1
         if not self._tier.loads:
             self._tier.begin(self.run, *self._arguments)

@@ -127,8 +127,7 @@ def objects() -> dict[str, list[tuple[str, str, str]]]:
     from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse
 
     speculation = SpeculationUse(1, 0, (0,), (0,))
-    disk = DiskUse(ones(StoreUse) | {"drops": {}}, 0, 0, dataclasses.asdict(TierCounts()))
-    disk = dataclasses.replace(disk, store=StoreUse(**(ones(StoreUse) | {"drops": {}})))
+    disk = DiskUse(StoreUse(1), 0, 0, dataclasses.asdict(TierCounts()))
     use = CacheUse(**ones(CacheUse))
     whole = EngineStatistics(0, 0, 0, 0, 0, True, use, Counters(), speculation, AuditCounts(), disk)
     audits = {f"audit_{name}": field for name, field in fields_of(AuditCounts).items()}

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from megatron_ext.prefix_cache.disk.data_file import Buffer, DataFile, checksum_of
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
@@ -25,7 +25,6 @@ from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, Extent, FreePages
 from megatron_ext.prefix_cache.disk.index import DiskIndex
 from megatron_ext.prefix_cache.disk.index_scan import scan_index
 from megatron_ext.prefix_cache.disk.slot import DATA, SlotDirectory, failure_reason
-from megatron_ext.prefix_cache.disk.store_observer import StoreObserver
 from megatron_ext.prefix_cache.disk.store_use import (
     BAD_BYTES,
     BAD_TOKENS,
@@ -33,7 +32,6 @@ from megatron_ext.prefix_cache.disk.store_use import (
     LESS_WORTH,
     OTHER_IDENTITY,
     TOO_SHORT,
-    StoreTally,
     StoreUse,
 )
 from megatron_ext.prefix_cache.disk.victims import VictimOrder
@@ -44,6 +42,16 @@ _Result = TypeVar("_Result")
 
 PENDING_BYTES = 64 * 1024**2  # written since the last commit, at most
 EVICTION_SHARE = 64  # at least one such part of the budget is freed at once, since each commit waits for the device
+
+
+class StoreObserver(Protocol):
+    """Callbacks on the entries of a store's identity, in the thread that uses the store."""
+
+    def on_stored(self, stored: StoredEntry) -> None:
+        """Take note of an entry."""
+
+    def on_removed(self, keys: Iterable[EntryKey]) -> None:
+        """Take note that entries are gone: dropped, evicted, or forgotten."""
 
 
 class DiskStore:
@@ -81,8 +89,8 @@ class DiskStore:
         self._used: dict[int, StoredEntry] = {}
         self._pending_bytes = 0
         self._victims = VictimOrder(self._entries, identity)
-        self._tally = StoreTally()
-        self.drops: Counter[str] = Counter()
+        self._use = StoreUse(self._limit_pages * PAGE_BYTES)
+        self.drops = self._use.drops
         self._load()
 
     def _load(self) -> None:
@@ -148,7 +156,7 @@ class DiskStore:
         self._entries[entry.row_id] = entry
         if entry.identity == self._identity:
             self._rows[entry.entry.key] = entry.row_id
-            self._tally.add(entry)
+            self._use.add(entry)
         self._victims.add(entry)
 
     # Entries
@@ -187,7 +195,7 @@ class DiskStore:
             False if it was not stored: there is no room, or the store is off.
         """
         assert entry.is_genuine, "the block hash is not that of the tokens"
-        with self._tally.writing():
+        with self._use.writing():
             return self._guarded(lambda: self._put(entry, buffers), False)
 
     def _put(self, entry: NewEntry, buffers: Sequence[Buffer]) -> bool:
@@ -206,8 +214,8 @@ class DiskStore:
         self._keep(stored)
         for observer in self.observers:
             observer.on_stored(stored)
-        self._tally.written += 1
-        self._tally.written_bytes += size
+        self._use.written += 1
+        self._use.written_bytes += size
         self._pending_bytes += size
         if self._pending_bytes >= PENDING_BYTES:
             self._commit()
@@ -242,7 +250,7 @@ class DiskStore:
         Returns:
             False if there is no such entry, or it failed and was dropped: then the buffers' contents are undefined.
         """
-        with self._tally.reading():
+        with self._use.reading():
             return self._guarded(lambda: self._read_entry(key, into, tokens), False)
 
     def _read_entry(self, key: EntryKey, into: Sequence[Buffer], tokens: Sequence[int] | None) -> bool:
@@ -253,8 +261,8 @@ class DiskStore:
         if fault is not None:
             self._remove(known, fault)
             return False
-        self._tally.read += 1
-        self._tally.read_bytes += known.size
+        self._use.read += 1
+        self._use.read_bytes += known.size
         return True
 
     def _fault(self, known: StoredEntry, into: Sequence[Buffer], tokens: Sequence[int] | None) -> str | None:
@@ -297,7 +305,7 @@ class DiskStore:
         del self._entries[row_id]
         if entry.identity == self._identity:
             del self._rows[entry.entry.key]
-            self._tally.add(entry, -1)
+            self._use.add(entry, -1)
             for observer in self.observers:
                 observer.on_removed([entry.entry.key])
         self._used.pop(row_id, None)
@@ -307,7 +315,7 @@ class DiskStore:
 
     def commit(self) -> None:
         """Return when all changes are on the medium."""
-        with self._tally.writing():
+        with self._use.writing():
             self._guarded(self._commit, None)
 
     def _commit(self) -> None:
@@ -406,7 +414,7 @@ class DiskStore:
             observer.on_removed(self._rows)
         self._entries.clear()
         self._rows.clear()
-        self._tally.forget()
+        self._use.blocks = self._use.snapshots = self._use.bytes = 0
 
     def _shut(self) -> None:
         try:
@@ -419,12 +427,8 @@ class DiskStore:
     @property
     def use(self) -> StoreUse:
         """Present counts."""
-        return self._tally.use(
-            other_entries=len(self._entries) - len(self._rows),
-            limit_bytes=self._limit_pages * PAGE_BYTES,
-            drops=dict(self.drops),
-            is_on=self.problem is None,
-        )
+        others, is_on = len(self._entries) - len(self._rows), self.problem is None
+        return replace(self._use, other_entries=others, is_on=is_on, drops=self.drops.copy())
 
     def check(self) -> None:
         """Assert that every page is free, waits for a commit, or belongs to one entry."""
@@ -434,7 +438,8 @@ class DiskStore:
             self._free.check([*used, *waiting])
             assert set(self._rows.values()) <= self._entries.keys(), "a key without an entry"
             kinds = Counter(key.kind for key in self._rows)
-            assert all(self._tally.entries[kind] == kinds[kind] for kind in EntryKind), "entries miscounted"
+            counts = self._use.blocks, self._use.snapshots
+            assert counts == (kinds[EntryKind.BLOCK], kinds[EntryKind.SNAPSHOT]), "entries miscounted"
             pages = sum(pages_of(self._entries[row_id].size) for row_id in self._rows.values())
-            assert self._tally.pages == pages, "pages miscounted"
+            assert self._use.bytes == PAGE_BYTES * pages, "pages miscounted"
             assert self._data.size <= self._limit_pages * PAGE_BYTES, "the file is longer than its limit"

@@ -38,121 +38,51 @@ REASONS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoreUse:
     """Counts of a store.
 
     Attributes:
+        limit_bytes: Budget of the data file.
+        is_on: Whether the store is in use: false after a failure of the directory.
         blocks: Blocks of this identity.
         snapshots: Snapshots of this identity.
         bytes: Bytes of both, in whole pages.
         other_entries: Entries of other identities.
-        limit_bytes: Budget of the data file.
-        written: Entries written since the start.
         read: Entries read since the start.
-        written_bytes: Bytes of the entries written.
+        written: Entries written since the start.
         read_bytes: Bytes of the entries read.
-        write_seconds: Time that writes and commits took.
+        written_bytes: Bytes of the entries written.
         read_seconds: Time that reads took, those included that found damage.
+        write_seconds: Time that writes and commits took.
         drops: Entries that were dropped, or not taken, by reason.
-        is_on: Whether the store is in use: false after a failure of the directory.
     """
 
-    blocks: int
-    snapshots: int
-    bytes: int
-    other_entries: int
     limit_bytes: int
-    written: int
-    read: int
-    written_bytes: int
-    read_bytes: int
-    write_seconds: float
-    read_seconds: float
-    drops: dict[str, int]
-    is_on: bool
+    is_on: bool = True
+    blocks: int = 0
+    snapshots: int = 0
+    bytes: int = 0
+    other_entries: int = 0
+    read: int = 0
+    written: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    drops: Counter[str] = field(default_factory=Counter)
 
     @property
     def entries(self) -> int:
         """Entries of this identity."""
         return self.blocks + self.snapshots
 
-
-@dataclass(frozen=True)
-class DiskUse:
-    """Counts of the entries on disk of one cache, for results, metrics and the status page.
-
-    Attributes:
-        store: Counts of the store.
-        loaded: Entries that were put back into memory.
-        left_out: Entries that were not written at the end, for want of time or room.
-        tier: Counts of what leaves memory and comes back (`TierCounts`); empty if the store is used between processes
-            only.
-        tier_drops: Entries that the tier did not take, by reason.
-    """
-
-    store: StoreUse
-    loaded: int
-    left_out: int
-    tier: Mapping[str, float] = field(default_factory=dict)
-    tier_drops: Mapping[str, int] = field(default_factory=dict)
-
-    def shown(self) -> dict[str, object]:
-        """Return the counts by name, as in `prefix_cache_disk` of a run's counts."""
-        store = self.store
-        return {
-            "is_on": store.is_on,
-            "blocks": store.blocks,
-            "snapshots": store.snapshots,
-            "bytes": store.bytes,
-            "limit_bytes": store.limit_bytes,
-            "other_entries": store.other_entries,
-            "loaded": self.loaded,
-            "read": store.read,
-            "written": store.written,
-            "left_out": self.left_out,
-            "read_bytes": store.read_bytes,
-            "written_bytes": store.written_bytes,
-            "read_seconds": round(store.read_seconds, 6),
-            "write_seconds": round(store.write_seconds, 6),
-            **{name: round(value, 6) for name, value in self.tier.items()},
-            "drops": dict(sorted((Counter(store.drops) + Counter(self.tier_drops)).items())),
-        }
-
-
-@dataclass
-class StoreTally:
-    """Running counts of a store, so that reading them costs the same whatever it holds.
-
-    Attributes:
-        entries: Entries of the store's identity, by kind.
-        pages: Pages of these entries.
-        written: Entries written.
-        written_bytes: Bytes of entries written.
-        write_seconds: Time of writes and commits.
-        read: Entries read.
-        read_bytes: Bytes of entries read.
-        read_seconds: Time of reads.
-    """
-
-    entries: dict[EntryKind, int] = field(default_factory=lambda: dict.fromkeys(EntryKind, 0))
-    pages: int = 0
-    written: int = 0
-    written_bytes: int = 0
-    write_seconds: float = 0.0
-    read: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-
     def add(self, entry: StoredEntry, sign: int = 1) -> None:
-        """Count an entry of the store's identity that is stored now, or with a sign of -1 no longer."""
-        self.entries[entry.entry.key.kind] += sign
-        self.pages += sign * pages_of(entry.size)
-
-    def forget(self) -> None:
-        """Count that nothing is stored."""
-        self.entries = dict.fromkeys(EntryKind, 0)
-        self.pages = 0
+        """Count an entry of this identity that is stored now, or with a sign of -1 no longer."""
+        is_block = entry.entry.key.kind is EntryKind.BLOCK
+        self.blocks += sign * is_block
+        self.snapshots += sign * (not is_block)
+        self.bytes += sign * PAGE_BYTES * pages_of(entry.size)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -172,20 +102,30 @@ class StoreTally:
         finally:
             self.read_seconds += time.perf_counter() - started
 
-    def use(self, *, other_entries: int, limit_bytes: int, drops: dict[str, int], is_on: bool) -> StoreUse:
-        """Return the present counts; the arguments are fields of `StoreUse`."""
-        return StoreUse(
-            blocks=self.entries[EntryKind.BLOCK],
-            snapshots=self.entries[EntryKind.SNAPSHOT],
-            bytes=PAGE_BYTES * self.pages,
-            other_entries=other_entries,
-            limit_bytes=limit_bytes,
-            written=self.written,
-            read=self.read,
-            written_bytes=self.written_bytes,
-            read_bytes=self.read_bytes,
-            write_seconds=self.write_seconds,
-            read_seconds=self.read_seconds,
-            drops=drops,
-            is_on=is_on,
-        )
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Counts of the entries on disk of one cache, for results, metrics and the status page.
+
+    Attributes:
+        store: Counts of the store.
+        loaded: Entries that were put back into memory.
+        left_out: Entries that were not written at the end, for want of time or room.
+        tier: Counts of what leaves memory and comes back (`TierCounts`); empty before the tier is live.
+        tier_drops: Entries that the tier did not take, by reason.
+    """
+
+    store: StoreUse
+    loaded: int
+    left_out: int
+    tier: Mapping[str, float] = field(default_factory=dict)
+    tier_drops: Mapping[str, int] = field(default_factory=dict)
+
+    def shown(self) -> dict[str, object]:
+        """Return the counts by name, as in `prefix_cache_disk` of a run's counts."""
+        counts = vars(self.store) | {"loaded": self.loaded, "left_out": self.left_out} | dict(self.tier)
+        drops = Counter(self.store.drops) + Counter(self.tier_drops)
+        return {name: round(count, 6) for name, count in counts.items() if name != "drops"} | {
+            "is_on": self.store.is_on,
+            "drops": dict(sorted(drops.items())),
+        }
