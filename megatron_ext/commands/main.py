@@ -30,6 +30,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "run": Command("megatron_ext.commands.run", "run_process", "run prompts; by default the shipped ones"),
     "serve": Command("megatron_ext.commands.serve", "main", "serve a model with OpenAI's API"),
+    "chat": Command("megatron_ext.commands.chat", "main", "chat with a model in the terminal"),
     "simulate": Command("megatron_ext.commands.simulate", "main", "simulate the prefix cache on a trace of requests"),
     "explain": Command("megatron_ext.commands.explain", "main", "explain why a prompt misses another one's prefix"),
     "prefix-cache": Command(
