@@ -311,7 +311,7 @@ class EngineClient:
             self._step()
         except Exception as error:
             self._note_failed_step(error)
-        self._listener.on_call()
+            self._listener.on_call()
         self._submit_step()
 
     def _step(self) -> StepOutput:

@@ -19,7 +19,7 @@ class ClientListener:
         """Handle requests that have new updates or have ended."""
 
     def on_call(self) -> None:
-        """Handle the end of a step or of a call between two steps."""
+        """Handle the end of a call between two steps, or of a failed step."""
 
     def on_failed_step(self, error: Exception) -> None:
         """Handle a failed step; its requests are retried or given up."""

@@ -128,10 +128,11 @@ class EngineCore:
         """
         self.check_free(request_id)
         request = self._intake.make(request_id, inputs, group)
+        matcher = self.output.matcher_of(request)  # before anything is noted, since it may fail on what is continued
         error = check_admissible(request, self.scheduler.limits)
         replica = self._replica_of(request, replica_index) if error is None else self.replicas[0]
         scheduler = replica.scheduler
-        self.output.open(request, scheduler)  # first, since stop words may fail on what is continued
+        self.output.open(request, scheduler, matcher)
         if error is None:
             scheduler.add(request)
             replica.structured_outputs.add(request)

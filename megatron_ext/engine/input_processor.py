@@ -79,9 +79,13 @@ class InputProcessor:
         _check_checkpoints(params.cache_checkpoint, len(tokens))
         check_drafts(params, self._settings.max_drafts)
         if params.response_format is not None:
-            self._settings.matcher(params.response_format)
+            matcher = self._settings.matcher(params.response_format)
             if not ends:
                 raise ConfigError("response_format needs a token that ends the answer; leave ignore_eos out")
+            try:
+                matcher.allowed(ends)
+            except ValueError as refused:
+                raise ConfigError(f"response_format: no output can begin: {refused}") from None
         if params.logit_bias:
             self._settings.vocabulary.check_biased([token for token, _ in params.logit_bias])
         if continued is not None:

@@ -55,15 +55,20 @@ class OutputProcessor:
         """Return all requests that are not reported yet."""
         return [request for request, _ in self._requests.values()]
 
-    def open(self, request: Request, scheduler: Scheduler) -> None:
-        """Begin to process the output of a request of a scheduler."""
-        words, continued = request.params.stop_words, request.continued_tokens
-        if words:
-            matcher = StopWordMatcher(words, self._detokenize(request))
-            if continued:
-                matcher.feed(continued, ignore=True)
+    def matcher_of(self, request: Request) -> StopWordMatcher | None:
+        """Return a matcher of stop words after the output that a request continues; None without stop words."""
+        if not request.params.stop_words:
+            return None
+        matcher = StopWordMatcher(request.params.stop_words, self._detokenize(request))
+        if request.continued_tokens:
+            matcher.feed(request.continued_tokens, ignore=True)
+        return matcher
+
+    def open(self, request: Request, scheduler: Scheduler, matcher: StopWordMatcher | None) -> None:
+        """Begin to process the output of a request of a scheduler, with its `matcher_of`."""
+        if matcher is not None:
             self._matchers[request.request_id] = matcher
-        request.output.taken = len(continued)
+        request.output.taken = len(request.continued_tokens)
         self._requests[request.request_id] = request, scheduler
 
     def take(self, chunks: Iterable[Chunk], result: StepResult) -> None:

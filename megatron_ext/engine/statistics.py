@@ -12,6 +12,8 @@ from megatron_ext.engine.cache_audit import AuditCounts, AuditFinding, CacheAudi
 from megatron_ext.prefix_cache.cache_use import CacheUse
 from megatron_ext.prefix_cache.disk.store_use import DiskUse
 from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
+from megatron_ext.scheduling.queue import RequestQueue
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse
 
@@ -28,7 +30,7 @@ Counts = TypeVar("Counts", AuditCounts, CacheUse, Counters)
 
 def total(parts: Sequence[Counts]) -> Counts:
     """Return the sum of the counts of several replicas, field by field; with one replica its own."""
-    if len(parts) == 1:  # a server reads them twice a step
+    if len(parts) == 1:  # a server reads them in each step
         return parts[0]
     names = [field.name for field in dataclasses.fields(parts[0])]
     return type(parts[0])(**{name: sum(getattr(part, name) for part in parts) for name in names})
@@ -73,11 +75,15 @@ class EngineStatistics:
         cls, scheduler: Scheduler, *, ended: int = 0, steps: int = 0, audit: CacheAudit | None = None
     ) -> EngineStatistics:
         """Read the statistics of one replica, in the engine's thread."""
+
+        def size(queue: RequestQueue | WaitingQueue) -> int:
+            return len(queue) if audit is None else sum(request.audit is None for request in queue)
+
         queues, use, costs = scheduler.queues, scheduler.cache.use(), scheduler.limits.costs
         snapshots = use.slots_used + use.provisional_slots
         return cls(
-            running=sum(request.audit is None for request in queues.running),
-            waiting=sum(request.audit is None for request in queues.waiting),
+            running=size(queues.running),
+            waiting=size(queues.waiting),
             paused=len(queues.paused),
             ended=ended,
             steps=steps,

@@ -216,7 +216,14 @@ class LLMEngine:
         return self._core.step_counts()
 
     def close(self) -> None:
-        """End requests in flight with `EngineClosed`, and free all resources. Further calls do nothing."""
-        if self.client.close():
-            self._core.resources.free()
-            self._on_close()
+        """End requests in flight with `EngineClosed`, and free all resources. Further calls do nothing.
+
+        An error of the end itself is raised after that.
+        """
+        is_first = True
+        try:
+            is_first = self.client.close()
+        finally:
+            if is_first:
+                self._core.resources.free()
+                self._on_close()

@@ -56,6 +56,7 @@ class Proposals:
         if self._paused_steps:
             self._paused_steps -= 1
             return {}, []
+        errors: list[DraftError] = []
         started = self._clock()
         answers = self._drafter.propose(requests)
         seconds = self._clock() - started
@@ -64,8 +65,8 @@ class Proposals:
             late = (
                 f"drafting took {seconds:.1f} seconds; no drafts are requested in the next {self._paused_steps} steps"
             )
-            return {}, [DraftError(late)]
-        drafts, errors = {}, []
+            errors.append(DraftError(late))
+        drafts = {}
         for request in requests if answers != {} else ():
             try:
                 given = self._checked(request, answers)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.engine.error_isolation import ErrorIsolation
+from megatron_ext.engine.input_processor import InputProcessor
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.errors import ConfigError
@@ -40,7 +43,7 @@ def opened(request: Request, scheduler: Scheduler | None = None) -> OutputProces
     scheduler = scheduler or Scheduler(make_limits())
     scheduler.add(request)
     output = OutputProcessor(Vocabulary(PieceTokenizer(WORDS), WORDS), ErrorIsolation("the engine"))
-    output.open(request, scheduler)
+    output.open(request, scheduler, output.matcher_of(request))
     return output
 
 
@@ -105,6 +108,21 @@ def test_a_continued_output_keeps_its_log_probs():
 
 
 # Input
+
+
+def test_a_form_that_no_output_can_begin_is_refused_as_it_arrives():
+    """SE-10: an error before anything is known of the request."""
+
+    class Never:
+        def allowed(self, ends: Sequence[int]) -> bytes:
+            raise ValueError("no token can follow")
+
+    paper = Paper()
+    settings = dataclasses.replace(paper.engine._intake._settings, matcher=lambda form: Never())
+    paper.engine._intake = InputProcessor(settings)
+    with pytest.raises(ConfigError, match="response_format: no output can begin: no token can follow"):
+        paper.add(0, PROMPT, response_format=ResponseFormat("regex", "a"))
+    assert not paper.engine.is_busy
 
 
 def test_a_checkpoint_lies_within_the_prompt_or_at_its_end():

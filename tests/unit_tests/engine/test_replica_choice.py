@@ -6,8 +6,11 @@ import random
 
 import pytest
 
+from megatron_ext.config import RequestParams
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.prefix_cache.observer import SeveralObservers
+from megatron_ext.scheduling.request_inputs import RequestInputs
+from megatron_ext.text.stop_words import StopWordMatcher
 from tests.priority import TestPriority
 from tests.unit_tests.support.replicas import Replicas
 
@@ -177,6 +180,19 @@ class TestKnowledge:
         world.run()
         assert [view.load for view in world.core._choice._router.replicas()] == [0, 0]
         assert not world.core._choice._in_flight
+
+    def test_a_request_that_cannot_be_added_is_no_load(self, monkeypatch):
+        """KV-7: its id can be used again."""
+        world = Replicas(2)
+        world.add(range(90), 4)
+        world.run()
+        inputs = RequestInputs(tuple(range(90)), RequestParams(8, stop_words=("<7>",)), continued=world.records[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(StopWordMatcher, "feed", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                world.core.add(1, inputs)
+        assert [view.load for view in world.core._choice._router.replicas()] == [0, 0]
+        world.core.add(1, inputs)
 
     def test_a_caller_that_names_the_replica_gets_it(self):
         """KV-7: a named replica goes before the policy, and counts as load."""

@@ -48,6 +48,19 @@ def test_the_end_frees_the_pools_once():
     assert blocks() is None
 
 
+def test_an_engine_that_fails_to_close_frees_the_pools(monkeypatch):
+    """PY-5: the error is raised after that."""
+    closed = []
+    engine = LLMEngine(tiny_engine(), on_close=lambda: closed.append(True))
+    core, blocks = engine.inference_engine.core, weakref.ref(engine.inference_engine.context.allocated.kv)
+    monkeypatch.setattr(core, "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.close()
+    engine.close()
+    assert closed == [True]
+    assert blocks() is None
+
+
 @pytest.mark.parametrize("is_caching", [True, False])
 def test_facts_are_those_of_the_engine(is_caching):
     inner = tiny_engine(cache=CacheConfig(enable_prefix_caching=is_caching, snapshot_slots=16))
