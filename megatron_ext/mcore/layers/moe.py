@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
 from megatron_ext.mcore.layers.token_dispatch import SharedTokensDispatcher, is_alone
 from megatron_ext.mcore.versions import builder
 from megatron_ext.ops.linear import PackableLinear
+from megatron_ext.ops.linear.few_rows import with_rows
 from megatron_ext.runner.step_routing import record_routing
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -54,7 +56,9 @@ class EagerRouter(TopKRouter):
         """Compute router logits in the configured type: [s, b, h] -> [s, b, experts]."""
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(input.to(dtype), self.weight.to(dtype), bias)
+        multiply = partial(F.linear, weight=self.weight.to(dtype), bias=bias)
+        rows = input.to(dtype)
+        return with_rows(multiply, rows) if rows.is_cpu else multiply(rows)
 
     def routing(self, logits: Tensor, *args: object, **options: object) -> tuple[Tensor, Tensor]:
         """Choose the experts of [s, b, experts] logits as upstream does, and record them if the step asks for it."""

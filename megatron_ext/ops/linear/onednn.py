@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.linear import table
+from megatron_ext.ops.linear.few_rows import depends_on_rows, with_rows
 from megatron_ext.ops.linear.reference import LinearBackend
 
 NAME: Final = "onednn"
@@ -59,6 +60,11 @@ class OneDnnWeight:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product [..., o] of x [..., i]; without gradients."""
+        if depends_on_rows(x):
+            return with_rows(lambda rows: self._multiply(rows, bias), x)
+        return self._multiply(x, bias)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         output: Tensor = self._product(x, self._weight, bias, "none", [], "")
         return output
 

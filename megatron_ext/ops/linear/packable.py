@@ -10,9 +10,9 @@ from __future__ import annotations
 from operator import attrgetter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ext.ops.linear.few_rows import linear
 from megatron_ext.ops.linear.packed import PackedWeight
 from megatron_ext.ops.linear.reference import LinearBackend
 
@@ -63,7 +63,7 @@ class Packable:
         packed = self.packed
         if packed is not None and (weight is None or any(weight is one for one in (self.weight, *self.packed_beside))):
             return packed(x, bias)
-        return F.linear(x, self.weight if weight is None else weight, bias)
+        return linear(x, self.weight if weight is None else weight, bias)
 
     def pack(self, backend: LinearBackend, beside: nn.Parameter | None = None) -> None:
         """Pack the layer's weight, which is given up.

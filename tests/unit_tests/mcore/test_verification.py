@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
+import torch
+from torch import Tensor
 
+from megatron_ext.ops import cpp
 from megatron_ext.speculation.ngram import NgramDrafter
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.support.drafters import (
     ANSWERS,
@@ -17,6 +22,7 @@ from tests.unit_tests.support.drafters import (
     caching,
 )
 from tests.unit_tests.support.driver import Driver, make_prompt
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -50,6 +56,36 @@ def pairs(get_driver):
         return found[kind, mode]
 
     return of
+
+
+def bits_of(driver: Driver) -> dict[tuple[int, int], Tensor]:
+    """Return the logits of the last step that computed each position, by request and position."""
+    return {
+        (request_id, position): logits[-1]
+        for request_id, seen in driver.seen.items()
+        for position, logits in seen.logits.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("kind", long_except(["hybrid", "attention_only"], [*KINDS, "experts"]))
+@pytest.mark.skipif(not cpp.can_be_built(), reason="no C++ compiler")
+def test_no_bit_changes_in_16_bits(kind, dtype):
+    """SP-1: logits of rows that verify drafts are those of decode steps to the bit; some sums have 8,192 products."""
+    config = dataclasses.replace(
+        CONFIGS[kind], ffn_hidden_size=8192, moe_ffn_hidden_size=8192 if kind == "experts" else None
+    )
+    model = build_slow_decay(config).to(dtype)
+    pair = Pair(lambda **options: Driver(model, config, dtype=dtype, **options), cache=caching("kernel"))
+    drafter = Knowing(ANSWERS["right_for_a_while"])
+    chat(pair.plain)
+    drafter.truth = pair.truth()
+    driver = pair.speculating(drafter, 4)
+    chat(driver)
+    found, expected = bits_of(driver), bits_of(pair.plain)
+    assert driver.scheduler.counters.accepted > 10
+    assert expected.keys() <= found.keys()
+    assert [place for place, logits in expected.items() if not torch.equal(logits, found[place])] == []
 
 
 def cases() -> list:

@@ -115,6 +115,27 @@ def test_rows_are_independent(product):
     assert_within_bound(found[kept], x[kept], weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(97, 256), (64, 1024), (97, 1025), (576, 1536), (64, 8192)])
+def test_rows_of_16_bits_have_the_same_bits_in_every_layer(outputs, inputs, packs, dtype):
+    """SP-1: by whatever computes a layer: a row alone, beside others that verify drafts, and in a prefill."""
+    layer = PackableLinear(inputs, outputs, dtype=dtype)
+    layer.weight.data, layer.bias.data = numbers(outputs, inputs, dtype=dtype), numbers(outputs, dtype=dtype)
+    if packs:
+        backend = onednn.BACKEND if onednn.supports(layer.weight) else cpp.BACKEND
+        if backend is cpp.BACKEND and not can_be_built():
+            pytest.skip("nothing packs this weight here")
+        layer.pack(backend)
+    x = numbers(96, 1, inputs, dtype=dtype) * numbers(96, 1, inputs, seed=1, dtype=dtype).exp()  # some are great
+    with torch.inference_mode():
+        whole = layer(x)
+        for rows in (1, 2, 3, 4, 5, 8, 9, 17, 33):
+            for first in range(0, 96 - rows, rows):
+                assert torch.equal(layer(x[first : first + rows]), whole[first : first + rows]), (rows, first)
+        assert torch.equal(layer(x[5, 0]), whole[5, 0])
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", cpp.DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(97, 61), (300, 1024), (2100, 130)])
