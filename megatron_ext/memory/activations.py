@@ -23,6 +23,10 @@ TILE = 64
 """Tokens of a tile of a recurrence on CUDA, which leaves a state for each tile."""
 DRAWN_ROWS = 128
 """Rows that are drawn at once on CUDA, at most, each with scratch memory of its size."""
+THREAD_SPANS, THREAD_ROWS, THREAD_KEYS = 16, 64, 64
+"""Partial sums of attention that a thread of a CPU keeps in C++, rows of one, and keys of a tile."""
+DRAWN_BYTES = 24
+"""Bytes of a word that a thread of a CPU draws from in C++, at most: its key, and a key with its weight."""
 _FP32 = 4  # bytes
 
 
@@ -35,12 +39,21 @@ class FullStep:
         requests: Chunks, each of which may yield a token.
         longest: Tokens of the longest request.
         is_cuda: Whether kernels for CUDA compute it.
+        drafts: Drafts of a request that are verified, at most; each yields logits.
+        threads: Threads that compute it on a CPU.
     """
 
     tokens: int
     requests: int
     longest: int
     is_cuda: bool
+    drafts: int = 0
+    threads: int = 1
+
+    @property
+    def sampled(self) -> int:
+        """Rows of logits."""
+        return min(self.tokens, self.requests * (1 + self.drafts))
 
 
 @dataclass(frozen=True)
@@ -70,11 +83,23 @@ def activation_bytes(config: ModelFields, step: FullStep, widths: LayerWidths) -
         found += step.tokens * 4 * (config.num_experts or 0) * _FP32  # scores of experts
     if config.is_hybrid:
         found += (step.tokens // TILE + 2 * step.requests) * widths.state_elements * widths.itemsize
-    if step.is_cuda and any(map(is_attention, letters)):
-        found += _partial_sums(config, step, math.ceil(config.num_attention_heads * widths.share))
+    words = config.vocab_size or 0
     if step.is_cuda:
-        found += min(step.requests, DRAWN_ROWS) * (config.vocab_size or 0) * _FP32
-    return found + step.requests * (config.vocab_size or 0) * (widths.itemsize + 2 * _FP32)
+        found += min(step.sampled, DRAWN_ROWS) * words * _FP32
+    else:
+        found += min(step.sampled, step.threads) * words * DRAWN_BYTES
+    if any(map(is_attention, letters)):
+        heads = math.ceil(config.num_attention_heads * widths.share)
+        sums = _partial_sums(config, step, heads) if step.is_cuda else step.threads * thread_sums(config.head_channels)
+        found += sums
+    return found + step.sampled * words * (widths.itemsize + 2 * _FP32)
+
+
+def thread_sums(head_channels: int) -> int:
+    """Return the bytes of the partial sums of attention, and of its tiles, of one thread of a CPU."""
+    sums = (THREAD_SPANS + 1) * THREAD_ROWS * (head_channels + 2)
+    tiles = (5 * THREAD_ROWS + THREAD_KEYS) * (head_channels + THREAD_KEYS)  # queries, two sums, keys, values; scores
+    return (sums + tiles) * _FP32
 
 
 def _partial_sums(config: ModelFields, step: FullStep, heads: int) -> int:

@@ -168,7 +168,7 @@ def plan_engine(
         speculative_tokens=speculative_tokens,
         draft=draft,
         record_bytes=shape.states.record_bytes if shape.states else 0,
-        activation_bytes=_activation_bytes(shape, config, batching, longest, device_type),
+        activation_bytes=_activation_bytes(shape, config, batching, longest, device_type, speculative_tokens),
         log_prob_bytes=shape.log_prob_bytes(batching.block_size) if cache.keeps_log_probs else 0,
     )
     capacities = peers.gather(partial(_capacity, memory, batching, cache, device_type, available_bytes))
@@ -200,11 +200,12 @@ def plan_engine(
 
 
 def _activation_bytes(
-    shape: ModelShape, config: ModelConfig, batching: BatchingConfig, longest: int, device_type: str
+    shape: ModelShape, config: ModelConfig, batching: BatchingConfig, longest: int, device_type: str, drafts: int
 ) -> int:
     """Return the bytes of the temporary tensors of a full step on this rank."""
     tokens, requests = batching.max_tokens_on(device_type), batching.effective_max_requests
-    step = FullStep(tokens, min(requests, tokens), longest, is_cuda=device_type == "cuda")
+    is_cuda = device_type == "cuda"
+    step = FullStep(tokens, min(requests, tokens), longest, is_cuda, drafts, torch.get_num_threads())
     share = min(1.0, shape.kv_heads / config.query_groups) if shape.attention_layers else 1.0
     widths = LayerWidths(shape.dtype.itemsize, share)
     if shape.states is not None:

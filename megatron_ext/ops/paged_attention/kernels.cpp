@@ -20,6 +20,7 @@ namespace {
 // Sums are begun anew, and added up in order, at multiples of so many keys: a sequence's spans may then be computed by
 // several threads, and what comes out is the same if one thread does them all.
 constexpr int64_t SPAN = 32 * KEYS;
+constexpr int64_t SPANS_AT_ONCE = 16;  // of each thread, whose sums are kept
 
 constexpr double LOG2_E = 1.4426950408889634;
 
@@ -67,8 +68,12 @@ struct Rows {
 
 // Memory of one thread, for one piece of work at a time.
 struct Room {
+  static int64_t floats(int64_t head_size) {
+    return (3 * LANES + 2 * KEYS) * head_size + GROUP * padded(head_size) + (KEYS + 5) * LANES;
+  }
+
   explicit Room(int64_t head_size) {
-    float* next = scratch<0>((3 * LANES + 2 * KEYS) * head_size + GROUP * padded(head_size) + (KEYS + 5) * LANES);
+    float* next = scratch<0>(floats(head_size));
     const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
     queries = take(LANES * head_size);
     positions = take(LANES);
@@ -304,36 +309,55 @@ std::vector<Rows> cut(const Step& step, int64_t sequences, int64_t key_heads) {
   return pieces;
 }
 
-// Rows whose keys are too many for one thread while others have nothing to do: each span is a piece of work.
+// Rows whose keys are too many for one thread while others have nothing to do: each span is a piece of work. A wave of
+// spans is computed, then merged in order; `whole` is merged into until the row's last span. So memory depends on the
+// number of threads only: it is counted in memory/activations.py.
 void attend_together(const Step& step, const std::vector<Rows>& all) {
   struct Span {
     const Rows* rows;
     int64_t begin;
   };
   std::vector<Span> spans;
-  for (const Rows& rows : all)
+  int64_t most = 0;  // rows
+  for (const Rows& rows : all) {
+    most = std::max(most, rows.count);
     for (int64_t begin = 0; begin < rows.keys; begin += SPAN) spans.push_back({&rows, begin});
-  const int64_t each = Sums::floats(step.head_size, LANES);
-  std::vector<float> memory(spans.size() * each);
-  for_each(spans.size(), [&](int64_t i) {
-    with_way(step, spans[i].rows->count, [&](auto way) {
-      using Way = decltype(way);
-      const Room room(step.head_size);
-      load_queries<Way>(step, *spans[i].rows, room.queries);
-      const Sums sums = Sums::in(memory.data() + i * each, step.head_size, Way::ROWS);
-      attend_span<Way>(step, *spans[i].rows, spans[i].begin, room, sums);
-    });
-  });
-  for (int64_t i = 0, first = 0; i < static_cast<int64_t>(spans.size()); ++i) {
-    const Rows& rows = *spans[i].rows;
-    if (spans[i].begin == 0) first = i;
-    with_way(step, rows.count, [&](auto way) {
-      using Way = decltype(way);
-      const Sums whole = Sums::in(memory.data() + first * each, step.head_size, Way::ROWS);
-      if (i != first) Way::merge(whole, Sums::in(memory.data() + i * each, step.head_size, Way::ROWS), step.head_size);
-      if (spans[i].begin + SPAN >= rows.keys) store_rows<Way>(step, rows, whole);
-    });
   }
+  const int64_t count = spans.size(), wave = std::min(count, SPANS_AT_ONCE * at::get_num_threads());
+  const int64_t each = Sums::floats(step.head_size, padded(most));
+  const at::Tensor memory = at::empty({(wave + 1) * each}, at::kFloat);
+  float* const whole = memory.mutable_data_ptr<float>();
+  for (int64_t first = 0; first < count; first += wave) {
+    const int64_t here = std::min(wave, count - first);
+    for_each(here, [&](int64_t i) {
+      const Span& span = spans[first + i];
+      with_way(step, span.rows->count, [&](auto way) {
+        using Way = decltype(way);
+        const Room room(step.head_size);
+        load_queries<Way>(step, *span.rows, room.queries);
+        const Sums sums = Sums::in(whole + (i + 1) * each, step.head_size, Way::ROWS);
+        attend_span<Way>(step, *span.rows, span.begin, room, sums);
+      });
+    });
+    for (int64_t i = 0; i < here; ++i) {
+      const Span& span = spans[first + i];
+      float* const sums = whole + (i + 1) * each;
+      with_way(step, span.rows->count, [&](auto way) {
+        using Way = decltype(way);
+        const Sums merged = Sums::in(whole, step.head_size, Way::ROWS);
+        if (span.begin == 0)
+          std::copy_n(sums, each, whole);
+        else
+          Way::merge(merged, Sums::in(sums, step.head_size, Way::ROWS), step.head_size);
+        if (span.begin + SPAN >= span.rows->keys) store_rows<Way>(step, *span.rows, merged);
+      });
+    }
+  }
+}
+
+// Floats of one thread's memory: sums of its spans of a wave, and its room.
+int64_t floats_of_a_thread(int64_t head_size) {
+  return (SPANS_AT_ONCE + 1) * Sums::floats(head_size, LANES) + Room::floats(head_size);
 }
 
 void attend_all(const Step& step, const std::vector<Rows>& pieces) {
@@ -384,6 +408,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& key_cache, con
 }  // namespace megatron_ext::attention
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
+  library.def("attention_floats_of_a_thread(int head_size) -> int", &megatron_ext::attention::floats_of_a_thread);
   library.def(
       "paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor tables, Tensor starts, Tensor lengths, "
       "float scale, Tensor? sinks=None) -> Tensor");

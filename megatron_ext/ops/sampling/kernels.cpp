@@ -142,6 +142,7 @@ Key cut_at(std::vector<Weighted>& tokens, double before, double goal) {
 // The border of top_p among tokens that top_k has left.
 Key cut_kept(const Row& row, const std::vector<Key>& kept, double top_p) {
   std::vector<Weighted> tokens;
+  tokens.reserve(kept.size());
   double mass = 0;
   for (const Key key : kept) {
     tokens.push_back({key, row.weight(value_of(key))});
@@ -180,6 +181,7 @@ Key cut_by_mass(const Row& row, double top_p) {
   while (border < CLASSES - 1 && before + classes[border] < top_p * all) before += classes[border++];
   while (classes[border] == 0) --border;  // by rounding alone
   std::vector<Weighted> tokens;
+  tokens.reserve(row.words);  // growing takes more; what is not written takes no memory
   for (int64_t i = 0; i < row.words; i += W) {
     const Vec octaves = row.octaves(i);
     for_lanes(class_of(octaves) == Vec(static_cast<float>(border)), i, [&](int64_t id) {

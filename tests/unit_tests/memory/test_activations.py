@@ -21,6 +21,7 @@ from megatron_ext.memory.activations import (
     DECODE_GROUP,
     DECODE_SLOTS,
     DECODE_SPAN,
+    DRAWN_BYTES,
     DRAWN_ROWS,
     PREFILL_SPAN,
     SPLIT_ELEMENTS,
@@ -30,6 +31,7 @@ from megatron_ext.memory.activations import (
     FullStep,
     LayerWidths,
     activation_bytes,
+    thread_sums,
 )
 from megatron_ext.memory.budget import GIB, ModelMemory
 from megatron_ext.memory.fitting import plan_within
@@ -39,6 +41,7 @@ from megatron_ext.ops.paged_attention import triton as paged_attention
 from megatron_ext.ops.sampling import triton as sampling
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.triton.launching import tile_count
+from tests.unit_tests.support.drafters import ANSWERS, Knowing
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tools.kernel_checks.layer_calls import Calls
@@ -221,6 +224,30 @@ def test_scratch_of_draws_is_counted_for_as_many_rows_as_are_drawn_at_once():
     sums = config.num_attention_heads * (config.head_channels + 2) * 4  # attention's, of one span
     assert counted(128, is_cuda=True) - counted(127, is_cuda=True) == logits + config.vocab_size * 4 + sums
     assert counted(129, is_cuda=True) - counted(128, is_cuda=True) == logits + sums
+
+
+def test_drafts_and_threads_are_counted():
+    """EX-6, LA-4: each draft yields a row of logits; each thread of a CPU draws from a row and keeps partial sums."""
+    config = CONFIGS["attention_only"]
+
+    def counted(tokens: int = TOKENS, **step: int) -> int:
+        return activation_bytes(config, FullStep(tokens, 128, 1, is_cuda=False, **step), LayerWidths(2))
+
+    logits = config.vocab_size * (2 + 4 + 4)
+    assert counted(drafts=3) - counted() == 128 * 3 * logits
+    assert counted(drafts=15) == counted(drafts=7), "a step has no more rows than tokens"
+    per_thread = config.vocab_size * DRAWN_BYTES + thread_sums(config.head_channels)
+    assert counted(threads=8) - counted() == 7 * per_thread
+
+
+def test_an_engine_counts_the_rows_of_its_drafts(get_oracle):
+    """EX-6, LA-4."""
+    model, config = get_oracle("attention_only").model, CONFIGS["attention_only"]
+    plain, drafting = (
+        Driver(model, config, max_requests=4, max_tokens=64, **options).context.plan.activation_bytes
+        for options in ({}, {"drafter": Knowing(ANSWERS["right"]), "speculative_tokens": 3})
+    )
+    assert drafting - plain == 4 * 3 * config.vocab_size * 12
 
 
 def tile_states(tokens: int, requests: int) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.memory.activations import thread_sums
+from megatron_ext.ops import cpp
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, build_paged_batch, paged_attention
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.oracles import assert_close, attention
@@ -113,6 +116,40 @@ def test_the_same_bits_with_any_number_of_threads(cuts: list[tuple[int, int]], d
     for threads in (2, 3, 8):
         torch.set_num_threads(threads)
         assert torch.equal(sequence.attend(*cuts), one), threads
+
+
+def test_the_same_bits_in_several_waves_of_spans() -> None:
+    """EX-14: one thread computes 16 spans at a time; the second sequence begins within a wave and ends in the next."""
+    sequence = Sequence(36_000, block=64, head_size=8, heads=(3, 1))
+    cuts = (35_999, 36_000), (22_000, 22_001), (35_900, 36_000)
+    torch.set_num_threads(8)
+    once = sequence.attend(*cuts)
+    torch.set_num_threads(1)
+    assert torch.equal(sequence.attend(*cuts), once)
+    assert torch.equal(sequence.attend((22_000, 22_001)), once[1:2])
+
+
+@pytest.mark.parametrize("threads", [3, 8])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_memory_depends_neither_on_keys_nor_on_requests(threads: int, tokens: int) -> None:
+    """EX-6: partial sums of 512 spans, of few rows and of many, take what the plan counts for the threads."""
+    torch.set_num_threads(threads)
+    length, heads, head_size = 262_144, 2, 64
+    cache = torch.zeros(2, 1024, heads, head_size)
+    batch = build_paged_batch([[1] * (length // 1024)] * 2, [tokens] * 2, [length] * 2, 2 * (tokens == 1), 1024, "cpu")
+    q = torch.zeros(2 * tokens, heads, head_size)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        paged_attention(q, cache, cache, batch, scale=0.3)
+    events = profile.profiler.kineto_results.events()
+    peak = max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    assert q.nbytes < peak <= q.nbytes + threads * thread_sums(head_size)
+
+
+@pytest.mark.parametrize("head_size", [5, 64, 100, 128, 256])
+def test_memory_of_a_thread_is_what_the_plan_counts(head_size: int) -> None:
+    """EX-6."""
+    counted = thread_sums(head_size)
+    assert counted / 3 <= 4 * cpp.kernels().attention_floats_of_a_thread(head_size) <= counted
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
