@@ -59,10 +59,6 @@ class DiskLoading:
             self._place()
         self._note_runs()
 
-    def turn_off(self) -> None:
-        """Load nothing any more."""
-        self._tier.turn_off()
-
     def _give_up(self) -> None:
         loads, tier = self._scheduler.disk_loads, self._tier
         for number in tier.loads.keys() - loads.numbers():  # ended by a quarantine

@@ -229,8 +229,6 @@ class Replica:
         self.async_scheduling.weights_version = version
         if self.audit is not None:
             self.audit.forget()
-        if self.loading is not None:
-            self.loading.turn_off()
         self.scheduler.weights_changed(restarts=restarts)
 
     def suspend(self) -> None:

@@ -87,10 +87,8 @@ class StoreThread:
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
         """Remove entries, those that wait to be written, too, and wait until the medium has forgotten them."""
-        with self._changed:
-            for key in keys:
-                self._forget_write(key)
-        self.run(lambda store: store.forget(keys))
+        self.drop(keys)
+        self.run(lambda _: None)  # jobs are done in order
 
     def drop(self, keys: Sequence[EntryKey]) -> None:
         """Remove entries, those that wait to be written, too."""

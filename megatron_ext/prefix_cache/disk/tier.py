@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.disk.agreement import Agreement, SingleRankAgreement
@@ -37,6 +37,7 @@ MAX_LOADS = 8  # at a time
 MAX_LOAD_BYTES = 1024**3  # of loads at a time, if there are several
 MAX_RUNS = 256  # remembered
 
+K = TypeVar("K")
 CopyEntry = Callable[[CachedEntry, float], Content]
 
 
@@ -104,7 +105,10 @@ class DiskTier:
         self._ranks: Agreement = ranks or SingleRankAgreement()
         self._block_bytes, self._snapshot_bytes = sum(sizes.block), sum(sizes.snapshot or ())  # to estimate times
         self._held: dict[EntryKey, BlockHash | None] = {}  # with the hashes of the blocks before
-        self._runs: dict[tuple[BlockHash, BlockHash], int] = {}  # ends of runs by their ends; until an entry goes
+        # What was found for requests, since each step asks again: ends of runs, until an entry goes, and resume points
+        # by the block before the end, also until a snapshot comes.
+        self._runs: dict[tuple[BlockHash, BlockHash], int] = {}
+        self._resumes: dict[BlockHash, int] = {}
         self._last_used = 0.0
         self._numbers = 0
         self._unreported: deque[int] = deque()  # loads, in order
@@ -126,6 +130,7 @@ class DiskTier:
     def hold(self, parents: Mapping[EntryKey, BlockHash | None]) -> None:
         """Note entries that were on disk before the tier began, each with the hash of the block before."""
         self._held.update(parents)
+        self._resumes.clear()
 
     def agree_on_sizes(self) -> None:
         """Estimate times by the rank with the largest parts, since a stage may lack layers; all ranks call it."""
@@ -163,6 +168,8 @@ class DiskTier:
             at = used[key]
             if self._storage.write(key, sum(self._sizes.of(key)), lambda one=entry, at=at: self._copy(one, at)):  # type: ignore[misc]
                 self._held[key] = entry.parent
+                if key.kind is EntryKind.SNAPSHOT:
+                    self._resumes.clear()
                 self.counts.evicted += 1
             else:
                 self.drops[QUEUE_FULL] += 1
@@ -181,8 +188,7 @@ class DiskTier:
     def clear(self) -> None:
         """Forget all entries; they are gone from the medium when this returns."""
         self.forget_loads()
-        self._held.clear()
-        self._runs.clear()
+        self._drop(list(self._held))
         self._storage.clear()
 
     # Loads
@@ -200,8 +206,7 @@ class DiskTier:
         end = min(self.end_of_blocks(block_hashes, matched), most)
         has_snapshot = self._sizes.snapshot is not None
         if has_snapshot:
-            while end and (EntryKind.SNAPSHOT, block_hashes[end - 1]) not in self._held:
-                end -= 1
+            end = self._end_with_snapshot(block_hashes, end)
         if not end or not (has_snapshot or end > matched):
             return None
         return self.run(end, min(matched, end), has_snapshot=has_snapshot)
@@ -219,10 +224,17 @@ class DiskTier:
         end = self._runs.pop(ends, start)
         while end < len(block_hashes) and (EntryKind.BLOCK, block_hashes[end]) in self._held:
             end += 1
-        self._runs[ends] = end
-        if len(self._runs) > MAX_RUNS:
-            del self._runs[next(iter(self._runs))]
+        _remember(self._runs, ends, end)
         return end
+
+    def _end_with_snapshot(self, block_hashes: Sequence[BlockHash], end: int) -> int:
+        """Return the last of the first `end` blocks after which a snapshot is on disk, as a number of blocks."""
+        found = end and self._resumes.get(block_hashes[end - 1], end)
+        while found and (EntryKind.SNAPSHOT, block_hashes[found - 1]) not in self._held:
+            found -= 1
+        if end:
+            _remember(self._resumes, block_hashes[end - 1], found)
+        return found
 
     @property
     def may_begin(self) -> bool:
@@ -311,6 +323,7 @@ class DiskTier:
             self._held.pop(key, None)
         if keys:
             self._runs.clear()
+            self._resumes.clear()
 
     @property
     def is_due(self) -> bool:
@@ -373,6 +386,13 @@ class DiskTier:
     def check(self) -> None:
         """Assert that loads are within their bounds."""
         assert len(self.loads) <= MAX_LOADS, "too many loads"
+
+
+def _remember(found: dict[K, int], key: K, end: int) -> None:
+    """Keep what was found last, for a bounded number of sequences."""
+    found[key] = end
+    if len(found) > MAX_RUNS:
+        del found[next(iter(found))]
 
 
 def untrusted(

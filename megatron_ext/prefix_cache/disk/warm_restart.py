@@ -80,6 +80,7 @@ class WarmRestart:
         self._is_stopped = self._is_closed = False
         self._write_until = 0.0  # once the writing has begun
         self.tier: DiskTier | None = None
+        self._tiers: list[DiskTier] = []  # of all caches
         self.loaded = 0
         self.left_out = 0
 
@@ -101,6 +102,7 @@ class WarmRestart:
         if not self._is_current:
             return []
         self._cache, *others = caches
+        self._tiers.clear()
         is_start, memory = self.tier is None, self.memory
         own = {} if self._is_closed else self._thread.run(_entries)
         sizes = EntrySizes(
@@ -118,6 +120,7 @@ class WarmRestart:
             tier.hold({one.key: parent_of(one) for one in agreed if one.key not in restored.damaged})
             tier.agree_on_sizes()
             cache.lower_tier = tier
+            self._tiers.append(tier)
             return tier, restored.placed
 
         self.tier, count = tier, _ = tier_of(self._cache, self._ranks, own, self._thread)
@@ -180,8 +183,7 @@ class WarmRestart:
         """Keep nothing from now on: the identity is that of other weights. The reset of the cache forgets the rest."""
         if self._is_current:
             self._is_current = False
-            if self.tier is not None:
-                self.tier.turn_off()
+            self._end_tiers()
             logger.warning("prefix cache on disk: the weights were changed, so nothing is kept for the next start")
 
     # End
@@ -198,14 +200,14 @@ class WarmRestart:
         if self._is_closed or self.tier is None or not self._is_current:
             return
         self._write_until = time.monotonic() + self._drain_seconds
-        self._end_tier()
+        self._end_tiers()
         try:
             self._drain()
             self._run(DiskStore.commit)
         except LostRanksError as error:
             logger.warning("prefix cache on disk: %s: the writing ends", error)
         except NoAnswer:
-            self._is_closed = True
+            self._leave()
             logger.warning(NO_ANSWER)
             return
         use = self._thread.use
@@ -217,9 +219,15 @@ class WarmRestart:
                 self.left_out,
             )
 
-    def _end_tier(self) -> None:
+    def _end_tiers(self) -> None:
+        """Load nothing more; all ranks report the loads that were under way."""
+        for tier in self._tiers:
+            tier.turn_off()
+
+    def _leave(self) -> None:
+        """Leave the store alone from now on."""
+        self._is_closed = True
         if self.tier is not None:
-            self.tier.turn_off()
             self._cache.lower_tier = None
 
     def _run(self, job: Callable[[DiskStore], T]) -> T:
@@ -279,8 +287,8 @@ class WarmRestart:
         """Close the store; only entries that wait are written, and only in what is left of the time to write."""
         if self._is_closed:
             return
-        self._is_closed = True
-        self._end_tier()
+        self._end_tiers()
+        self._leave()
         if self._thread.stop(self._seconds_left):
             self.left_out += self._thread.left_out
         else:
@@ -290,9 +298,8 @@ class WarmRestart:
 
     def use(self) -> DiskUse:
         """Return the counts of the entries on disk."""
-        if self.tier is None:
-            return DiskUse(self._thread.use, self.loaded, self.left_out)
-        return DiskUse(self._thread.use, self.loaded, self.left_out, asdict(self.tier.counts), dict(self.tier.drops))
+        counts, drops = ({}, {}) if self.tier is None else (asdict(self.tier.counts), self.tier.drops.copy())
+        return DiskUse(self._thread.use, self.loaded, self.left_out, counts, drops)
 
     def counts(self) -> dict[str, object]:
         """Return the counts of the entries on disk by name."""

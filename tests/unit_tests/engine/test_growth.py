@@ -215,8 +215,8 @@ class World:
         self.disk: WarmRestart | None = None
         if directory is not None:
             store = open_directory_store(directory, bytes(32), ON_DISK * PAGE)
-            self.disk = WarmRestart(store, scheduler.cache, Bytes(), 1.0, 1e6)
-            self.core.attach_disk(self.disk)
+            self.disk = WarmRestart(store, Bytes(), 1.0, 1e6)
+            self.core.attach_disk(lambda: self.disk)
         self.engine = LLMEngine(_stub_of(self.core, limits))
         self.calls: Calls = self.engine.client._thread._calls
         self.metrics = Metrics("growth")
@@ -275,7 +275,7 @@ class World:
 
     async def _step(self) -> None:
         self.calls.run_next()
-        if self.disk is not None and self.disk._thread is not None:
+        if self.disk is not None:
             settle(self.disk._thread)
         for _ in range(3):  # deliveries, and what waits for them
             await asyncio.sleep(0)
@@ -401,7 +401,7 @@ def settle(thread: StoreThread, *_: object) -> None:
     """Wait until the thread of the store has done all that waits; jobs go before loads and writes."""
     left = [1]
     while left.pop():
-        thread.run(lambda: left.append(thread.left_out + len(thread._loads)))
+        thread.run(lambda _: left.append(thread.left_out + len(thread._loads)))
 
 
 @pytest.fixture

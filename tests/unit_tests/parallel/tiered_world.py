@@ -95,6 +95,7 @@ class Part:
         self._world, self.name, self.replica, self.memory = world, name, replica, memory
         self.disk = FakeDisk()
         self.tier: DiskTier | None = None
+        self.tiers: list[DiskTier] = []
 
     def go_live(self, caches: Sequence[PrefixCache]) -> list[tuple[DiskTier, LoadTarget]]:
         world, sizes = self._world, EntrySizes((8,), (8,) if caches[0].states is not None else None)
@@ -105,7 +106,7 @@ class Part:
             exchange = world.exchanges[replica].member(self.name)
             tiers.append((DiskTier(storage, sizes, self._copy, world.clock, PATIENCE, exchange), memory))
             cache.lower_tier = tiers[-1][0]
-        self.tier = tiers[0][0]
+        self.tier, self.tiers = tiers[0][0], [tier for tier, _ in tiers]
         return tiers
 
     def _copy(self, entry: CachedEntry, used: float) -> tuple[CachedEntry, list[Content]]:
@@ -116,13 +117,11 @@ class Part:
         return entry, [found]
 
     def keep(self) -> None:
-        assert self.tier is not None, "it is live"
-        self.tier.turn_off()
+        """Switch all tiers off, as `WarmRestart` does."""
+        for tier in self.tiers:
+            tier.turn_off()
 
-    def weights_changed(self) -> None:
-        """Switch the tier off for good, as `WarmRestart` does."""
-        assert self.tier is not None, "it is live"
-        self.tier.turn_off()
+    weights_changed = keep
 
     def abandon(self) -> None:
         """Close nothing."""

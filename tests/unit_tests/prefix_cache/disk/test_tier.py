@@ -92,6 +92,21 @@ def test_a_run_is_looked_for_once():
     assert len(tier._runs) < 500
 
 
+def test_a_resume_point_is_looked_for_once():
+    """EX-11: a long prefix without a snapshot at its end would be searched in each step."""
+    tier, disk, _ = tier_with(blocks="abcd", snapshots="a")
+    tier._held = held = CountedLookUps(tier._held)
+    for most in (9, 2):
+        held.count = 0
+        assert tier.find_run(NAMES, 0, 4).end == 1
+        assert held.count <= most
+    tier.on_evicted([CachedEntry(b"c", b"b", 3, None, 0)])
+    assert tier.find_run(NAMES, 0, 4).end == 3
+    disk.evict(EntryKey(EntryKind.SNAPSHOT, b"c"))
+    tier.follow()
+    assert tier.find_run(NAMES, 0, 4).end == 1
+
+
 def test_without_recurrent_layers_blocks_are_enough():
     """EX-11."""
     tier, _, _ = tier_with(blocks="bcd", has_states=False)
