@@ -57,8 +57,8 @@ def print_kv_cache_config(
         table.add_row("snapshots", f"{at_most}{geometry.snapshot_slots:,} slots of the same size")
     if geometry.slabs:
         layout = geometry.slabs
-        held = f"{counted(layout.blocks_per_slab, 'block')} or {counted(layout.snapshots_per_slab, 'snapshot')}"
-        table.add_row("shared memory", f"{geometry.slabs.slabs:,} slabs of {geometry.slab_bytes:,} bytes: {held} each")
+        held = f"{counted(layout.blocks_per_slab, 'block')} or a snapshot each"
+        table.add_row("shared memory", f"{layout.slabs:,} slabs of {geometry.slab_bytes:,} bytes: {held}")
     if geometry.draft_states:
         table.add_row("states after drafts", f"{geometry.draft_states:,} of the same size")
     drafts = geometry.draft_layers

@@ -23,7 +23,6 @@ SLAB_COUNTS = (
     "slabs_of_snapshots",
     "slabs_retyped",
     "blocks_moved",
-    "snapshots_moved",
 )
 Counts = TypeVar("Counts", AuditCounts, CacheUse, Counters)
 

@@ -101,8 +101,8 @@ class KVCacheConfig:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes that a snapshot takes: its own, or in an arena its part of a slab."""
-        return self.state_bytes if self.slabs is None else self.slab_bytes // self.slabs.snapshots_per_slab
+        """Bytes that a snapshot takes: its own, or in an arena a slab."""
+        return self.state_bytes if self.slabs is None else self.slab_bytes
 
     def shown(self) -> dict[str, object]:
         """Return the fields for JSON; those of speculation and of slabs are left out without them."""
@@ -182,9 +182,9 @@ def share(geometry: KVCacheConfig, budget: ArenaBudget, layout: SlabLayout) -> K
     return replace(
         geometry,
         blocks=layout.blocks,
-        snapshot_slots=layout.snapshot_slots,
+        snapshot_slots=layout.slabs,
         slabs=layout,
-        slab_bytes=budget.slab_bytes(layout.blocks_per_slab, layout.snapshots_per_slab),
+        slab_bytes=budget.slab_bytes(layout.blocks_per_slab),
         apart_slots=budget.apart_slots,
     )
 

@@ -77,8 +77,7 @@ def _share_arena(
     arena = torch.empty((slots, geometry.snapshot_bytes), dtype=torch.uint8, device=device)
     kv = _page_first(arena, shape, layout.blocks + 1, geometry.cached_block_bytes, geometry.block_size_tokens)
     pages = arena.flatten()[: layout.blocks * geometry.cached_block_bytes].view(layout.blocks, -1)
-    snapshots = SnapshotPool(shape.states, slots, device, arena, layout.snapshots_per_slab)
-    return Pools(kv, live, snapshots, pages)
+    return Pools(kv, live, SnapshotPool(shape.states, slots, device, arena), pages)
 
 
 def _page_first(memory: Tensor, shape: ModelShape, blocks: int, block_bytes: int, block_size: int) -> Tensor:

@@ -126,20 +126,10 @@ class SnapshotPool(StatePool):
         slots: Number of slots.
         device: Device of the states.
         records: Memory of the slots.
-        snapshots_per_slab: Slots that lie in a slab, if `records` is an arena of slabs.
     """
 
-    def __init__(
-        self,
-        shape: StateShape,
-        slots: int,
-        device: torch.device,
-        records: Tensor | None = None,
-        snapshots_per_slab: int = 1,
-    ) -> None:
+    def __init__(self, shape: StateShape, slots: int, device: torch.device, records: Tensor | None = None) -> None:
         super().__init__(shape, slots, device, records)
-        self._records = records
-        self._snapshots_per_slab = snapshots_per_slab
         self._contents: list[bytes | None] = [None] * slots
 
     def open(self, slots: Sequence[int]) -> None:
@@ -148,30 +138,13 @@ class SnapshotPool(StatePool):
             self._contents[slot] = None
 
     def forget_slabs(self, slabs: Sequence[int], kept: Collection[int]) -> None:
-        """Mark the slots of slabs that change their type as undefined: blocks overwrite them, or did.
+        """Mark slots that are slabs of another type from now on as undefined: blocks overwrite them, or did.
 
         Args:
-            slabs: Slabs of another type from now on.
+            slabs: Slabs of an arena.
             kept: Slots that have been written meanwhile.
         """
-        size = self._snapshots_per_slab
-        for slab in slabs:
-            self.open([slot for slot in range(slab * size, (slab + 1) * size) if slot not in kept])
-
-    @property
-    def records(self) -> Tensor:
-        """Memory of the slots of an arena, [slots, bytes] uint8."""
-        assert self._records is not None, "only an arena has records"
-        return self._records
-
-    def names(self, slots: Sequence[int]) -> list[bytes | None]:
-        """Return the block hashes of slots; None for one that is undefined."""
-        return [self._contents[slot] for slot in slots]
-
-    def rename(self, slots: Sequence[int], names: Sequence[bytes | None]) -> None:
-        """Record what slots hold, as `names` returned it of the slots that they were copied from."""
-        for slot, name in zip(slots, names, strict=True):
-            self._contents[slot] = name
+        self.open([slab for slab in slabs if slab not in kept])
 
     def copy_within(self, copies: Sequence[StateCopy]) -> None:
         """Copy complete states from slots apart from the arena to those of their snapshots.

@@ -32,8 +32,7 @@ class CacheUse:
     slabs_of_blocks: int = 0
     slabs_of_snapshots: int = 0
     slabs_retyped: int = 0  # changes between blocks and snapshots, over the engine's life
-    blocks_moved: int = 0  # to free a slab, over the engine's life, as the next
-    snapshots_moved: int = 0
+    blocks_moved: int = 0  # to free a slab, over the engine's life
 
 
 def cache_use(
@@ -85,11 +84,10 @@ def _slab_use(memory: SharedMemory) -> dict[str, int]:
     """Return the fields about the memory that blocks and snapshots share."""
     arena = memory.arena
     return {
-        "slots_total": arena.slots.slab_count * arena.layout.snapshots_per_slab,
+        "slots_total": arena.snapshot_count,
         "slabs_total": arena.layout.slabs,
-        "slabs_of_blocks": arena.blocks.slab_count - bool(arena.layout.spare_blocks),
-        "slabs_of_snapshots": arena.slots.slab_count,
+        "slabs_of_blocks": arena.blocks.slab_count,
+        "slabs_of_snapshots": arena.snapshot_count,
         "slabs_retyped": arena.retyped_count,
         "blocks_moved": arena.blocks.moved_count,
-        "snapshots_moved": arena.slots.moved_count,
     }

@@ -75,7 +75,7 @@ class Reuse:
     @property
     def of_snapshots(self) -> float:
         """Share of the snapshots at whose ends a later prompt went on, more than 0."""
-        return self._share(self._snapshots, self._layout.snapshots_per_slab)
+        return self._share(self._snapshots, 1)
 
     @property
     def snapshot_aging(self) -> float:

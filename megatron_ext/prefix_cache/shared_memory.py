@@ -1,9 +1,9 @@
 """One memory for blocks and snapshots: which cached contents go for what asks for a place.
 
 The entry of lowest priority goes, block or snapshot; priorities of both are times of one clock, on which
-snapshots age faster than blocks if fewer of them are used again (`reuse.py`). A block is freed where it lies. A slab is
-made of free blocks by moving what lies between them, so no block is evicted for its place; a slab of free slots
-likewise. Opportunistic snapshots go before anything else, then the optional ones of decode.
+snapshots age faster than blocks if fewer of them are used again (`reuse.py`). A snapshot that goes frees its slab, a
+block the place where it lies. A slab is made of free blocks by moving what lies between them, so no block is evicted
+for its place. Opportunistic snapshots go before anything else, then the optional ones of decode.
 
 Requests that run make anything cached go. New requests leave some slabs of snapshots alone while others run
 (`kept_for_snapshots`): they can wait, and would evict what lets them skip tokens.
@@ -56,55 +56,49 @@ class SharedMemory:
         self.arena = Arena(layout)
         self.pool = BlockPool(layout.blocks, self.arena.blocks)
         self.reuse = Reuse(layout)
-        self.states = StateIndex(layout.snapshot_slots, SnapshotOrder(clock, self.reuse), listener, self)
+        self.states = StateIndex(layout.slabs, SnapshotOrder(clock, self.reuse), listener, self)
         self._index, self._unused, self._evict_blocks = index, unused, evict_blocks
         self.arena.blocks.tables += [self.pool.follow_moves, index.follow_moves, unused.follow_moves]
-        self.arena.slots.tables.append(self.states.follow_moves)
 
     @property
     def free_slots(self) -> FreePlaces[SlotId]:
         """Free slots, and those of free slabs."""
-        return self.arena.slots
+        return self.arena
 
     @property
     def obtainable_from_blocks(self) -> int:
         """Number of slots that slabs of unused blocks would make room for."""
-        layout = self.arena.layout
-        return (self.arena.blocks.typed_count + len(self._unused)) // layout.blocks_per_slab * layout.snapshots_per_slab
+        return (self.arena.blocks.typed_count + len(self._unused)) // self.arena.layout.blocks_per_slab
 
     @property
     def obtainable_from_snapshots(self) -> int:
         """Number of blocks that slabs of snapshots would make room for; slabs that are written to are left out."""
-        return self.arena.slots.unpinned_count * self.arena.layout.blocks_per_slab
+        return len(self.states.visible()) * self.arena.layout.blocks_per_slab
 
     @property
     def occupied_by_snapshots(self) -> int:
         """Number of blocks that slabs of snapshots take the room of."""
-        return self.arena.slots.slab_count * self.arena.layout.blocks_per_slab
+        return self.arena.snapshot_count * self.arena.layout.blocks_per_slab
 
     @property
     def kept_for_snapshots(self) -> int:
         """Number of `obtainable_from_snapshots` that new requests leave alone while others run."""
-        slots, layout = self.arena.slots, self.arena.layout
+        layout = self.arena.layout
         kept = int(KEPT_SHARE * self.reuse.of_snapshots * layout.slabs)
-        pinned = slots.slab_count - slots.unpinned_count
-        return min(slots.unpinned_count, max(0, kept - pinned)) * layout.blocks_per_slab
+        return min(len(self.states.visible()), max(0, kept - self.states.reserved_count)) * layout.blocks_per_slab
 
     def make_blocks(self, count: int) -> None:
-        """Evict at most `count` blocks, or a snapshot, and free a slab of slots if there are enough."""
-        priority = self._next_snapshot() if self.arena.slots.unpinned_count else math.inf
+        """Evict at most `count` blocks, or a snapshot."""
+        priority = self._next_snapshot()
         if self._unused.next_priority() <= priority:
             self._evict_blocks(count, priority)
-            return
-        self.states.evict(MAY_TAKE[Rank.ORDINARY])
-        slots = self.arena.slots
-        if slots.typed_count >= slots.per_slab and slots.unpinned_count:  # so many slots are free, in several slabs
-            slots.evacuate()
+        else:
+            self.states.evict(MAY_TAKE[Rank.ORDINARY])
 
     def make_slot(self) -> bool:
         """Free a slot by evicting the entry of lowest priority, or several blocks; return False if all is in use."""
         per_slab = self.arena.layout.blocks_per_slab
-        while not len(self.arena.slots):
+        while not len(self.arena):
             free = self.arena.blocks.typed_count
             priority = self._next_snapshot()
             if free >= per_slab and priority > -math.inf:
@@ -129,14 +123,6 @@ class SharedMemory:
         assert block is not None, "a snapshot outlives its block"
         return self.pool.references(block) > 0
 
-    def pin(self, slot: SlotId) -> None:
-        """Note that a slot is reserved, so that its slab keeps its type."""
-        self.arena.slots.pin(slot)
-
-    def unpin(self, slot: SlotId) -> None:
-        """Note that a slot is no longer reserved."""
-        self.arena.slots.unpin(slot)
-
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Count an ordinary snapshot that has become visible."""
         self.reuse.on_snapshot_stored(block_hash)
@@ -150,7 +136,6 @@ class SharedMemory:
         arena = self.arena
         arena.check()
         self.reuse.check()
-        self.pool.check([block for slab in arena.slots.slabs() for block in arena.blocks.places(slab)])
-        whole = [slab for slab in arena.blocks.slabs() if slab < arena.layout.slabs]
-        self.states.check(cached, [slot for slab in whole for slot in arena.slots.places(slab)])
-        assert arena.slots.pinned_places == self.states.reserved_count, "other slabs are pinned than those written to"
+        others = set(range(arena.layout.slabs)).difference(arena, arena.blocks.slabs)
+        self.pool.check([block for slab in others for block in arena.blocks.places(slab)])
+        self.states.check(cached, list(map(SlotId, arena.blocks.slabs)))

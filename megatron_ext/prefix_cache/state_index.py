@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -43,12 +43,6 @@ class SnapshotMemory(Protocol):
 
     def make_slot(self) -> bool:
         """Free a slot by evicting whatever is worth least; return False if all is in use."""
-
-    def pin(self, slot: SlotId) -> None:
-        """Note that a slot is reserved, so that its slab keeps its type."""
-
-    def unpin(self, slot: SlotId) -> None:
-        """Note that a slot is no longer reserved."""
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Note that an ordinary snapshot has become visible."""
@@ -109,8 +103,8 @@ class StateIndex:
         total: Number of slots: 0 .. total - 1, until some are exchanged for others.
         order: Empty eviction order; None for one with a clock of its own.
         listener: Callbacks for each snapshot that is stored, removed, displaced or replaced.
-        memory: Memory that the slots share with blocks: a slot is there only while its slab holds snapshots. None if
-            all slots are always there.
+        memory: Memory that the slots share with blocks: a slot is there only while it holds no blocks. None if all
+            slots are always there.
     """
 
     def __init__(
@@ -127,7 +121,6 @@ class StateIndex:
         self._memory = memory
         self._free: FreePlaces[SlotId] = Stack(sorted(self.slots)) if memory is None else memory.free_slots
         self._visible: dict[BlockHash, SlotId] = {}
-        self._in_slot: dict[SlotId, BlockHash] = {}  # the inverse
         self._reserved: dict[BlockHash, tuple[SlotId, Rank]] = {}
         self.taken = 0
         self.skipped = 0
@@ -230,8 +223,6 @@ class StateIndex:
             return None
         (slot,) = self._free.take(1)
         self._reserved[block_hash] = (slot, rank)
-        if self._memory is not None:
-            self._memory.pin(slot)
         return slot
 
     def _make_room(self, rank: Rank) -> bool:
@@ -269,13 +260,6 @@ class StateIndex:
         self.evicted += 1
         return True
 
-    def follow_moves(self, moves: Mapping[SlotId, SlotId]) -> None:
-        """Note that the visible snapshots of slots are in others now, old to new."""
-        for old, new in moves.items():
-            block_hash = self._in_slot.pop(old)
-            self._in_slot[new] = block_hash
-            self._visible[block_hash] = new
-
     def reserve_all(self, wanted: Iterable[WantedSnapshot]) -> list[SlotId | None]:
         """Reserve slots for a step's snapshots, all in one transition (HY-5), in order.
 
@@ -301,11 +285,8 @@ class StateIndex:
         """
         slot, rank = self._reserved.pop(block_hash)
         self._visible[block_hash] = slot
-        self._in_slot[slot] = block_hash
-        if self._memory is not None:
-            self._memory.unpin(slot)
-            if rank is Rank.ORDINARY:
-                self._memory.on_snapshot_stored(block_hash)
+        if self._memory is not None and rank is Rank.ORDINARY:
+            self._memory.on_snapshot_stored(block_hash)
         self._order.add(block_hash, rank)
         if rank is Rank.OPPORTUNISTIC:
             self.opportunistic.taken += 1
@@ -335,8 +316,6 @@ class StateIndex:
     def cancel(self, block_hash: BlockHash) -> None:
         """Free the slot of the reserved snapshot of `block_hash`, which will not be written."""
         slot, _ = self._reserved.pop(block_hash)
-        if self._memory is not None:
-            self._memory.unpin(slot)
         self._free.give([slot])
 
     def drop(self, block_hash: BlockHash) -> None:
@@ -347,9 +326,7 @@ class StateIndex:
             self._leave(block_hash)
 
     def _leave(self, block_hash: BlockHash) -> None:
-        slot = self._visible.pop(block_hash)
-        del self._in_slot[slot]
-        self._free.give([slot])
+        self._free.give([self._visible.pop(block_hash)])
         if self._listener is not None:
             self._listener.on_snapshot_removed(block_hash)
 
@@ -362,11 +339,8 @@ class StateIndex:
         if self._memory is None:
             self._free = Stack(sorted(self.slots))
         else:
-            for slot, _ in self._reserved.values():
-                self._memory.unpin(slot)
             self._free.give([*self._visible.values(), *(slot for slot, _ in self._reserved.values())])
         self._visible.clear()
-        self._in_slot.clear()
         self.opportunistic.given_up += self.used_provisional_count
         self._order.clear()
         self._reserved.clear()
@@ -376,13 +350,12 @@ class StateIndex:
 
         Args:
             cached: Hashes of all cached blocks.
-            others: Slots whose slabs hold blocks.
+            others: Slots that are slabs of blocks.
         """
         reserved = [slot for slot, _ in self._reserved.values()]
         places = [*self._free, *self._visible.values(), *reserved, *others]
         assert sorted(places) == sorted(self.slots), "slots were lost"
         assert len(self.slots) == self.total, "slots were lost"
-        assert {slot: block_hash for block_hash, slot in self._visible.items()} == self._in_slot, "slots disagree"
         assert not self._visible.keys() & self._reserved.keys(), "a visible snapshot is being taken again"
         assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"
         self._order.check()

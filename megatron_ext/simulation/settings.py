@@ -59,7 +59,7 @@ def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[Sch
     costs, memory = model.costs(settings.block_size), int(settings.memory_gib * GIB)
     is_shared = settings.state_share is None and costs.state_bytes > 0
     slabs = _slabs(costs, memory) if is_shared else None
-    blocks, slots = _split(costs, settings) if slabs is None else (slabs.blocks, slabs.snapshot_slots)
+    blocks, slots = _split(costs, settings) if slabs is None else (slabs.blocks, slabs.slabs)
     is_aligned = settings.mode == "align" and bool(slots)
     limits = SchedulerLimits(
         block_size=settings.block_size,
@@ -104,7 +104,7 @@ def _slabs(costs: EntryCosts, memory: int) -> SlabLayout | None:
     layout = plan_slabs([ArenaBudget(ROOMY * (block + record), block, record, 0, 0)])
     if layout is None:
         return None
-    slab = ArenaBudget(0, block, record, 0, 0).slab_bytes(layout.blocks_per_slab, layout.snapshots_per_slab)
+    slab = ArenaBudget(0, block, record, 0, 0).slab_bytes(layout.blocks_per_slab)
     slabs, rest = divmod(memory, slab)
     spare = rest // (slab // layout.blocks_per_slab)
     return dataclasses.replace(layout, slabs=slabs, spare_blocks=spare) if slabs >= MIN_SLABS else None

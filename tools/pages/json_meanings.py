@@ -68,7 +68,6 @@ TOLD: dict[str, dict[str, str]] = {
         "provisional_given_up": "opportunistic snapshots evicted before that",
         "slabs_of_blocks": "slabs that hold blocks",
         "slabs_of_snapshots": "slabs that hold snapshots; the others are free",
-        "snapshots_moved": "snapshots moved to free a slab",
         "slots_used": "slots with a snapshot",
         "snapshots_taken": "snapshots of states taken",
     },

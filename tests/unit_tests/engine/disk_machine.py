@@ -121,26 +121,21 @@ class FakeMemory:
 
     def write_block(self, block: int, buffers: Sequence[Content]) -> None:
         if self.layout is not None:
-            slab = self.layout.slab_of_block(block)
-            self.slots = {slot: one for slot, one in self.slots.items() if self.layout.slab_of_slot(slot) != slab}
+            self.slots.pop(block // self.layout.blocks_per_slab, None)
         self.blocks[block] = buffers[0]
 
     def write_snapshot(self, slot: int, block_hash: BlockHash, buffers: Sequence[Content]) -> None:
-        if self.layout is not None and slot < self.layout.snapshot_slots:
-            slab = self.layout.slab_of_slot(slot)
-            self.blocks = {block: one for block, one in self.blocks.items() if self.layout.slab_of_block(block) != slab}
+        if self.layout is not None and slot < self.layout.slabs:
+            size = self.layout.blocks_per_slab
+            self.blocks = {block: one for block, one in self.blocks.items() if block // size != slot}
         self.slots[slot] = buffers[0]
 
     def make_changes(self, changes: ArenaChanges, restore: Callable[[], None] = lambda: None) -> None:
         for copy in changes.state_copies:
             self.slots[copy.slot] = self.slots[copy.source]
         restore()
-        blocks = [(new, self.blocks.get(old)) for old, new in changes.block_copies]
-        slots = [(new, self.slots.get(old)) for old, new in changes.snapshot_copies]
-        for new, one in blocks:
+        for new, one in [(new, self.blocks.get(old)) for old, new in changes.block_copies]:
             self.write_block(new, [one])
-        for new, one in slots:
-            self.write_snapshot(new, BlockHash(b""), [one])
 
 
 class DiskMachine(RuleBasedStateMachine):
@@ -161,9 +156,8 @@ class DiskMachine(RuleBasedStateMachine):
         per_slab = data.draw(st.sampled_from([1, 2, 3]), "blocks per slab")
         layout = None
         if kind == "arena":
-            slots = data.draw(st.sampled_from([1, 2]), "snapshots per slab")
             spare = data.draw(st.integers(0, per_slab - 1), "spare")
-            layout = SlabLayout(data.draw(st.integers(2, 6), "slabs"), per_slab, slots, spare)
+            layout = SlabLayout(data.draw(st.integers(2, 6), "slabs"), per_slab, spare)
         max_requests = data.draw(st.sampled_from([3, 2, 1]), "max_requests")
         self.limits = SchedulerLimits(
             block_size=data.draw(st.sampled_from([2, 1, 3]), "block_size"),

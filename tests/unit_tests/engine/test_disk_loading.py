@@ -225,7 +225,7 @@ def test_a_load_begins_only_where_there_is_room_for_it():
 
 def test_pending_copies_are_made_before_loaded_entries_are_written():
     """EX-11: a place that they read may be one that is given to the load."""
-    found = Situation(SlabLayout(4, 2, 1))
+    found = Situation(SlabLayout(4, 2))
     cache = found.scheduler.cache
     for names in (("a", "b"), ("c",), ("d", "e")):
         leave(cache, *names)

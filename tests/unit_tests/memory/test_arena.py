@@ -44,23 +44,23 @@ def budget_of(block: int, record: int, total: int = GIB, apart_slots: int = 0) -
 class TestSlabs:
     def test_by_hand(self):
         """A snapshot of 98 MiB and blocks of 1 MiB: 98 blocks a slab; 10 of them in 1000 MiB, one with the dummy."""
-        assert plan_slabs([budget_of(MIB, 98 * MIB, 1000 * MIB)]) == SlabLayout(9, 98, 1, spare_blocks=97)
+        assert plan_slabs([budget_of(MIB, 98 * MIB, 1000 * MIB)]) == SlabLayout(9, 98, spare_blocks=97)
 
     @pytest.mark.parametrize(
-        ("block", "record", "blocks", "snapshots"),
+        ("block", "record", "blocks"),
         [
-            (6400, 64_000, 10, 1),
-            (6400, 63_936, 10, 1),  # 1 % of it is not used
-            (6400, 9600, 3, 2),
-            (6400, 640, 1, 10),
-            (6400, 2560, 2, 5),
-            (6400, 3200, 1, 2),
+            (6400, 64_000, 10),
+            (6400, 63_936, 10),  # 1 % of it is not used
+            (6400, 64_640, 10),  # blocks leave some
+            (6400, 14_400, 2),
+            (6400, 8000, 1),
+            (6400, 5120, 1),
         ],
     )
-    def test_the_smallest_slab_that_wastes_little(self, block: int, record: int, blocks: int, snapshots: int):
+    def test_the_slab_that_wastes_least(self, block: int, record: int, blocks: int):
         layout = plan_slabs([budget_of(block, record)])
         assert layout is not None
-        assert (layout.blocks_per_slab, layout.snapshots_per_slab) == (blocks, snapshots)
+        assert layout.blocks_per_slab == blocks
 
     @given(ranks=st.lists(BUDGETS, min_size=1, max_size=3))
     def test_any_ranks(self, ranks: list[ArenaBudget]):
@@ -68,41 +68,38 @@ class TestSlabs:
         layout = plan_slabs(ranks)
         if layout is None:
             return
-        blocks, snapshots = layout.blocks_per_slab, layout.snapshots_per_slab
+        blocks = layout.blocks_per_slab
         assert layout.slabs >= MIN_SLABS
         for rank in ranks:
-            size = rank.slab_bytes(blocks, snapshots)
-            assert size % (blocks * ALIGNMENT) == size % (snapshots * ALIGNMENT) == 0
-            assert size // blocks >= rank.block
-            assert size // snapshots >= rank.record
-            assert rank.block * blocks >= (1 - MAX_WASTE) * size
-            assert rank.record * snapshots >= (1 - MAX_WASTE) * size
+            size = rank.slab_bytes(blocks)
+            assert size % (blocks * ALIGNMENT) == 0
+            assert size >= max(blocks * rank.block, rank.record)
+            assert min(blocks * rank.block, rank.record) >= (1 - MAX_WASTE) * size
             drafts = (layout.blocks + 1) * rank.beside_block
             assert arena_bytes(layout, size, rank.apart_slots) + drafts <= rank.total
-            apart = layout.first_apart_slot * (size // snapshots)
-            assert apart - size // snapshots < (layout.blocks + 1) * (size // blocks) <= apart, "the dummy block's end"
-        more = dataclasses.replace(layout, spare_blocks=layout.spare_blocks + 1)
-        assert more.spare_blocks == blocks or any(
-            arena_bytes(more, rank.slab_bytes(blocks, snapshots), rank.apart_slots)
-            + (more.blocks + 1) * rank.beside_block
+            assert layout.first_apart_slot * size == (layout.blocks + 1) * (size // blocks), "the dummy block's end"
+        more = dataclasses.replace(layout, slabs=layout.slabs + 1)
+        assert any(
+            arena_bytes(more, rank.slab_bytes(blocks), rank.apart_slots) + (more.blocks + 1) * rank.beside_block
             > rank.total
             for rank in ranks
-        ), "memory for another block is left"
+        ), "memory for another slab is left"
 
     @pytest.mark.parametrize(
         "ranks",
         [
             [budget_of(MIB, 10 * MIB), budget_of(MIB, 5 * MIB)],  # half of a slab of blocks or of snapshots
             [budget_of(MIB, 10 * MIB, total=20 * MIB)],  # one slab
+            [budget_of(MIB, MIB // 2)],  # half of a slab of snapshots
         ],
-        ids=["other proportions", "few slabs"],
+        ids=["other proportions", "few slabs", "small snapshots"],
     )
     def test_where_an_arena_would_waste_memory_there_is_none(self, ranks: list[ArenaBudget]):
         assert plan_slabs(ranks) is None
 
     def test_the_rank_with_the_least_room_decides(self):
         ranks = [budget_of(MIB, 4 * MIB), budget_of(2 * MIB, 8 * MIB, total=80 * MIB)]
-        assert plan_slabs(ranks) == SlabLayout(9, 4, 1, spare_blocks=3)
+        assert plan_slabs(ranks) == SlabLayout(9, 4, spare_blocks=3)
 
 
 TYPES = (torch.float32, torch.float32)
@@ -115,10 +112,10 @@ class TestPlans:
         layout, geometry = plan.limits.slabs, plan.geometry
         assert layout is not None
         assert layout == geometry.slabs == plan.world.slabs
-        assert (plan.limits.total_blocks, plan.snapshot_slots) == (layout.blocks, layout.snapshot_slots)
+        assert (plan.limits.total_blocks, plan.snapshot_slots) == (layout.blocks, layout.slabs)
         assert (plan.limits.costs.block_bytes, plan.limits.costs.state_bytes) == (
             geometry.slab_bytes // layout.blocks_per_slab,
-            geometry.slab_bytes // layout.snapshots_per_slab,
+            geometry.slab_bytes,
         ), "policies weigh the memory that entries take"
 
     @pytest.mark.parametrize("batching", [SMALL, dataclasses.replace(SMALL, cuda_graph_impl="local")])
@@ -257,9 +254,8 @@ class TestPools:
             slabs[slab] = 255  # NaN
             blocks = pools.kv.isnan().flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
             slots = pools.snapshots.ssm.isnan().flatten(2).any(-1).any(0).nonzero().flatten().tolist()
-            assert {layout.slab_of_block(block) for block in blocks} == {slab}
-            assert {layout.slab_of_slot(slot) for slot in slots} == {slab}
-            assert (len(blocks), len(slots)) == (layout.blocks_per_slab, layout.snapshots_per_slab)
+            size = layout.blocks_per_slab
+            assert (blocks, slots) == (list(range(slab * size, (slab + 1) * size)), [slab])
             slabs[slab] = 0
 
     def test_the_dummy_block_and_the_apart_slots_are_in_no_slab(self, plan: EnginePlan, pools: Pools):

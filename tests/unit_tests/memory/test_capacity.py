@@ -16,7 +16,7 @@ from megatron_ext.memory.state_pool import StateShape
 CONFIG = ModelConfig(
     hybrid_override_pattern="M*-M*-", hidden_size=64, num_attention_heads=4, mamba_num_heads=8, vocab_size=64
 )
-STATES = StateShape(2, (8, 3), (8, 4, 4), torch.float32, torch.float32)
+STATES = StateShape(2, (8, 3), (8, 32, 32), torch.float32, torch.float32)
 BOTH = ModelShape(2, 4, 16, torch.float32, STATES)
 ATTENTION = dataclasses.replace(BOTH, states=None)
 RECURRENT = dataclasses.replace(BOTH, attention_layers=0)

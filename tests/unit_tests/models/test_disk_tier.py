@@ -99,7 +99,7 @@ def test_memory_that_blocks_and_snapshots_share_gives_up_and_takes_back(get_driv
             assert skipped >= 112
     counts, use = driver.engine.core.disk.counts(), driver.engine.core.statistics().use
     assert counts["loads_placed"] > 6
-    assert use.slabs_retyped + use.blocks_moved + use.snapshots_moved > 0
+    assert use.slabs_retyped + use.blocks_moved > 0
     driver.engine.close()
 
 

@@ -26,7 +26,7 @@ SIZES = {
     "TP 2": ParallelConfig(tensor_model_parallel_size=2),
     "PP 2": ParallelConfig(pipeline_model_parallel_size=2),
 }
-LAYOUT = SlabLayout(7, 3, 2)
+LAYOUT = SlabLayout(7, 3)
 
 
 def plan_few(ranks: Sequence[ArenaBudget]) -> SlabLayout:

@@ -36,7 +36,7 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         kind = rng.choice(["attention", "hybrid", "arena"])
-        layout = SlabLayout(rng.randint(3, 6), rng.randint(1, 3), 1, 0) if kind == "arena" else None
+        layout = SlabLayout(rng.randint(3, 6), rng.randint(1, 3)) if kind == "arena" else None
         max_requests = rng.choice([3, 2, 1])
         limits = SchedulerLimits(
             block_size=rng.choice([2, 3]),

@@ -17,7 +17,7 @@ from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-LAYOUT = SlabLayout(slabs=4, blocks_per_slab=2, snapshots_per_slab=1)
+LAYOUT = SlabLayout(slabs=4, blocks_per_slab=2)
 
 
 def key(name: str) -> BlockHash:
@@ -57,7 +57,7 @@ def test_entries_that_a_later_prompt_contains_count_as_used():
 
 def test_the_last_two_periods_count(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reuse_module, "MIN_PERIOD", 3)
-    reuse = Reuse(SlabLayout(slabs=1, blocks_per_slab=2, snapshots_per_slab=1))
+    reuse = Reuse(SlabLayout(slabs=1, blocks_per_slab=2))
     reuse.on_snapshot_stored(key("c"))
     for names in ("abc", "def"):
         reuse.on_blocks_stored(keys(names))
@@ -85,7 +85,7 @@ def test_ordinary_snapshots_count(rank: Rank):
 @pytest.mark.parametrize(("blocks", "snapshots"), [(1, 0), (0, 0), (0, 1)])
 def test_what_is_used_again_stays_longer(blocks: int, snapshots: int):
     """A younger snapshot goes before old blocks if only blocks are used again; else the blocks go."""
-    cache = PrefixCache(0, EvictionPolicyName.LRU, slabs=SlabLayout(3, 2, 1))
+    cache = PrefixCache(0, EvictionPolicyName.LRU, slabs=SlabLayout(3, 2))
     reuse, others = cache.shared_memory.reuse, keys(map(str, range(200)))
     reuse.on_blocks_stored(others)
     for other in others[:100]:  # equal bytes

@@ -11,7 +11,7 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
-from megatron_ext.prefix_cache.slabs import NO_CHANGES, Arena
+from megatron_ext.prefix_cache.slabs import NO_CHANGES
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from tests.priority import TestPriority
 
@@ -22,8 +22,8 @@ def key(name: str) -> BlockHash:
     return BlockHash(name.encode().ljust(32))
 
 
-def make(slabs: int, blocks: int = 2, snapshots: int = 1, spare: int = 0) -> PrefixCache:
-    return PrefixCache(0, EvictionPolicyName.LRU, slabs=SlabLayout(slabs, blocks, snapshots, spare))
+def make(slabs: int, blocks: int = 2, spare: int = 0) -> PrefixCache:
+    return PrefixCache(0, EvictionPolicyName.LRU, slabs=SlabLayout(slabs, blocks, spare))
 
 
 def leave(cache: PrefixCache, *names: str) -> None:
@@ -52,10 +52,11 @@ def take(cache: PrefixCache, name: str, rank: Rank = Rank.ORDINARY) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("sizes", "slot"), [((2, 2, 1, 0), 3), ((2, 3, 2, 1), 6), ((1, 4, 1, 3), 2)])
-def test_slots_apart_begin_after_the_dummy_block(sizes: tuple[int, int, int, int], slot: int):
+@pytest.mark.parametrize("sizes", [(2, 2, 0), (1, 4, 3)])
+def test_slots_apart_begin_after_the_dummy_block(sizes: tuple[int, int, int]):
     """States after drafts would be overwritten by keys that are not to be stored."""
-    assert SlabLayout(*sizes).first_apart_slot == slot
+    layout = SlabLayout(*sizes)
+    assert layout.first_apart_slot * layout.blocks_per_slab > layout.dummy_block
 
 
 def test_blocks_of_a_request_take_the_slabs_of_snapshots():
@@ -151,59 +152,19 @@ def test_a_snapshot_that_nobody_asked_for_goes_before_blocks_move():
     assert cache.states.opportunistic.given_up == 1
 
 
-def with_two_slabs_of_snapshots() -> PrefixCache:
-    """A cache whose snapshots lie in two slabs, two in one and one in the other, and whose blocks are in use."""
-    cache = make(4, snapshots=3)
-    leave(cache, "a", "b", "c", "d")
-    for name in "abcd":
-        assert take(cache, name)
-    cache.states.drop(key("c"))
-    cache.pin(cache.match([key(name) for name in "abcd"]))
-    return cache
-
-
-def test_snapshots_move_together_for_blocks():
-    """HY-5: one snapshot goes, and the others lie in one slab; each is found where it lies, at once and later."""
-    cache = with_two_slabs_of_snapshots()
-    before = {block_hash: cache.states.find(block_hash) for block_hash in cache.states.visible()}
-    cache.allocate(1)
-    cache.check()
-    left = {block_hash: cache.states.find(block_hash) for block_hash in cache.states.visible()}
-    (moved,) = [block_hash for block_hash, slot in left.items() if slot != before[block_hash]]
-    assert len(left) == 2
-    assert cache.changes.snapshot_copies == ((before[moved], left[moved]),)
-    assert cache.entries.find(moved, is_snapshot=True).slot == before[moved], "it is still to be copied"
+def test_copies_of_a_message_are_pending_until_it_is_obeyed():
+    cache = make(3)
+    first = cache.allocate(5)
+    cache.release(first[:1] + first[2:4])
+    for name in "xy":
+        assert cache.states.reserve(key(name)) is not None
+    assert cache.changes.has_copies
     cache.note_changes_sent()
-    assert cache.entries.find(moved, is_snapshot=True).slot == left[moved]
     cache.note_changes_sent()  # with nothing to tell
     assert cache.are_copies_pending, "the copies of the message before may fail yet"
     assert cache.changes == NO_CHANGES
-
-
-def test_the_index_of_snapshots_is_told_of_moves():
-    """HY-5: if it is left out, snapshots are looked for in places that are free."""
-    cache = with_two_slabs_of_snapshots()
-    (_,) = tables = cache.shared_memory.arena.slots.tables
-    tables.clear()
-    cache.allocate(1)
-    with pytest.raises(AssertionError, match="slots were lost"):
-        cache.check()
-
-
-def test_slabs_that_are_written_to_are_not_moved_for_blocks():
-    """HY-5: where these are the only ones left, blocks take the slab that is free by then."""
-    cache = make(3, blocks=4, snapshots=2, spare=3)
-    leave(cache, "a")
-    for name in "wxyz":
-        assert cache.states.reserve(key(name)) is not None
-    assert cache.states.reserve(key("a")) is not None
-    cache.states.commit(key("a"))
-    for name in "xz":
-        cache.states.cancel(key(name))
-    cache.pin(cache.match([key("a")]))
-    assert len(cache.allocate(4)) == 4
-    assert cache.states.reserved_count == 2
-    assert not cache.states.visible()
+    cache.note_changes_applied()
+    assert not cache.are_copies_pending
 
 
 def test_a_reset_lets_slabs_that_are_written_to_go():
@@ -259,16 +220,3 @@ def test_the_part_of_a_slab_never_holds_snapshots():
     assert cache.match([key("a")]) == []
     assert cache.states.visible() == {key("d")}
     assert (cache.use().slots_total, cache.use().slabs_of_snapshots) == (1, 1)
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_slab_that_is_written_to_is_not_emptied(number: int):
-    slots = Arena(SlabLayout(3, 4, 2)).slots
-    taken = slots.take(4)  # two slabs
-    pinned = taken[number]
-    slots.pin(pinned)
-    other = next(slot for slot in taken if slot // 2 != pinned // 2)
-    slots.give([pinned ^ 1, other])
-    slots.evacuate()
-    assert slots.pairs() == ((other ^ 1, pinned ^ 1),)
-    slots.check()

@@ -46,7 +46,7 @@ def begin(scheduler: Scheduler, blocks: int, *, cached: int = 0, arrival: int = 
 @pytest.mark.parametrize("is_paused", [False, True])
 def test_requests_follow_blocks_that_a_load_moves(is_paused):
     """HY-5: a request that kept the old places would read the load's contents; a paused one goes on later."""
-    scheduler = make(SlabLayout(3, 3, 1))
+    scheduler = make(SlabLayout(3, 3))
     requests = [request_of(arrival, range(50 * arrival, 50 * arrival + 3)) for arrival in range(1, 5)]
     add(scheduler, *requests)
     step(scheduler)
@@ -64,7 +64,7 @@ def test_requests_follow_blocks_that_a_load_moves(is_paused):
 
 def test_blocks_before_a_load_may_move():
     """HY-5: they are looked for where they lie now, and are free again once the load is given up."""
-    scheduler = make(SlabLayout(3, 4, 1))
+    scheduler = make(SlabLayout(3, 4))
     cache = scheduler.cache
     begin(scheduler, 2, cached=1)
     others = cache.allocate(5)
@@ -82,7 +82,7 @@ def test_blocks_before_a_load_may_move():
 @pytest.mark.parametrize("cached", [0, 1])
 def test_a_load_that_finds_no_slot_or_no_blocks_besides_keeps_nothing(cached):
     """Blocks that stay pinned are lost until the process ends, and so is a slot that stays reserved."""
-    scheduler = make(SlabLayout(1, 2, 1))
+    scheduler = make(SlabLayout(1, 2))
     begin(scheduler, 2, cached=cached)
     assert scheduler.disk_loads.reserve(1) is None
     scheduler.check()
@@ -108,7 +108,7 @@ def test_a_load_without_a_slot_takes_no_blocks_first():
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_a_load_leaves_snapshots_alone_only_while_requests_run(is_idle):
     """HY-5: an idle engine would wait until the load's time is over."""
-    scheduler = make(SlabLayout(8, 2, 1))
+    scheduler = make(SlabLayout(8, 2))
     cache = scheduler.cache
     cache_blocks_with_snapshots(cache, 2)
     if not is_idle:
@@ -139,7 +139,7 @@ class Runs:
 
 def test_what_is_loaded_continues_what_is_cached():
     """Observers get all of it, an eviction finds its parent, and the request resumes after it."""
-    scheduler = make(SlabLayout(4, 2, 1))
+    scheduler = make(SlabLayout(4, 2))
     request = begin(scheduler, 3, cached=1)
     scheduler.cache.observer = observer = Runs()
     assert scheduler.disk_loads.publish(scheduler.disk_loads.reserve(1)) == 1

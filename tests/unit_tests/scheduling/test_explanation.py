@@ -113,7 +113,7 @@ class TestReasons:
 
     def test_slots_are_not_counted_where_blocks_take_their_place(self):
         """KV-7: in a shared memory more slots alone would have kept nothing."""
-        layout = SlabLayout(8, 2, 1)
+        layout = SlabLayout(8, 2)
         limits = make_limits(block_size=SIZE, total_blocks=layout.blocks, max_tokens=100, explains=True, slabs=layout)
         scheduler = Scheduler(limits, LRU, b"model")
         said = [serve(scheduler, text_of(seed % 4, 10))[1] for seed in range(12)]

@@ -61,7 +61,7 @@ def test_two_that_share_evictable_blocks_pin_them_once():
 
 def test_a_new_request_leaves_snapshots_alone_while_another_runs():
     """HY-5: it waits although their memory could be had, until it is alone."""
-    scheduler = Scheduler(make_limits(total_blocks=8, max_tokens=32, slabs=SlabLayout(4, 2, 1)), LRU)
+    scheduler = Scheduler(make_limits(total_blocks=8, max_tokens=32, slabs=SlabLayout(4, 2)), LRU)
     cache = scheduler.cache
     cache_blocks_with_snapshots(cache, 2)
     add(scheduler, request_of(0, range(3), num_tokens_to_generate=2))
@@ -75,7 +75,7 @@ def test_a_new_request_leaves_snapshots_alone_while_another_runs():
 
 def test_a_prompt_uses_what_an_earlier_one_left():
     """HY-5: its own blocks and snapshots count when a later one contains them."""
-    scheduler = Scheduler(make_limits(total_blocks=8, slabs=SlabLayout(4, 2, 1)), LRU)
+    scheduler = Scheduler(make_limits(total_blocks=8, slabs=SlabLayout(4, 2)), LRU)
     reuse = scheduler.cache.shared_memory.reuse
     for arrival in range(2):
         request = request_of(arrival, range(9), num_tokens_to_generate=1)
@@ -87,7 +87,7 @@ def test_a_prompt_uses_what_an_earlier_one_left():
 
 def with_a_moved_block() -> tuple[Scheduler, Request, Request]:
     """Return a scheduler whose next step copies a block of the first of two running requests."""
-    scheduler = Scheduler(make_limits(slabs=SlabLayout(3, 2, 1), total_blocks=6), LRU)
+    scheduler = Scheduler(make_limits(slabs=SlabLayout(3, 2), total_blocks=6), LRU)
     requests = [request_of(arrival, range(9 * arrival, 9 * arrival + 3)) for arrival in range(4)]
     add(scheduler, *requests)
     step(scheduler)

@@ -85,7 +85,6 @@ class SlabMachine(HybridMachine):
         layout = SlabLayout(
             data.draw(st.integers(1, 6), "slabs"),
             blocks_per_slab,
-            data.draw(st.sampled_from([1, 1, 2, 3]), "snapshots per slab"),
             data.draw(st.integers(0, blocks_per_slab - 1), "spare blocks"),
         )
         return dataclasses.replace(limits, total_blocks=layout.blocks, slabs=layout)
@@ -103,16 +102,13 @@ class SlabMachine(HybridMachine):
         read = {(new, i): places.get((old, i)) for old, new in changes.block_copies for i in range(size)}
         for chunk in chunks:
             self.begin(chunk)
-        moved = {new: self.slots.get(old) for old, new in changes.snapshot_copies}
         for slab in changes.retyped_slabs:
-            of_slab = [slot for slot in self.slots if layout.slab_of_slot(slot) == slab]
-            self.stale |= {slot: self.slots.pop(slot) for slot in of_slab}
+            if slab in self.slots:
+                self.stale[slab] = self.slots.pop(slab)
             for block in range(slab * layout.blocks_per_slab, (slab + 1) * layout.blocks_per_slab):
                 for i in range(size):
                     places.pop((block, i), None)
         places |= read
-        self.stale |= {slot: self.slots[slot] for slot in moved if slot in self.slots}
-        self.slots |= moved
         super().write(chunks)
         self.stale = {}
 
@@ -129,7 +125,7 @@ class SlabMachine(HybridMachine):
 
 def slab_is_emptied(left_out: int | None) -> None:
     """Move a block of a request and a cached one, and check; one of the tables is not told of it, if any."""
-    limits = make_limits(slabs=SlabLayout(3, 5, 1), total_blocks=15)
+    limits = make_limits(slabs=SlabLayout(3, 5), total_blocks=15)
     scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model")
     cache, tables = scheduler.cache, scheduler.cache.shared_memory.arena.blocks.tables
     scheduler.add(request_of(0, range(3)))
@@ -167,7 +163,7 @@ def test_random_requests_in_slabs():
 def test_ample_memory_skips_what_fixed_pools_skip():
     source, skipped = random.Random(1), []
     prompts = [[source.randrange(2) for _ in range(source.randrange(1, 60))] for _ in range(80)]
-    for layout, slots in ((None, 400), (SlabLayout(600, 4, 1), None)):
+    for layout, slots in ((None, 400), (SlabLayout(600, 4), None)):
         limits = make_limits(total_blocks=2000 if layout is None else layout.blocks, max_tokens=64, slabs=layout)
         scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model", slots)
         requests = [request_of(name, tokens, num_tokens_to_generate=1) for name, tokens in enumerate(prompts)]

@@ -174,7 +174,7 @@ def test_a_moving_border_has_the_memory_of_a_split():
     costs = HYBRID.costs(64)
     limits, slots = limits_of(HYBRID, Settings(4.0), Batch())
     assert limits.slabs is not None
-    assert (limits.total_blocks, slots) == (limits.slabs.blocks, limits.slabs.snapshot_slots)
+    assert (limits.total_blocks, slots) == (limits.slabs.blocks, limits.slabs.slabs)
     for filled in (limits.total_blocks * costs.block_bytes, slots * costs.state_bytes):
         assert 0.9 * 4 * GIB < filled <= 4 * GIB
     assert limits_of(HYBRID, Settings(4.0, 0.5), Batch())[0].slabs is None

@@ -181,14 +181,13 @@ class Driver:
         pool.ssm[:, lost] = torch.nan
 
     def _snapshot_slots(self) -> Sequence[int]:
-        """Slots of the snapshot index: of an arena those in slabs of snapshots."""
+        """Slots of the snapshot index: of an arena its slabs of snapshots."""
         cache = self.scheduler.cache
         if cache.shared_memory is None:
             return range(cache.states.total)
-        slots, layout = cache.shared_memory.arena.slots, self.scheduler.limits.slabs
-        read = {layout.slab_of_block(block) for block, _ in cache.changes.block_copies}
-        read |= {layout.slab_of_slot(slot) for slot, _ in cache.changes.snapshot_copies}
-        return [slot for slab in slots.slabs() if slab not in read for slot in slots.places(slab)]
+        arena, layout = cache.shared_memory.arena, self.scheduler.limits.slabs
+        read = {block // layout.blocks_per_slab for block, _ in cache.changes.block_copies}
+        return sorted(set(range(layout.slabs)).difference(arena, arena.blocks.slabs, read))
 
     def _held_slots(self) -> set[int]:
         """Others whose contents count."""
