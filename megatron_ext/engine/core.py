@@ -302,7 +302,7 @@ class EngineCore:
             disk_observers: Likewise, observers of what is on disk; none by default.
         """
         for replica, observer in zip(self.replicas, observers, strict=True):
-            replica.scheduler.cache.add_observer(observer)
+            replica.scheduler.cache.observers.append(observer)
             if self.disk is not None:
                 announce(replica.scheduler.cache, observer, replica.scheduler.root_of(None))
         for replica, one in zip(self.replicas, disk_observers, strict=False):

@@ -56,7 +56,7 @@ class ReplicaChoice:
                 blocks=limits.total_blocks,
             )
             if cache.is_enabled:
-                cache.add_observer(_CacheFollower(self, self._router, self._names[replica]))
+                cache.observers.append(_CacheFollower(self, self._router, self._names[replica]))
 
     def choose(self, request: Request, replica: int | None = None) -> int:
         """Choose the replica of a request, which counts as its load until `ended`.

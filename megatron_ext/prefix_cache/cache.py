@@ -9,7 +9,6 @@ from itertools import count
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
-from megatron_ext.prefix_cache.cache_check import check_blocks, check_memory, check_notes
 from megatron_ext.prefix_cache.cache_use import CacheUse, cache_use
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.eviction import LeafFirstLru
@@ -17,7 +16,7 @@ from megatron_ext.prefix_cache.eviction_history import EvictionHistory
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.kept_data import KeptData
 from megatron_ext.prefix_cache.lower_tier import CachedEntries, LowerTier
-from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
+from megatron_ext.prefix_cache.observer import CacheObserver
 from megatron_ext.prefix_cache.origins import DiskOrigins
 from megatron_ext.prefix_cache.shared_memory import SharedMemory
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
@@ -81,14 +80,10 @@ class PrefixCache:
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
         self.origins = DiskOrigins()
-        self.observer: CacheObserver | None = None  # stored blocks are reported by the publisher, all else here
+        self.observers: list[CacheObserver] = []  # stored blocks are reported by the publisher, all else here
         self.lower_tier: LowerTier | None = None  # takes what is evicted
         self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
         self._evicted = 0
-
-    def add_observer(self, observer: CacheObserver) -> None:
-        """Report changes from now on to one more observer."""
-        self.observer = observer if self.observer is None else SeveralObservers((self.observer, observer))
 
     @property
     def available_count(self) -> int:
@@ -249,8 +244,8 @@ class PrefixCache:
         if self.cached_token_ids is not None:
             for block_hash in block_hashes:
                 self.cached_token_ids.drop(block_hash)
-        if self.observer is not None:
-            self.observer.on_blocks_removed(block_hashes)
+        for observer in self.observers:
+            observer.on_blocks_removed(block_hashes)
 
     def continuations(self, block_hash: BlockHash, *, itself: bool) -> list[BlockId]:
         """Return the cached blocks that continue the one of `block_hash`, and that one; each after its children."""
@@ -279,8 +274,8 @@ class PrefixCache:
         self.kept.clear()
         if self.cached_token_ids is not None:
             self.cached_token_ids.clear()
-        if self.observer is not None:
-            self.observer.on_cleared()
+        for observer in self.observers:
+            observer.on_cleared()
         if self.lower_tier is not None:
             self.lower_tier.clear()
         self.epoch += 1
@@ -288,14 +283,14 @@ class PrefixCache:
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Handle a snapshot that has become visible; see `SnapshotListener`, also for the next four."""
         self.eviction_history.on_snapshot_stored(block_hash)
-        if self.observer is not None:
-            self.observer.on_snapshot_stored(block_hash)
+        for observer in self.observers:
+            observer.on_snapshot_stored(block_hash)
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """Forget the snapshot's origin, and tell the observer."""
+        """Forget the snapshot's origin, and tell observers."""
         self.origins.drop_snapshot(block_hash)
-        if self.observer is not None:
-            self.observer.on_snapshot_removed(block_hash)
+        for observer in self.observers:
+            observer.on_snapshot_removed(block_hash)
 
     def on_snapshot_evicted(self, block_hash: BlockHash, slot: SlotId) -> None:
         """Let the tier below take the snapshot."""
@@ -337,12 +332,30 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
-        check_memory(self._index, self.pool, self.states, self.shared_memory)
-        check_notes(self._index, self.states, self.cached_token_ids, self.eviction_history)
-        self.origins.check(self._index.block_hashes(), () if self.states is None else self.states.visible())
-        self.kept.check(self._index.block_hashes())
+        index, cached = self._index, set(self._index.block_hashes())
+        index.check()
+        if self.shared_memory is not None:
+            self.shared_memory.check(cached)
+        else:
+            self.pool.check()
+            if self.states is not None:
+                self.states.check(cached)
+        if self.cached_token_ids is not None:
+            self.cached_token_ids.check(cached)
+        snapshots = set() if self.states is None else set(self.states.visible())
+        self.eviction_history.check(cached, snapshots)
+        self.origins.check(cached, snapshots)
+        self.kept.check(cached)
         self._unused.check()
+        evictable = set(self._unused)
+        assert evictable == self.pool.evictable, "the policy and the pool disagree on evictable blocks"
+        assert evictable <= set(index), "an evictable block is not indexed"
+        for block in index:
+            assert block in evictable or self.pool.references(block) > 0, f"cached block {block} is free"
+            parent = index.parent(block)
+            assert parent is None or block in evictable or parent not in evictable, (
+                f"block {block} outlives its parent's use"
+            )
         assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
         if not self._keeps_unused:
             assert all(map(self._is_needed, self._unused)), "a block is kept without a request that wants it"
-        check_blocks(self._index, self.pool, set(self._unused))

@@ -48,36 +48,3 @@ class CacheObserver(Protocol):
 
     def on_cleared(self) -> None:
         """Take note that the cache is empty."""
-
-
-class SeveralObservers:
-    """Observer that passes every change on to several ones, in order; see `CacheObserver`."""
-
-    def __init__(self, observers: Sequence[CacheObserver]) -> None:
-        self._observers = observers
-
-    def on_blocks_stored(self, run: PublishedRun) -> None:
-        """Pass blocks on."""
-        for one in self._observers:
-            one.on_blocks_stored(run)
-
-    def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Pass removed blocks on."""
-        removed = tuple(block_hashes)
-        for one in self._observers:
-            one.on_blocks_removed(removed)
-
-    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """Pass a snapshot on."""
-        for one in self._observers:
-            one.on_snapshot_stored(block_hash)
-
-    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """Pass a removed snapshot on."""
-        for one in self._observers:
-            one.on_snapshot_removed(block_hash)
-
-    def on_cleared(self) -> None:
-        """Pass on that the cache is empty."""
-        for one in self._observers:
-            one.on_cleared()

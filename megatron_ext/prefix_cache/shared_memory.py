@@ -129,7 +129,7 @@ class SharedMemory:
 
     def copy_states(self, block_hash: BlockHash, source: SlotId, slot: SlotId) -> None:
         """Note that states are to be copied to the slot of their snapshot."""
-        self.arena.copy_states(StateCopy(block_hash, source, slot))
+        self.arena.state_copies[slot] = StateCopy(block_hash, source, slot)
 
     def check(self, cached: Iterable[BlockHash]) -> None:
         """Assert that slabs, pool and index of snapshots agree."""

@@ -197,6 +197,7 @@ class Arena:
 
     Attributes:
         blocks: Places of blocks.
+        state_copies: Pending copies of states that become snapshots, by slot.
         retyped_count: Changes of a slab between blocks and a snapshot, since the beginning.
     """
 
@@ -206,7 +207,7 @@ class Arena:
         self.blocks = SlabBlocks(self)
         self._held_blocks: dict[int, bool] = {}  # what each slab held last
         self._retyped: dict[int, None] = {}
-        self._state_copies: dict[SlotId, StateCopy] = {}  # by destination
+        self.state_copies: dict[SlotId, StateCopy] = {}
         self.retyped_count = 0
 
     def __len__(self) -> int:
@@ -238,33 +239,29 @@ class Arena:
         """Take back slabs with nothing in them."""
         self._free += slots
 
-    def copy_states(self, copy: StateCopy) -> None:
-        """Note that states are to be copied to the slot of their snapshot."""
-        self._state_copies[copy.slot] = copy
-
     def source_of_block(self, block: BlockId) -> BlockId:
         """Return where the contents of a block lie until pending copies are made."""
         return self.blocks.copies.get(block, block)
 
     def source_of_snapshot(self, block_hash: BlockHash, slot: SlotId) -> SlotId:
         """Return where the states of a visible snapshot lie until pending copies are made."""
-        copy = self._state_copies.get(slot)
+        copy = self.state_copies.get(slot)
         return slot if copy is None or copy.block_hash != block_hash else copy.source
 
     @property
     def changes(self) -> ArenaChanges:
         """Changes that no message has told yet."""
         copies = self.blocks.copies
-        if not (self._retyped or self._state_copies or copies):
+        if not (self._retyped or self.state_copies or copies):
             return NO_CHANGES
         pairs = tuple((source, destination) for destination, source in copies.items())
-        return ArenaChanges(tuple(self._retyped), tuple(self._state_copies.values()), pairs)
+        return ArenaChanges(tuple(self._retyped), tuple(self.state_copies.values()), pairs)
 
     def note_changes_sent(self) -> None:
         """Note that a message with all `changes` is on its way."""
         self._retyped.clear()
         self.blocks.copies.clear()
-        self._state_copies.clear()
+        self.state_copies.clear()
 
     def check(self) -> None:
         """Assert that every slab is free, or holds blocks, or a snapshot, and that blocks are in order."""

@@ -53,6 +53,6 @@ def tell_published(run: PublishedRun, root: BlockHash, cache: PrefixCache, waiti
     """
     if cache.cached_token_ids is not None:
         cache.cached_token_ids.keep_run(run.block_hashes, run.parent or root, run.tokens, run.block_size, run.end)
-    if cache.observer is not None:
-        cache.observer.on_blocks_stored(run)
+    for observer in cache.observers:
+        observer.on_blocks_stored(run)
     waiting.published(run.block_hashes)

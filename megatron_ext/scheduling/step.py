@@ -163,11 +163,6 @@ class ScheduledStep:
         return [chunk for chunk in self.chunks if chunk.sampling is not None]
 
     @property
-    def retyped_slabs(self) -> tuple[int, ...]:
-        """Slabs that hold blocks from this step on and snapshots before, or the other way round."""
-        return self.changes.retyped_slabs
-
-    @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(chunk.length for chunk in self.chunks)

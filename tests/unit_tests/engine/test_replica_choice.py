@@ -8,7 +8,6 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.prefix_cache.observer import SeveralObservers
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.stop_words import StopWordMatcher
 from tests.priority import TestPriority
@@ -216,7 +215,7 @@ class TestKnowledge:
         world = Replicas(1, RoutingConfig("longest_prefix"))
         assert world.add(range(640)) == 0
         assert world.core._choice is None
-        assert world.core.scheduler.cache.observer is None
+        assert not world.core.scheduler.cache.observers
 
     def test_other_observers_of_a_cache_get_its_changes_too(self):
         """KV events and the router both follow the cache of a replica."""
@@ -227,8 +226,7 @@ class TestKnowledge:
                 return lambda *arguments: seen.append(name)
 
         cache = world.core.scheduler.cache
-        cache.add_observer(Seen())
-        assert isinstance(cache.observer, SeveralObservers)
+        cache.observers.append(Seen())
         world.add(range(640), 1)
         world.run()
         world.core.reset_prefix_cache()

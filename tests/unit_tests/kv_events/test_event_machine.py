@@ -43,13 +43,13 @@ class Told:
         self.reader = Reader()
         self.changes = Changes()
         self.mirror = Mirror(self.limits.block_size, has_states=self.has_states)
-        self.scheduler.cache.observer = self.changes
+        self.scheduler.cache.observers = [self.changes]
 
     def snapshot(self) -> tuple:
         """Snapshot of the cache without its observer: planning must not change the cache."""
-        self.scheduler.cache.observer = None
+        self.scheduler.cache.observers = []
         seen = super().snapshot()
-        self.scheduler.cache.observer = self.changes
+        self.scheduler.cache.observers = [self.changes]
         return seen
 
     def verify(self) -> None:
@@ -157,7 +157,7 @@ def test_a_salt_is_told_once_in_a_run_of_several_events():
     limits = make_limits(block_size=size, total_blocks=200, max_tokens=2 * blocks - 8, max_sequence_length=400)
     scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model")
     changes, mirror = Changes(), Mirror(size, has_states=False)
-    scheduler.cache.observer = changes
+    scheduler.cache.observers = [changes]
     router = Router(RoutingConfig("least_computed"))
     router.join("0", size)
     add(scheduler, request_of(0, tokens, num_tokens_to_generate=1, cache_salt="x"))
@@ -175,4 +175,4 @@ def test_a_salt_is_told_once_in_a_run_of_several_events():
 
 def test_without_an_observer_nothing_is_noted():
     """RP-1: off by default."""
-    assert PrefixCache(4, None).observer is None
+    assert not PrefixCache(4, None).observers

@@ -41,7 +41,7 @@ class World:
         config = KvEventsConfig(HOST, "kv-events", HOST, buffer_steps, HOST, HOST)
         self.scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"model", slots)
         self.publisher = Publisher(config)
-        self.scheduler.cache.observer = self.publisher.changes
+        self.scheduler.cache.observers = [self.publisher.changes]
         self.context = zmq.Context()
         self.arrivals = 0
 
@@ -277,7 +277,7 @@ class TestSocketFiles:
         config = KvEventsConfig(f"ipc://{short_path}/events", kv_events_replay_endpoint=f"ipc://{short_path}/replay")
         scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"model", None)
         one = Publisher(config, 1)
-        scheduler.cache.observer = one.changes
+        scheduler.cache.observers = [one.changes]
         one.start(Mirror(scheduler.limits.block_size, has_states=False))
         assert (one.blocks.endpoint, one.blocks.replay_endpoint) == (
             f"ipc://{short_path}/events.1",

@@ -163,8 +163,8 @@ def test_each_replica_of_a_world_has_its_publisher():
     schedulers = [Scheduler(make_limits(), EvictionPolicyName.LRU, b"", slots) for slots in (None, None)]
     with CacheEvents(config, 2) as events:
         events.attach(engine_of(*schedulers))
-        observers = [one.cache.observer for one in schedulers]
-        assert observers == [publisher.changes for publisher in events.publishers]
+        observers = [one.cache.observers for one in schedulers]
+        assert observers == [[publisher.changes] for publisher in events.publishers]
         assert [publisher._rank for publisher in events.publishers] == [0, 1]
 
 

@@ -86,7 +86,7 @@ class Hybrid:
         config = KvEventsConfig(HOST, "kv-events", HOST, KEPT, HOST, HOST)
         self.scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"model", 3)
         self.publisher = Publisher(config)
-        self.scheduler.cache.observer = self.publisher.changes
+        self.scheduler.cache.observers = [self.publisher.changes]
         self.publisher.start(Mirror(self.scheduler.limits.block_size, has_states=True))
         self.served = 0
 

@@ -432,7 +432,7 @@ def test_what_was_put_back_is_announced(get_driver, tmp_path):
     driver.engine.close()
     driver = started(get_driver, tmp_path / "cache")
     changes, scheduler = Changes(), driver.engine.core.scheduler
-    scheduler.cache.add_observer(changes)
+    scheduler.cache.observers.append(changes)
     announce(scheduler.cache, changes, scheduler.root_of(None))
     delta = changes.take()
     assert set(delta.stored) == set(scheduler.cache._index.block_hashes())

@@ -141,7 +141,7 @@ def test_what_is_loaded_continues_what_is_cached():
     """Observers get all of it, an eviction finds its parent, and the request resumes after it."""
     scheduler = make(SlabLayout(4, 2))
     request = begin(scheduler, 3, cached=1)
-    scheduler.cache.observer = observer = Runs()
+    scheduler.cache.observers = [observer := Runs()]
     assert scheduler.disk_loads.publish(scheduler.disk_loads.reserve(1)) == 1
     first, second, third = request.block_hashes[:3]
     assert [(one.block_hashes, one.parent, one.end) for one in observer.runs] == [((second, third), first, 12)]
@@ -149,7 +149,7 @@ def test_what_is_loaded_continues_what_is_cached():
     assert scheduler.cache.shared_memory._next_snapshot() > scheduler.cache._unused.next_priority(), (
         "used as lately as blocks"
     )
-    scheduler.cache.observer = None
+    scheduler.cache.observers = []
     plan = step(scheduler)
     assert admitted(plan) == [(9, 3, 1)]
     assert plan.admissions[0].chunk.start == 12
