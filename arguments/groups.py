@@ -33,7 +33,9 @@ from megatron_ext.config.batching import (
     DEFAULT_MAX_TOKENS,
     ENOUGH_PREFILL_TOKENS,
     GRAPH_IMPLS,
+    MAX_DECODE_SHARE,
     OPERATOR_BACKENDS,
+    PREFILL_TOKENS_BESIDE_DECODES,
     WEIGHT_QUANTIZATIONS,
 )
 from megatron_ext.config.checks import flags_of
@@ -198,6 +200,13 @@ BATCHING = FlagGroup(
             "Maximum number of prompts in prefill per step; 0: no limit; default: on CPU a step starts no further "
             f"prompt once it has {ENOUGH_PREFILL_TOKENS['cpu']} prefill tokens, on CUDA no limit",
             name=f"{_BATCHING}-max-prefills-per-step",
+        ),
+        Flag(
+            "decode_share",
+            "Share of their own rate, 0 to "
+            f"{MAX_DECODE_SHARE}, that requests which decode keep beside prefills; 0: steps are filled with prefill; "
+            f"default: a token in each step, which on CPU has at most {PREFILL_TOKENS_BESIDE_DECODES['cpu']} prefill "
+            "tokens then",
         ),
         Flag("enable_chunked_prefill", "Split the prefill of a prompt that does not fit a step over several steps"),
         Flag(

@@ -44,7 +44,7 @@ MODULES = {  # in the order in which their cases run
         "throughput.threads",
         "throughput.rollouts",
     ),
-    "serving": ("serving.hostile", "serving.streams", "serving.text"),
+    "serving": ("serving.decode_share", "serving.hostile", "serving.streams", "serving.text"),
     "operators": ("operators.cpu", "operators.linear", "operators.weight_types"),
     "baseline": ("baseline.steps", "baseline.start", "baseline.traces", "baseline.chat_objects"),
     "routing": ("routing.decisions", "routing.fleet"),

@@ -19,7 +19,10 @@ DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # per step
 DEFAULT_MAX_REQUESTS = 64  # or the maximum of tokens per step, if that is smaller
 # Without `max_prefills_per_step`: a step with so many prefill tokens starts no other prefill; docs/batching.md.
 ENOUGH_PREFILL_TOKENS = {"cpu": 64}
+# Without `decode_share`, or with one above 0: prefill tokens of a step in which requests decode; docs/batching.md.
+PREFILL_TOKENS_BESIDE_DECODES = {"cpu": 224}
 MAX_DISK_GB = 2**14  # GiB of a directory of cache entries
+MAX_DECODE_SHARE = 0.95
 MAX_UNITS = 2**24  # blocks, requests, tokens or slots: each also costs the host some bytes
 
 
@@ -55,6 +58,7 @@ class BatchingConfig:
     max_tokens: int | None = None  # per step; see `max_tokens_on`
     max_sequence_length: int | None = None  # default: the model's
     max_prefills_per_step: int | None = None  # 0: no limit; default: see `ENOUGH_PREFILL_TOKENS`
+    decode_share: float | None = None  # of their own rate, for requests that decode; see `prefill_tokens_beside_on`
     enable_chunked_prefill: bool = True
     conv_states_dtype: str | None = None  # default: the parameters' type
     ssm_states_dtype: str = "fp32"
@@ -74,6 +78,11 @@ class BatchingConfig:
         prefills = self.max_prefills_per_step
         flag = "--inference-dynamic-batching-max-prefills-per-step"
         require(prefills is None or prefills >= 0, f"{flag} {prefills} must be 1 or more, or 0 for no limit")
+        share = self.decode_share
+        require(
+            share is None or 0 <= share <= MAX_DECODE_SHARE,
+            f"--decode-share {share} must be 0 (steps are filled with prefill) to {MAX_DECODE_SHARE}",
+        )
         for name in ("buffer_size_gb", "paused_buffer_size_gb"):
             value = getattr(self, name)
             valid = value is None or (math.isfinite(value) and value >= 0)
@@ -139,6 +148,14 @@ class BatchingConfig:
     def enough_prefill_tokens_on(self, device_type: str) -> int | None:
         """Return the prefill tokens after which a step starts no other prefill; None if only the budget decides."""
         return None if self.max_prefills_per_step is not None else ENOUGH_PREFILL_TOKENS.get(device_type)
+
+    def prefill_tokens_beside_on(self, device_type: str) -> int | None:
+        """Return the maximum prefill tokens of a step in which requests decode; None if only the budget decides.
+
+        At least a block, so that chunks can end on the block grid.
+        """
+        tokens = None if self.decode_share == 0 else PREFILL_TOKENS_BESIDE_DECODES.get(device_type)
+        return None if tokens is None else max(tokens, self.block_size)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class AsyncScheduling:
         if executor is None or not executor.can_launch_next:
             return
         async_planner = self._scheduler.async_planner
-        plan = async_planner.plan_next(in_flight.chunks)
+        plan = async_planner.plan_next(in_flight.chunks, holds_prefills=self._scheduler.holds_prefills)
         if plan is None:
             return
         cache = self._scheduler.cache

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.engine.decode_share import DecodeShare
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.engine_step import EngineStep, StepOutput, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
@@ -83,6 +84,8 @@ class EngineCore:
         self.disk: WarmRestart | None = None  # the cache's contents between processes; closed with the core
         self.host_work: Callable[[], None] = lambda: None  # while the device computes; may only add requests
         self._intake = InputProcessor(input_settings)
+        share = self.scheduler.limits.decode_share
+        self._decode_share = DecodeShare(share) if share else None
         self._choice: ReplicaChoice | None = None  # None for one replica
         if len(parts) > 1:
             self._choice = ReplicaChoice([scheduler for scheduler, _ in parts], routing or RoutingConfig())
@@ -240,12 +243,20 @@ class EngineCore:
                 raise
             raise raised from error
         step = EngineStep(parts, time.perf_counter() - started)
+        if self._decode_share is not None:
+            self._hold_prefills(self._decode_share.note(step))
         results = [part.result for part in parts if part.result is not None]
         self.step_count += bool(results)
         if self._choice is not None:
             self._choice.note_step()
         self._captured.update(one.graph_rows for one in results if one.graph_rows is not None)
         return step
+
+    def _hold_prefills(self, are_held: bool) -> None:
+        """Hold or release the prefills of all replicas, which step together."""
+        for replica in self.replicas:
+            if replica.scheduler.holds_prefills is not are_held:
+                replica.scheduler.hold_prefills(are_held=are_held)
 
     def report(self, step: EngineStep) -> list[RequestRecord]:
         """Turn a step's tokens into scores, texts and records; raises no errors.

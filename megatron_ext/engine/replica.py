@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from megatron_ext.engine.async_scheduling import AsyncScheduling
 from megatron_ext.engine.cache_audit import CacheAudit
@@ -33,12 +33,17 @@ class ReplicaStep:
     """One step of a replica.
 
     Attributes:
-        chunks: Scheduled chunks of callers' requests, without those of audits.
+        planned: Scheduled chunks.
         result: Computed tokens and scores; None if nothing was scheduled.
     """
 
-    chunks: Sequence[Chunk]
+    planned: Sequence[Chunk]
     result: StepResult | None
+
+    @cached_property
+    def chunks(self) -> Sequence[Chunk]:
+        """Scheduled chunks of callers' requests, without those of audits."""
+        return [chunk for chunk in self.planned if chunk.request.audit is None]
 
 
 class Replica:
@@ -176,7 +181,7 @@ class Replica:
                 self._proposals.update(self.scheduler.drafts.verified)
         else:  # the next step has no drafts
             self.structured_outputs.begin(NO_TOKENS)
-        return ReplicaStep([chunk for chunk in plan.chunks if chunk.request.audit is None], result)
+        return ReplicaStep(plan.chunks, result)
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()

@@ -274,6 +274,8 @@ def _limits(
         aligned_chunks=cache.is_aligned and geometry.snapshot_slots > 0,
         max_prefills=batching.max_prefills_per_step or 0,
         enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
+        prefill_tokens_beside_decodes=batching.prefill_tokens_beside_on(device_type),
+        decode_share=batching.decode_share or 0.0,
         costs=costs,
         explains=cache.explain_prefix_cache,
         audit_interval=cache.audit_interval if cache.enable_prefix_caching else 0,

@@ -11,6 +11,7 @@ from megatron_ext.parallel.commands import (
     Command,
     DropKeptData,
     End,
+    HoldPrefills,
     Propose,
     Quarantine,
     ResetPrefixCache,
@@ -79,6 +80,11 @@ class RecordingScheduler(Scheduler):
         """Set the token masks as `Scheduler` does, and record them."""
         super().allow(request, masks)
         self.note(Allow(request.request_id, masks))
+
+    def hold_prefills(self, *, are_held: bool) -> None:
+        """Hold or release prefills as `Scheduler` does, and record it."""
+        super().hold_prefills(are_held=are_held)
+        self.note(HoldPrefills(are_held))
 
     def reset_prefix_cache(self) -> None:
         """Reset the prefix cache as `Scheduler` does, and record it."""

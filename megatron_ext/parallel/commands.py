@@ -135,6 +135,13 @@ class ForgetDrafts:
 
 
 @dataclass(frozen=True)
+class HoldPrefills:
+    """Begin or end of steps without prefills beside decoding requests; see `Scheduler.hold_prefills`."""
+
+    are_held: bool
+
+
+@dataclass(frozen=True)
 class Allow:
     """Tokens allowed next in a structured output, and after each of its drafts."""
 
@@ -187,6 +194,7 @@ Command = (
     | End
     | ForgetDrafts
     | GoLive
+    | HoldPrefills
     | KeepCache
     | LoadCommand
     | Propose

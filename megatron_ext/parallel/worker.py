@@ -19,6 +19,7 @@ from megatron_ext.parallel.commands import (
     End,
     ForgetDrafts,
     GoLive,
+    HoldPrefills,
     KeepCache,
     Propose,
     Quarantine,
@@ -133,6 +134,8 @@ class Worker:
             self.scheduler.allow(self._requests[command.request_id], command.masks)
         elif isinstance(command, Propose):
             self.scheduler.propose(dict(command.drafts))
+        elif isinstance(command, HoldPrefills):
+            self.scheduler.hold_prefills(are_held=command.are_held)
         elif isinstance(command, Draft | ForgetDrafts):
             self._obey_for_drafts(command)
         elif isinstance(command, Suspend):

@@ -85,7 +85,7 @@ class AsyncPlanner:
             found[request.request_id] = (*found.get(request.request_id, ()), state)
         return found
 
-    def plan_next(self, computed: Sequence[Chunk]) -> StepPlan | None:
+    def plan_next(self, computed: Sequence[Chunk], *, holds_prefills: bool = False) -> StepPlan | None:
         """Plan the step after the one that computes `computed`, and allocate for it; None if it is not certain.
 
         Allocated blocks stay with their requests whatever becomes of the step. If no block is free, one is evicted, as
@@ -94,6 +94,7 @@ class AsyncPlanner:
 
         Args:
             computed: Chunks of living requests.
+            holds_prefills: See `plan_step`.
         """
         queues, loads = self._queues, self._disk_loads
         if len(queues.paused) or loads.is_due or len(queues.running) != len(computed):
@@ -103,7 +104,15 @@ class AsyncPlanner:
             return None
         leaving = _assume(computed, yielding)
         try:
-            plan = plan_step(queues, self._limits, self._cache, self._pending_blocks, disk_loads=loads, leaving=leaving)
+            plan = plan_step(
+                queues,
+                self._limits,
+                self._cache,
+                self._pending_blocks,
+                disk_loads=loads,
+                leaving=leaving,
+                holds_prefills=holds_prefills,
+            )
             positions = self._positions(plan)
         finally:
             _take_back(computed, yielding)

@@ -30,6 +30,8 @@ class SchedulerLimits:
     aligned_chunks: bool = False  # snapshots only at ends of prefill chunks; see `snapshots.cut_aligned`
     max_prefills: int = 0  # requests that prefill in a step; 0 is no limit
     enough_prefill_tokens: int | None = None  # a step with this many begins no other prefill; None: no limit
+    prefill_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no limit
+    decode_share: float = 0.0  # of their own rate, which decoding requests keep beside prefills; see `DecodeShare`
     explains: bool = False  # explain cache use of each request; keeps the token ids of cached blocks
     audit_interval: int = 0  # hits from one audit to the next; 0: none
     keeps_log_probs: bool = False  # of prompts, with their cached blocks
@@ -55,6 +57,19 @@ class SchedulerLimits:
         """Return the first slot after those of the snapshot index, which has `slots` of them."""
         return slots if self.slabs is None else self.slabs.first_apart_slot
 
+    def prefill_limit(self, decodes: int, *, is_held: bool) -> int | None:
+        """Return the maximum prefill tokens of a step (SC-4); None if only `max_tokens` limits them.
+
+        Args:
+            decodes: Number of requests that decode in the step.
+            is_held: Whether they have the step to themselves.
+        """
+        if not decodes:
+            return None
+        if is_held:
+            return 0
+        return self.prefill_tokens_beside_decodes if self.chunked_prefill else None
+
     def may_prefill(self, requests: int, tokens: int) -> bool:
         """Return whether another request may prefill in a step that already prefills this many (SC-3)."""
         if self.max_prefills and requests >= self.max_prefills:
@@ -72,8 +87,21 @@ class StepBudget:
     slots: int = 0  # for snapshots that followers wait for
     prefills: int = 0  # used: requests that prefill in this step, and their tokens
     prefill_tokens: int = 0
+    prefill_limit: int | None = None  # maximum of their tokens; None: only `tokens` limits them
     released: frozenset[BlockId] = frozenset()  # blocks among `blocks` that leaving requests release
     pinned: frozenset[BlockId] = frozenset()  # evictable and released blocks that the plan uses, no longer counted
+
+    @property
+    def has_prefill_room(self) -> bool:
+        """True if the prefill tokens of the step have not reached their limit."""
+        return self.prefill_limit is None or self.prefill_tokens < self.prefill_limit
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Maximum tokens of the next prefill's chunk; if it has no room in this step, as without a limit."""
+        if self.prefill_limit is None or not self.has_prefill_room:
+            return self.tokens
+        return min(self.tokens, self.prefill_limit - self.prefill_tokens)
 
 
 @dataclass(frozen=True)

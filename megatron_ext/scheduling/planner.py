@@ -61,31 +61,37 @@ def plan_step(
     draft_budget: DraftBudget = NO_DRAFT_BUDGET,
     disk_loads: AwaitedLoads | None = None,
     leaving: Collection[Request] = (),
+    *,
+    holds_prefills: bool = False,
 ) -> StepPlan:
     """Plan one step.
 
     Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission (only followers of
     another request's prefix are overtaken). Requests that decode come before prefill in the token budget (`max_tokens
-    >= max_requests` leaves room for both). A prefill that has begun is finished before another begins, unless
-    `SchedulerLimits.may_prefill` allows more in one step. Drafts of requests that decode get what is left of tokens,
-    free blocks and slots for their states. A request whose token mask is missing is left out (SE-10). One that waits
-    for entries on disk (`disk_loads`) is overtaken. Requests that leave before the step (`leaving`) keep their blocks
-    until then, and are not in it.
+    >= max_requests` leaves room for both), and bound its prefill tokens (`SchedulerLimits.prefill_limit`); with
+    `holds_prefills` they have the step to themselves. A prefill that has begun is finished before another begins,
+    unless `SchedulerLimits.may_prefill` allows more in one step. Drafts of requests that decode get what is left of
+    tokens, free blocks and slots for their states. A request whose token mask is missing is left out (SE-10). One that
+    waits for entries on disk (`disk_loads`) is overtaken. Requests that leave before the step (`leaving`) keep their
+    blocks until then, and are not in it.
     """
     growth = _plan_growth(queues, limits, cache, leaving)
     decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
     begun = [(request, request.computed_end) for request in growth.prefilling]
-    continued = plan_continuations(begun, limits, limits.max_tokens - len(decodes))
+    prefill_limit = limits.prefill_limit(len(decodes), is_held=holds_prefills)
+    tokens = limits.max_tokens - len(decodes)
+    continued = plan_continuations(begun, limits, tokens if prefill_limit is None else min(tokens, prefill_limit))
     entry = _Entry([], [], [])
     if len(queues.waiting) and not growth.paused and not growth.preempted:  # these arrived first
         kept = cache.kept_for_snapshots if len(queues.running) else 0
         budget = StepBudget(
             blocks=max(0, growth.free_blocks - kept),
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling) - growth.held,
-            tokens=limits.max_tokens - len(decodes) - sum(chunk.length for chunk in continued),
+            tokens=tokens - sum(chunk.length for chunk in continued),
             slots=cache.states.obtainable_count if cache.states is not None else 0,
             prefills=len(continued),
             prefill_tokens=sum(chunk.length for chunk in continued),
+            prefill_limit=prefill_limit,
             released=growth.released,
         )
         entry = _plan_admissions(queues, limits, budget, cache, pending_blocks, disk_loads, continued)
@@ -282,7 +288,7 @@ def _plan_admissions(
         if source is not None:
             entry.deferrals.append(Deferral(request, "prompt", 1, 0, wait_for=source.request_id))
             continue
-        has_room = limits.may_prefill(budget.prefills, budget.prefill_tokens)
+        has_room = budget.has_prefill_room and limits.may_prefill(budget.prefills, budget.prefill_tokens)
         decision, budget = plan_admission(request, matched, limits, budget, cache)
         entry.note(decision if has_room else Deferral(request, "prefills", 1, 0))
         if isinstance(decision, Deferral):
@@ -342,7 +348,7 @@ def plan_admission(
     resume = resume_point(length, request.block_hashes[:usable], limits.block_size, cache.states, cache.depth_of)
     start = resume.position
     may_cut = limits.chunked_prefill or length > limits.max_tokens
-    end = chunk_end(request, start, len(matched) * limits.block_size, limits, budget.tokens)
+    end = chunk_end(request, start, len(matched) * limits.block_size, limits, budget.chunk_tokens)
     if end == start or (end < length and not may_cut):
         return Deferral(request, "tokens", 1 if may_cut else length - start, budget.tokens), budget
     chunk, shared = Chunk(request, start, end), tuple(matched)

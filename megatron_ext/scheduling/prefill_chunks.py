@@ -16,7 +16,7 @@ def plan_continuations(begun: Iterable[tuple[Request, int]], limits: SchedulerLi
     Args:
         begun: Requests that are mid-prefill, each with the position up to which it is computed before the step.
         limits: Limits of the engine.
-        tokens: Tokens that the step's decodes leave.
+        tokens: Maximum tokens of all chunks together.
     """
     chunks: list[Chunk] = []
     for request, start in begun:

@@ -77,6 +77,7 @@ class Scheduler:
         self.counters = Counters()
         self.drafts = Drafts(limits, self.cache, self.counters)
         self.disk_loads = DiskLoads(limits, self.cache, self.queues)
+        self.holds_prefills = False
         self._hashing = BlockHasher(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
         # Called with each admission once its matched blocks are pinned, before anything is allocated for it.
@@ -134,9 +135,21 @@ class Scheduler:
         """Set the token masks of a structured output; a request without them is left out of steps (SE-10)."""
         request.sequence.masks = masks
 
+    def hold_prefills(self, *, are_held: bool) -> None:
+        """Let requests that decode have the next steps to themselves, or no more; without them nothing is held."""
+        self.holds_prefills = are_held
+
     def schedule(self) -> StepPlan:
         """Plan the next step and apply the plan; the caller computes the plan's chunks."""
-        plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.budget, self.disk_loads)
+        plan = plan_step(
+            self.queues,
+            self.limits,
+            self.cache,
+            self.pending_blocks,
+            self.drafts.budget,
+            self.disk_loads,
+            holds_prefills=self.holds_prefills,
+        )
         self.cache.note_changes_applied()
         for admission in plan.admissions:  # before any allocation, so that no matched block is evicted
             self.cache.pin(admission.matched)

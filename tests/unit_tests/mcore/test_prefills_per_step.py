@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import CacheConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, batching
 from megatron_ext.config.batching import ENOUGH_PREFILL_TOKENS
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 
@@ -45,3 +45,34 @@ def test_the_default_is_by_device(play):
     assert (limits.max_prefills, limits.enough_prefill_tokens) == (0, ENOUGH_PREFILL_TOKENS["cpu"])
     limits = play(max_prefills_per_step=3).scheduler.limits
     assert (limits.max_prefills, limits.enough_prefill_tokens) == (3, None)
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.5])
+def test_results_do_not_depend_on_the_share_of_decodes(get_driver, get_oracle, monkeypatch, share):
+    """SC-4: logits and tokens beside a plain recompute, though the prompts are cut otherwise."""
+    monkeypatch.setitem(batching.PREFILL_TOKENS_BESIDE_DECODES, "cpu", 32)
+    driver = get_driver(cache=CacheConfig(snapshot_slots=20), block_size=16, max_tokens=400, decode_share=share)
+    driver.add(0, make_prompt(20), num_tokens_to_generate=24)
+    driver.step()
+    for request_id, prompt in enumerate(PROMPTS, start=1):
+        driver.add(request_id, prompt, num_tokens_to_generate=6)
+    driver.run()
+    for request_id in range(len(PROMPTS) + 1):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+    lengths = [20, *map(len, PROMPTS)]
+    beside = [
+        sum(end - start for request, start, end in step if start < lengths[request])
+        for step in driver.steps
+        if any(start >= lengths[request] for request, start, _ in step)
+    ]
+    assert (max(beside) > 32) is (share == 0)
+
+
+@pytest.mark.parametrize(
+    ("share", "block", "beside"), [(None, 64, 224), (0.5, 64, 224), (0.0, 64, None), (0.5, 512, 512)]
+)
+def test_prefill_tokens_beside_decodes(share, block, beside):
+    """At least a block; on CUDA there is no figure yet."""
+    settings = BatchingConfig(decode_share=share, block_size=block)
+    assert settings.prefill_tokens_beside_on("cpu") == beside
+    assert settings.prefill_tokens_beside_on("cuda") is None

@@ -59,10 +59,13 @@ def checked_plan(
     pending: PendingBlocks,
     offer: DraftBudget,
     disk_loads: DiskLoads,
+    *,
+    holds_prefills: bool,
 ) -> StepPlan:
     """SP-5: no request pauses, is preempted, waits or computes less for drafts; no cached block is evicted for one."""
     plan, plain = (
-        planner.plan_step(queues, limits, cache, pending, one, disk_loads) for one in (offer, NO_DRAFT_BUDGET)
+        planner.plan_step(queues, limits, cache, pending, one, disk_loads, holds_prefills=holds_prefills)
+        for one in (offer, NO_DRAFT_BUDGET)
     )
     cut = [dataclasses.replace(one, end=one.end - len(one.drafts), drafts=()) for one in plan.chunks]
     assert set(cut) == set(plain.chunks), "a rank computes other chunks"  # those with drafts come after decodes
@@ -70,6 +73,11 @@ def checked_plan(
         assert getattr(plan, name) == getattr(plain, name), name
     assert [request for request, _ in plan.failures] == [request for request, _ in plain.failures]
     assert sum(chunk.length for chunk in plan.chunks) <= limits.max_tokens
+    prefills = [one for one in plain.chunks if not one.request.is_decoding]
+    if len(prefills) < len(plain.chunks):  # SC-4
+        bound = limits.prefill_tokens_beside_decodes if limits.chunked_prefill else None
+        assert not (holds_prefills and prefills), "decodes have the step to themselves"
+        assert bound is None or sum(chunk.length for chunk in prefills) <= bound
     for chunk in plan.chunks:
         if chunk.request.params.response_format is not None and chunk.yields_token:
             generated = chunk.request.generated_tokens
@@ -108,6 +116,7 @@ class LedMachine(RuleBasedStateMachine):
             max_tokens=max_requests + data.draw(st.integers(0, 8), "spare tokens"),
             max_sequence_length=40,
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
+            prefill_tokens_beside_decodes=data.draw(st.sampled_from([None, 2]), "prefill_tokens_beside_decodes"),
             max_drafts=max_drafts,
             draft_states=draft_states,
         )
@@ -148,6 +157,12 @@ class LedMachine(RuleBasedStateMachine):
     def steps_of(self, count: int) -> None:
         for _ in range(count):
             self.world.step()
+
+    @rule(data=st.data(), are_held=st.booleans())
+    def hold(self, data: st.DataObject, are_held: bool) -> None:
+        """SC-4: what rank 0 decides by its clock."""
+        data.draw(st.sampled_from(self.core.replicas), "replica").scheduler.hold_prefills(are_held=are_held)
+        self.steps_of(2)
 
     @rule(count=st.integers(1, 4))
     def masks(self, count: int) -> None:
@@ -263,6 +278,10 @@ def _keeps_old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sequence, "append", append)
 
 
+def _forgets_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_recorder.RecordingScheduler, "hold_prefills", command_recorder.Scheduler.hold_prefills)
+
+
 def _forgets_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_recorder.RecordingScheduler, "propose", command_recorder.Scheduler.propose)
 
@@ -278,7 +297,7 @@ def _adds_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
         [_forgets_ends, _forgets_drafts],
         [
             *(_forgets_ends, _forgets_resets, _forgets_suspends, _forgets_weights, _adds_in_another_order),
-            *(_forgets_drafts, _forgets_masks, _keeps_old_masks),
+            *(_forgets_drafts, _forgets_masks, _keeps_old_masks, _forgets_holds),
         ],
     ),
 )
@@ -330,6 +349,16 @@ class TestFleet:
         add(world, 0, [0], params={"stop_words": ("a", "b", "c"), "ignore_eos": True})
         world.core.report(world.core.compute())
         assert world.core.replicas[0].scheduler.take_commands() == [End(0, Status.COMPLETED)]
+
+    def test_held_prefills_are_held_on_all_ranks(self, world: World):
+        """SC-4: the followers compare each step with rank 0's."""
+        add(world, 0, [0, 1], replica_index=0, params={"ignore_eos": True})
+        world.step()
+        world.core.replicas[0].scheduler.hold_prefills(are_held=True)
+        add(world, 1, [1, 0, 1], replica_index=0, params={"ignore_eos": True})
+        for _ in range(2):
+            world.step()
+            assert [chunk.request_id for chunk in world.models[0].steps[-1].chunks] == [0]
 
     def test_order_of_commands(self, world: World):
         world.step()

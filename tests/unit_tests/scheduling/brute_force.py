@@ -54,7 +54,7 @@ def look_at_all(
             entry.deferrals.append(Deferral(request, "disk", 1, 0, load=load))
             continue
         pinned = {block for block in matched if cache.is_evictable(block) or block in budget.released} | budget.pinned
-        is_full = not limits.may_prefill(budget.prefills, budget.prefill_tokens)
+        is_full = not (budget.has_prefill_room and limits.may_prefill(budget.prefills, budget.prefill_tokens))
         decision, budget = planner.plan_admission(request, matched, limits, budget, cache)
         if is_full and not any(one.resource == "prefills" for one in entry.deferrals):
             entry.deferrals.append(Deferral(request, "prefills", 1, 0))
@@ -93,6 +93,7 @@ def foreseen_plan(scheduler: Scheduler) -> StepPlan:
         scheduler.cache,
         scheduler.pending_blocks,
         disk_loads=scheduler.disk_loads,
+        holds_prefills=scheduler.holds_prefills,
     )
 
 

@@ -74,6 +74,7 @@ class CachingMachine(RuleBasedStateMachine):
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
             max_prefills=data.draw(st.sampled_from([0, 1, 2]), "max_prefills"),
             enough_prefill_tokens=data.draw(st.sampled_from([None, 1, 4]), "enough_prefill_tokens"),
+            prefill_tokens_beside_decodes=data.draw(st.sampled_from([None, 1, 3]), "prefill_tokens_beside_decodes"),
         )
 
     # What may happen
@@ -123,6 +124,11 @@ class CachingMachine(RuleBasedStateMachine):
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.run_step()
+
+    @rule(are_held=st.booleans())
+    def hold(self, are_held: bool) -> None:
+        """SC-4."""
+        self.scheduler.hold_prefills(are_held=are_held)
 
     @precondition(lambda self: self.alive())
     @rule()
@@ -338,9 +344,10 @@ class CachingMachine(RuleBasedStateMachine):
                 )
                 if needed > there
             ]
-            end = min(length, start + tokens)
+            beside = self.prefill_tokens_left(plan, prefills)
+            end = min(length, start + tokens, start + (beside or tokens))
             if not is_full:
-                is_full = not self.has_room_for_prefill(prefills)
+                is_full = beside == 0 or not self.has_room_for_prefill(prefills)
                 outcomes[owner.name] = (
                     ("defer", "prefills", 1, 0)
                     if is_full
@@ -357,6 +364,15 @@ class CachingMachine(RuleBasedStateMachine):
                 for key in keys[len(matched) :]:
                     computing.setdefault(key, set()).add(owner.name)
         return outcomes
+
+    def prefill_tokens_left(self, plan: StepPlan, prefills: list[int]) -> int | None:
+        """SC-4: prefill tokens that requests which decode leave to others; None if they do not bound them."""
+        if not any(chunk.request.is_decoding for chunk in plan.chunks):
+            return None
+        if self.scheduler.holds_prefills:
+            return 0
+        most = self.limits.prefill_tokens_beside_decodes if self.limits.chunked_prefill else None
+        return None if most is None else max(0, most - sum(prefills))
 
     def has_room_for_prefill(self, prefills: list[int]) -> bool:
         """SC-3: few at a time, but one always."""

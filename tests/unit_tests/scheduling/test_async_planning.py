@@ -61,7 +61,7 @@ class Planned:
     def plan_next(self, plan: StepPlan) -> tuple[Chunk, ...]:
         """Chunks planned after `plan`; the requests are as they were before."""
         before = [state_of(one) for one in self.scheduler.queues]
-        found = self.scheduler.async_planner.plan_next(plan.chunks)
+        found = self.scheduler.async_planner.plan_next(plan.chunks, holds_prefills=self.scheduler.holds_prefills)
         assert [state_of(one) for one in self.scheduler.queues] == before
         return () if found is None else found.chunks
 
@@ -315,6 +315,8 @@ SETTINGS = [
     {"max_prefills": 1},
     {"enough_prefill_tokens": 3},
     {"max_tokens": 5},
+    {"prefill_tokens_beside_decodes": 3},
+    {"decode_share": 0.5, "prefill_tokens_beside_decodes": 6},
 ]
 
 
@@ -340,6 +342,7 @@ def test_plans_ahead_are_the_plans_after(seed, number):
         if not plan.chunks:
             planned.add([*source.choice(stems)[: source.randrange(20)], *range(source.randrange(1, 30))], seed=seed)
             continue
+        scheduler.hold_prefills(are_held=scheduler.limits.decode_share > 0 and source.random() < 0.3)
         chunks = planned.plan_next(plan)
         if chunks:
             expected = describe_ahead(chunks, BLOCK, scheduler.async_planner.states).chunks

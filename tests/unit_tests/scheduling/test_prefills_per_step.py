@@ -32,6 +32,10 @@ def chunks(plan: StepPlan) -> dict[int, tuple[int, int]]:
     return {chunk.request.request_id: (chunk.start, chunk.end) for chunk in plan.chunks}
 
 
+def prefilled(plan: StepPlan) -> dict[int, tuple[int, int]]:
+    return {request: span for request, span in chunks(plan).items() if request in prefills(plan)}
+
+
 def prefills(plan: StepPlan) -> list[int]:
     return [chunk.request.request_id for chunk in plan.chunks if not chunk.is_decode]
 
@@ -131,6 +135,65 @@ def test_decodes_keep_their_pace():
         step(scheduler)
         assert all(request.generated_count == count + 1 for request, count in before.items())
         assert len(before) >= 4
+
+
+def test_prefills_beside_decodes_are_bounded():
+    """SC-4: together, not each; a step without decodes is filled, and a prompt that begins gets what is left."""
+    scheduler = make_scheduler(prefill_tokens_beside_decodes=16)
+    add(scheduler, unique(0, 100, generate=30))
+    assert [prefilled(step(scheduler)) for _ in range(3)] == [{0: (0, 64)}, {0: (64, 100)}, {}]
+    add(scheduler, unique(1, 20), unique(2, 30), unique(3, 5))
+    assert [prefilled(step(scheduler)) for _ in range(4)] == [
+        {1: (0, 16)},
+        {1: (16, 20), 2: (0, 12)},
+        {2: (12, 28)},
+        {2: (28, 30), 3: (0, 5)},
+    ]
+
+
+def test_a_prompt_that_may_not_be_split_is_not_bounded():
+    scheduler = make_scheduler(prefill_tokens_beside_decodes=16, chunked_prefill=False)
+    add(scheduler, unique(0, 4, generate=30), unique(1, 50))
+    assert prefilled(step(scheduler)) == {0: (0, 4), 1: (0, 50)}
+    add(scheduler, unique(2, 50))
+    assert prefilled(step(scheduler)) == {2: (0, 50)}
+
+
+def test_a_held_prefill_begins_and_goes_on_later():
+    """SC-4: decoding requests have the step to themselves; without them it is not held, so that none waits for ever."""
+    scheduler = make_scheduler(prefill_tokens_beside_decodes=16)
+    add(scheduler, unique(0, 4, generate=6), unique(1, 70), unique(2, 3))
+    plans = [step(scheduler)]
+    scheduler.hold_prefills(are_held=True)
+    plans += [step(scheduler) for _ in range(6)]
+    assert [prefilled(plan) for plan in plans] == [
+        {0: (0, 4), 1: (0, 60)},
+        {},
+        {},
+        {},
+        {},
+        {},
+        {1: (60, 70), 2: (0, 3)},
+    ]
+    assert plans[1].deferrals[-1].resource == "prefills"
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_follower_of_a_request_behind_the_bound(is_held):
+    """KV-6: the follower is looked at though the step has all its prefill, while its leader can leave states for it."""
+    scheduler = make_scheduler(slots=20, caching=True, max_tokens=200, prefill_tokens_beside_decodes=16)
+    add(scheduler, unique(0, 4, generate=30))
+    step(scheduler)
+    leader, other, follower = shared(1, 30), unique(2, 50), shared(3, 9)
+    add(scheduler, leader, other)
+    step(scheduler)
+    scheduler.hold_prefills(are_held=is_held)
+    add(scheduler, follower)
+    assert followers(step(scheduler)) == {3: 1}
+    scheduler.hold_prefills(are_held=False)
+    while len(scheduler.queues):
+        step(scheduler)
+    assert [one.skipped_prefill_tokens for one in (leader, other, follower)] == [0, 0, 40]
 
 
 def shared(arrival: int, own: int) -> Request:
