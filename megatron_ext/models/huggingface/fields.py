@@ -90,6 +90,13 @@ def unknown_names(fields: Fields, known: Container[str]) -> list[str]:
     )
 
 
+REMEDIES = {
+    "quantization_config": "; give the folder of the weights that were quantized (on CPUs --cpu-weight-quantization "
+    "int8 quantizes them here)",
+}
+"""What to do about values that are not supported, by field."""
+
+
 def check_fixed(fields: Fields, fixed: Mapping[str, tuple[object, ...]]) -> None:
     """Raise unless fields with few supported values have one of them; an absent field has the first."""
     for name, supported in fixed.items():
@@ -97,7 +104,9 @@ def check_fixed(fields: Fields, fixed: Mapping[str, tuple[object, ...]]) -> None
         comparable = tuple(value) if isinstance(value, list) else value
         if not any(comparable == option and _is_bool(comparable) == _is_bool(option) for option in supported):
             wanted = " or ".join(repr(option) for option in supported)
-            raise ConfigError(f"config.json: {name} = {value!r} is not supported; supported is {wanted}")
+            raise ConfigError(
+                f"config.json: {name} = {value!r} is not supported; supported is {wanted}{REMEDIES.get(name, '')}"
+            )
 
 
 def _is_bool(value: object) -> bool:

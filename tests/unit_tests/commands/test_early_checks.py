@@ -16,6 +16,7 @@ COMMANDS = [
     ("run --load nowhere", "--load nowhere does not exist"),
     ("run org/name", "hf download org/name"),
     ("run --load-hf folder", "GGUF is not supported"),
+    ("run quantized", "quantization_config = {'bits': 4} is not supported; supported is None; give the folder of the"),
     ("run --save file/x", "--save file/x cannot be written"),
     ("run --prompt-file nowhere.jsonl", "--prompt-file nowhere.jsonl: No such file"),
     ("run --output-path nowhere/out.json", "the folder nowhere does not exist"),
@@ -43,6 +44,8 @@ def test_bad_paths_are_told_before_torch_is_imported(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.gguf").touch()
+    (tmp_path / "quantized").mkdir()
+    (tmp_path / "quantized" / "config.json").write_text('{"quantization_config": {"bits": 4}}')
     words = [sys.executable, "-c", CODE, json.dumps([command for command, _ in COMMANDS])]
     done = subprocess.run(
         words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
