@@ -379,6 +379,7 @@ RUN = FlagGroup(
             "Number of steps between suspend and resume, more than a prefill takes; 0: never",
         ),
         Flag("prefix_cache_compare", "Run the prompts with the cache off, then on; exit code 1 if the results differ"),
+        Flag("dry_run", "Print bytes of weights, blocks and snapshots, and how many requests fit; load nothing"),
         Flag("profile", "Directory for a trace of the first 100 steps with named phases", metavar="DIR"),
     ),
 )

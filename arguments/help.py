@@ -19,6 +19,7 @@ TASKS: Mapping[str, Sequence[str]] = {
     "memory": (
         "inference-max-seq-length",
         *(f"{_BATCHING}-{name}" for name in ("buffer-size-gb", "max-requests", "max-tokens")),
+        "dry-run",
     ),
     "prefix cache": (
         f"{_BATCHING}-enable-prefix-caching",

@@ -27,6 +27,7 @@ SERVER = FlagGroup(
         Flag("log_level", "Lowest level of the lines that are logged", choices=LOG_LEVELS),
         Flag("access_log", "Log a line for each request when it ends: counts and times, never texts"),
         Flag("strict_fields", "Refuse unknown fields of bodies; default: they are ignored, and named in the log once"),
+        Flag("dry_run", "Print bytes of weights, blocks and snapshots, and how many requests fit; load nothing"),
         Flag("profile", "Directory for a trace of the first 100 steps with named phases", metavar="DIR"),
     ),
 )

@@ -50,6 +50,7 @@ class RunConfig:
     inference_logging_step_interval: int = 0  # steps; 0 is no log
     suspend_resume_interval: int = 0  # steps; 0 is never
     prefix_cache_compare: bool = False
+    dry_run: bool = False  # print what the engine would take, and load nothing
     profile: str | None = None  # a directory for a trace of the first steps
 
     def __post_init__(self) -> None:

@@ -51,6 +51,7 @@ class ServerConfig:
     inference_logging_step_interval: int | None = None  # steps; 0 is no log; default: every ten seconds of work
     log_level: str = "info"  # one of LOG_LEVELS
     access_log: bool = True  # a line for each request
+    dry_run: bool = False  # print what the engine would take, and load nothing
     profile: str | None = None  # a directory for a trace of the first steps
     limits: ServerLimits = field(default_factory=ServerLimits)
     kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,7 +14,11 @@ from megatron_ext.console.terminal import Output, printable
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.world_sizes import WorldKVCacheConfig
 
+if TYPE_CHECKING:
+    from megatron_ext.models.dry_run import DryRun
+
 _FILE_WIDTH = 80  # characters
+_LENGTHS = (4096, 32768)  # tokens of requests whose number is shown
 
 
 def make_console(quiet: bool, output: Output | None = None) -> Console:
@@ -80,6 +84,23 @@ def print_kv_cache_config(
         table.add_row("packed weights", f"{bytes_held_twice:,} bytes beside the originals")
     if isinstance(geometry, WorldKVCacheConfig):
         _add_ranks(table, geometry)
+    console.print(table)
+
+
+def print_dry_run(dry: DryRun, console: Console) -> None:
+    """Print the plan of an engine, as a start with the same memory does, and how many requests fit."""
+    world, longest = dry.plan.world, dry.longest_request
+    print_kv_cache_config(world, dry.name, console, dry.plan.request_state_bytes(dry.plan.limits.max_sequence_length))
+    dtype = str(dry.dtype).removeprefix("torch.")
+    table = Table("memory", "nothing is loaded", show_lines=False)
+    table.add_row("weights", f"{dry.weight_bytes:,} bytes ({dtype})")
+    table.add_row("pools", f"{world.pool_bytes:,} bytes, and {dry.plan.activation_bytes:,} bytes for a step")
+    left = dry.free_bytes - dry.weight_bytes - world.pool_bytes - dry.plan.activation_bytes
+    table.add_row("free now", f"{dry.free_bytes:,} bytes, of which {left:,} bytes are left")
+    table.add_row("longest request", f"{longest:,} tokens")
+    for tokens in _LENGTHS:
+        fit = dry.requests_at_once(tokens)
+        table.add_row(f"at once, {tokens:,} tokens", counted(fit, "request") if fit else "too long for one")
     console.print(table)
 
 

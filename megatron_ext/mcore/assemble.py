@@ -31,7 +31,7 @@ from megatron_ext.mcore.warm_up import Phase, WarmUpPart, unreported, warm_up
 from megatron_ext.mcore.weight_samples import samples_of
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_LAYERS, DraftMemory
-from megatron_ext.memory.engine_plan import plan_engine
+from megatron_ext.memory.engine_plan import EnginePlan, plan_engine
 from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ops.linear import onednn
 from megatron_ext.parallel.parallel_context import ParallelContext
@@ -111,6 +111,39 @@ def build_engine(
             measure_costs(engine, drafting)
         engine.core.workers.release()
     return engine
+
+
+def plan_pools(
+    model: HybridModel,
+    config: ModelConfig,
+    batching: BatchingConfig,
+    cache: CacheConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    available_bytes: int,
+    speculation: SpeculationConfig,
+) -> EnginePlan:
+    """Return the plan of an engine on a device, from the shapes of a model, which need no memory.
+
+    Args:
+        model: Whole model, on any device.
+        available_bytes: Memory for the pools, after the weights.
+
+    Raises:
+        ConfigError: The budget or the block size does not fit the model.
+    """
+    prediction = _prediction_of(model, config, dtype, speculation)
+    return plan_engine(
+        model_shape(model, batching, dtype),
+        config,
+        batching,
+        cache,
+        device_type=device.type,
+        available_bytes=available_bytes,
+        speculative_tokens=speculation.num_speculative_tokens,
+        draft=NO_DRAFT_LAYERS if prediction is None else prediction.memory(batching),
+    )
 
 
 def _prediction_of(

@@ -91,7 +91,8 @@ def load_model(
         source: Location and dtype of the model.
         overrides: `ModelConfig` fields from flags or a YAML file; they win over the checkpoint's configuration.
         parallel: Parallel sizes; every rank calls this. None for those of Megatron's groups.
-        device: Default: the current CUDA device, else the CPU.
+        device: Default: the current CUDA device, else the CPU. On the device meta no weights are read: the model has
+            shapes only, with the types that it has on the default device.
         reads_prediction: Whether a checkpoint's layers of multi-token prediction are read in any case; else they are if
             they are to be saved, or if a flag names them.
 
@@ -105,13 +106,15 @@ def load_model(
         directory_to_save = source.save
         decided_by_first(lambda: require_replaceable(directory_to_save))  # before anything large is read
     device = device or platform.device()
-    dtype = _dtype(source, device)
+    has_weights = device.type != "meta"
+    dtype = _dtype(source, device if has_weights else platform.device())
     directory = _checkpoint_directory(source, overrides)
     if directory is None:
         config, tokenizer = _without_checkpoint(source, overrides)
-        model = _build(config, parallel, dtype=dtype, device=device, **_options(source))
+        made = {"perform_initialization": has_weights} | _options(source)
+        model = _build(config, parallel, dtype=dtype, device=device, **made)
         return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
-    if source.load:
+    if source.load and has_weights:
         require_intact(directory)
     trained = training_facts_of(directory) if source.load else None
     reads_prediction = reads_prediction or source.save is not None or overrides.get(_PREDICTION) is not None
@@ -120,7 +123,8 @@ def load_model(
     tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
     _warn_of_more_ids(tokenizer, config, directory)
     model = _build(config, parallel, dtype=dtype, device=device, perform_initialization=False, **_options(source))
-    fill_model(model, config, source, directory)
+    if has_weights:
+        fill_model(model, config, source, directory)
     return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded", directory)
 
 

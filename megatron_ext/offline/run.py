@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from megatron_ext.config import FULL_FORMAT, InferenceSettings
-from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
+from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_kv_cache_config
 from megatron_ext.console.profiling import profiled
 from megatron_ext.console.start import check_machine, check_profile, say_start
 from megatron_ext.console.startup import StartUp
@@ -24,6 +24,7 @@ from megatron_ext.engine.input_processor import check_drafts
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
+from megatron_ext.models.dry_run import plan_without_weights
 from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import request_defaults
 from megatron_ext.models.llm_engine import LLMEngine
@@ -69,6 +70,9 @@ def run_offline(
     try:
         with ending_together(settings.parallel.distributed_timeout_minutes):
             platform.initialize(settings.parallel)
+            if settings.run.dry_run:
+                print_dry_run(plan_without_weights(settings), make_console(quiet=False))
+                return True
             parallel_context = make_parallel_context(settings.parallel)
             if parallel_context is not None and not parallel_context.is_driver:
                 _follow(settings, parallel_context, interruption)

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
-from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
+from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_kv_cache_config
 from megatron_ext.console.profiling import profiled
 from megatron_ext.console.start import check_machine, check_profile, say_start
 from megatron_ext.console.startup import StartUp
@@ -24,6 +24,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.memory.heap import freeze_loaded_objects
+from megatron_ext.models.dry_run import plan_without_weights
 from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.identity import weights_hash
@@ -63,6 +64,9 @@ def run_server(settings: ServerSettings, start_up: StartUp | None = None) -> Non
     try:
         with ending_together(settings.parallel.distributed_timeout_minutes):
             platform.initialize(settings.parallel)
+            if settings.server.dry_run:
+                print_dry_run(plan_without_weights(settings), make_console(quiet=False))
+                return
             parallel_context = make_parallel_context(settings.parallel)
             if parallel_context is None or parallel_context.is_driver:
                 with start_up or StartUp() as reported:

@@ -93,7 +93,7 @@ OPTIONS = """
 --inference-repeat-n
 --drain-between-batches --no-drain-between-batches --batch-boundaries
 --incoming-requests-per-step --incoming-requests-per-sec --inference-logging-step-interval --suspend-resume-interval
---prefix-cache-compare --no-prefix-cache-compare --profile
+--prefix-cache-compare --no-prefix-cache-compare --dry-run --no-dry-run --profile
 """.split()
 # Flags of Megatron's that say what others say; those that set nothing are in docs/megatron.md.
 SYNONYM_OPTIONS = """
@@ -123,7 +123,7 @@ WITHOUT_FLAG = {
 
 SERVER_OPTIONS = """
 --host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
---log-level --access-log --no-access-log --strict-fields --no-strict-fields --profile
+--log-level --access-log --no-access-log --strict-fields --no-strict-fields --dry-run --no-dry-run --profile
 --kv-events-endpoint --kv-events-topic --kv-events-replay-endpoint
 --kv-events-states-endpoint --kv-events-states-replay-endpoint --kv-events-buffer-steps
 --max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout --max-schema-kb --grammar-timeout

@@ -100,6 +100,14 @@ def test_a_prompt_that_cannot_be_served_fails_alone(prompt_file, tmp_path, capfd
     assert results["1"]["status"] == "COMPLETED"
 
 
+def test_a_dry_run_loads_and_runs_nothing(monkeypatch, capfd):
+    monkeypatch.setattr("megatron_ext.offline.run._Offline", None)
+    assert main([*TINY, "--dry-run"]) == DONE
+    shown = capfd.readouterr().out
+    assert "8 blocks of 64 tokens" in shown
+    assert re.search(r"weights +│ [\d,]+ bytes \(float32\)", shown)
+
+
 def test_batches_are_drained(prompt_file, tmp_path):
     path = prompt_file(*['{"token_ids": [1, 2]}'] * 3)
     output = tmp_path / "out.json"

@@ -235,6 +235,12 @@ def test_refuses_connections_until_the_model_is_loaded():
         socket.create_connection(listener.getsockname(), timeout=PATIENCE)
 
 
+def test_a_dry_run_serves_nothing(capsys, monkeypatch):
+    monkeypatch.setattr("megatron_ext.server.run._listen_and_serve", None)
+    assert serve.main(["--dry-run"]) == serve.STOPPED
+    assert "at once, 4,096 tokens" in capsys.readouterr().out
+
+
 def test_serving_is_built_from_settings():
     platform.initialize()
     words = [*TINY, "--served-model-name", "x", "y", "--max-waiting-requests", "3"]

@@ -1,0 +1,44 @@
+"""PY-18: `--dry-run` plans, from the configuration alone, what a start plans of the loaded model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from arguments import parse_arguments
+from megatron_ext.models.dry_run import plan_without_weights
+from megatron_ext.models.engine_args import EngineArgs
+from megatron_ext.models.llm_engine import LLMEngine
+from tests.unit_tests.models.huggingface.families import FAMILIES
+
+_BATCHING = "--inference-dynamic-batching"
+BUDGET = f"{_BATCHING}-buffer-size-gb 0.02 {_BATCHING}-block-size 16 {_BATCHING}-max-requests 6".split()
+
+
+@pytest.mark.parametrize("fixture", ["llamas", "oracles", "qwens", "mambas", "hybrids"])
+@pytest.mark.parametrize("flags", [[], ["--dtype", "bfloat16"]], ids=["fp32", "bf16"])
+def test_the_plan_is_that_of_a_start(fixture: str, flags: list[str], request, tmp_path: Path) -> None:
+    """One shape of each family, with a given budget; the folder of the dry run has no weights."""
+    _, directory = request.getfixturevalue(fixture)(FAMILIES[fixture].names[0])
+    shutil.copytree(directory, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    dry = plan_without_weights(parse_arguments([str(tmp_path / "model"), *BUDGET, *flags]))
+    args = EngineArgs(parse_arguments([str(directory), *BUDGET, *flags]))
+    weights = sum(one.numel() * one.element_size() for one in args.loaded.model.parameters())
+    engine = LLMEngine(args.build_engine())
+    try:
+        assert (dry.plan.world, dry.weight_bytes) == (engine.geometry, weights)
+        assert dry.plan.limits == engine.limits
+        assert dry.plan.request_state_bytes(engine.limits.max_sequence_length) == engine.request_state_bytes
+    finally:
+        engine.close()
+
+
+def test_requests_that_fit_at_once() -> None:
+    """By blocks of 64 tokens, and by the running requests; none that is longer than the model or the pool."""
+    words = f"{_BATCHING}-block-count 20 {_BATCHING}-max-requests 6 {_BATCHING}-prefix-caching-mamba-slots 0"
+    dry = plan_without_weights(parse_arguments(words.split()))
+    found = {tokens: dry.requests_at_once(tokens) for tokens in (1, 64, 256, 257, 1280, 1281, 5000)}
+    assert found == {1: 6, 64: 6, 256: 5, 257: 4, 1280: 1, 1281: 0, 5000: 0}
+    assert dry.longest_request == 1280
