@@ -94,7 +94,7 @@ REMEDIES = {
     "quantization_config": "; give the folder of the weights that were quantized (on CPUs --cpu-weight-quantization "
     "int8 quantizes them here)",
 }
-"""What to do about values that are not supported, by field."""
+"""Remedies for values that are not supported, by field."""
 
 
 def check_fixed(fields: Fields, fixed: Mapping[str, tuple[object, ...]]) -> None:
