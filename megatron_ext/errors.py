@@ -26,36 +26,6 @@ class MachineError(ConfigError):
     """Setting that cannot work on this machine but may on others of the same world, such as a missing file."""
 
 
-_NEEDS = {
-    "blocks": ("block", "{needed} needed, {available} available {when}"),
-    "slots": ("slot", "{needed} needed, {available} available {when}"),
-    "requests": ("request", "room for {needed} is needed, for {available} there is {when}"),
-    "tokens": ("token", "a step of {needed} is needed, {available} are possible {when}"),
-    "sequence_length": ("token", "a sequence of {needed} is needed, {available} are possible {when}"),
-}
-
-
-class CapacityError(Exception):
-    """Resource shortage: fewer free units than a request needs.
-
-    Args:
-        resource: Exhausted resource: "blocks", "tokens", "requests", "slots" or "sequence_length".
-        needed: Units that the request needs.
-        available: Free units, or the size of the whole pool if not transient.
-        is_transient: True if the same call may succeed later, False if it never can.
-    """
-
-    def __init__(self, resource: str, needed: int, available: int, is_transient: bool) -> None:
-        unit, sentence = _NEEDS[resource]
-        counted = f"{needed} {unit}{'' if needed == 1 else 's'}"
-        when = "now" if is_transient else "at all"
-        super().__init__(sentence.format(needed=counted, available=available, when=when))
-        self.resource = resource
-        self.needed = needed
-        self.available = available
-        self.is_transient = is_transient
-
-
 class OutputError(Exception):
     """Failure to write results. The message is one line: the destination and the reason."""
 

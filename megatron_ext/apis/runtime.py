@@ -65,7 +65,7 @@ class EngineRuntime:
             prompts,
             params,
             self._loaded.tokenize,
-            self._loaded.limits.max_sequence_length,
+            self._loaded.limits.max_model_len,
             has_token_events=self._options.has_token_events,
         )
         return Generation(self._loaded.client, requests, params, self._conversion)

@@ -21,7 +21,7 @@ def context_facts(engine: LLMEngine) -> dict[str, int]:
     return {
         "max_requests": limits.max_requests,
         "max_tokens": limits.max_tokens,
-        "max_sequence_length": limits.max_sequence_length,
+        "max_sequence_length": limits.max_model_len,
         "block_size_tokens": limits.block_size,
         "blocks": engine.geometry.blocks,
         "enable_prefix_caching": engine.is_caching,

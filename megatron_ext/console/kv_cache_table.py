@@ -55,6 +55,7 @@ def print_kv_cache_config(
     blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
     at_most = "at most " if geometry.slabs else ""
     table.add_row("KV cache", f"{at_most}{blocks} of {block}, {geometry.block_bytes:,} bytes each")
+    table.add_row("longest sequence", f"{geometry.max_model_len:,} tokens, prompt and output")
     if geometry.state_bytes:
         cost = f", as much as the KV of {geometry.state_in_kv_tokens} tokens" if geometry.state_in_kv_tokens else ""
         table.add_row("live states", f"{geometry.live_states:,} of {geometry.state_bytes:,} bytes each{cost}")

@@ -32,7 +32,7 @@ from megatron_ext.prefix_cache.disk.announcing import EntryObserver, announce
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.observer import CacheObserver
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.planner import check_admissible
+from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -132,15 +132,15 @@ class EngineCore:
         self.check_free(request_id)
         request = self._intake.make(request_id, inputs, group)
         matcher = self.output.matcher_of(request)  # before anything is noted, since it may fail on what is continued
-        error = check_admissible(request, self.scheduler.limits)
-        replica = self._replica_of(request, replica_index) if error is None else self.replicas[0]
+        refusal = reason_to_refuse(request, self.scheduler.limits)
+        replica = self._replica_of(request, replica_index) if refusal is None else self.replicas[0]
         scheduler = replica.scheduler
         self.output.open(request, scheduler, matcher)
-        if error is None:
+        if refusal is None:
             scheduler.add(request)
             replica.structured_outputs.add(request)
         else:
-            request.end(Status.FAILED, error=f"this prompt cannot be served: {error}")
+            request.end(Status.FAILED, error=f"this prompt cannot be served: {refusal}")
             self.output.ended.append(request)
         return request
 

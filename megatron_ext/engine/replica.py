@@ -185,7 +185,6 @@ class Replica:
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        self._output.ended += [request for request, _ in plan.failures]
         for admission in plan.admissions:
             admission.request.versions.admit(self.async_scheduling.weights_version)
         return plan

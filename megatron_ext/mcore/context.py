@@ -65,7 +65,7 @@ class InferenceContext(Context):
     ) -> None:
         self.plan = plan
         self.max_requests, self.max_tokens = plan.limits.max_requests, plan.limits.max_tokens
-        self.max_sequence_length = plan.limits.max_sequence_length
+        self.max_sequence_length = plan.limits.max_model_len
         self.block_size_tokens = plan.geometry.block_size_tokens
         super().__init__(
             max_requests=self.max_requests,

@@ -78,6 +78,7 @@ class KVCacheConfig:
     slab_bytes: int = field(default=0, kw_only=True)
     apart_slots: int = field(default=0, kw_only=True)
     log_prob_bytes: int = field(default=0, kw_only=True)  # of the log-probs kept with a block
+    max_model_len: int = field(default=0, kw_only=True)  # see `SchedulerLimits.max_model_len`
 
     @property
     def pool_bytes(self) -> int:

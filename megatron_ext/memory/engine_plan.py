@@ -177,6 +177,7 @@ def plan_engine(
     costs = entry_costs(config, world.block_size_tokens, world.cached_block_bytes, world.snapshot_bytes)
     limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
     limits = replace(limits, max_drafts=speculative_tokens, slabs=world.slabs)
+    world = replace(world, max_model_len=limits.max_model_len)
     if config.is_hybrid:
         limits = _with_states(limits, world, batching)
     if limits.aligned_chunks:

@@ -68,7 +68,7 @@ class LLMEngine:
         self.tokenizer, self.vocabulary, self.grammars = facts.tokenizer, facts.vocabulary, facts.grammars
         self.limits, self.geometry, self.cache_policy = facts.plan.limits, facts.plan.world, facts.plan.policy
         self.is_hybrid = facts.plan.is_hybrid
-        self.request_state_bytes = facts.plan.request_state_bytes(self.limits.max_sequence_length)
+        self.request_state_bytes = facts.plan.request_state_bytes(self.limits.max_model_len)
         self.operators, self.bytes_held_twice = facts.operators, facts.bytes_held_twice
         self.inference_engine = engine
         self._core = core = engine.core

@@ -214,8 +214,6 @@ class Worker:
         if self._placing is not None:
             self._placing.follow()
         plan = self.scheduler.schedule()
-        for request, _ in plan.failures:
-            del self._requests[request.request_id]
         if not plan.chunks:
             self._executor.idle()
             return

@@ -53,7 +53,7 @@ async def read_prompt(serving: Serving, path: str, authorization: bytes, body: b
 
 async def _inputs(serving: Serving, path: str, content: object, caller: Caller) -> tuple[list[RequestInputs], int]:
     """Return the inputs of a body's requests, prompt by prompt, and the number of choices of each prompt."""
-    limits, defaults = serving.prompt_limits, serving.defaults
+    limits, defaults = serving.limits, serving.defaults
     if path in (_CHAT, _RESPONSES, MESSAGES_PATH):
         if path == _CHAT:
             chat = ChatRequest.model_validate(content)

@@ -62,7 +62,7 @@ def step_classes(plan: EnginePlan, rules: StagingRules) -> Iterator[StepClass]:
     limits, keeping = plan.limits, (False, True) if _snapshot_slot(plan, rules) is not None else (False,)
     for decodes in range(1, min(2, limits.max_requests) + 1):
         yield from (StepClass(decodes, sampling=one) for one in (GREEDY, DRAWN, PROCESSED))
-    most_tokens = min(limits.max_tokens, limits.max_sequence_length)
+    most_tokens = min(limits.max_tokens, limits.max_model_len)
     for decodes in range(min(ALIGNMENT // plan.shape.dtype.itemsize, limits.max_requests)):
         for tokens in range(1, min(ALIGNMENT // _SMALLEST_TEMPORARY + 1, most_tokens - decodes) + 1):
             yield from (StepClass(decodes, tokens, keeps) for keeps in keeping if tokens > keeps)
@@ -80,7 +80,7 @@ def full_steps(plan: EnginePlan, rules: StagingRules) -> list[ScheduledStep]:
     prefill, and decodes of as many requests as may run.
     """
     limits = plan.limits
-    longest, requests = limits.max_sequence_length, limits.max_requests
+    longest, requests = limits.max_model_len, limits.max_requests
     lengths = [min(longest, limits.max_tokens - first) for first in range(0, limits.max_tokens, longest)][:requests]
     prefills = [_chunk(slot, tokens, rules, sampling=PROCESSED) for slot, tokens in enumerate(lengths)]
     short = _chunk(0, min(_SHORT, limits.max_tokens, longest), rules, end=longest)

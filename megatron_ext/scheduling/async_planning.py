@@ -206,7 +206,7 @@ def _assume(computed: Sequence[Chunk], yielding: Sequence[bool]) -> set[Request]
         sequence.computed_end = chunk.end
         if yields_token:
             sequence.tokens.append(0)
-        has_all = sequence.generated_count >= request.params.num_tokens_to_generate
+        has_all = sequence.generated_count >= request.max_generated
         if has_all and chunk.end >= sequence.prompt_length:
             leaving.add(request)
     return leaving

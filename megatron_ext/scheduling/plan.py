@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
-from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import Restore
@@ -25,7 +24,7 @@ class SchedulerLimits:
     paused_blocks: int | None  # blocks that paused requests may keep; None is no limit
     max_requests: int
     max_tokens: int  # per step
-    max_sequence_length: int
+    max_sequence_length: int  # of the model or the settings; see `max_model_len`
     chunked_prefill: bool
     aligned_chunks: bool = False  # snapshots only at ends of prefill chunks; see `snapshots.cut_aligned`
     max_prefills: int = 0  # requests that prefill in a step; 0 is no limit
@@ -48,6 +47,16 @@ class SchedulerLimits:
     def keeps_tokens(self) -> bool:
         """True if the token ids of cached blocks are kept."""
         return self.explains or self.is_durable
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return self.total_blocks * self.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum length of a sequence, prompt and output together, that the model, the settings and the pool allow."""
+        return min(self.max_sequence_length, self.pool_tokens)
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold `tokens` tokens."""
@@ -81,15 +90,14 @@ class SchedulerLimits:
 class StepBudget:
     """Budget that is left at some point of planning a step."""
 
-    blocks: int  # free, evictable, and released by requests that leave in this step
+    blocks: int  # free and evictable
     requests: int
     tokens: int
     slots: int = 0  # for snapshots that followers wait for
     prefills: int = 0  # used: requests that prefill in this step, and their tokens
     prefill_tokens: int = 0
     prefill_limit: int | None = None  # maximum of their tokens; None: only `tokens` limits them
-    released: frozenset[BlockId] = frozenset()  # blocks among `blocks` that leaving requests release
-    pinned: frozenset[BlockId] = frozenset()  # evictable and released blocks that the plan uses, no longer counted
+    pinned: frozenset[BlockId] = frozenset()  # evictable blocks that the plan uses, no longer counted
 
     @property
     def has_prefill_room(self) -> bool:
@@ -157,7 +165,7 @@ class SnapshotRequest:
 class Deferral:
     """Deferral of a waiting request that cannot enter the batch in this step, but can in a later one.
 
-    Requests that can never be served are rejected on arrival (see `check_admissible`) or fail (`StepPlan.failures`).
+    Requests that can never be served are rejected on arrival; see `reason_to_refuse`.
     """
 
     request: Request
@@ -170,9 +178,6 @@ class Deferral:
     load: int | None = None  # number of the load from disk that it waits for
 
 
-Failure = tuple[Request, CapacityError]
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """Plan of a step. A request is in at most one of the tuples of moves; chunks are decodes, prefills, then forks."""
@@ -180,7 +185,6 @@ class StepPlan:
     preemptions: tuple[Request, ...]
     pauses: tuple[Request, ...]
     resumes: tuple[Request, ...]
-    failures: tuple[Failure, ...]
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
     snapshots: tuple[SnapshotRequest, ...]  # in the order in which slots are reserved; see `plan_snapshots`
@@ -189,5 +193,5 @@ class StepPlan:
     @property
     def only_continues(self) -> bool:
         """True if requests of the batch go on, and neither they nor waiting ones change their place in any queue."""
-        is_moving = self.preemptions or self.pauses or self.resumes or self.failures or self.admissions
+        is_moving = self.preemptions or self.pauses or self.resumes or self.admissions
         return not is_moving and all(one.wait_for is None for one in self.deferrals)

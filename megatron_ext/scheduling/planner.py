@@ -1,4 +1,4 @@
-"""Step planning: choose which requests decode, prefill, enter, pause, resume, are preempted or fail.
+"""Step planning: choose which requests decode, prefill, enter, pause, resume or are preempted.
 
 Planning changes nothing. It reads the queues, the cache and the limits, and returns a `StepPlan` that can be applied
 without failing.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
-from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -22,7 +21,7 @@ from megatron_ext.scheduling.block_hasher import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.forks import ForkPlanner
 from megatron_ext.scheduling.kept_data import usable_blocks
-from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
+from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, StepBudget, StepPlan
 from megatron_ext.scheduling.prefill_chunks import chunk_end, plan_continuations
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
@@ -40,16 +39,26 @@ class AwaitedLoads(Protocol):
         """Return the number of a load that lets a request with so many matched blocks resume further, or None."""
 
 
-def check_admissible(request: Request, limits: SchedulerLimits) -> CapacityError | None:
-    """Return the error that makes a new request impossible to serve, whatever else runs; None if it is admissible."""
-    length = request.prompt_length + request.params.num_tokens_to_generate
-    if length > limits.max_sequence_length:
-        return CapacityError("sequence_length", length, limits.max_sequence_length, is_transient=False)
-    if limits.blocks_for(request.prompt_length) > limits.total_blocks:
-        blocks = limits.blocks_for(request.prompt_length)
-        return CapacityError("blocks", blocks, limits.total_blocks, is_transient=False)
-    if not limits.chunked_prefill and request.prompt_length > limits.max_tokens:
-        return CapacityError("tokens", request.prompt_length, limits.max_tokens, is_transient=False)
+def reason_to_refuse(request: Request, limits: SchedulerLimits) -> str | None:
+    """Return why a new request can never be served, whatever else runs, and the remedy; None if it is admissible."""
+    prompt, generated = request.prompt_length, request.params.num_tokens_to_generate
+    if prompt + generated > limits.max_sequence_length:
+        return (
+            f"{prompt} tokens of prompt and {generated} to generate are {prompt + generated}, and a sequence has at "
+            f"most {limits.max_sequence_length}; shorten the prompt, or generate fewer"
+        )
+    known = len(request.tokens)  # more than the prompt if an output is continued
+    if limits.blocks_for(known) > limits.total_blocks:
+        return (
+            f"{known} tokens need {limits.blocks_for(known)} blocks, and the KV pool has {limits.total_blocks}, for "
+            f"{limits.pool_tokens} tokens; shorten the prompt, or enlarge the pool "
+            "(--inference-dynamic-batching-buffer-size-gb or -block-count)"
+        )
+    if not limits.chunked_prefill and prompt > limits.max_tokens:
+        return (
+            f"{prompt} tokens of prompt do not fit into a step, which has at most {limits.max_tokens}; shorten the "
+            "prompt, or give the engine --enable-chunked-prefill"
+        )
     return None
 
 
@@ -81,7 +90,7 @@ def plan_step(
     prefill_limit = limits.prefill_limit(len(decodes), is_held=holds_prefills)
     tokens = limits.max_tokens - len(decodes)
     continued = plan_continuations(begun, limits, tokens if prefill_limit is None else min(tokens, prefill_limit))
-    entry = _Entry([], [], [])
+    entry = _Entry([], [])
     if len(queues.waiting) and not growth.paused and not growth.preempted:  # these arrived first
         kept = cache.kept_for_snapshots if len(queues.running) else 0
         budget = StepBudget(
@@ -92,7 +101,6 @@ def plan_step(
             prefills=len(continued),
             prefill_tokens=sum(chunk.length for chunk in continued),
             prefill_limit=prefill_limit,
-            released=growth.released,
         )
         entry = _plan_admissions(queues, limits, budget, cache, pending_blocks, disk_loads, continued)
     chunks = [*decodes, *continued, *[admission.chunk for admission in entry.admissions]]
@@ -110,7 +118,6 @@ def plan_step(
         preemptions=tuple(growth.preempted),
         pauses=tuple([request for request in growth.paused if request in queues.running]),
         resumes=tuple([request for request in queues.paused if request in growth.decoding]),
-        failures=(*growth.failed, *entry.failed),
         admissions=tuple(admissions),
         chunks=tuple(chunks),
         snapshots=(*wanted, *plan_opportunistic(continued, admissions, wanted, limits, cache)),
@@ -126,17 +133,16 @@ class _Growth:
     decoding: list[Request]
     paused: list[Request]
     preempted: list[Request]
-    failed: list[Failure]
     free_blocks: int
-    released: frozenset[BlockId]  # those of the free blocks that preempted and failed requests still hold
     held: int  # requests that keep what they own and are left out until their token masks are known
 
 
 def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, leaving: Collection[Request]) -> _Growth:
     """Distribute free blocks among the requests in the batch that need one for their next token.
 
-    A request that outgrows the pool fails. One that finds no free block is paused and keeps what it owns. The youngest
-    paused request is preempted while the paused ones keep more than their budget, or while no other request could run.
+    A request that finds no free block is paused and keeps what it owns. The youngest paused request is preempted while
+    the paused ones keep more than their budget, or while no other request could run. The oldest goes on: no request
+    outgrows the pool (see `Request.end_within`).
     """
     growing: list[Request] = []
     prefilling: list[Request] = []
@@ -147,30 +153,18 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, le
     if len(queues.paused):
         growing = sorted([*queues.paused, *growing], key=attrgetter("arrival"))
     missing = {request: count for request in growing if (count := _missing_blocks(request, limits))}
-    failed = [(request, error) for request in missing if (error := _check_fits_pool(request, limits)) is not None]
-    failing = [request for request, _ in failed]
-    growing = [request for request in growing if request not in failing] if failing else growing
-
     preempted: list[Request] = []
     while True:
-        released = frozenset(cache.pool.releasable([request.block_table for request in [*failing, *preempted]]))
+        released = cache.pool.releasable([request.block_table for request in preempted])
         decoding, paused, left = _share_blocks(growing, missing, cache.available_count + len(released))
         kept = {block for request in paused for block in request.block_table} if paused else ()
         over_budget = limits.paused_blocks is not None and len(kept) > limits.paused_blocks
         stuck = bool(paused) and not decoding and not prefilling and not held
         if not over_budget and not stuck:
-            return _Growth(prefilling, decoding, paused, preempted, failed, left, released, held)
+            return _Growth(prefilling, decoding, paused, preempted, left, held)
         youngest = paused[-1]
         growing.remove(youngest)
         preempted.append(youngest)
-
-
-def _check_fits_pool(request: Request, limits: SchedulerLimits) -> CapacityError | None:
-    """Return the error of an admissible request whose tokens have outgrown the whole pool; None if they fit."""
-    needed = limits.blocks_for(len(request.tokens))
-    if needed > limits.total_blocks:
-        return CapacityError("blocks", needed, limits.total_blocks, is_transient=False)
-    return None
 
 
 def _missing_blocks(request: Request, limits: SchedulerLimits) -> int:
@@ -214,7 +208,6 @@ class _Entry:
 
     admissions: list[Admission]
     deferrals: list[Deferral]
-    failed: list[Failure]
     is_full: bool = False  # a request that waits for no leader did not fit, so all after it wait
 
     def follow(self, following: Deferral, requested: set[BlockHash], budget: StepBudget) -> StepBudget:
@@ -248,23 +241,18 @@ def _plan_admissions(
     """Admit waiting requests in order until one has to wait for room.
 
     A request whose next block another request computes waits for that prefix and is overtaken; so are those that follow
-    a leader admitted in this very step. Sleeping followers are not looked at. A request fails here if its last token
-    outgrew the pool just before a suspend moved it back to the waiting queue. Samples of a prompt whose prefill ends in
+    a leader admitted in this very step. Sleeping followers are not looked at. Samples of a prompt whose prefill ends in
     this step enter as forks, and wait for that step if it is yet to come.
 
     Once the step has all its prefills, the next requests are examined all the same but not admitted: one of them may
     follow a leader that has begun, and must register while that leader can still take a snapshot for it.
     """
-    entry = _Entry([], [], [])
+    entry = _Entry([], [])
     leaders = PrefixLeaders(queues.running, pending_blocks)
     requested: set[BlockHash] = set()
     line, forks = queues.waiting.line(), ForkPlanner(queues, continued, limits, cache)
     forks.join_sleepers(line, queues.waiting)
     for request in within_slice(line, HASH_SLICE):
-        error = _check_fits_pool(request, limits)
-        if error is not None:
-            entry.failed.append((request, error))
-            continue
         if request.lacks_mask:  # it was requeued meanwhile
             continue
         forked = forks.plan(request, budget)
@@ -371,6 +359,6 @@ def _blocks_in_use(matched: Sequence[BlockId], budget: StepBudget, cache: Prefix
     """
 
     def is_available(block: BlockId) -> bool:
-        return block not in budget.pinned and (cache.is_evictable(block) or block in budget.released)
+        return block not in budget.pinned and cache.is_evictable(block)
 
     return bisect.bisect_left(matched, True, key=is_available)

@@ -44,6 +44,9 @@ class Request:
         continued_tokens: First tokens of the output, which an earlier request has generated; the numbers of the seed
             that they were sampled with are skipped.
         audit: Cached entries to compare with what the request computes; None for a request of a caller.
+
+    Attributes:
+        max_generated: Generated tokens with which it ends by length; see `end_within`.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Request:
         self.continued_tokens: Final = continued_tokens
         self.audit: Final = audit
         self.processes_logits: Final = inputs.params.processes_logits  # computed once, read at each token
+        self.max_generated = inputs.params.num_tokens_to_generate
         self.sequence = Sequence(inputs.prompt_tokens, seed, continued_tokens)
         self.kept = KeptProgress()
         self.timeline = Timeline()
@@ -187,7 +191,7 @@ class Request:
 
         A request that generates nothing ends with its prompt.
         """
-        count, limit = self.generated_count, self.params.num_tokens_to_generate
+        count, limit = self.generated_count, self.max_generated
         if limit == 0:  # the prompt was only to be computed, and scored if requested
             return "length" if self.computed_end == self.prompt_length else None
         if count and self.tokens[-1] in self.end_ids and self.may_have_stopped:
@@ -199,6 +203,10 @@ class Request:
         return token in self.end_ids and self.generated_count + ahead > self.params.min_tokens
 
     # State changes
+
+    def end_within(self, room: int) -> None:
+        """End by length when `room` tokens are computed; the last token is never computed, so it needs no place."""
+        self.max_generated = min(self.max_generated, room + 1 - self.prompt_length)
 
     def advance(self, end: int) -> int:
         """Mark the tokens up to `end` as computed; return how many of them are prefill."""

@@ -107,7 +107,8 @@ class Scheduler:
         return self.cache.states
 
     def add(self, request: Request) -> None:
-        """Add an admissible request to the waiting queue."""
+        """Add an admissible request to the waiting queue; it ends by length when it fills the pool."""
+        request.end_within(self.limits.pool_tokens)
         self._start_chain(request)
         keeps, is_caching = request.kept.keeps_log_probs, self.cache.is_enabled
         reason = general_reason(request.params, is_caching=is_caching, keeps_log_probs=keeps)
@@ -156,8 +157,6 @@ class Scheduler:
             note_use(admission, self.cache, self.limits, self.counters)
             for observe in self.admission_observers:
                 observe(admission)
-        for request, error in plan.failures:
-            self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:
             self._requeue(request, EventType.EVICT)
             self.counters.preemptions += 1

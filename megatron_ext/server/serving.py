@@ -24,7 +24,6 @@ from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.history import History
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.engine_requests import PromptLimits
 from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
@@ -82,11 +81,10 @@ class Serving:
         self.response_store = ResponseStore(
             self.settings.limits.store_bytes, max_conversation=self.settings.limits.body_bytes
         )
-        geometry = self.engine.geometry
-        longest = self.engine.limits.max_sequence_length
-        self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
+        self.limits = self.engine.limits
         self.structured_outputs = StructuredOutputChecks(self.engine.grammars, self.settings.limits)
-        self.text_encoder = TextEncoder(self.tokenizer, partial(tokenize_prompt, self.tokenizer), longest)
+        tokenize, longest = partial(tokenize_prompt, self.tokenizer), self.limits.max_model_len
+        self.text_encoder = TextEncoder(self.tokenizer, tokenize, longest)
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -173,7 +171,7 @@ class Serving:
             "owned_by": "megatron_ext",
             "root": self.root or self.model,
             "parent": None,
-            "max_model_len": self.prompt_limits.sequence,
+            "max_model_len": self.limits.max_model_len,
         }
 
 

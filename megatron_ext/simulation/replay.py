@@ -14,7 +14,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.planner import check_admissible
+from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -130,7 +130,7 @@ class Replay:
     def take(self, place: int) -> bool:
         """Hand a turn to the scheduler, unless it can never be served; return whether it can."""
         request = self._request(place)
-        is_admissible = check_admissible(request, self.limits) is None
+        is_admissible = reason_to_refuse(request, self.limits) is None
         if is_admissible:
             self.scheduler.add(request)
         return is_admissible
@@ -155,8 +155,6 @@ class Replay:
         """Schedule and commit one step, and advance the time."""
         scheduler = self.scheduler
         plan = scheduler.schedule()
-        for request, _ in plan.failures:
-            self.end(request.request_id, request.skipped_prefill_tokens)
         if not plan.chunks:
             return
         step = scheduler.describe(plan)

@@ -96,6 +96,7 @@ TOLD: dict[str, dict[str, str]] = {
         "shortest_prompt_that_can_hit": "tokens of the shortest prompt that can hit; null without a cache",
         "draft_layers": "pools of the layers that draft, in the same budget",
         "log_prob_bytes": "bytes of the log-probs kept with a block",
+        "max_model_len": "tokens of the longest sequence, prompt and output, that model, settings and pool allow",
         "slabs": "with memory that blocks and snapshots share: its division",
         "slab_bytes": "bytes of a slab",
         "apart_slots": "states that lie after the slabs",

@@ -93,7 +93,7 @@ class Buckets:
         one_width: bool,
     ) -> None:
         self.sizes = decode_sizes(limits.max_requests, count)
-        self.widths = _widths(limits.blocks_for(limits.max_sequence_length), one_width=one_width)
+        self.widths = _widths(limits.blocks_for(limits.max_model_len), one_width=one_width)
         self.mixed = tuple(one for one in MIXED_STEPS if sum(one) <= limits.max_tokens)
         self._kernel_chunk = kernel_chunk
         self._snapshots_in_prefill = snapshots_in_prefill

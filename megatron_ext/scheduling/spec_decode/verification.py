@@ -55,7 +55,7 @@ def max_drafts(request: Request, limits: SchedulerLimits) -> int:
     params = request.params
     asked = params.num_speculative_tokens
     limit = limits.max_drafts if asked is None else min(asked, limits.max_drafts)
-    limit = min(limit, params.num_tokens_to_generate - request.generated_count - 1)
+    limit = min(limit, request.max_generated - request.generated_count - 1)
     if sequence.chain is not None:
         left = size - 1 - sequence.computed_end % size  # tokens after the known token in its block
         if params.stop_words:

@@ -84,7 +84,9 @@ class MessageBuilder(AnswerBuilder):
 
     def _stop(self, record: RequestRecord) -> tuple[str, str | None]:
         if record.finish_reason == "length":
-            return "max_tokens", None
+            params, count = record.params, len(record.generated_tokens)
+            is_cut = params is not None and count < params.num_tokens_to_generate
+            return "model_context_window_exceeded" if is_cut else "max_tokens", None
         if record.finish_reason == ABORT:
             return "pause_turn", None
         if record.stop_word is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.request import MAX_CHECKPOINTS
 from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.api_errors import context_exceeded, generates_nothing, too_many_requests
 from megatron_ext.server.api_keys import Caller
@@ -29,14 +29,6 @@ _SAME_NAMES = tuple(
     for name in RequestParams.__dataclass_fields__
     if name in GenerationRequest.model_fields and name not in ("response_format", "seed")
 )
-
-
-@dataclass(frozen=True)
-class PromptLimits:
-    """Maximum sequence lengths in tokens: the engine's limit, and the capacity of the KV pool."""
-
-    sequence: int
-    pool: int
 
 
 def check_count(prompts: int, choices: int, limit: int) -> None:
@@ -57,7 +49,7 @@ def check_count(prompts: int, choices: int, limit: int) -> None:
 def completion_inputs(
     body: CompletionRequest,
     prompts: Sequence[Sequence[int]],
-    limits: PromptLimits,
+    limits: SchedulerLimits,
     caller: Caller,
     defaults: FieldValues = NOTHING,
 ) -> list[RequestInputs]:
@@ -66,7 +58,7 @@ def completion_inputs(
     Args:
         body: Request.
         prompts: Token ids of its prompts.
-        limits: Maximum lengths.
+        limits: Limits of the engine.
         caller: Caller, to whom the cache salt is bound.
         defaults: Values of fields that the body leaves out.
 
@@ -85,7 +77,7 @@ def completion_inputs(
 def chat_inputs(
     body: ChatRequest,
     prompt: Sequence[int],
-    limits: PromptLimits,
+    limits: SchedulerLimits,
     chat: ChatFormat,
     caller: Caller,
     defaults: FieldValues = NOTHING,
@@ -97,7 +89,7 @@ def chat_inputs(
     Args:
         body: Request.
         prompt: Tokens of the rendered conversation.
-        limits: Maximum lengths.
+        limits: Limits of the engine.
         chat: Chat format of the model.
         caller: Caller, to whom the cache salt is bound.
         defaults: Values of fields that the body leaves out.
@@ -118,16 +110,16 @@ def chat_inputs(
         settings["stop_token_ids"] = (*settings.get("stop_token_ids", ()), *chat.other_ends)
     if (body.max_calls and chat.calls_are_special) or chat.thinking_is_special:
         settings["skip_special_tokens"] = False
-    rest = max(1, min(limits.sequence, limits.pool) - len(prompt))
+    rest = max(1, limits.max_model_len - len(prompt))
     rest = min(rest, defaults.get("num_tokens_to_generate") or rest)
     return _choices(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)
 
 
 def _choices(
-    body: GenerationRequest, prompt: Sequence[int], count: int, settings: FieldValues, limits: PromptLimits
+    body: GenerationRequest, prompt: Sequence[int], count: int, settings: FieldValues, limits: SchedulerLimits
 ) -> list[RequestInputs]:
-    if len(prompt) + count > limits.sequence:
-        raise context_exceeded(len(prompt), count, limits.sequence)
+    if len(prompt) > limits.max_model_len or len(prompt) + count > limits.max_sequence_length:
+        raise context_exceeded(len(prompt), count, limits.max_model_len)
     seeds = [None if body.seed is None else body.seed + choice for choice in range(body.n or 1)]
     tokens = tuple(prompt)
     params = [RequestParams(**{**settings, "num_tokens_to_generate": count, "seed": seed}) for seed in seeds]

@@ -40,7 +40,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     prompts: Sequence[Sequence[int]] = handed_on_tokens(request.scope) or [
         await serving.text_encoder.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
     ]
-    inputs = completion_inputs(body, prompts, serving.prompt_limits, request.scope[CALLER], serving.defaults)
+    inputs = completion_inputs(body, prompts, serving.limits, request.scope[CALLER], serving.defaults)
     echoes = None
     if body.echo:
         texts = [
@@ -100,7 +100,7 @@ async def prepare_chat(
     marks = await serving.marked_positions(body, prompt)
     caller = request.scope[CALLER]
     inputs = chat_inputs(
-        body, prompt, serving.prompt_limits, serving.chat_format, caller, serving.defaults, response_format, marks
+        body, prompt, serving.limits, serving.chat_format, caller, serving.defaults, response_format, marks
     )
     return inputs, answer
 

@@ -82,7 +82,7 @@ async def tokenize(body: TokenizeRequest, serving: ServerDependency) -> dict[str
     strings = await asyncio.to_thread(_each, serving, tokens) if body.return_token_strs else None
     return {
         "count": len(tokens),
-        "max_model_len": serving.prompt_limits.sequence,
+        "max_model_len": serving.limits.max_model_len,
         "tokens": tokens,
         "token_strs": strings,
     }
@@ -106,7 +106,7 @@ def _each(serving: Serving, tokens: Sequence[int]) -> list[str]:
 async def detokenize(body: DetokenizeRequest, serving: ServerDependency) -> dict[str, str]:
     """Return the text of token ids, special tokens included."""
     serving.check_name(body.model)
-    limit = serving.prompt_limits.sequence
+    limit = serving.limits.max_sequence_length
     if len(body.tokens) > limit:
         raise ApiError(400, f"tokens: {len(body.tokens)} ids; the limit is {limit}", param="tokens")
     serving.vocabulary.check_prompt(body.tokens)
@@ -120,7 +120,7 @@ async def tokenizer_info(serving: ServerDependency) -> dict[str, object]:
     info: dict[str, object] = {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": tokenizer.vocab_size,
-        "model_max_length": serving.prompt_limits.sequence,
+        "model_max_length": serving.limits.max_model_len,
     }
     for role, token in (("eos_token", tokenizer.eod), ("bos_token", tokenizer.bos)):
         known = token is not None and isinstance(tokenizer, TextTokenizer)

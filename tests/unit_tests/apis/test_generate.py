@@ -84,7 +84,7 @@ class TestResults:
         long, short = start().generate([[1] * 200, PROMPT], greedy())
         assert (long.status, long.failed(), long.generated_tokens) == (upstream.Status.FAILED, True, [])
         errors = [event.payload for event in long.events if event.type.name == "ERROR_NONTRANSIENT"]
-        assert "208 tokens" in str(errors[0])
+        assert "are 208, and a sequence has at most 128" in str(errors[0])
         assert short.generated_tokens == expected
 
     def test_the_length_is_reduced_to_what_fits(self, start, caplog):

@@ -24,7 +24,7 @@ from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import ArenaChanges
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
-from megatron_ext.scheduling.planner import check_admissible
+from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -206,7 +206,7 @@ class DiskMachine(RuleBasedStateMachine):
         params = RequestParams(num_tokens_to_generate=to_generate, cache_salt=salt)
         name = self.arrivals
         request = Request(name, RequestInputs(tuple(tokens), params), arrival=name, seed=0)
-        if check_admissible(request, self.limits) is None:
+        if reason_to_refuse(request, self.limits) is None:
             self.arrivals += 1
             self.alive.append(request)
             self.scheduler.add(request)

@@ -81,10 +81,10 @@ def test_slow_steps_end_it_after_a_round_of_one_request(monkeypatch):
     assert most == CostRow(4, one.fixed, pytest.approx(4 * EACH))
 
 
-@pytest.mark.parametrize(("blocks", "requests"), [(1, []), (4, [1, 2, 4])])
-def test_pools_that_do_not_hold_so_many_requests(monkeypatch, caplog, blocks, requests):
+@pytest.mark.parametrize(("blocks", "longest", "requests"), [(1, 2, []), (1, 80, [1, 4]), (4, 80, [1, 2, 4])])
+def test_pools_that_do_not_hold_so_many_requests(monkeypatch, caplog, blocks, longest, requests):
     """What cannot be measured is estimated, or assumed."""
-    engine = engine_of(block_count=blocks, max_sequence_length=80)
+    engine = engine_of(block_count=blocks, max_sequence_length=longest)
     drafting = engine.context.drafting
     measure_costs(engine, drafting, StepClock(monkeypatch, step=1e-4))
     if requests:

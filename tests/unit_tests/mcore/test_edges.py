@@ -77,45 +77,49 @@ class TestTooLarge:
         future = driver.add(1, make_prompt(3 * BLOCK + 1))
         driver.add(2, make_prompt(5))
         assert future.done() is False
-        self.check(driver, get_oracle(kind), 1, "4 blocks needed, 3 available at all")
+        self.check(driver, get_oracle(kind), 1, "49 tokens need 4 blocks, and the KV pool has 3, for 48 tokens")
         assert driver.events(1) == ["ADD_ENGINE", "ERROR_NONTRANSIENT", "FAIL"]
         assert future.result() is driver.records[1]
         assert driver.records[1].computed_prefill_token_count == 0
 
     def test_a_prompt_and_generation_larger_than_the_pool(self, get_driver, get_oracle, kind):
-        """The request runs until the pool is full, and its tokens until then are reported."""
+        """The request ends by length when the pool is full."""
         driver = get_driver(kind, block_count=3)
         driver.add(0, make_prompt(40), num_tokens_to_generate=20)
         driver.add(1, make_prompt(5))
         driver.add(2, make_prompt(20))
-        self.check(driver, get_oracle(kind), 0, "4 blocks needed, 3 available at all")
+        driver.run()
         record = driver.records[0]
+        assert (record.status, record.finish_reason) == (Status.COMPLETED, "length")
         assert record.generated_tokens == get_oracle(kind).greedy(make_prompt(40), 9).tokens
         assert len(record.generated_log_probs) == 9
-        assert record.ttft > 0
+        for request_id in (1, 2):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
 
-    def test_the_whole_pool_is_tried_before_a_request_fails(self, get_driver, get_oracle, kind):
+    def test_a_request_has_the_whole_pool_before_it_ends(self, get_driver, get_oracle, kind):
         """The young one is in its way at first, and is served to the end all the same."""
         driver = get_driver(kind, block_count=5)
         driver.add(0, make_prompt(20), num_tokens_to_generate=80)
         driver.add(1, make_prompt(20), num_tokens_to_generate=40)
         driver.add(2, make_prompt(33), num_tokens_to_generate=3)
-        self.check(driver, get_oracle(kind), 0, "6 blocks needed, 5 available at all")
-        assert len(driver.records[0].generated_tokens) == 5 * BLOCK + 1 - 20
+        driver.run()
+        count = 5 * BLOCK + 1 - 20
+        assert driver.records[0].generated_tokens == get_oracle(kind).greedy(make_prompt(20), count).tokens
+        assert driver.records[0].finish_reason == "length"
         assert "EVICT" in driver.events(1)
 
     def test_longer_than_the_model(self, get_driver, get_oracle, kind):
         driver = get_driver(kind, max_sequence_length=30)
         driver.add(0, make_prompt(25), num_tokens_to_generate=5)
         driver.add(1, make_prompt(25), num_tokens_to_generate=6)
-        self.check(driver, get_oracle(kind), 1, "a sequence of 31 tokens is needed, 30 are possible at all")
+        self.check(driver, get_oracle(kind), 1, "are 31, and a sequence has at most 30; shorten the prompt, or")
 
     def test_longer_than_a_step_without_chunked_prefill(self, get_driver, get_oracle, kind):
         driver = get_driver(kind, max_tokens=40, enable_chunked_prefill=False)
         driver.add(0, make_prompt(40))
         driver.add(1, make_prompt(41))
         driver.add(2, make_prompt(3))
-        self.check(driver, get_oracle(kind), 1, "a step of 41 tokens is needed, 40 are possible at all")
+        self.check(driver, get_oracle(kind), 1, "do not fit into a step, which has at most 40; shorten")
 
 
 class TestNonsense:

@@ -57,9 +57,11 @@ def test_lost_tokens_have_a_line():
 
 def test_geometry():
     """EX-6, LA-4: the effective sizes, in one table, at start-up."""
-    rows = [line for line in printed(print_kv_cache_config, HYBRID, "a model").splitlines() if "│" in line]
+    geometry = dataclasses.replace(HYBRID, max_model_len=4096)
+    rows = [line for line in printed(print_kv_cache_config, geometry, "a model").splitlines() if "│" in line]
     assert [" ".join(row.split()) for row in rows] == [
         "│ KV cache │ 8,048 blocks of 64 tokens, 131,072 bytes each │",
+        "│ longest sequence │ 4,096 tokens, prompt and output │",
         "│ live states │ 64 of 292,864 bytes each, as much as the KV of 143 tokens │",
         "│ snapshots │ 5 slots of the same size │",
         "│ prefix cache │ prompts of at least 65 tokens can hit │",

@@ -36,7 +36,7 @@ computed_prefill_token_count recomputed_token_count prefill_reasons
 OF_PASS = ["step_count", "cuda_graph_request_count_map"]
 GEOMETRY_KEYS = """
 block_size_tokens block_bytes state_bytes state_in_kv_tokens blocks snapshot_slots live_states kernel_chunk
-shortest_prompt_that_can_hit
+shortest_prompt_that_can_hit max_model_len
 """.split()
 RUN = ["--prompts", "What does a generator do?", "The import statement", "def", "--num-tokens-to-generate", "8"]
 RUN += ["--return-log-probs", f"{BATCHING}-block-count", "64", f"{BATCHING}-prefix-caching-mamba-slots", "4"]
@@ -46,7 +46,7 @@ ENTRIES = RequestEntries(submitted_text, lambda tokens, **_: "".join("ab"[token 
 
 @pytest.fixture
 def engine():
-    geometry = KVCacheConfig(64, 1024, 512, 32, 10, 0, 64, 64, None)
+    geometry = KVCacheConfig(64, 1024, 512, 32, 10, 0, 64, 64, None, max_model_len=640)
     statistics = SimpleNamespace(
         counters=SimpleNamespace(skipped_tokens=5),
         prefix_cache=lambda: {"blocks_total": 10},

@@ -24,7 +24,7 @@ RULES = StagingRules(
 
 def plan_of(requests: int, tokens: int, longest: int = 96) -> SimpleNamespace:
     """The part of a plan that these steps depend on."""
-    limits = SimpleNamespace(max_requests=requests, max_tokens=tokens, max_sequence_length=longest)
+    limits = SimpleNamespace(max_requests=requests, max_tokens=tokens, max_model_len=longest)
     return SimpleNamespace(limits=limits, snapshot_slots=8, shape=SimpleNamespace(dtype=torch.float32))
 
 

@@ -26,14 +26,10 @@ def look_at_all(
     _continued: object,
 ) -> planner._Entry:
     """`_plan_admissions`, one request after the other, asleep or not; none of them has a group."""
-    entry = planner._Entry([], [], [])
+    entry = planner._Entry([], [])
     leaders = PrefixLeaders(queues.running, pending_blocks)
     requested: set[BlockHash] = set()
     for request in queues.waiting:
-        error = planner._check_fits_pool(request, limits)
-        if error is not None:
-            entry.failed.append((request, error))
-            continue
         reads = planner.reads_cache(request)
         matched = match_one_by_one(request, cache) if reads else []
         is_let_down = len(matched) < queues.waiting.promised_blocks(request)
@@ -53,7 +49,7 @@ def look_at_all(
         if load is not None:
             entry.deferrals.append(Deferral(request, "disk", 1, 0, load=load))
             continue
-        pinned = {block for block in matched if cache.is_evictable(block) or block in budget.released} | budget.pinned
+        pinned = {block for block in matched if cache.is_evictable(block)} | budget.pinned
         is_full = not (budget.has_prefill_room and limits.may_prefill(budget.prefills, budget.prefill_tokens))
         decision, budget = planner.plan_admission(request, matched, limits, budget, cache)
         if is_full and not any(one.resource == "prefills" for one in entry.deferrals):
@@ -101,7 +97,6 @@ def assert_same_plan(plan: StepPlan, brute: StepPlan, sleepers: set[Request]) ->
     """Check that sleeping requests would only have followed, and that all others are planned equally."""
     for name in ("preemptions", "pauses", "resumes", "admissions", "chunks"):
         assert getattr(plan, name) == getattr(brute, name), f"other {name}"
-    assert [request for request, _ in plan.failures] == [request for request, _ in brute.failures]
     assert awaited_room(plan) == awaited_room(brute), "other requests wait for room or for the disk"
     assert set(plan.snapshots) == set(brute.snapshots), "other snapshots are asked for"
     assert snapshots_for_followers(plan) == snapshots_for_followers(brute), "followers ask for other snapshots"

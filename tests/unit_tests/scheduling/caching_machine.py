@@ -18,7 +18,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
-from megatron_ext.scheduling.planner import check_admissible
+from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import EventType
@@ -109,10 +109,11 @@ class CachingMachine(RuleBasedStateMachine):
         )
         name = self.arrivals
         request = Request(name, RequestInputs(tuple(tokens), params), arrival=name, seed=0)
-        if check_admissible(request, self.limits) is not None or len(self.alive()) == MAX_ALIVE:
+        if reason_to_refuse(request, self.limits) is not None or len(self.alive()) == MAX_ALIVE:
             return
         self.arrivals += 1
         self.scheduler.add(request)
+        to_generate = min(to_generate, self.limits.total_blocks * self.limits.block_size + 1 - len(tokens))
         owner = Owner(request.request_id, len(tokens), to_generate, list(tokens), salt, opts_out, wants_scores)
         self.world.owners.append(owner)
         self.requests[owner] = request
@@ -294,7 +295,7 @@ class CachingMachine(RuleBasedStateMachine):
         sleepers = {request for request, _ in scheduler.queues.waiting.sleepers()}
         assert_same_plan(foreseen, plan_by_looking_at_all(scheduler), sleepers)
         plan = self.scheduler.schedule()
-        assert described(plan) == described(foreseen), "the plan that was applied is another one"
+        assert plan == foreseen, "the plan that was applied is another one"
         self.apply(plan, expected, {request.request_id for request in sleepers})
         return plan
 
@@ -307,7 +308,7 @@ class CachingMachine(RuleBasedStateMachine):
     def expect_admissions(self, plan: StepPlan) -> dict[int, tuple]:
         """Expected outcome of each waiting request that is looked at, given the leaving and growing requests."""
         world, size = self.world, self.limits.block_size
-        leaving = [self.owner_of(r) for r in (*plan.preemptions, *(request for request, _ in plan.failures))]
+        leaving = [self.owner_of(r) for r in plan.preemptions]
         staying = [o for o in [*self.placed("running"), *self.placed("paused")] if o not in leaving]
         if plan.preemptions or self.paused_after(plan):
             return {}
@@ -381,7 +382,7 @@ class CachingMachine(RuleBasedStateMachine):
 
     def paused_after(self, plan: StepPlan) -> bool:
         paused = {self.requests[owner] for owner in self.placed("paused")} | set(plan.pauses)
-        return bool(paused - set(plan.resumes) - set(plan.preemptions) - {request for request, _ in plan.failures})
+        return bool(paused - set(plan.resumes) - set(plan.preemptions))
 
     def apply(self, plan: StepPlan, expected: dict[int, tuple], sleepers: set[int]) -> None:
         """Apply the plan to the model and check it. Sleeping requests must be exactly the followers."""
@@ -419,12 +420,6 @@ class CachingMachine(RuleBasedStateMachine):
         self.judge(plan)
 
     def apply_moves(self, plan: StepPlan) -> None:
-        for request, _ in plan.failures:
-            owner = self.owner_of(request)
-            assert math.ceil(len(owner.tokens) / self.limits.block_size) > self.limits.total_blocks
-            self.world.release(owner)
-            owner.place = "ended"
-            owner.events.append(EventType.FAIL)
         self.preemptions, self.pauses = self.preemptions + len(plan.preemptions), self.pauses + len(plan.pauses)
         for request in plan.preemptions:
             owner = self.owner_of(request)
@@ -541,8 +536,3 @@ class CachingMachine(RuleBasedStateMachine):
         if self.key_weights[owner] == self.weights and not owner.opts_out:
             found = self.scheduler.cache.match(request.block_hashes)
             assert len(found) == len(self.world.match(owner)), "another match than its tokens deserve"
-
-
-def described(plan: StepPlan) -> dict:
-    """Describe everything but the errors, which have no equality."""
-    return vars(plan) | {"failures": [request for request, _ in plan.failures]}

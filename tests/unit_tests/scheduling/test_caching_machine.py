@@ -228,8 +228,8 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Request, "advance", forgetful)
 
 
-def lets_an_outgrown_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_check_fits_pool", lambda request, limits: None)
+def lets_requests_outgrow_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Request, "end_within", lambda self, length: None)
 
 
 def puts_prefills_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def puts_prefills_first(monkeypatch: pytest.MonkeyPatch) -> None:
         gives_prefill_one_token_too_many,
         keeps_blocks_when_preempting,
         counts_what_is_computed_again_as_new,
-        lets_an_outgrown_request_wait,
+        lets_requests_outgrow_the_pool,
         puts_prefills_first,
     ],
 )

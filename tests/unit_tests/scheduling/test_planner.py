@@ -13,7 +13,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.plan import Admission, Deferral, StepBudget, StepPlan
-from megatron_ext.scheduling.planner import check_admissible, plan_admission, plan_step
+from megatron_ext.scheduling.planner import plan_admission, plan_step, reason_to_refuse
 from megatron_ext.scheduling.prefill_chunks import chunk_end
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.request import Request
@@ -43,7 +43,6 @@ def moves(step: StepPlan) -> dict[str, list[int]]:
         "preemptions": step.preemptions,
         "pauses": step.pauses,
         "resumes": step.resumes,
-        "failures": [request for request, _ in step.failures],
         "admissions": [admission.request for admission in step.admissions],
     }
     return {name: [request.request_id for request in requests] for name, requests in named.items() if requests}
@@ -54,7 +53,7 @@ class TestTokens:
 
     def test_without_requests(self):
         step = plan(Situation())
-        assert step == StepPlan((), (), (), (), (), (), (), ())
+        assert step == StepPlan((), (), (), (), (), (), ())
 
     def test_decodes_come_first_then_running_prefill_then_admissions(self):
         situation = Situation(total_blocks=20)
@@ -327,27 +326,6 @@ class TestGrowth:
         assert moves(step) == {"preemptions": [100]}
         assert chunks_of(step) == [(101, 2, 3)]
 
-    def test_a_request_that_outgrows_the_pool_fails_and_makes_room(self):
-        """KV-12: prompt + generation larger than the pool runs until it cannot; the others go on."""
-        situation = Situation(total_blocks=4)
-        grown = situation.decoding(0, prompt=8, generated=9)  # 4 blocks; 17 tokens want a fifth
-        situation.waiting(1, prompt=16)
-        step = plan(situation)
-        ((failed, error),) = step.failures
-        assert failed is grown
-        assert (error.resource, error.needed, error.available, error.is_transient) == ("blocks", 5, 4, False)
-        assert admitted(step) == [(101, 4)]
-
-    def test_a_request_that_outgrew_the_pool_before_a_suspend_fails_and_does_not_stall_the_others(self):
-        """KV-12: the waiting request has more tokens than the pool holds, so it could never be admitted."""
-        situation = Situation(total_blocks=4)
-        grown = situation.waiting(0, prompt=8, generated=9)
-        situation.waiting(1, prompt=3)
-        step = plan(situation)
-        assert [(request, error.needed, error.available) for request, error in step.failures] == [(grown, 5, 4)]
-        assert admitted(step) == [(101, 1)]
-        assert step.deferrals == ()
-
     def test_a_request_as_large_as_the_pool_decodes_to_its_last_token(self):
         situation = Situation(total_blocks=4)
         situation.decoding(0, prompt=8, generated=8)
@@ -368,31 +346,34 @@ class TestAdmissible:
         ("changes", "prompt", "generate", "expected"),
         [
             ({}, 32, 32, None),
-            ({}, 32, 33, ("sequence_length", 65, 64)),
-            ({}, 33, 1, ("blocks", 9, 8)),
-            ({"total_blocks": 3}, 12, 30, None),  # runs until it cannot
-            ({"total_blocks": 3}, 13, 1, ("blocks", 4, 3)),
+            ({}, 32, 33, "32 tokens of prompt and 33 to generate are 65, and a sequence has at most 64; "),
+            ({}, 33, 1, "33 tokens need 9 blocks, and the KV pool has 8, for 32 tokens; "),
+            ({"total_blocks": 3}, 12, 30, None),  # ends where the pool ends
+            ({"total_blocks": 3}, 13, 1, "13 tokens need 4 blocks, and the KV pool has 3, for 12 tokens; "),
             ({"chunked_prefill": False}, 16, 1, None),
-            ({"chunked_prefill": False}, 17, 1, ("tokens", 17, 16)),
+            ({"chunked_prefill": False}, 17, 1, "17 tokens of prompt do not fit into a step, which has at most 16; "),
             ({"chunked_prefill": True}, 17, 1, None),
         ],
     )
-    def test_permanent_limits(self, changes: dict, prompt: int, generate: int, expected: tuple | None):
-        """KV-12: permanent errors, by name and with numbers."""
+    def test_permanent_limits(self, changes: dict, prompt: int, generate: int, expected: str | None):
+        """KV-12: permanent errors with numbers and the remedy."""
         request = make_request(0, prompt, num_tokens_to_generate=generate)
-        error = check_admissible(request, make_limits(**changes))
+        refusal = reason_to_refuse(request, make_limits(**changes))
         if expected is None:
-            assert error is None
+            assert refusal is None
         else:
-            assert (error.resource, error.needed, error.available) == expected
-            assert not error.is_transient
-            assert "at all" in str(error)
+            assert refusal.startswith(f"{expected}shorten the prompt, or ")
+
+    @pytest.mark.parametrize(("total_blocks", "length"), [(3, 12), (16, 64), (100, 64)])
+    def test_the_longest_sequence_is_what_the_pool_holds(self, total_blocks: int, length: int):
+        """KV-12."""
+        assert make_limits(total_blocks=total_blocks).max_model_len == length
 
     def test_admissible_requests_are_admitted_alone(self):
         for prompt, generate, chunked in itertools.product(range(1, 34), (1, 8, 32), (True, False)):
             situation = Situation(chunked_prefill=chunked)
             request = make_request(0, prompt, num_tokens_to_generate=generate)
-            if check_admissible(request, situation.limits) is None:
+            if reason_to_refuse(request, situation.limits) is None:
                 situation.queues.waiting.add(request)
                 step = plan(situation)
                 assert [admission.request for admission in step.admissions] == [request], (prompt, generate, chunked)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
@@ -20,31 +18,6 @@ from tests.unit_tests.scheduling.builders import (
 )
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
-
-
-@pytest.mark.parametrize("policy", [LRU, REF_ZERO])
-def test_blocks_that_a_failing_request_releases_are_not_counted_twice(policy):
-    """KV-13: requests that share them in the same step keep them, so they are not free for the next in the queue."""
-    scheduler = Scheduler(make_limits(total_blocks=3), policy)
-    add(scheduler, request_of(0, range(11)))
-    step(scheduler)
-    step(scheduler)  # 13 tokens now: it has outgrown the pool
-    add(scheduler, request_of(1, [*range(4), 70, 71, 72, 73]), request_of(2, range(50, 58)))
-    plan = step(scheduler)
-    assert [request.request_id for request, _ in plan.failures] == [0]
-    assert admitted(plan) == [(1, 1, 1)]
-    assert (plan.deferrals[-1].request.request_id, plan.deferrals[-1].needed, plan.deferrals[-1].available) == (2, 2, 1)
-
-
-@pytest.mark.parametrize("policy", [LRU, REF_ZERO])
-def test_two_heirs_of_a_failing_request_pin_its_blocks_once(policy):
-    """KV-13."""
-    scheduler = Scheduler(make_limits(total_blocks=3), policy)
-    add(scheduler, request_of(0, range(11)))
-    step(scheduler)
-    step(scheduler)
-    add(scheduler, *(request_of(arrival, [*range(4), *range(70 * arrival, 70 * arrival + 4)]) for arrival in (1, 2)))
-    assert admitted(step(scheduler)) == [(1, 1, 1), (2, 1, 1)]
 
 
 def test_two_that_share_evictable_blocks_pin_them_once():

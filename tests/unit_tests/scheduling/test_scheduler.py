@@ -75,27 +75,19 @@ class TestLife:
         assert event_names(second) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "EVICT", "ADD_CONTEXT"]
         assert (second.computed_prefill_tokens, second.sequence.ledger.recomputed) == (4, 4)
 
-    def test_outgrowing_the_pool_fails_with_numbers(self):
-        """KV-12: runs until it cannot, then fails with the reason; the others never stall."""
-        scheduler, (request, neighbour) = make_scheduler(7, 2, total_blocks=2)
-        step(scheduler)
-        step(scheduler)
-        plan = step(scheduler)  # 9 tokens want a third block of two
-        assert [failed for failed, _ in plan.failures] == [request]
-        assert request.status is Status.FAILED
-        assert request.outcome.error == "the KV pool is too small for this request: 3 blocks needed, 2 available at all"
-        assert event_names(request)[-2:] == ["ERROR_NONTRANSIENT", "FAIL"]
-        assert [admission.request for admission in plan.admissions] == [neighbour]
-
-    def test_outgrowing_the_pool_just_before_a_suspend(self):
-        """KV-12: the waiting request has more tokens than the pool holds, and must not block the queue for ever."""
-        scheduler, (request, neighbour) = make_scheduler(7, 2, total_blocks=2)
-        step(scheduler)
-        step(scheduler)
-        scheduler.suspend()
+    @pytest.mark.parametrize(("prompt", "tokens"), [(5, 4), (7, 2), (8, 1)])
+    @pytest.mark.parametrize("is_suspended", [False, True])
+    def test_a_request_ends_by_length_where_the_pool_ends(self, prompt: int, tokens: int, is_suspended: bool):
+        """KV-12: two blocks hold 8 tokens; the last token needs no place."""
+        scheduler, (request, neighbour) = make_scheduler(prompt, 2, total_blocks=2)
+        while not request.is_ended:
+            step(scheduler)
+            if is_suspended:
+                scheduler.suspend()
+        assert (request.status, request.finish_reason) == (Status.COMPLETED, "length")
+        assert request.generated_count == tokens
         plan = step(scheduler)
-        assert request.status is Status.FAILED
-        assert [admission.request for admission in plan.admissions] == [neighbour]
+        assert [chunk.request for chunk in plan.chunks] == [neighbour]
 
     def test_an_abandoned_step_publishes_nothing_and_is_done_again(self):
         """KV-5: a failed forward leaks nothing."""

@@ -80,7 +80,7 @@ def histories(answer: RequestRecord, form: AnswerFormat, vocabulary: Vocabulary)
 
 TEXT = {"type": "text", "text": "Go on."}
 NOTHING_ELSE = {"generated_log_probs": None, "generated_top_n_log_probs": None, "prompt_tokens": (), "stop_word": None}
-NOTHING_ELSE |= {"skipped_prefill_token_count": 0, "prefill_reasons": {}}
+NOTHING_ELSE |= {"skipped_prefill_token_count": 0, "prefill_reasons": {}, "params": None}
 
 
 @pytest.mark.parametrize("name", long_except({"hermes"}, ["hermes", "mistral", "llama3_json", "lfm2", "qwen3_coder"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 import pytest
 
@@ -30,7 +31,7 @@ class TestContextLength:
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
     def test_a_text_that_is_too_long_under_any_tokenization(self, embedded):
-        limit = embedded.serving.prompt_limits.sequence
+        limit = embedded.serving.limits.max_model_len
         longest = embedded.serving.tokenizer.longest_token
         content = "word " * (limit * longest // 5 + 1)
         chat = {"messages": [{"role": "user", "content": content}]}
@@ -38,6 +39,72 @@ class TestContextLength:
             error = check_error(embedded.http.post(path, json=body), 400)
             assert error["message"].startswith(f"This model's maximum context length is {limit} tokens. However, ")
             assert error["code"] == "context_length_exceeded" in error["message"]
+
+
+@pytest.fixture(scope="module")
+def small(serve):
+    return serve(embedded_engine(block_count=32), "embedded")
+
+
+class TestSmallPool:
+    """KV-12: a pool of 512 tokens, of a model with 4096 positions."""
+
+    ASKED: ClassVar = {"temperature": 0, "ignore_eos": True}
+
+    def test_routes_state_what_can_be_served(self, small):
+        assert [one["max_model_len"] for one in small.http.get("/v1/models").json()["data"]] == [512]
+        assert small.http.post("/tokenize", json={"prompt": "Hello"}).json()["max_model_len"] == 512
+        assert small.http.get("/tokenizer_info").json()["model_max_length"] == 512
+        assert small.http.get("/prefix_cache").json()["geometry"]["max_model_len"] == 512
+
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_completions_end_by_length_with_their_tokens(self, small, n):
+        body = {"prompt": [65] * 480, "max_tokens": 3000, "n": n} | self.ASKED
+        answer = small.http.post(COMPLETIONS, json=body).json()
+        assert [one["finish_reason"] for one in answer["choices"]] == ["length"] * n
+        assert answer["usage"]["completion_tokens"] == n * 33  # the last token needs no place in the pool
+        streamed = small.client().completions.create(
+            model="embedded",
+            prompt=[65] * 480,
+            max_tokens=3000,
+            n=n,
+            stream=True,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+        texts, reasons = [""] * n, []
+        for event in streamed:
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+                reasons += [choice.finish_reason] if choice.finish_reason else []
+        assert texts == [one["text"] for one in answer["choices"]]
+        assert reasons == ["length"] * n
+
+    def test_other_routes_say_so_in_their_words(self, small):
+        chat = small.http.post(CHAT, json={"messages": HELLO, "max_tokens": 3000} | self.ASKED).json()
+        assert chat["choices"][0]["finish_reason"] == "length"
+        assert chat["usage"]["total_tokens"] == 513
+        response = small.http.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 3000} | self.ASKED)
+        assert response.json()["incomplete_details"] == {"reason": "max_output_tokens"}
+        body = {"model": "embedded", "messages": HELLO, "temperature": 0}
+        for count, reason in ((3000, "model_context_window_exceeded"), (2, "max_tokens")):
+            message = small.http.post("/v1/messages", json=body | {"max_tokens": count}).json()
+            assert message["stop_reason"] == reason
+
+    @pytest.mark.parametrize(
+        ("path", "field"), [(COMPLETIONS, "prompt"), (CHAT, "messages"), ("/v1/messages", "messages")]
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_prompt_larger_than_the_pool_is_refused_before_it_is_computed(self, small, path, field, stream):
+        before = small.http.get("/prefix_cache").json()["occupancy"]
+        text = "a b c " * 200
+        prompt = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+        body = {"model": "embedded", "max_tokens": 1, "stream": stream} | prompt
+        error = small.http.post(path, json=body).json()["error"]
+        assert "512" in error["message"]
+        said = "prompt is too long" if path == "/v1/messages" else "This model's maximum context length is 512 tokens"
+        assert error["message"].startswith(said)
+        assert small.http.get("/prefix_cache").json()["occupancy"] == before
 
 
 class TestIds:

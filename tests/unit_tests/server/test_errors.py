@@ -249,20 +249,3 @@ class TestKey:
         assert locked.client().completions.create(model="tiny", prompt=[1], max_tokens=1).usage.completion_tokens == 1
         with pytest.raises(openai.AuthenticationError):
             locked.client(api_key="wrong").models.list()
-
-
-def test_a_request_that_outgrows_the_pool_fails_alone(serve):
-    """KV-12: the request gets the reason, streamed or not; a neighbour goes on."""
-    server = serve(tiny_engine(block_count=4))
-    body = {"prompt": [1] * 40, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-    error = check_error(server.http.post(COMPLETIONS, json=body), 400)
-    assert "5 blocks needed" in error["message"]
-    with pytest.raises(openai.APIError, match="5 blocks needed"):
-        for _ in server.client().completions.create(
-            model="tiny", prompt=[1] * 40, max_tokens=100, stream=True, extra_body={"ignore_eos": True}
-        ):
-            pass
-    error = check_error(server.http.post(COMPLETIONS, json={"prompt": [1] * 70}), 400)
-    assert "5 blocks needed" in error["message"]
-    assert server.metric("requests_total", outcome="failed") == 3
-    check_alive(server)

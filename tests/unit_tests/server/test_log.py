@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import logging
 import math
@@ -105,9 +106,18 @@ class TestRequests:
             ("-", "404", None),
         ]
 
-    def test_failures_in_a_started_stream(self, server, lines):
-        body = {"prompt": [1] * 40, "max_tokens": 200, "stream": True, "ignore_eos": True}
-        assert "blocks needed" in server.http.post(COMPLETIONS, json=body).text
+    def test_failures_in_a_started_stream(self, server, lines, monkeypatch):
+        controller, forwards = server.engine.controller, itertools.count()
+        forward = controller.forward
+
+        def fail_in_decode():
+            if next(forwards) > 3:
+                raise MemoryError("no memory")
+            return forward()
+
+        monkeypatch.setattr(controller, "forward", fail_in_decode)
+        body = {"prompt": [1] * 40, "max_tokens": 50, "stream": True, "ignore_eos": True}
+        assert "MemoryError" in server.http.post(COMPLETIONS, json=body).text
         (line,) = lines()
         assert (line["status"], line["prompt"], line["failed"]) == ("200", "40", "1")
         assert int(line["generated"]) > 0

@@ -155,7 +155,7 @@ def tiny_engine(
 
 
 def embedded_engine(
-    max_sequence_length: int | None = None, *, is_whole: bool = False, **cache: object
+    max_sequence_length: int | None = None, *, is_whole: bool = False, block_count: int = 400, **cache: object
 ) -> InferenceEngine:
     """The tokenizer and the template of the package's model around two random layers, which take a third of its time.
 
@@ -164,13 +164,14 @@ def embedded_engine(
     Args:
         max_sequence_length: Of prompt and answer.
         is_whole: Whether the model is the package's own.
+        block_count: Blocks of 16 tokens.
         cache: Settings of the cache.
     """
     platform.initialize()
     loaded = load_model(SourceConfig(), {})
     config = loaded.config if is_whole else TALKING
     longest = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
-    batching = BatchingConfig(block_size=16, block_count=400, max_requests=8, **longest)
+    batching = BatchingConfig(block_size=16, block_count=block_count, max_requests=8, **longest)
     return build_engine(
         loaded.model if is_whole else build_slow_decay(config),
         config,

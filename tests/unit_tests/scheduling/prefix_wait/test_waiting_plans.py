@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.planner import check_admissible
+from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
@@ -65,7 +65,7 @@ class Life:
             return_log_probs=source.random() < 0.1,
         )
         request = Request(self.arrivals, RequestInputs(tuple(tokens), params), arrival=self.arrivals, seed=0)
-        if check_admissible(request, self.scheduler.limits) is None:
+        if reason_to_refuse(request, self.scheduler.limits) is None:
             self.arrivals += 1
             self.scheduler.add(request)
 

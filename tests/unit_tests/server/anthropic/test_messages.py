@@ -451,7 +451,7 @@ class TestErrors:
         body = {"messages": contents("a " * 5000), "model": "embedded"} | (
             {"max_tokens": 1} if path == MESSAGES else {}
         )
-        limit = embedded.serving.prompt_limits.sequence
+        limit = embedded.serving.limits.max_model_len
         answer = embedded.http.post(path, json=body)
         if path == COUNT:
             assert answer.json()["input_tokens"] > limit

@@ -314,7 +314,7 @@ class TestRequestLimits:
 class TestTexts:
     def test_a_text_that_cannot_fit_does_not_become_tokens(self, embedded, monkeypatch):
         """8 MB of text took 7 s of all threads, and 1.5 GB."""
-        longest = embedded.serving.tokenizer.longest_token * embedded.serving.prompt_limits.sequence
+        longest = embedded.serving.tokenizer.longest_token * embedded.serving.limits.max_model_len
         with monkeypatch.context() as patch:
             patch.setattr(embedded.serving.text_encoder, "_tokenize", None)
             for path, body in (
@@ -330,11 +330,11 @@ class TestTexts:
 
     def test_no_text_of_the_longest_tokens_is_refused(self, embedded):
         """The largest legal text has as many tokens as a sequence, each the longest there is."""
-        tokenizer, limits = embedded.serving.tokenizer, embedded.serving.prompt_limits
+        tokenizer, limits = embedded.serving.tokenizer, embedded.serving.limits
         texts = [tokenizer.detokenize([token], skip_special_tokens=False) for token in range(tokenizer.vocab_size)]
         assert max(map(len, texts)) <= tokenizer.longest_token
-        prompt = max(texts, key=len) * (limits.sequence - 1)
-        ids = asyncio.run(TextEncoder(tokenizer, lambda text: [len(text)], limits.sequence).encode(prompt))
+        prompt = max(texts, key=len) * (limits.max_model_len - 1)
+        ids = asyncio.run(TextEncoder(tokenizer, lambda text: [len(text)], limits.max_model_len).encode(prompt))
         assert ids == [len(prompt)]
 
     def test_long_ones_are_done_one_at_a_time(self):

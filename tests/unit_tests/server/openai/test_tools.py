@@ -13,11 +13,12 @@ from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.server import unknown_fields
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.engine_requests import PromptLimits, chat_inputs
+from megatron_ext.server.openai.engine_requests import chat_inputs
 from megatron_ext.server.openai.guided_answers import answer_format_of, constrained_format
 from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.on_request import long_except
+from tests.unit_tests.scheduling.builders import make_limits
 from tests.unit_tests.server.test_errors import CHAT, check_error
 from tests.unit_tests.support.server import LiveServer
 
@@ -351,7 +352,7 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path):
         if file.suffix in (".json", ".jinja"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     fast = tokenizers.Tokenizer.from_file(str(EMBEDDED_MODEL_DIR / "tokenizer.json"))
-    limits = PromptLimits(1000, 1000)
+    limits = make_limits(total_blocks=250, max_sequence_length=1000)
     body = ChatRequest.model_validate({"messages": QUESTION, "tools": [WEATHER]})
     for marks, skips in ((["<other>"], True), (["<tool_call>", "</tool_call>"], False)):
         fast.add_special_tokens(marks)
