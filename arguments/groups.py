@@ -196,6 +196,10 @@ BATCHING = FlagGroup(
             aliases=("--max-model-len",),
         ),
         Flag(
+            "allow_long_max_model_len",
+            "Allow an --inference-max-seq-length above the model's rotary positions, where its output is likely wrong",
+        ),
+        Flag(
             "max_prefills_per_step",
             "Maximum number of prompts in prefill per step; 0: no limit; default: on CPU a step starts no further "
             f"prompt once it has {ENOUGH_PREFILL_TOKENS['cpu']} prefill tokens, on CUDA no limit",

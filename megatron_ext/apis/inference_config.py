@@ -16,6 +16,7 @@ from megatron_ext.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_LENGTH = 2560  # of `max_sequence_length`, and of the flag that scripts pass on
 _SETTINGS = {
     "block_size_tokens": "block_size",
     "buffer_size_gb": "buffer_size_gb",
@@ -76,6 +77,22 @@ class EngineOptions:
     keeps_pools: bool = False
     has_pause_events: bool = True
     has_token_events: bool = False
+
+    def settings_for(self, model: object) -> Mapping[str, Setting]:
+        """Return the settings of an engine around `model`; Megatron's default length is reduced to the model's.
+
+        Raises:
+            ConfigError: The model is of an unknown class.
+        """
+        from megatron_ext.models.attach.wrappers import unwrapped
+
+        longest = getattr(unwrapped(model), "max_sequence_length", _DEFAULT_LENGTH)
+        if self.settings.get("max_sequence_length") != _DEFAULT_LENGTH or longest >= _DEFAULT_LENGTH:
+            return self.settings
+        logger.info(
+            "max_sequence_length %d, Megatron's default, is reduced to the model's %d", _DEFAULT_LENGTH, longest
+        )
+        return {**self.settings, "max_sequence_length": longest}
 
 
 def read_inference_config(config: object) -> EngineOptions:

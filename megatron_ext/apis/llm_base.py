@@ -181,4 +181,4 @@ def _close_lost(runtime: EngineRuntime) -> None:
 
 def _attach(model: nn.Module, tokenizer: Tokenizer, options: EngineOptions) -> LoadedEngine | EngineFollower:
     """Return an engine around the model; on other ranks than the first, this rank's part of it."""
-    return megatron_ext.attach_engine(model, tokenizer, **options.settings)
+    return megatron_ext.attach_engine(model, tokenizer, **options.settings_for(model))

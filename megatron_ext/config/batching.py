@@ -57,6 +57,7 @@ class BatchingConfig:
     max_requests: int | None = None  # see `effective_max_requests`
     max_tokens: int | None = None  # per step; see `max_tokens_on`
     max_sequence_length: int | None = None  # default: the model's
+    allow_long_max_model_len: bool = False  # more than the model's rotary positions
     max_prefills_per_step: int | None = None  # 0: no limit; default: see `ENOUGH_PREFILL_TOKENS`
     decode_share: float | None = None  # of their own rate, for requests that decode; see `prefill_tokens_beside_on`
     enable_chunked_prefill: bool = True

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_ext.config.checks import bounded, flag
-from megatron_ext.config.layers.letters import is_recurrent
+from megatron_ext.config.layers.letters import is_attention, is_recurrent
 from megatron_ext.config.layers.pattern import is_gpt_pattern
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
@@ -27,6 +27,7 @@ MULTIPLIERS = (
     "mlp_gate_multiplier",
     "softmax_scale",
 )
+LLAMA_POSITIONS = 8192  # before `use_rope_scaling`, as in megatron-core
 LONGEST_WINDOW = 1024  # tokens of a convolution; far more than any model has
 # Fields that stand for another value while they have their default, and the properties with that value.
 _RESOLVED = {
@@ -257,6 +258,18 @@ class ModelFields:
             0.1 * scale * math.log(factor) + 1.0 for scale in (self.yarn_mscale, self.yarn_mscale_all_dim)
         )
         return numerator / denominator if denominator else math.nan
+
+    @property
+    def positions(self) -> int | None:
+        """Positions that the model has, with the scaling of rotary wavelengths; None if no layer depends on them."""
+        if self.position_embedding_type == LEARNED_POSITIONS:
+            return self.max_position_embeddings
+        if self.position_embedding_type == "none" or not any(map(is_attention, self.hybrid_override_pattern)):
+            return None
+        scaled = LLAMA_POSITIONS * self.rope_scaling_factor if self.use_rope_scaling else 0.0
+        if self.yarn_rotary_scaling_factor is not None:
+            scaled = self.yarn_original_max_position_embeddings * self.yarn_rotary_scaling_factor
+        return max(self.max_position_embeddings, int(scaled))
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as a plain dictionary, as saved with a checkpoint."""

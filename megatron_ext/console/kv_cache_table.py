@@ -40,6 +40,7 @@ def print_kv_cache_config(
     request_state_bytes: int = 0,
     operators: Mapping[str, Sequence[str]] | None = None,
     bytes_held_twice: int = 0,
+    positions: int | None = None,
 ) -> None:
     """Print the engine's capacity (EX-6), and the maximum state memory of the longest request (LA-4).
 
@@ -50,12 +51,16 @@ def print_kv_cache_config(
         request_state_bytes: State bytes of the longest request; 0 is not shown.
         operators: Operators by backend (CU-3); None is not shown.
         bytes_held_twice: Bytes of weights that are held as they are and packed (SC-12); 0 is not shown.
+        positions: Positions that the model has; None if no layer depends on them.
     """
     table = Table("engine", escape(printable(model)), show_lines=False)
     blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
     at_most = "at most " if geometry.slabs else ""
     table.add_row("KV cache", f"{at_most}{blocks} of {block}, {geometry.block_bytes:,} bytes each")
-    table.add_row("longest sequence", f"{geometry.max_model_len:,} tokens, prompt and output")
+    is_pool = geometry.max_model_len == geometry.blocks * geometry.block_size_tokens
+    held = ", as many as the KV cache holds" if is_pool else ""
+    known = "" if positions is None else f"; the model has {positions:,} positions"
+    table.add_row("longest sequence", f"{geometry.max_model_len:,} tokens{held}{known}")
     if geometry.state_bytes:
         cost = f", as much as the KV of {geometry.state_in_kv_tokens} tokens" if geometry.state_in_kv_tokens else ""
         table.add_row("live states", f"{geometry.live_states:,} of {geometry.state_bytes:,} bytes each{cost}")

@@ -80,6 +80,7 @@ class EnginePlan:
         limits: Scheduler limits; as the next three, equal on all ranks.
         policy: Eviction policy of the prefix cache; None if it is off.
         is_hybrid: Whether the model has recurrent layers, on any rank.
+        positions: Positions that the model has; None if no layer depends on them.
         fingerprint: All that KV and states of equal tokens depend on, except the weights' version.
         activation_bytes: Bytes counted for the temporary tensors of a full step, on this rank.
         advice: Function from available bytes to settings that would fit.
@@ -91,6 +92,7 @@ class EnginePlan:
     limits: SchedulerLimits
     policy: EvictionPolicyName | None
     is_hybrid: bool
+    positions: int | None
     fingerprint: bytes
     activation_bytes: int
     advice: Callable[[int], str] = field(compare=False, repr=False)
@@ -189,6 +191,7 @@ def plan_engine(
         limits=limits,
         policy=cache.policy,
         is_hybrid=config.is_hybrid,
+        positions=config.positions,
         fingerprint=_fingerprint(config, shape.dtype, batching, linear),
         activation_bytes=memory.activation_bytes,
         advice=partial(advice_that_fits, memory, batching, cache, device_type),
@@ -250,13 +253,16 @@ def _capacity(
 
 
 def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
-    longest = config.max_position_embeddings
-    asked = batching.max_sequence_length or longest
-    if asked > longest and config.position_embedding_type == LEARNED_POSITIONS:
-        raise ConfigError(
-            f"--inference-max-seq-length {asked} is more than the model's {longest} learned positions; give at most "
-            f"{longest}"
-        )
+    asked, positions = batching.max_sequence_length, config.positions
+    if asked is None:
+        return config.max_position_embeddings
+    if positions is None or asked <= positions:
+        return asked
+    is_learned = config.position_embedding_type == LEARNED_POSITIONS
+    kind, insists = ("learned", "") if is_learned else ("rotary", ", or insist with --allow-long-max-model-len")
+    excess = f"--inference-max-seq-length {asked} is more than the model's {positions} {kind} positions"
+    if is_learned or not batching.allow_long_max_model_len:
+        raise ConfigError(f"{excess}; give at most {positions}{insists}")
     return asked
 
 

@@ -48,6 +48,7 @@ class LLMEngine:
         geometry: Numbers and sizes of blocks and snapshots.
         cache_policy: Eviction policy of the prefix cache; None if it is off.
         is_hybrid: Whether the model has recurrent layers, so that the cache keeps states.
+        positions: Positions that the model has; None if no layer depends on them.
         request_state_bytes: Maximum bytes of recurrent states of a request with the longest possible prompt.
         operators: Chosen operators by backend.
         bytes_held_twice: Bytes of weights that are held as they are and packed.
@@ -67,7 +68,7 @@ class LLMEngine:
         facts = engine.facts
         self.tokenizer, self.vocabulary, self.grammars = facts.tokenizer, facts.vocabulary, facts.grammars
         self.limits, self.geometry, self.cache_policy = facts.plan.limits, facts.plan.world, facts.plan.policy
-        self.is_hybrid = facts.plan.is_hybrid
+        self.is_hybrid, self.positions = facts.plan.is_hybrid, facts.plan.positions
         self.request_state_bytes = facts.plan.request_state_bytes(self.limits.max_model_len)
         self.operators, self.bytes_held_twice = facts.operators, facts.bytes_held_twice
         self.inference_engine = engine

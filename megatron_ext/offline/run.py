@@ -153,6 +153,7 @@ class _Offline:
             engine.request_state_bytes,
             engine.operators,
             engine.bytes_held_twice,
+            engine.positions,
         )
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):

@@ -149,6 +149,7 @@ def build_serving(
         engine.request_state_bytes,
         engine.operators,
         engine.bytes_held_twice,
+        engine.positions,
     )
     name = model_name(settings.source, settings.server, loaded.name)
     updater = None if root is None else WeightsUpdater(root, engine)

@@ -13,7 +13,7 @@ from megatron.core.inference import inference_request as upstream
 from megatron_ext.apis import DynamicInferenceRequest, MegatronAsyncLLM, SamplingParams
 from megatron_ext.errors import ConfigError, EngineClosed
 from tests.unit_tests.apis.conftest import tokenizer
-from tests.unit_tests.support.megatron_models import PROMPT, generate
+from tests.unit_tests.support.megatron_models import MAX_LENGTH, PROMPT, generate
 
 COUNT = 8
 
@@ -86,6 +86,14 @@ class TestResults:
         errors = [event.payload for event in long.events if event.type.name == "ERROR_NONTRANSIENT"]
         assert "are 208, and a sequence has at most 128" in str(errors[0])
         assert short.generated_tokens == expected
+
+    def test_megatrons_default_length_is_reduced_to_the_positions(self, start, caplog):
+        """MF-1: nobody has asked for it; another length above the positions is refused."""
+        caplog.set_level("INFO", "megatron_ext")
+        with pytest.raises(ConfigError, match=f"3000 is more than the model's {MAX_LENGTH} rotary positions"):
+            start(max_sequence_length=3000)
+        assert start(max_sequence_length=2560).context.max_sequence_length == MAX_LENGTH
+        assert f"Megatron's default, is reduced to the model's {MAX_LENGTH}" in caplog.text
 
     def test_the_length_is_reduced_to_what_fits(self, start, caplog):
         (request,) = start().generate(PROMPT, greedy(num_tokens_to_generate=500))

@@ -66,6 +66,7 @@ OPTIONS = """
 --inference-dynamic-batching-paused-buffer-size-gb --inference-dynamic-batching-block-size
 --inference-dynamic-batching-max-requests --inference-dynamic-batching-max-tokens --inference-max-seq-length
 --max-model-len
+--allow-long-max-model-len --no-allow-long-max-model-len
 --inference-dynamic-batching-max-prefills-per-step --decode-share
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype

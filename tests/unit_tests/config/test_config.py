@@ -432,3 +432,21 @@ def test_one_expert_a_token_with_a_softmax_over_all():
 def test_options_that_process_logits(params, is_processed):
     """SA-1: rows that nothing is done to are not gathered, and take no part in what shapes the others."""
     assert RequestParams(**params).processes_logits == is_processed
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields", "positions"),
+    [
+        ("*-", {}, 100),
+        ("M-P-", {}, 100),
+        ("M-M-", {}, None),
+        ("*-", {"position_embedding_type": "none"}, None),
+        ("M-M-", {"position_embedding_type": "learned_absolute"}, 100),
+        ("*-", {"use_rope_scaling": True}, 65536),
+        ("*-", {"yarn_rotary_scaling_factor": 1.5, "yarn_original_max_position_embeddings": 60}, 100),
+    ],
+)
+def test_positions_limit_models_whose_layers_depend_on_them(pattern: str, fields: dict, positions: int | None):
+    """MF-1."""
+    fields = {"position_embedding_type": "rope", "max_position_embeddings": 100} | fields
+    assert ModelConfig(hybrid_override_pattern=pattern, **fields).positions == positions

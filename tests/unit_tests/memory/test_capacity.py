@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import GIB, KVCacheConfig
 from megatron_ext.memory.capacity import Capacity, Peers, agree
 from megatron_ext.memory.engine_plan import EnginePlan, ModelShape, plan_engine
@@ -109,7 +110,47 @@ def test_the_least_room_counts():
     larger = dataclasses.replace(BOTH, attention_layers=4)
     blocks = [plan_all([shape], batching, split)[0].limits.total_blocks for shape in (BOTH, larger)]
     assert blocks[0] > blocks[1]
-    assert [plan.limits.total_blocks for plan in plan_all([BOTH, larger], batching, split)] == [blocks[1]] * 2
+    plans = plan_all([BOTH, larger], batching, split)
+    assert [plan.limits.total_blocks for plan in plans] == [blocks[1]] * 2
+    lengths = [(plan.limits.max_model_len, plan.world.max_model_len) for plan in plans]
+    assert lengths == [(min(4096, blocks[1] * 64),) * 2] * 2
+
+
+ROPE = dataclasses.replace(CONFIG, position_embedding_type="rope", max_position_embeddings=1000)
+LLAMA = dataclasses.replace(ROPE, use_rope_scaling=True, rope_scaling_factor=4.0)
+YARN = dataclasses.replace(ROPE, yarn_rotary_scaling_factor=8.0, yarn_original_max_position_embeddings=500)
+LEARNED = dataclasses.replace(ROPE, position_embedding_type="learned_absolute")
+UNBOUNDED = {
+    "without positions": dataclasses.replace(ROPE, position_embedding_type="none"),
+    "without attention": dataclasses.replace(ROPE, hybrid_override_pattern="M-M-"),
+}
+
+
+class TestPositions:
+    """MF-1: an explicit length above the positions is refused with the number; a flag insists."""
+
+    def plan(self, config: ModelConfig, **batching: object) -> EnginePlan:
+        batching = BatchingConfig(block_count=200, max_requests=2, max_tokens=16, **batching)
+        return plan_engine(BOTH, config, batching, CacheConfig(), device_type="cpu", available_bytes=4 * GIB)
+
+    @pytest.mark.parametrize(("config", "positions"), [(ROPE, 1000), (LLAMA, 32768), (YARN, 4000), (LEARNED, 1000)])
+    def test_are_the_limit_of_a_length_that_is_asked_for(self, config: ModelConfig, positions: int):
+        plan = self.plan(config, max_sequence_length=positions)
+        assert plan.limits.max_sequence_length == plan.positions == positions
+        with pytest.raises(ConfigError, match=rf"{positions + 1} is more than the model.s {positions} .*{positions}"):
+            self.plan(config, max_sequence_length=positions + 1)
+        assert self.plan(config).limits.max_sequence_length == 1000
+
+    def test_may_be_exceeded_by_insisting_unless_they_are_learned(self):
+        long = {"max_sequence_length": 1001, "allow_long_max_model_len": True}
+        assert self.plan(ROPE, **long).limits.max_sequence_length == 1001
+        with pytest.raises(ConfigError, match=r"more than the model.s 1000 learned positions; give at most 1000$"):
+            self.plan(LEARNED, **long)
+
+    @pytest.mark.parametrize("config", UNBOUNDED.values(), ids=UNBOUNDED)
+    def test_are_no_limit_where_no_layer_depends_on_them(self, config: ModelConfig):
+        plan = self.plan(config, max_sequence_length=5000)
+        assert (plan.limits.max_sequence_length, plan.positions) == (5000, None)
 
 
 def test_exact_numbers_are_kept():

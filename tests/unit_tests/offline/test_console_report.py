@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 
+import pytest
 from rich.console import Console
 
 from megatron_ext.console.kv_cache_table import print_kv_cache_config
@@ -55,13 +56,28 @@ def test_lost_tokens_have_a_line():
     assert loss_lines(lost | {"requests": 0}) == loss_lines(None) == []
 
 
+@pytest.mark.parametrize(
+    ("length", "positions", "row"),
+    [
+        (4096, 8192, "4,096 tokens; the model has 8,192 positions"),
+        (100_000, 8192, "100,000 tokens; the model has 8,192 positions"),
+        (8048 * 64, None, "515,072 tokens, as many as the KV cache holds"),
+    ],
+)
+def test_the_longest_sequence_has_a_row(length, positions, row):
+    """MF-1."""
+    geometry = dataclasses.replace(HYBRID, max_model_len=length)
+    text = printed(lambda console: print_kv_cache_config(geometry, "a model", console, positions=positions))
+    assert f"longest sequence │ {row} │" in " ".join(text.split())
+
+
 def test_geometry():
     """EX-6, LA-4: the effective sizes, in one table, at start-up."""
     geometry = dataclasses.replace(HYBRID, max_model_len=4096)
     rows = [line for line in printed(print_kv_cache_config, geometry, "a model").splitlines() if "│" in line]
     assert [" ".join(row.split()) for row in rows] == [
         "│ KV cache │ 8,048 blocks of 64 tokens, 131,072 bytes each │",
-        "│ longest sequence │ 4,096 tokens, prompt and output │",
+        "│ longest sequence │ 4,096 tokens │",
         "│ live states │ 64 of 292,864 bytes each, as much as the KV of 143 tokens │",
         "│ snapshots │ 5 slots of the same size │",
         "│ prefix cache │ prompts of at least 65 tokens can hit │",

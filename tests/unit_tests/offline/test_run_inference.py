@@ -244,7 +244,7 @@ ROPE = """
 
 
 def test_a_sequence_may_be_longer_than_the_positions_of_a_model_that_rotates(prompt_file, tmp_path):
-    """MF-1: rotary embeddings have no last position, and nothing is cut off; learned ones have one."""
+    """MF-1: where the user insists, rotary embeddings have no last position, and nothing is cut off."""
     path = prompt_file(json.dumps({"token_ids": [1, 7, 5] * 50}))
 
     def log_probs(*argv: str) -> list[float]:
@@ -252,15 +252,22 @@ def test_a_sequence_may_be_longer_than_the_positions_of_a_model_that_rotates(pro
         assert main([*ROPE, "--prompt-file", path, "--output-path", str(output), *argv]) == DONE
         return json.loads(output.read_text())["0"]["logprobs"]
 
-    longer = log_probs("--max-position-embeddings", "64", "--inference-max-seq-length", "256")
+    longer = log_probs(
+        *("--max-position-embeddings", "64", "--inference-max-seq-length", "256", "--allow-long-max-model-len")
+    )
     assert longer == pytest.approx(log_probs("--max-position-embeddings", "256"), rel=1e-4, abs=1e-4)
     assert len(longer) == 149 + 30
 
 
-def test_learned_positions_have_a_last_one(error_line, prompt_file):
-    argv = ["--prompts", "1", "--position-embedding-type", "learned_absolute", "--max-position-embeddings", "64"]
+@pytest.mark.parametrize(
+    ("kind", "named", "remedy"),
+    [("learned_absolute", "learned", ""), ("rope", "rotary", ", or insist with --allow-long-max-model-len")],
+)
+def test_a_length_above_the_positions_is_refused(error_line, kind, named, remedy):
+    argv = ["--prompts", "1", "--position-embedding-type", kind, "--max-position-embeddings", "64"]
     line = error_line(*TINY, *argv, "--inference-max-seq-length", "256")
-    assert "--inference-max-seq-length 256 is more than the model's 64 learned positions" in line
+    excess = f"--inference-max-seq-length 256 is more than the model's 64 {named} positions"
+    assert f"{excess}; give at most 64{remedy}" in line
 
 
 def test_synthetic_prompts(tmp_path):
