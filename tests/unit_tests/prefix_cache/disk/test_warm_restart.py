@@ -13,6 +13,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk import warm_restart
 from megatron_ext.prefix_cache.disk.agreement import SingleRankAgreement
 from megatron_ext.prefix_cache.disk.data_file import DataFile
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import NoMemory
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
@@ -156,6 +157,31 @@ def test_what_another_rank_cannot_read_is_dropped(start):
     restart, cache = start(DamagedRank())
     assert (restart.loaded, restart.counts()["drops"], len(restart.tier)) == (3, {"incomplete": 1}, 5)
     assert restart.counts()["blocks"] == 5
+
+
+class Reports(SingleRankAgreement):
+    """Agreement that notes how often this rank reports a load."""
+
+    count = 0
+
+    def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
+        self.count += 1
+        return lambda: None
+
+
+@pytest.mark.parametrize("end", [WarmRestart.keep, WarmRestart.weights_changed, WarmRestart.abandon])
+def test_loads_of_another_replica_are_reported_at_the_end(tmp_path, end):
+    """EX-11, MR-2: its ranks report them, too, so that their next agreement is that of rank 0."""
+    store, ranks = open_directory_store(tmp_path / "cache", IDENTITY, LIMIT), Reports()
+    restart = WarmRestart(store, Bytes(), 100.0, 100.0, None, [ranks])
+    caches = [PrefixCache(len(HASHES), EvictionPolicyName.LRU, keeps_tokens=True) for _ in range(2)]
+    _, (tier, _) = restart.go_live(caches)
+    tier.hold(dict.fromkeys(EntryKey(EntryKind.BLOCK, one) for one in HASHES))
+    tier.begin(tier.find_run(HASHES, 0, len(HASHES)), HASHES, TOKENS, BLOCK)
+    assert ranks.count == 0
+    end(restart)
+    assert ranks.count == 1
+    restart.abandon()
 
 
 class SlowerRank(SingleRankAgreement):
