@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.failure import is_lost_peer
-from megatron_ext.prefix_cache.disk.agreement import LostRanksError
+from megatron_ext.prefix_cache.disk.agreement import Agreement, LostRanksError
 from megatron_ext.prefix_cache.disk.opening import open_store
 from megatron_ext.prefix_cache.disk.slot import (
     DiskUnavailableError,
@@ -28,8 +28,8 @@ from megatron_ext.prefix_cache.disk.store import DiskStore
 T = TypeVar("T")
 
 
-class CacheRanks:
-    """Ranks of a replica, each with a part of its cache's entries, and rank 0, which plans for it; see `Agreement`.
+class CacheRanks(Agreement):
+    """Ranks of a replica, each with a part of its cache's entries, and rank 0, which plans for it.
 
     Args:
         planning: Group of the replica's ranks and rank 0.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -12,14 +12,14 @@ class LostRanksError(Exception):
     """Another rank has failed, or does not answer. The message is one line."""
 
 
-class Agreement(Protocol):
-    """Ranks that keep one cache; each of them makes the same calls in the same order.
+class Agreement:
+    """Ranks that keep one cache; each makes the same calls in the same order. This base class is that of a single rank.
 
     Attributes:
         leads: Whether this rank decides for all where one has to.
     """
 
-    leads: bool
+    leads = True
 
     def from_leader(self, value: T | None) -> T:
         """Return the value that the leader has given, also on a rank that only plans; other values are ignored.
@@ -27,12 +27,16 @@ class Agreement(Protocol):
         Raises:
             LostRanksError: A rank has failed, or does not answer; also the next three.
         """
+        assert value is not None, "the leader gives one"
+        return value
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """Return the least number for each place, also on a rank that only plans; each gives equally many."""
+        return list(numbers)
 
     def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
         """Give numbers without waiting; the function returns the least ones, and None until all ranks have given."""
+        return lambda: list(numbers)
 
     def least_written(self, number: int, seconds: float) -> int:
         """Return the least number of the ranks that have a part of the entries.
@@ -41,26 +45,4 @@ class Agreement(Protocol):
             number: Number of this rank.
             seconds: Time to wait for the others.
         """
-
-
-class SingleRankAgreement:
-    """Agreement of a single rank."""
-
-    leads = True
-
-    def from_leader(self, value: T | None) -> T:
-        """Return the value; see `Agreement`."""
-        assert value is not None, "the leader gives one"
-        return value
-
-    def least(self, numbers: Sequence[int]) -> list[int]:
-        """Return the numbers; see `Agreement`."""
-        return list(numbers)
-
-    def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
-        """Return a function that returns the numbers; see `Agreement`."""
-        return lambda: list(numbers)
-
-    def least_written(self, number: int, seconds: float) -> int:
-        """Return the number; see `Agreement`."""
         return number

@@ -19,7 +19,7 @@ from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, StoredEntry
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_use import StoreUse
-from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, EvictedEntries, Loaded, LoadItem
+from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, EvictedEntries, Loaded, LoadItem, TierStorage
 from megatron_ext.threads import lower_priority
 
 T = TypeVar("T")
@@ -31,8 +31,8 @@ STOP_SECONDS = 5.0  # for what cannot be interrupted, after the time to stop is 
 Job = Callable[[], object]
 
 
-class StoreThread:
-    """Store in a thread of its own; see `TierStorage`, whose methods are for the engine's thread.
+class StoreThread(TierStorage):
+    """Store in a thread of its own; the methods of `TierStorage` are for the engine's thread.
 
     Args:
         store: Open store, which only this thread uses from now on, and closes.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.disk.agreement import Agreement, SingleRankAgreement
+from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import key_of
@@ -102,7 +102,7 @@ class DiskTier:
     ) -> None:
         self._storage, self._sizes, self._copy, self._clock = storage, sizes, copy, clock
         self._load_seconds, self._wall_clock = load_seconds, wall_clock
-        self._ranks: Agreement = ranks or SingleRankAgreement()
+        self._ranks = ranks or Agreement()
         self._block_bytes, self._snapshot_bytes = sum(sizes.block), sum(sizes.snapshot or ())  # to estimate times
         self._held: dict[EntryKey, BlockHash | None] = {}  # with the hashes of the blocks before
         # What was found for requests, since each step asks again: ends of runs, until an entry goes, and resume points

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, NewEntry
@@ -54,8 +54,15 @@ class EvictedEntries:
 Event = Loaded | EvictedEntries
 
 
-class TierStorage(Protocol):
-    """Entries on disk. Only `remove` and `clear` wait for the disk; `wait` does so for a bounded time."""
+class TierStorage:
+    """Entries on disk. Only `remove` and `clear` wait for the disk; `wait` does so for a bounded time.
+
+    This base class is that of a rank that plans for a cache whose bytes are on other ranks: it takes all entries, and
+    loads end at once.
+    """
+
+    def __init__(self) -> None:
+        self._ended: list[Event] = []
 
     def write(self, key: EntryKey, size: int, content: Callable[[], Content]) -> bool:
         """Write an entry some time later.
@@ -68,9 +75,11 @@ class TierStorage(Protocol):
         Returns:
             False if too many bytes wait to be written; then the entry is not taken.
         """
+        return True
 
     def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
         """Set times of last use; return the entries that have gone since the last `take`, which then omits them."""
+        return ()
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
         """Remove entries; they are gone from the medium when this returns."""
@@ -80,54 +89,19 @@ class TierStorage(Protocol):
 
     def load(self, number: int, items: Sequence[LoadItem]) -> None:
         """Begin to read entries; `take` returns a `Loaded` with this number, unless it is cancelled before."""
+        self._ended.append(Loaded(number, [()] * len(items), 0.0))
 
     def cancel(self, number: int) -> None:
         """Give up a load, which may have ended."""
 
     def take(self) -> list[Event]:
         """Return what has happened since the last call, in order."""
+        taken, self._ended = self._ended, []
+        return taken
 
     def wait(self, seconds: float) -> None:
         """Return when a load has ended, after so many seconds at the latest."""
+        threading.Event().wait(seconds)
 
     def clear(self) -> None:
         """Forget all entries, writes and loads; they are gone from the medium when this returns."""
-
-
-class RemoteStorage:
-    """Storage of a rank that plans for a cache whose bytes are on other ranks: it takes all; see `TierStorage`."""
-
-    def __init__(self) -> None:
-        self._loaded: list[Event] = []
-
-    def write(self, key: EntryKey, size: int, content: Callable[[], Content]) -> bool:
-        """Return True: the ranks that have the bytes write them."""
-        return True
-
-    def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
-        """Return nothing: no entry goes."""
-        return ()
-
-    def drop(self, keys: Sequence[EntryKey]) -> None:
-        """Do nothing, also in the next three."""
-
-    remove = drop
-
-    def cancel(self, number: int) -> None:
-        """Do nothing: the load has ended."""
-
-    def clear(self) -> None:
-        """Do nothing: the tier has forgotten the loads."""
-
-    def wait(self, seconds: float) -> None:
-        """Wait, since nothing tells of other ranks before the next step."""
-        threading.Event().wait(seconds)
-
-    def load(self, number: int, items: Sequence[LoadItem]) -> None:
-        """Note that this rank has nothing to read."""
-        self._loaded.append(Loaded(number, [()] * len(items), 0.0))
-
-    def take(self) -> list[Event]:
-        """Return the loads that were begun."""
-        taken, self._loaded = self._loaded, []
-        return taken

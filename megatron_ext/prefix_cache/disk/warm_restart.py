@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.agreement import Agreement, LostRanksError, SingleRankAgreement
+from megatron_ext.prefix_cache.disk.agreement import Agreement, LostRanksError
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer, EntryObserver
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, LoadTarget, NoMemory, copy_entry
@@ -28,7 +28,7 @@ from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_thread import STOP_SECONDS, StoreThread
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, DiskUse
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
-from megatron_ext.prefix_cache.disk.tier_storage import Content, RemoteStorage, TierStorage
+from megatron_ext.prefix_cache.disk.tier_storage import Content, TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 
@@ -73,7 +73,7 @@ class WarmRestart:
         others: Sequence[Agreement] = (),
     ) -> None:
         self._thread, self.memory = StoreThread(store), memory
-        self._ranks: Agreement = ranks or SingleRankAgreement()
+        self._ranks = ranks or Agreement()
         self._others = others
         self._drain_seconds, self._load_seconds = drain_seconds, load_seconds
         self._is_current = True  # the identity is that of the weights
@@ -131,7 +131,7 @@ class WarmRestart:
         if is_start:
             self.loaded = count
             self._say_loaded()
-        remote = [tier_of(*one, None, RemoteStorage())[0] for one in zip(others, self._others, strict=True)]
+        remote = [tier_of(*one, None, TierStorage())[0] for one in zip(others, self._others, strict=True)]
         return [(tier, memory), *((tier, NoMemory()) for tier in remote)]
 
     def _fill(self, place: Place) -> bool:

@@ -12,10 +12,10 @@ from megatron_ext.engine.cache_audit import CacheAudit
 from megatron_ext.engine.result import StepResult
 from megatron_ext.parallel.commands import Action, Batch
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.agreement import SingleRankAgreement
+from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.entry_copies import LoadTarget, NoMemory
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
-from megatron_ext.prefix_cache.disk.tier_storage import RemoteStorage
+from megatron_ext.prefix_cache.disk.tier_storage import TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -102,7 +102,7 @@ class Part:
         self.disk.clear()
         tiers: list[tuple[DiskTier, LoadTarget]] = []
         for replica, cache in enumerate(caches, self.replica):
-            storage, memory = (self.disk, self.memory) if not tiers else (RemoteStorage(), NoMemory())
+            storage, memory = (self.disk, self.memory) if not tiers else (TierStorage(), NoMemory())
             exchange = world.exchanges[replica].member(self.name)
             tiers.append((DiskTier(storage, sizes, self._copy, world.clock, PATIENCE, exchange), memory))
             cache.lower_tier = tiers[-1][0]
@@ -141,7 +141,7 @@ class Exchange:
         assert len({len(reports) for reports in self._reports.values()}) == 1, "a rank has left out a report"
 
 
-class Member(SingleRankAgreement):
+class Member(Agreement):
     """Agreement of one rank: a report is complete when all ranks have given theirs."""
 
     def __init__(self, reports: dict[int, list[list[int]]], name: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.disk.agreement import Agreement, SingleRankAgreement
+from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates, MeasuredRate
 from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, LoadableRun
@@ -308,7 +308,7 @@ def test_quarantine_follows_parents_that_are_in_memory_only():
         assert {key.block_hash for key in disk.entries} == left
 
 
-class OtherRank(SingleRankAgreement):
+class OtherRank(Agreement):
     """Agreement with a rank whose progress and nanoseconds of its only load are given; without any it still reads."""
 
     def __init__(self, progress: int | None, nanoseconds: int = 0) -> None:

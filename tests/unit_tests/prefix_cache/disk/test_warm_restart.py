@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk import warm_restart
-from megatron_ext.prefix_cache.disk.agreement import SingleRankAgreement
+from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import NoMemory
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """A function: an empty cache, with its store in the directory of all of them."""
     made = []
 
-    def make(ranks: SingleRankAgreement | None = None) -> tuple[WarmRestart, PrefixCache]:
+    def make(ranks: Agreement | None = None) -> tuple[WarmRestart, PrefixCache]:
         store = open_directory_store(tmp_path / "cache", IDENTITY, LIMIT)
         cache = PrefixCache(len(HASHES), EvictionPolicyName.LRU, keeps_tokens=True)
         made.append(WarmRestart(store, Bytes(), 100.0, 100.0, ranks))
@@ -139,7 +139,7 @@ def test_an_entry_that_waits_to_be_written_at_the_end(start, monkeypatch):
     assert found == HASHES
 
 
-class DamagedRank(SingleRankAgreement):
+class DamagedRank(Agreement):
     """Agreement with a rank that has all entries, and cannot read the fourth one."""
 
     calls = 0
@@ -159,7 +159,7 @@ def test_what_another_rank_cannot_read_is_dropped(start):
     assert restart.counts()["blocks"] == 5
 
 
-class Reports(SingleRankAgreement):
+class Reports(Agreement):
     """Agreement that notes how often this rank reports a load."""
 
     count = 0
@@ -184,7 +184,7 @@ def test_loads_of_another_replica_are_reported_at_the_end(tmp_path, end):
     restart.abandon()
 
 
-class SlowerRank(SingleRankAgreement):
+class SlowerRank(Agreement):
     """Agreement with a rank that has no time to write the fourth entry."""
 
     def least_written(self, number: int, seconds: float) -> int:
