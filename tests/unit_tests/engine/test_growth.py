@@ -26,6 +26,7 @@ from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.structured_output import MaskThread
 from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.prefix_cache import cached_token_ids
 from megatron_ext.prefix_cache.disk import store_thread
 from megatron_ext.prefix_cache.disk.entry_copies import NoMemory
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates
@@ -55,10 +56,10 @@ from tests.unit_tests.support.tokenizers import PieceTokenizer
 WORDS, END, UNREADABLE = 100, 7, 99
 BLOCK, SEQUENCE, BLOCKS, SLOTS, RUNNING, DRAFTS = 4, 64, 30, 6, 5, 3
 ON_DISK, PAGE = 256, 4096  # entries, which take a page each; bytes
-EVICTED, TRACED, SAMPLES = 64, 50, 10
+EVICTED, ENDS, TRACED, SAMPLES = 64, 40, 50, 10
 GRAMMAR = ResponseFormat("regex", "[ab]*")
 
-IN_MEMORY, PART = BLOCKS * BLOCK, 4  # an entry of a container has at most so many parts
+IN_MEMORY, PART = max(BLOCKS * BLOCK, 2 * ENDS), 4  # an entry of a container has at most so many parts
 SETTINGS = {
     "BlockIndex": IN_MEMORY,
     "BlockPool": IN_MEMORY,
@@ -411,6 +412,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Worl
     monkeypatch.setattr(engine_thread, "ThreadPoolExecutor", Calls)
     monkeypatch.setattr(engine_listener, "LONGEST_DELIVERY", 0.0)
     monkeypatch.setattr(store_thread, "COMMIT_SECONDS", 1e6)
+    monkeypatch.setattr(cached_token_ids, "MAX_ENDS", ENDS)
     monkeypatch.setattr(StoreThread, "wait", settle)
     monkeypatch.setattr(LoadEstimates, "pays", lambda *_: True)
     logging.disable(logging.CRITICAL)

@@ -191,7 +191,7 @@ class TestTemplates:
     MESSAGES = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Half of an"})
 
     def prompt_of(self, server: LiveServer, **fields) -> list[int]:
-        body = {"messages": list(ASKED), "max_tokens": 1, "return_token_ids": True} | fields
+        body = {"messages": list(self.MESSAGES), "max_tokens": 1, "return_token_ids": True} | fields
         response = server.http.post(CHAT, json=body)
         assert response.status_code == 200, response.text
         return response.json()["prompt_token_ids"]
@@ -202,7 +202,7 @@ class TestTemplates:
         assert self.prompt_of(embedded, continue_final_message=True) == tokenize(begun)
         assert self.prompt_of(embedded, add_generation_prompt=False) == tokenize(begun + "<|end|>")
         assert self.prompt_of(embedded) == tokenize(begun + "<|end|><|assistant|>")
-        both = {"continue_final_message": True, "add_generation_prompt": True, "messages": list(ASKED)}
+        both = {"continue_final_message": True, "add_generation_prompt": True, "messages": list(self.MESSAGES)}
         assert "contradict each other" in check_error(embedded.http.post(CHAT, json=both), 400)["message"]
 
     def test_variables(self, embedded, monkeypatch):
@@ -219,7 +219,7 @@ class TestTemplates:
 
     @pytest.mark.parametrize("name", ["messages", "chat_template", "bos_token", "add_generation_prompt"])
     def test_variables_that_are_not_the_callers(self, embedded, name):
-        body = {"messages": list(ASKED), "chat_template_kwargs": {name: "x"}}
+        body = {"messages": list(self.MESSAGES), "chat_template_kwargs": {name: "x"}}
         assert name in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
 
 
