@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from operator import attrgetter, is_
+from dataclasses import is_dataclass, replace
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.cpp.operator_record import OperatorRecord, record
@@ -41,6 +42,9 @@ MAX_SIZES: Final = 64
 _ATTEMPTS: Final = 4
 _NARROWEST: Final = 16  # blocks of the narrowest block table; wider ones double
 _RUNNING_SLOT: Final = attrgetter("running_slot")
+_FORWARD: Final = attrgetter("forward")
+_OF_TORCH: Final = vars(nn.Module()).keys()  # attributes of every module
+_MAX_CHANGES: Final = 16  # of the model in a row, without a repeated step between them, before they are reported
 _NO_TOKENS: Final = torch.zeros(0, dtype=torch.int64)
 
 
@@ -74,6 +78,9 @@ class KeptOutputs(Protocol):
 class ModuleSnapshot:
     """All that a forward's Python code finds in its modules and that may be replaced: parameters, modules, hooks.
 
+    Attributes of modules and fields of their configurations are compared as well. What is changed inside of another
+    object that an attribute holds is not seen.
+
     Args:
         model: Model in eval mode.
         hook: Id of a forward hook that changes no record; -1 without one.
@@ -89,26 +96,55 @@ class ModuleSnapshot:
         modules = list(self._model.modules())
         spaces: list[Any] = [space for one in modules for space in (one._parameters, one._buffers, one._modules)]
         places = [(space, name) for space in spaces for name in space]
+        places += [(vars(one), name) for one in modules for name, held in vars(one).items() if isinstance(held, Tensor)]
         places += [(vars(one), "packed") for one in modules if isinstance(one, Packable)]
         self._spaces, self._names = [space for space, _ in places], [name for _, name in places]
         self._held: list[object] | None = list(map(dict.get, self._spaces, self._names))
+        owners = [vars(one) for one in modules]
+        names = [[name for name in own if name not in _OF_TORCH] for own in owners]
+        self._attributes = [(itemgetter("training", *some), own) for some, own in zip(names, owners, strict=True)]
+        held = [own[name] for some, own in zip(names, owners, strict=True) for name in some]
+        self._fields = [vars(one).values() for one in {id(one): one for one in held if _is_config(one)}.values()]
+        self._classes = list({type(one) for one in modules})
+        self._values = self._read()
         hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
         self._hooks = [one for one in hooks if self.recorded_hook not in one]
         self._recorded = [one for one in hooks if self.recorded_hook in one]
 
     def release(self) -> None:
         """Keep nothing alive; it is not current until the next `renew`."""
-        self._held = None
+        self._held, self._values = None, []
+
+    def _read(self) -> list[object]:
+        """Return attributes of modules, fields of configurations, and forwards of classes, as they are now."""
+        attributes = [(len(own), read(own)) for read, own in self._attributes]
+        return [*attributes, *map(list, self._fields), *map(_FORWARD, self._classes)]
+
+    @property
+    def has_same_tensors(self) -> bool:
+        """True if no parameter, buffer, module or packed weight has been replaced since the last `renew`."""
+        return self._held is not None and all(map(is_, map(dict.get, self._spaces, self._names), self._held))
 
     @property
     def is_current(self) -> bool:
         """True if nothing has been replaced since the last `renew`."""
-        return self._held is not None and all(map(is_, map(dict.get, self._spaces, self._names), self._held))
+        if not self.has_same_tensors:
+            return False
+        try:
+            return self._read() == self._values
+        except (KeyError, RuntimeError, ValueError):  # removed; or now a tensor or an array, which have no truth value
+            return False
 
     @property
     def has_hooks(self) -> bool:
-        """True if a module has other forward hooks than the recorded one: Python code that a record does not repeat."""
-        return any(self._hooks) or any(len(hooks) > 1 for hooks in self._recorded)
+        """True if a forward calls other hooks than the recorded one: Python code that a record does not repeat."""
+        is_hooked = any(self._hooks) or any(len(hooks) > 1 for hooks in self._recorded)
+        return is_hooked or bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _is_config(held: object) -> bool:
+    """Return whether the value of an attribute is a dataclass with fields that may be assigned."""
+    return is_dataclass(held) and not isinstance(held, type) and hasattr(held, "__dict__")
 
 
 class _Recorded:
@@ -254,7 +290,9 @@ class RecordedSteps:
         self._modules = ModuleSnapshot(model, hook)
         self._staged: tuple[_Recorded, ModelInput] | None = None
         self._kept: KeptOutputs | None = None
-        self.problem = ""  # why no step can be recorded
+        self._changes = 0  # of the model since a step was repeated
+        self._said: set[str] = set()
+        self.problem = ""  # why no step can be recorded, until the model is changed
         self.problem_with_drafts = ""  # why no step with drafts can be
 
     def keep(self, outputs: KeptOutputs) -> None:
@@ -271,8 +309,7 @@ class RecordedSteps:
     def check(self) -> None:
         """Drop the records, and what they keep in memory, if anything that they use was replaced; before each step."""
         if not self._modules.is_current:
-            self.forget()
-            self._modules.renew()
+            self._renew()
         for one in self._beside:
             one.check()
 
@@ -326,30 +363,46 @@ class RecordedSteps:
             step: The step; repeated only if `stage` has returned it last.
         """
         staged, self._staged = self._staged, None
-        if staged is None or staged[1] is not step or self._modules.has_hooks:
+        if staged is None or staged[1] is not step:
+            return run()
+        if self._modules.has_hooks:
+            self._say("decode steps run the model's Python code while modules have forward hooks")
             return run()
         with nullcontext() if self._kept is None else self._kept.writing(step.chunks):
             return self._repeat(staged[0], run, step)
 
     def _repeat(self, size: _Recorded, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
         """Repeat the step's forward if it has been recorded, else run and record it."""
-        if not self._modules.is_current:
+        if not self._modules.has_same_tensors:  # since `check`
             self._renew(size)
         if size.record is not None and not size.record.is_current():
             size.drop()
         if size.record is None:
             return self._record(size, run, step)
         try:
-            return size.record.replay()
+            found = size.record.replay()
         except BaseException:
             size.drop()
             raise
+        self._changes = 0
+        return found
 
-    def _renew(self, size: _Recorded) -> None:
-        """Drop all records but the buffers of one size."""
+    def _renew(self, kept: _Recorded | None = None) -> None:
+        """Drop all records, but the buffers of one size, and the reasons against recording: the model has changed."""
         self._modules.renew()
-        size.drop()
-        self._sizes = {key: one for key, one in self._sizes.items() if one is size}
+        if kept is not None:
+            kept.drop()
+        self._sizes = {key: one for key, one in self._sizes.items() if one is kept}
+        self.problem = self.problem_with_drafts = ""
+        self._changes += 1
+        if self._changes == _MAX_CHANGES:
+            self._say("decode steps are recorded and never repeated, as the model is changed before each of them")
+
+    def _say(self, why: str) -> None:
+        """Warn once that steps take longer than they could."""
+        if why not in self._said:
+            self._said.add(why)
+            logger.warning(why)
 
     def _record(self, size: _Recorded, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
         result, made, problem = record(run)
@@ -365,13 +418,13 @@ class RecordedSteps:
         if problem and size.has_drafts:  # plain decodes may still be recorded
             self.problem_with_drafts = problem
             self._sizes = {key: one for key, one in self._sizes.items() if not one.has_drafts}
-            logger.info(
-                "steps with drafts run the model's Python code, as their operators cannot be repeated: %s", problem
+            self._say(
+                f"steps with drafts run the model's Python code, as their operators cannot be repeated: {problem}"
             )
         elif problem:
             self.problem = problem
-            self.forget()
-            logger.info("decode steps run the model's Python code, as their operators cannot be repeated: %s", problem)
+            self._sizes.clear()
+            self._say(f"decode steps run the model's Python code, as their operators cannot be repeated: {problem}")
         return result
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.config.speculation import SpeculationConfig
@@ -202,8 +203,40 @@ def add_hook(model: nn.Module) -> None:
     first_mixer(model).register_forward_hook(lambda _, inputs, found: (found[0] * 1.25, found[1]))
 
 
+def add_global_hook(model: nn.Module) -> None:
+    def hook(module: nn.Module, inputs: object, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        return (found[0] * 1.25, found[1]) if module is first_mixer(model) else None
+
+    register_module_forward_hook(hook)
+
+
+def replace_forward(model: nn.Module) -> None:
+    mixer = first_mixer(model)
+    forward = mixer.forward
+    mixer.forward = lambda *args, **options: (forward(*args, **options)[0] * 1.25, None)
+
+
+def set_attribute(model: nn.Module) -> None:
+    first_mixer(model).norm.eps = 0.5
+
+
+def edit_config(model: nn.Module) -> None:
+    model.config.activation_func = torch.tanh
+
+
+CHANGES = [edit_in_place, fill, replace_data, replace_parameter, replace_module]
+ATTRIBUTES = [replace_forward, set_attribute, edit_config]
+HOOKS = [add_hook, add_global_hook]
+
+
+@pytest.fixture(autouse=True)
+def no_global_hooks() -> Iterator[None]:
+    yield
+    torch.nn.modules.module._global_forward_hooks.clear()
+
+
 @pytest.mark.parametrize("packs_weights", [False, True])
-@pytest.mark.parametrize("change", [edit_in_place, fill, replace_data, replace_parameter, replace_module, add_hook])
+@pytest.mark.parametrize("change", [*CHANGES, *ATTRIBUTES, *HOOKS])
 def test_changes_of_the_model_are_seen(change, packs_weights, monkeypatch):
     """A change of the model between two steps counts in the next step, as it does without records.
 
@@ -211,6 +244,8 @@ def test_changes_of_the_model_are_seen(change, packs_weights, monkeypatch):
     """
     if packs_weights and change is replace_data:
         pytest.skip("a packed parameter has no values to replace")
+    if packs_weights and change in ATTRIBUTES:
+        pytest.skip("attributes are not packed")
     options = {"max_requests": 6, "packs_weights": packs_weights}
     options |= {"operator_backend": "onednn"} if packs_weights else {}
     drivers: list[CountingDriver] = []
@@ -226,8 +261,47 @@ def test_changes_of_the_model_are_seen(change, packs_weights, monkeypatch):
         if packs_weights and change is edit_in_place:
             first_mixer(model).in_proj.unpack()
         change(model)
+        python_steps = driver.python_steps
         driver.run()
+        torch.nn.modules.module._global_forward_hooks.clear()
+        assert (driver.python_steps - python_steps < 4) == (is_recording and change not in HOOKS)
     assert_equal(*drivers)
+
+
+def test_why_steps_run_python_code_is_said_once(get_oracle, caplog):
+    """A forward with hooks, and one that cannot be repeated until its module is replaced."""
+    recording, plain = pair(get_oracle("attention_only").model, "attention_only")
+    reading = [recording, plain]
+    for driver in (recording, plain):
+        change_forward(driver, lambda run, step: run() * (1 if not reading or step.paged_batch.kv_lengths else 2))
+    for driver in (recording, plain):
+        live(driver)
+    reading.clear()
+    for driver in (recording, plain):
+        driver.engine.controller.inference_wrapped_model.model.some_setting = driver  # anything may depend on it
+        before = driver.python_steps
+        driver.add(100, make_prompt(20), num_tokens_to_generate=40, **PLAIN)
+        driver.run()
+        driver.after = driver.python_steps - before
+    assert recording.after < 0.6 * plain.after
+    assert_equal(recording, plain)
+    (warning,) = [one for one in caplog.records if one.name == recorded_steps.__name__]
+    assert (warning.levelname, warning.getMessage().split(": ")[1]) == ("WARNING", "lengths on the host")
+
+
+def test_a_model_that_is_changed_before_each_step_is_reported(get_oracle, caplog):
+    """Once, after 16 changes without a repeated step between them; a change now and then is not."""
+    recording, _ = pair(build_slow_decay(CONFIGS["hybrid"]), "hybrid")
+    model = recording.engine.controller.inference_wrapped_model.model
+    for often in (8, 1):
+        recording.add(often, make_prompt(20), num_tokens_to_generate=60, **PLAIN)
+        for number in range(60):
+            if number % often == 0:
+                model.some_setting = number
+            recording.step()
+        found = [one.getMessage() for one in caplog.records if one.name == recorded_steps.__name__]
+        assert len(found) == (often == 1)
+    assert "changed before each" in found[0]
 
 
 def test_replaced_parameters_are_freed():
@@ -257,7 +331,8 @@ def test_pools_that_were_freed_are_not_used(get_oracle):
 
 def test_a_stale_record_is_found(monkeypatch):
     """The negative control: a record that is kept although a parameter was replaced."""
-    monkeypatch.setattr(recorded_steps.ModuleSnapshot, "is_current", True)
+    for name in ("is_current", "has_same_tensors"):
+        monkeypatch.setattr(recorded_steps.ModuleSnapshot, name, True)
     with pytest.raises(AssertionError):
         test_changes_of_the_model_are_seen(replace_parameter, packs_weights=False, monkeypatch=monkeypatch)
 
