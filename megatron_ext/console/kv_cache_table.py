@@ -41,6 +41,7 @@ def print_kv_cache_config(
     operators: Mapping[str, Sequence[str]] | None = None,
     bytes_held_twice: int = 0,
     positions: int | None = None,
+    draft_exactness: str = "",
 ) -> None:
     """Print the engine's capacity (EX-6), and the maximum state memory of the longest request (LA-4).
 
@@ -52,6 +53,7 @@ def print_kv_cache_config(
         operators: Operators by backend (CU-3); None is not shown.
         bytes_held_twice: Bytes of weights that are held as they are and packed (SC-12); 0 is not shown.
         positions: Positions that the model has; None if no layer depends on them.
+        draft_exactness: How results with drafts relate to those without (SP-3); an empty text is not shown.
     """
     table = Table("engine", escape(printable(model)), show_lines=False)
     blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
@@ -86,8 +88,8 @@ def print_kv_cache_config(
         usual, *others = operators
         rest = "".join(f"; {name} for {', '.join(operators[name])}" for name in others)
         table.add_row("operators", f"{usual}{rest}")
-    if bytes_held_twice:
-        table.add_row("packed weights", f"{bytes_held_twice:,} bytes beside the originals")
+    packed = f"{bytes_held_twice:,} bytes beside the originals" if bytes_held_twice else ""
+    _add_present(table, {"packed weights": packed, "drafts": draft_exactness})
     if isinstance(geometry, WorldKVCacheConfig):
         _add_ranks(table, geometry)
     console.print(table)
@@ -108,6 +110,13 @@ def print_dry_run(dry: DryRun, console: Console) -> None:
         fit = dry.requests_at_once(tokens)
         table.add_row(f"at once, {tokens:,} tokens", counted(fit, "request") if fit else "too long for one")
     console.print(table)
+
+
+def _add_present(table: Table, rows: Mapping[str, str]) -> None:
+    """Add the rows that have a text."""
+    for name, text in rows.items():
+        if text:
+            table.add_row(name, text)
 
 
 def _add_ranks(table: Table, geometry: WorldKVCacheConfig) -> None:

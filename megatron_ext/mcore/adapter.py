@@ -63,6 +63,7 @@ class EngineFacts:
         plan: Sizes of all pools, and limits.
         operators: Chosen operators by backend; see `ops.backend_selection.chosen`.
         bytes_held_twice: Bytes of weights that are held as they are and packed.
+        draft_exactness: How results with drafts relate to those without; empty without drafts.
     """
 
     tokenizer: Tokenizer
@@ -71,6 +72,7 @@ class EngineFacts:
     plan: EnginePlan
     operators: dict[str, tuple[str, ...]]
     bytes_held_twice: int
+    draft_exactness: str
 
 
 class RequestedParams(NamedTuple):
@@ -192,6 +194,7 @@ class InferenceEngine(Engine):
             self.context.plan,
             model.chosen_operators(),
             model.bytes_held_twice,
+            model.draft_exactness(self.context.plan),
         )
 
     # Numbers

@@ -20,8 +20,11 @@ from megatron_ext.mcore.hidden_states import HiddenStates
 from megatron_ext.mcore.layers.moe import reads_back
 from megatron_ext.mcore.packed_weights import PackedWeights
 from megatron_ext.mcore.versions import Controller, inference_mode
-from megatron_ext.ops import backend_selection
+from megatron_ext.memory.engine_plan import EnginePlan
+from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ops.backends import preferring
+from megatron_ext.ops.linear.few_rows import rows_are_independent
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.parallel.rank_drafters import LeadingDrafter
 from megatron_ext.runner.step_output import sample_and_score
 from megatron_ext.runner.step_routing import recorded_routing, routing_by_request
@@ -158,6 +161,17 @@ class InferenceController(Controller):
     def bytes_held_twice(self) -> int:
         """Bytes of weights that are held as they are and packed."""
         return 0 if self.packed is None else self.packed.bytes_held_twice
+
+    def draft_exactness(self, plan: EnginePlan) -> str:
+        """Return how results with drafts relate to those without, as a text; empty without drafts."""
+        if not plan.limits.max_drafts:
+            return ""
+        weight = next(self.inference_wrapped_model.model.parameters())
+        has_exact_states = plan.shape.states is None or plan.shape.states.ssm_dtype == torch.float32
+        is_alike = PAGED_ATTENTION.operator in self.chosen_operators().get(cpp.NAME, ())
+        if is_alike and has_exact_states and rows_are_independent(weight):
+            return "verified to the bits of single tokens"
+        return "verified within rounding: where logits are close, a token may differ from one without drafts"
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Return logits of some of the step's scored tokens, equal to the model's forward: [k, h] -> [rows, V]."""

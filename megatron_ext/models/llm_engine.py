@@ -52,6 +52,7 @@ class LLMEngine:
         request_state_bytes: Maximum bytes of recurrent states of a request with the longest possible prompt.
         operators: Chosen operators by backend.
         bytes_held_twice: Bytes of weights that are held as they are and packed.
+        draft_exactness: How results with drafts relate to those without; empty without drafts.
         replicas: Number of model replicas.
         max_running_requests: Maximum number of running requests, of all replicas together.
         error_isolation: Errors that were isolated from the steps.
@@ -71,6 +72,7 @@ class LLMEngine:
         self.is_hybrid, self.positions = facts.plan.is_hybrid, facts.plan.positions
         self.request_state_bytes = facts.plan.request_state_bytes(self.limits.max_model_len)
         self.operators, self.bytes_held_twice = facts.operators, facts.bytes_held_twice
+        self.draft_exactness = facts.draft_exactness
         self.inference_engine = engine
         self._core = core = engine.core
         self.replicas = len(core.replicas)

@@ -154,6 +154,7 @@ class _Offline:
             engine.operators,
             engine.bytes_held_twice,
             engine.positions,
+            engine.draft_exactness,
         )
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):

@@ -150,6 +150,7 @@ def build_serving(
         engine.operators,
         engine.bytes_held_twice,
         engine.positions,
+        engine.draft_exactness,
     )
     name = model_name(settings.source, settings.server, loaded.name)
     updater = None if root is None else WeightsUpdater(root, engine)

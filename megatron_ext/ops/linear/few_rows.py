@@ -33,6 +33,12 @@ def depends_on_rows(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu and x.shape[-1] > _MOST_INPUTS and _has_avx512()
 
 
+def rows_are_independent(weight: Tensor) -> bool:
+    """Return whether a row's bits in products with a weight of this type were measured to depend on no other row."""
+    is_measured = table.AMX not in table.instruction_sets(weight.dtype)
+    return weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16) and is_measured
+
+
 def with_rows(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return `multiply(x)`, [..., i] -> [..., o], computed for `FEWEST_ROWS` rows at least."""
     count = x.shape[:-1].numel()

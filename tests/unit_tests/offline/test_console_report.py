@@ -98,6 +98,13 @@ def test_the_table_states_weights_that_are_held_twice():
     assert "packed weights" not in printed(print_kv_cache_config, HYBRID, "a model")
 
 
+def test_the_table_says_how_exact_drafts_are():
+    """SP-3."""
+    text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, draft_exactness="to the bit"))
+    assert "│ drafts │ to the bit │" in " ".join(text.split())
+    assert "drafts" not in printed(print_kv_cache_config, HYBRID, "a model")
+
+
 def test_geometry_of_several_ranks():
     """MR-7: sizes are given in total and rank by rank."""
     first = dataclasses.replace(HYBRID, block_bytes=0)
