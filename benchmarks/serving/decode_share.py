@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from types import SimpleNamespace
 from unittest import mock
 
 from benchmarks.cases import Run, case
-from benchmarks.measuring import timed
+from benchmarks.measuring import own_time, timed
 from benchmarks.models import Engine, engine, prompts, random_model, shaped
 from benchmarks.peers.sizes import SIZES
 from megatron_ext.config import RequestParams, batching
+from megatron_ext.engine import core
 from megatron_ext.models.load import LoadedModel
 
 BLOCK, OWN_STEPS, WARM_UP = 64, 16, 4  # OWN_STEPS: of the stream alone, before each prompt
@@ -26,7 +28,10 @@ def decode_share(
     shares: tuple = (0.0, 0.25, 0.5, 0.75),
     bound: int = batching.PREFILL_TOKENS_BESIDE_DECODES["cpu"],
 ) -> None:
-    """Prompt beside a stream, for each `--decode-share`, over the same prompt alone; settings take turns."""
+    """Prompt beside a stream, for each `--decode-share`, over the same prompt alone; settings take turns.
+
+    With one thread times are CPU times, which other processes hardly disturb.
+    """
     shape = SIZES[size].shape
     loaded = random_model(shaped(shape))
     engines = {ALONE: _built(loaded, None, bound), ONE_BLOCK: _built(loaded, None, BLOCK)}
@@ -38,7 +43,8 @@ def decode_share(
     for number in range(rounds):
         for name, built in engines.items():
             tokens = prompts(1, prompt, f"{name} {number}", shape.vocabulary)[0]
-            found[name].append(_beside(built, tokens, has_stream=name != ALONE))
+            with mock.patch.object(core, "time", SimpleNamespace(perf_counter=own_time)):
+                found[name].append(_beside(built, tokens, has_stream=name != ALONE))
     alone, largest = (statistics.median(one[i] for one in found[name]) for name, i in ((ALONE, 0), (ONE_BLOCK, 1)))
     for name, seen in found.items():
         seconds, gap, rate = (statistics.median(values) for values in zip(*seen, strict=True))
@@ -57,10 +63,10 @@ def _beside(built: Engine, prompt: Sequence[int], *, has_stream: bool) -> tuple[
     own, stream = 0.0, None
     if has_stream:
         (stream,) = built.start_decoding([prompt[:BLOCK]], RequestParams(10_000 - len(prompt) // 2, ignore_eos=True))
-        own = statistics.median([timed(built.step) for _ in range(WARM_UP + OWN_STEPS)][WARM_UP:])
+        own = statistics.median([timed(built.step, own_time) for _ in range(WARM_UP + OWN_STEPS)][WARM_UP:])
     asked, steps = built.add(prompt, RequestParams(1, ignore_eos=True)), list[float]()
     while not asked.is_ended:
-        steps.append(timed(built.step))
+        steps.append(timed(built.step, own_time))
     if stream is not None:
         built.core.abort(stream)
         built.drain()
