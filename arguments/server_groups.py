@@ -50,6 +50,11 @@ LIMITS = FlagGroup(
             "responses_store_mb",
             "Memory for responses that clients continue by id, in MB of 2**20 bytes; 0: none are stored",
         ),
+        Flag(
+            "answers_memory_mb",
+            "Memory for the token ids of answers, with which the next turn of a chat begins, in MB of 2**20 bytes; "
+            "0: each turn is tokenized anew",
+        ),
     ),
 )
 

@@ -22,6 +22,7 @@ class ServerLimits:
     max_schema_kb: float = 64.0  # of 2**10 bytes: a JSON schema, or a regular expression
     grammar_timeout: float = 5.0  # to compile a schema or a regular expression
     responses_store_mb: float = 0.0  # of 2**20 bytes; 0: no responses are stored
+    answers_memory_mb: float = 64.0  # of 2**20 bytes; 0: token ids of answers are not remembered
 
     def __post_init__(self) -> None:
         size, connections = self.max_body_mb, self.max_connections
@@ -29,9 +30,10 @@ class ServerLimits:
         require(connections >= 1, f"--max-connections {connections} must be at least 1")
         schema = self.max_schema_kb
         require(math.isfinite(schema) and schema > 0, f"--max-schema-kb {schema} must be more than zero")
-        store = self.responses_store_mb
-        valid = math.isfinite(store) and store >= 0
-        require(valid, f"--responses-store-mb {store} must be zero (no store) or more")
+        for name, nothing in (("responses_store_mb", "no store"), ("answers_memory_mb", "no memory")):
+            memory = getattr(self, name)
+            valid = math.isfinite(memory) and memory >= 0
+            require(valid, f"{flag_of(name)} {memory} must be zero ({nothing}) or more")
         for name in ("header_timeout", "body_timeout", "idle_timeout", "grammar_timeout"):
             seconds = getattr(self, name)
             valid = math.isfinite(seconds) and seconds > 0
@@ -46,6 +48,11 @@ class ServerLimits:
     def store_bytes(self) -> int:
         """Maximum bytes of stored responses."""
         return int(self.responses_store_mb * MB)
+
+    @property
+    def answers_bytes(self) -> int:
+        """Maximum bytes of remembered answers."""
+        return int(self.answers_memory_mb * MB)
 
     @property
     def body_bytes(self) -> int:

@@ -37,6 +37,7 @@ class PrefillLedger:
         self._matched_end = self._usable_end = 0
         self._block_size = 1
         self.general_reason: Reason | None = None  # why the cache is not used at all; None if it is
+        self.retokenized = (0, 0)  # see `RequestInputs`
         self._lacking = Reason.PROMPT_LOGPROBS  # reason for matched blocks that are not usable
         self.matched_blocks: int | None = None  # at the first admission
         self.skipped = 0
@@ -118,6 +119,8 @@ class PrefillLedger:
             (Reason.NO_SNAPSHOT, min(self._usable_end, self.prompt_length - 1)),
             (self._lacking, min(self._matched_end, self.prompt_length - 1)),
             (Reason.LAST_TOKEN, self._matched_end),
+            (Reason.NOT_CACHED, min(self.retokenized[0] // self._block_size * self._block_size, whole_blocks_end)),
+            (Reason.RETOKENIZED, min(self.retokenized[1], whole_blocks_end)),
             (Reason.NOT_CACHED, whole_blocks_end),
             (Reason.PARTIAL_BLOCK, self.prompt_length),
         ]

@@ -53,6 +53,11 @@ def _explain(admission: Admission, cache: PrefixCache, block_size: int) -> Expla
         return dataclasses.replace(blank, reason=MissReason.SKIPPED_ALL.value)
     if (lacking := lacking_data(request, matched, cache)) is not None:
         return dataclasses.replace(blank, reason=_LACKING[lacking].value)
+    retokenized = request.inputs.retokenized
+    if retokenized is not None and retokenized[0] // block_size == matched:
+        found = _with_divergence(request, cache, blank, matched)
+        nearest = found if found.agreeing == retokenized[0] else blank
+        return dataclasses.replace(nearest, reason=MissReason.RETOKENIZED.value, agreeing=retokenized[0])
     goal = min(matched * block_size, most)
     if start < goal:
         return _with_divergence(request, cache, _without_states(request, cache, blank, goal), matched)

@@ -16,6 +16,7 @@ class Reason(str, enum.Enum):
     PROMPT_LOGPROBS = "prompt_logprobs"  # requested, and not kept with the blocks
     NO_ROUTING_INDICES = "no_routing_indices"  # recorded, and not kept with the blocks
     NOT_CACHED = "not_cached"  # no block matched there
+    RETOKENIZED = "retokenized"  # no block matched there, since an earlier turn has other tokens for the text
     NO_SNAPSHOT = "no_snapshot"  # blocks matched beyond the resume position
     PARTIAL_BLOCK = "partial_block"  # the tail that fills no block
     LAST_TOKEN = "last_token"  # computed even where its block is cached
@@ -32,12 +33,14 @@ class MissReason(str, enum.Enum):
     SNAPSHOT_GIVEN_UP = "snapshot_given_up"  # the blocks are cached, their states were evicted
     NO_SNAPSHOT = "no_snapshot"  # the blocks are cached without states at their ends, or with opportunistic ones only
     BLOCK_EVICTED = "block_evicted"  # the next block was cached and evicted
+    RETOKENIZED = "retokenized"  # an earlier turn of the conversation has other tokens for the same text
     PARTED = "parted"  # the prompt differs from the nearest cached prefix
     TURN_ENDED = "turn_ended"  # an earlier request ended inside the next block, which therefore was not cached
     NOT_CACHED = "not_cached"  # no cached block follows the match
 
 
 _NEAR_MISSES = (
+    MissReason.RETOKENIZED,
     MissReason.PARTED,
     MissReason.BLOCK_EVICTED,
     MissReason.SNAPSHOT_GIVEN_UP,
@@ -63,6 +66,8 @@ _ADVICE: dict[str, str] = {
     "states there; this one does for those after it, if a slot is free.",
     MissReason.BLOCK_EVICTED: "Send requests with the same beginning closer together, or start the server with "
     "more memory for the KV cache (--inference-dynamic-batching-buffer-size-gb).",
+    MissReason.RETOKENIZED: "Send the answer back as it came, thinking and spaces included, or with its token ids; "
+    "what a chat template changes in it, and what follows, is computed again.",
     MissReason.PARTED: "Keep the beginning of prompts the same to the character, and put what changes, such as "
     "a date or an id, after it.",
     MissReason.TURN_ENDED: "Nothing needs to change: each turn computes the tokens after the last complete "
@@ -164,6 +169,8 @@ class Explanation:
             f"{self.skipped} and {self._goal()}",
             MissReason.BLOCK_EVICTED: f"the block after token {self.matched}{_marked(excerpt)} was evicted{when} to "
             f"free memory; computing began at {self.skipped}",
+            MissReason.RETOKENIZED: f"an earlier answer has other tokens from token {self.agreeing}{_marked(excerpt)} "
+            f"on; computing began at {self.skipped}",
             MissReason.TURN_ENDED: f"the turn before ended{self._ago_text()} inside this block, at token "
             f"{self.agreeing}{_marked(excerpt)}; only complete blocks of {size} tokens are cached; computing began at "
             f"{self.skipped}",
@@ -173,7 +180,7 @@ class Explanation:
             Reason.PROMPT_LOGPROBS: "prompt log-probs were requested, so nothing is skipped",
         }
         sentence = sentences[self.reason]
-        if self.agreeing is None or self.reason == MissReason.TURN_ENDED:
+        if self.agreeing is None or self.reason in (MissReason.TURN_ENDED, MissReason.RETOKENIZED):
             return sentence
         return f"{sentence}. {self._divergence_text(excerpt)}"
 

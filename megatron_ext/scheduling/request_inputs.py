@@ -17,9 +17,12 @@ class RequestInputs:
         params: Sampling parameters and other options.
         prompt_text: Text of the prompt, for the record; None if it was given as token ids.
         continued: Record of an earlier request of this prompt, whose output is continued; None for a new output.
+        retokenized: Positions [start, end) at which an earlier turn of the conversation has other tokens for the same
+            text; None if there are none.
     """
 
     prompt_tokens: tuple[int, ...]
     params: RequestParams
     prompt_text: str | None = None
     continued: RequestRecord | None = None
+    retokenized: tuple[int, int] | None = None

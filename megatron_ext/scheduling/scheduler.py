@@ -113,6 +113,7 @@ class Scheduler:
         keeps, is_caching = request.kept.keeps_log_probs, self.cache.is_enabled
         reason = general_reason(request.params, is_caching=is_caching, keeps_log_probs=keeps)
         request.sequence.ledger.general_reason = reason
+        request.sequence.ledger.retokenized = request.inputs.retokenized or (0, 0)
         self._hashing.begin(request)
         self.queues.waiting.add(request)
 

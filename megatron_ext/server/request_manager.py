@@ -18,7 +18,7 @@ from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.models.llm_engine import LLMEngine
-from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
 from megatron_ext.server.client.engine_listener import EngineListener
@@ -125,13 +125,21 @@ class RequestManager:
     def _has_others(self, sender: str) -> bool:
         return any(group.sender != sender for group in self._living.values())
 
-    async def submit(self, inputs: Sequence[RequestInputs], *, is_streamed: bool, sender: str = "") -> RequestGroup:
+    async def submit(
+        self,
+        inputs: Sequence[RequestInputs],
+        *,
+        is_streamed: bool,
+        sender: str = "",
+        on_result: Callable[[RequestRecord], None] = lambda _: None,
+    ) -> RequestGroup:
         """Submit requests to the engine, all or none.
 
         Args:
             inputs: Prompts and parameters.
             is_streamed: Whether output is delivered while it is generated.
             sender: Router that sent the requests; empty for a client.
+            on_result: See `RequestGroup`.
 
         Raises:
             ApiError: The queue is full (429); the server is asleep or shutting down (503).
@@ -139,7 +147,7 @@ class RequestManager:
         """
         self._check_capacity(len(inputs))
         handles = [RequestHandle(one, is_streamed=is_streamed) for one in inputs]
-        group = RequestGroup(handles, self.abort, sender)
+        group = RequestGroup(handles, self.abort, sender, on_result)
         self._living |= dict.fromkeys(handles, group)  # first: the engine may deliver before the submission returns
         try:
             await asyncio.wrap_future(self.client.submit(handles))
@@ -292,6 +300,9 @@ class RequestManager:
             handle.result = record = handle.record.result()
             if handle.inputs.params.enable_prefix_caching:
                 self.recent.note(record, handle.inputs.params.cache_salt)
+            if record.status is Status.COMPLETED:
+                with self._error_isolation.guard("the memory of answers"):
+                    self._living[handle].on_result(record)
         self._forget([handle])
 
     def _fail(self, handle: RequestHandle, error: Exception) -> None:

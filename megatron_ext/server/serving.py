@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,21 @@ from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import not_explained, unknown_model
 from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.history import History
 from megatron_ext.server.monitoring.metrics import Metrics
+from megatron_ext.server.openai.answer_memory import (
+    AnsweredChat,
+    AnswerMemory,
+    hash_message,
+    read_answer,
+)
+from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
+from megatron_ext.server.openai.chat_prompt import ChatPrompt, common_length
 from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
@@ -31,7 +41,8 @@ from megatron_ext.server.openai.tokenization import TextEncoder
 from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.server.weight_updater import WeightsUpdater
 from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.prompt_tokenization import begin_once, tokenize_prompt
+from megatron_ext.text.control_tokens import ASSISTANT
+from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 
 
@@ -82,6 +93,7 @@ class Serving:
             self.settings.limits.store_bytes, max_conversation=self.settings.limits.body_bytes
         )
         self.limits = self.engine.limits
+        self.answers = AnswerMemory(self.settings.limits.answers_bytes)
         self.structured_outputs = StructuredOutputChecks(self.engine.grammars, self.settings.limits)
         tokenize, longest = partial(tokenize_prompt, self.tokenizer), self.limits.max_model_len
         self.text_encoder = TextEncoder(self.tokenizer, tokenize, longest)
@@ -96,17 +108,60 @@ class Serving:
         """Return all names that the model is served under."""
         return (self.model, *self.aliases)
 
-    async def tokenize_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:
-        """Return the ids of a conversation rendered with its template options.
+    async def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions | None = None,
+        scope: str | None = None,
+        *,
+        prevents: bool = True,
+    ) -> ChatPrompt:
+        """Tokenize a conversation that is rendered with its template options.
+
+        Args:
+            messages: The conversation.
+            options: Template options.
+            scope: Tenant and cache salt, whose answers are continued.
+            prevents: Whether token ids that the last message of the assistant carries are used.
 
         Raises:
             ApiError: See `TextEncoder.encode`.
-            ConfigError: See `ChatFormat.render`.
+            ConfigError: See `ChatFormat.render` and `ChatPrompt.take`.
         """
-        chat = await asyncio.to_thread(self.chat_format.render, messages, options)
-        return await self.text_encoder.encode(chat.text, lambda _: begin_once(chat.ids(), self.tokenizer.bos))
+        prompt = await asyncio.to_thread(self._rendered, messages, options or ChatOptions(), scope, prevents)
+        answered = prompt.given + self.answers.among(prompt.messages, prompt.hashes)
+        await self.text_encoder.run(prompt.chat.text, lambda _: prompt.tokenize(answered))
+        if prompt.answer is not None:
+            self.answers.use(prompt.answer)
+        return prompt
 
-    async def marked_positions(self, body: ChatRequest, prompt: Sequence[int]) -> list[int]:
+    def _rendered(
+        self, messages: Sequence[Message], options: ChatOptions, scope: str | None, prevents: bool
+    ) -> ChatPrompt:
+        prompt = self.chat_prompt(messages, options, scope)
+        prompt.chat  # noqa: B018  # rendered here, in a thread
+        index = max((i for i, one in enumerate(messages) if one.role == ASSISTANT), default=0)
+        sent = messages[index]
+        if prevents and sent.prompt_token_ids is not None and sent.generation_token_ids is not None:
+            for ids in (sent.prompt_token_ids, sent.generation_token_ids):
+                self.vocabulary.check_prompt(ids)
+            prompt.take(index, sent.prompt_token_ids, sent.generation_token_ids)
+        return prompt
+
+    def chat_prompt(
+        self, messages: Sequence[Message], options: ChatOptions, scope: str | None, ids: Sequence[int] = ()
+    ) -> ChatPrompt:
+        """Return the prompt of a conversation, which is neither rendered nor tokenized yet; see `tokenize_chat`."""
+        return ChatPrompt(self.chat_format.dicts_of(messages), scope, self.chat_format, options, ids)
+
+    def remember(self, prompt: ChatPrompt, answer_format: AnswerFormat, record: RequestRecord) -> None:
+        """Remember the token ids of an answer for the next turn of its conversation."""
+        _, content, calls = read_answer(record.generated_text, record.finish_reason, answer_format)
+        key = hash_message(prompt.hashes[-1], ASSISTANT, content, calls).digest()
+        chat = AnsweredChat.of(record.prompt_tokens, record.generated_tokens, self.chat_format.ends)
+        self.answers.put(key, chat, prompt.answer)
+
+    async def marked_positions(self, body: ChatRequest, prompt: Sequence[int], scope: str | None = None) -> list[int]:
         """Return the positions of a chat's `cache_control` marks in its prompt, the last one first.
 
         A mark is where the prompt ends having tokens in common with the conversation up to the mark. A template that
@@ -122,7 +177,8 @@ class Serving:
         positions: set[int] = set()
         for messages in prefixes:
             with suppress(ConfigError):
-                positions.add(_common_length(prompt, await self.tokenize_chat(messages, options)))
+                marked = await self.tokenize_chat(messages, options, scope)
+                positions.add(common_length(array("i", prompt), array("i", marked.ids)))
         return sorted(positions - {0}, reverse=True)
 
     def decoder(self, params: RequestParams) -> Callable[..., str]:
@@ -180,9 +236,3 @@ async def _serving(request: Request) -> Serving:  # without `async` FastAPI call
 
 
 ServerDependency = Annotated[Serving, Depends(_serving)]
-
-
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens at the start that two sequences have in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

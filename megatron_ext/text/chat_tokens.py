@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,10 +49,12 @@ class RenderedChat:
     Attributes:
         text: Text that the model reads.
         ids: Computes the token ids, which takes longer.
+        ids_from: Computes the token ids of the text from a position on, without tokens that begin a text.
     """
 
     text: str
     ids: Callable[[], list[int]]
+    ids_from: Callable[[int], list[int]]
 
 
 class _Normalizer(Protocol):
@@ -108,6 +111,7 @@ class ChatTokens:
         messages: Messages,
         render: Callable[[Messages], str],
         tokenize: Callable[[str], list[int]],
+        tokenize_plain: Callable[[str], list[int]],
         *,
         parse_control: bool,
     ) -> RenderedChat:
@@ -117,13 +121,14 @@ class ChatTokens:
             messages: Messages with a role.
             render: Renders messages with the chat template.
             tokenize: Tokenizes a whole text.
+            tokenize_plain: Tokenizes a part of a text.
             parse_control: Whether special tokens spelled in any content become these tokens.
 
         Raises:
             ConfigError: The text has a lone surrogate; and errors of `render` and `ControlTokens.protect`.
         """
         plain = _whole(render(messages))
-        whole = RenderedChat(plain, partial(tokenize, plain))
+        whole = RenderedChat(plain, partial(tokenize, plain), lambda start: tokenize_plain(plain[start:]))
         protected, stand_ins = ([], {}) if parse_control else self._control.protect(messages)
         if not stand_ins:
             return whole
@@ -131,15 +136,32 @@ class ChatTokens:
         count = self._control.count
         if marked.translate(stand_ins) == plain and count(marked) == count(plain):  # no content spells a special token
             return whole
-        return RenderedChat(plain, partial(self._encode, marked, stand_ins))
 
-    def _encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
+        def ids_from(start: int) -> list[int]:
+            return self._encode(marked[_marked_position(marked, stand_ins, start) :], stand_ins, is_whole=False)
+
+        return RenderedChat(plain, partial(self._encode, marked, stand_ins), ids_from)
+
+    def _encode(self, marked: str, stand_ins: Mapping[int, str], *, is_whole: bool = True) -> list[int]:
         if not self._is_fast:
             with panics_as_errors(CANNOT_ENCODE):
-                return encode_in_python(self._tokenizer, marked, stand_ins)
+                return encode_in_python(self._tokenizer, marked, stand_ins, is_whole=is_whole)
         if self._renamed is None:
             self._renamed = RenamedTokenizer(self._tokenizer.to_str(), self._control)
-        return self._renamed.encode(marked, stand_ins)
+        return self._renamed.encode(marked, stand_ins, is_whole=is_whole)
+
+
+def _marked_position(marked: str, stand_ins: Mapping[int, str], position: int) -> int:
+    """Return the position in a text with stand-ins of a position in the text without them.
+
+    A position inside the text of a stand-in is the end of the stand-in.
+    """
+    for found in re.finditer(f"[{''.join(map(chr, stand_ins))}]", marked):
+        if found.start() >= position:
+            break
+        position -= len(stand_ins[ord(found[0])]) - 1
+        position = max(position, found.end())
+    return position
 
 
 class RenamedTokenizer:
@@ -170,11 +192,18 @@ class RenamedTokenizer:
             if self._tokenizer.token_to_id(self._names[text]) != token_id:
                 raise _ambiguous_token(f"{text!r} has a different id under another name")
 
-    def encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
-        """Return the ids of a rendered text: special tokens for spelled ones, text for stand-ins."""
+    def encode(self, marked: str, stand_ins: Mapping[int, str], *, is_whole: bool = True) -> list[int]:
+        """Return the ids of a rendered text: special tokens for spelled ones, text for stand-ins.
+
+        Args:
+            marked: Text with stand-ins.
+            stand_ins: Texts of the stand-ins.
+            is_whole: Whether tokens that begin a text are added.
+        """
         text = self._control.rename(marked, self._names).translate(stand_ins)
         with panics_as_errors(CANNOT_ENCODE):
-            (encoding,) = self._tokenizer.encode_batch_fast([text])  # `encode` keeps Python's lock
+            # `encode` keeps Python's lock
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)
         return encoding.ids
 
 
@@ -208,7 +237,9 @@ def _pieces(merge: str | Sequence[str]) -> set[str]:
     return {left, right, left + right}
 
 
-def encode_in_python(tokenizer: PreTrainedTokenizerBase, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
+def encode_in_python(
+    tokenizer: PreTrainedTokenizerBase, marked: str, stand_ins: Mapping[int, str], *, is_whole: bool = True
+) -> list[int]:
     """Return the ids of a rendered text by a transformers tokenizer written in Python.
 
     Such a tokenizer also splits a text at its added tokens and tokenizes the parts between them, so the ids are its
@@ -222,4 +253,4 @@ def encode_in_python(tokenizer: PreTrainedTokenizerBase, marked: str, stand_ins:
         elif part:
             pieces = tokenizer.tokenize(part.translate(stand_ins), split_special_tokens=True)
             ids += tokenizer.convert_tokens_to_ids(pieces)
-    return tokenizer.build_inputs_with_special_tokens(ids)
+    return tokenizer.build_inputs_with_special_tokens(ids) if is_whole else ids

@@ -227,7 +227,9 @@ class TextTokenizer:
             special = {*self._marked_special, *self.ends, self.eod, self.bos}
             self._chat_tokens = ChatTokens(self._backend.wrapped, special)
         together = [*messages, beside] if isinstance(messages, list | tuple) else [beside]
-        return self._chat_tokens.render(together, render, self.tokenize, parse_control=parse_control)
+        return self._chat_tokens.render(
+            together, render, self.tokenize, self.tokenize_plain, parse_control=parse_control
+        )
 
 
 def _chat_template_or_error(directory: Path) -> str | ConfigError | None:

@@ -258,6 +258,8 @@ class CountTokensRequest(Body):
     # Extensions of this engine
     chat_template_kwargs: Variables | None = None
     """Variables of the chat template."""
+    cache_salt: Name | None = None
+    """Requests share cached prefixes with those of the same salt only."""
 
 
 class MessagesRequest(CountTokensRequest):
@@ -279,8 +281,6 @@ class MessagesRequest(CountTokensRequest):
     """Draw from so many of the most likely tokens; 0 and -1 are off; 0 by default."""
 
     # Extensions of this engine
-    cache_salt: Name | None = None
-    """Requests share cached prefixes with those of the same salt only."""
     enable_prefix_caching: bool | None = None
     """Use the prefix cache; true by default."""
     seed: int | None = None

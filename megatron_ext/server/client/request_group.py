@@ -46,11 +46,13 @@ class RequestGroup:
         handles: Handles, prompt by prompt.
         on_abort: Aborts handles in the engine.
         sender: Router that sent the request; empty for a request of a client.
+        on_result: Called with each record that completes, before it is delivered.
     """
 
     handles: list[RequestHandle]
     on_abort: Callable[[list[RequestHandle]], None]
     sender: str = ""
+    on_result: Callable[[RequestRecord], None] = lambda _: None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def started(self) -> None:

@@ -59,11 +59,26 @@ class ChatFormat:
             ApiError: Arguments of tool calls exceed the limits of one request, or are not JSON.
             ConfigError: There is no template, or it refuses the messages.
         """
+        return self.render_dicts(self.dicts_of(messages), options)
+
+    def dicts_of(self, messages: Sequence[Message]) -> list[dict[str, object]]:
+        """Return messages in the form of chat templates.
+
+        Raises:
+            ApiError: Arguments of tool calls exceed the limits of one request, or are not JSON.
+        """
+        arguments = JsonReader("the JSON text of tool calls", "messages")
+        return [message.to_dict(arguments) for message in messages]
+
+    def render_dicts(self, messages: Sequence[dict[str, object]], options: ChatOptions | None = None) -> RenderedChat:
+        """Return the prompt of messages in the form of chat templates.
+
+        Raises:
+            ConfigError: There is no template, or it refuses the messages.
+        """
         if not isinstance(self._tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
-        arguments = JsonReader("the JSON text of tool calls", "messages")
-        dicts = [message.to_dict(arguments) for message in messages]
-        rendered = self._tokenizer.render_chat(dicts, parse_control=self._parse_control, options=options)
+        rendered = self._tokenizer.render_chat(messages, parse_control=self._parse_control, options=options)
         self.end_of_turn  # noqa: B018  # rendered here, since the property is read on the event loop later
         return rendered
 
@@ -115,6 +130,11 @@ class ChatFormat:
         markers = self.reasoning
         return markers is not None and any(map(self._is_special, (markers.opening, markers.closing)))
 
+    @property
+    def reads_special(self) -> bool:
+        """Return whether answers are read with their special tokens, since some are markers."""
+        return self.calls_are_special or self.thinking_is_special
+
     def _is_special(self, text: str) -> bool:
         token = self.token_of(text)
         return token is not None and not self._tokenizer.detokenize([token])
@@ -133,6 +153,16 @@ class ChatFormat:
         if self.reasoning is None or not isinstance(tokenizer, TextTokenizer):
             return None
         return tokenizer.tokenize_plain(self.reasoning.opening)[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model."""
+        return self._tokenizer
+
+    @property
+    def ends(self) -> tuple[int | None, ...]:
+        """Tokens that may end an answer."""
+        return (self.end_of_turn, *ends_of(self._tokenizer))
 
     @cached_property
     def other_ends(self) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ def chat_inputs(
     defaults: FieldValues = NOTHING,
     response_format: ResponseFormat | None = None,
     marks: Sequence[int] = (),
+    retokenized: tuple[int, int] | None = None,
 ) -> list[RequestInputs]:
     """Return the choices of a conversation.
 
@@ -95,6 +96,7 @@ def chat_inputs(
         defaults: Values of fields that the body leaves out.
         response_format: Response format, in place of the body's own.
         marks: Positions of its `cache_control` marks in the prompt.
+        retokenized: See `RequestInputs`.
 
     Raises:
         ApiError: A sequence exceeds the limits.
@@ -112,11 +114,17 @@ def chat_inputs(
         settings["skip_special_tokens"] = False
     rest = max(1, limits.max_model_len - len(prompt))
     rest = min(rest, defaults.get("num_tokens_to_generate") or rest)
-    return _choices(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)
+    count = body.max_completion_tokens or body.max_tokens or rest
+    return _choices(body, prompt, count, settings, limits, retokenized)
 
 
 def _choices(
-    body: GenerationRequest, prompt: Sequence[int], count: int, settings: FieldValues, limits: SchedulerLimits
+    body: GenerationRequest,
+    prompt: Sequence[int],
+    count: int,
+    settings: FieldValues,
+    limits: SchedulerLimits,
+    retokenized: tuple[int, int] | None = None,
 ) -> list[RequestInputs]:
     if len(prompt) > limits.max_model_len or len(prompt) + count > limits.max_sequence_length:
         raise context_exceeded(len(prompt), count, limits.max_model_len)
@@ -125,7 +133,7 @@ def _choices(
     params = [RequestParams(**{**settings, "num_tokens_to_generate": count, "seed": seed}) for seed in seeds]
     # Only the first choice returns the prompt's data; the others need not compute it again.
     others = [dataclasses.replace(one, skip_prompt_log_probs=one.return_log_probs) for one in params[1:]]
-    return [RequestInputs(tokens, one) for one in (*params[:1], *others)]
+    return [RequestInputs(tokens, one, retokenized=retokenized) for one in (*params[:1], *others)]
 
 
 def _common(body: GenerationRequest, caller: Caller, defaults: FieldValues) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from megatron_ext.server.openai.request_fields import (
     Body,
     BoundedBy,
     GenerationRequest,
+    Ids,
     JsonObject,
     JsonValue,
     Name,
@@ -106,6 +107,10 @@ class Message(BaseModel):
     """Thinking of an assistant's message, for templates that keep it."""
     reasoning: Text | None = None
     """Synonym of `reasoning_content`."""
+    prompt_token_ids: Annotated[Ids | None, Field(exclude=True)] = None
+    """Token ids of the conversation before an assistant's message, as an answer with `return_token_ids` has them."""
+    generation_token_ids: Annotated[Ids | None, Field(exclude=True)] = None
+    """Token ids of an assistant's message, as it was generated."""
     cache_control: Annotated[CacheControl | None, Field(exclude=True)] = None  # of the whole message
     """Other prompts may have everything up to here in common."""
 
@@ -301,6 +306,8 @@ class TemplateFields(Body):
     """Effort of thinking, for templates that know it; `none` turns thinking off."""
     verbosity: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
     """Length of answers, for templates that know it."""
+    prevent_retokenization: bool | None = None
+    """Use the token ids that the last message of the assistant carries; true by default."""
 
     @model_validator(mode="after")
     def _ends_agree(self) -> TemplateFields:

@@ -50,6 +50,17 @@ class BoundedBy:
     limit: str
 
 
+def whole_numbers(value: object) -> object:
+    """Return a list of ids, checked as a whole.
+
+    Raises:
+        ValueError: The value is not a list of integers.
+    """
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise ValueError("must be a list of token ids (integers)")
+    return value
+
+
 def checked_prompts(value: object) -> object:
     """Return one prompt or several, checked as a whole, without a Python step for each of millions of ids.
 
@@ -165,6 +176,11 @@ def option_bounds(name: str) -> FieldInfo:
 
 Form = Annotated[
     Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any]), BoundedBy("--max-schema-kb")
+]
+Ids = Annotated[
+    list[int],
+    PlainValidator(whole_numbers, json_schema_input_type=list[int]),
+    BoundedBy("the longest sequence"),
 ]
 Word = Annotated[str, Field(max_length=LONGEST_STOP_WORD)]
 Words = Annotated[list[Word], Field(max_length=MAX_STOP_WORDS, fail_fast=True)]

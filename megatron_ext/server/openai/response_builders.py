@@ -174,8 +174,19 @@ class ChatResponseBuilder(ResponseBuilder):
         if calls:
             message["tool_calls"] = [_whole_call(call) for call in calls]
         log_probs = self._log_probs(part)
-        return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason or None} | self._ids(
-            piece.tokens
+        both = {}
+        # Under Megatron's names; in a message, which a client may send back, if they read as the message.
+        if self._shows_ids:
+            both = {**self._prompt_ids(first), "generation_token_ids": list(piece.tokens)}
+        return (
+            {
+                "index": index,
+                "message": message | (both if record.stop_word is None else {}),
+                "logprobs": log_probs,
+                "finish_reason": reason or None,
+            }
+            | both
+            | self._ids(piece.tokens)
         )
 
     def _read(self, index: int, piece: Piece) -> tuple[AnswerPiece, str | None]:

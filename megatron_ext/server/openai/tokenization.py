@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from megatron_ext.server.api_errors import text_too_long
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
+
+Result = TypeVar("Result")
 
 # Characters. Tokenization takes hundreds of bytes a character: several longer texts at once would add up.
 LONG_TEXT = 100_000
@@ -46,9 +49,17 @@ class TextEncoder:
             ApiError: The text is too long under any tokenization.
             ConfigError: The tokenizer cannot read the text.
         """
+        return await self.run(text, tokenize or self._tokenize)
+
+    async def run(self, text: str, tokenize: Callable[[str], Result]) -> Result:
+        """Return the result of a function that tokenizes a text.
+
+        Raises:
+            ApiError: The text is too long under any tokenization.
+            ConfigError: The tokenizer cannot read the text.
+        """
         if self._max is not None and len(text) > self._max:
             raise text_too_long(len(text), self._max, self._sequence)
-        tokenize = tokenize or self._tokenize
         if len(text) <= SHORT_TEXT:
             return tokenize(text)
         if len(text) <= LONG_TEXT:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.access import note_answer
 from megatron_ext.server.client.request_group import RequestGroup
@@ -28,6 +31,8 @@ from megatron_ext.server.scope import handed_on_tokens
 from megatron_ext.server.serving import ServerDependency, Serving
 
 router = APIRouter(route_class=JsonRoute)
+
+OnResult: TypeAlias = Callable[[RequestRecord], None]
 
 
 @router.post("/v1/completions")
@@ -62,7 +67,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation."""
-    inputs, answer_format = await prepare_chat(body, request, serving)
+    inputs, answer_format, remember = await prepare_chat(body, request, serving)
     builder = ChatResponseBuilder(
         serving.answered_name(body.model),
         serving.vocabulary,
@@ -72,13 +77,13 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
         answer_format=answer_format,
     )
     builder.thinking_token = serving.chat_format.thinking_token
-    return await _answer(request, serving, body, inputs, builder)
+    return await _answer(request, serving, body, inputs, builder, remember)
 
 
 async def prepare_chat(
     body: ChatRequest, request: Request, serving: Serving
-) -> tuple[list[RequestInputs], AnswerFormat]:
-    """Return the inputs of a conversation's requests, and the format in which the model answers.
+) -> tuple[list[RequestInputs], AnswerFormat, OnResult]:
+    """Return the inputs of a conversation's requests, the format in which the model answers, and a call for records.
 
     Raises:
         ApiError: The request means another model, or cannot be served.
@@ -88,8 +93,15 @@ async def prepare_chat(
     check_count(1, body.n or 1, serving.requests.capacity)
     checks = serving.structured_outputs
     await checks.check(body.enforced_format)  # before any text is tokenized: a bad schema is refused at little cost
+    caller = request.scope[CALLER]
+    scope = caller.bind(body.cache_salt)
     handed_on = handed_on_tokens(request.scope)
-    prompt = handed_on[0] if handed_on else await serving.tokenize_chat(body.messages, body.chat_options)
+    if handed_on:
+        chat = serving.chat_prompt(body.messages, body.chat_options, scope, handed_on[0])
+    else:
+        prevents = body.prevent_retokenization is not False
+        chat = await serving.tokenize_chat(body.messages, body.chat_options, scope, prevents=prevents)
+    prompt = chat.ids
     answer = answer_format_of(body, prompt, serving.chat_format)
     # The grammar has the supported part of the functions' schemas; the reader of the answer gets the whole ones.
     functions = await checks.supported(answer.functions, must_call=body.tool_choice.mode == "required")
@@ -97,20 +109,32 @@ async def prepare_chat(
     response_format = constrained_format(body, guided, serving.chat_format)
     if response_format != body.enforced_format:  # a grammar that has calls or thinking as well
         await checks.check(response_format)
-    marks = await serving.marked_positions(body, prompt)
-    caller = request.scope[CALLER]
+    marks = await serving.marked_positions(body, prompt, scope)
     inputs = chat_inputs(
-        body, prompt, serving.limits, serving.chat_format, caller, serving.defaults, response_format, marks
+        body,
+        prompt,
+        serving.limits,
+        serving.chat_format,
+        caller,
+        serving.defaults,
+        response_format,
+        marks,
+        chat.retokenized,
     )
-    return inputs, answer
+    return inputs, answer, partial(serving.remember, chat, answer)
 
 
 async def _answer(
-    request: Request, serving: Serving, body: GenerationRequest, inputs: list[RequestInputs], builder: ResponseBuilder
+    request: Request,
+    serving: Serving,
+    body: GenerationRequest,
+    inputs: list[RequestInputs],
+    builder: ResponseBuilder,
+    on_result: OnResult = lambda _: None,
 ) -> Response:
     """Run the requests, and return their answer, whole or as a stream."""
     builder.shows_versions = bool(body.return_weights_version)
-    group = await run_requests(request, serving, body, inputs, builder)
+    group = await run_requests(request, serving, body, inputs, builder, on_result)
     if not body.stream:
         return json_response(whole(builder, [finished(handle) for handle in group.handles]))
     options = StreamOptions(serving.decoder, body.includes_usage, body.continues_usage)
@@ -118,7 +142,12 @@ async def _answer(
 
 
 async def run_requests(
-    request: Request, serving: Serving, body: GenerationRequest, inputs: list[RequestInputs], builder: AnswerBuilder
+    request: Request,
+    serving: Serving,
+    body: GenerationRequest,
+    inputs: list[RequestInputs],
+    builder: AnswerBuilder,
+    on_result: OnResult,
 ) -> RequestGroup:
     """Run the requests to their end, or those of a stream to the first token, so that earlier failures have a status.
 
@@ -128,6 +157,7 @@ async def run_requests(
         body: Body, which says whether the answer is a stream.
         inputs: Inputs of the engine's requests, prompt by prompt.
         builder: Builder of the answer, which is told here what it may show.
+        on_result: Called with each record that completes.
 
     Raises:
         ApiError: A request has failed.
@@ -136,7 +166,9 @@ async def run_requests(
     builder.shows_cache = not serving.settings.hide_cache_counts
     if body.explain_prefix_cache:
         builder.explains = serving.explainer()
-    submitting = serving.requests.submit(inputs, is_streamed=bool(body.stream), sender=sender_of(request))
+    submitting = serving.requests.submit(
+        inputs, is_streamed=bool(body.stream), sender=sender_of(request), on_result=on_result
+    )
     group = await while_connected(request.receive, submitting)
     note_answer(request.state, builder, group)
     serving.requests.groups[builder.id] = group

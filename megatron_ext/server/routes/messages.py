@@ -10,6 +10,7 @@ from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PA
 from megatron_ext.server.anthropic.message_builder import MessageBuilder, message_events
 from megatron_ext.server.anthropic.message_fields import CountTokensRequest, MessagesRequest, note_betas, refuse_threads
 from megatron_ext.server.api_errors import ContextExceeded
+from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.openai.responses import finished
 from megatron_ext.server.openai.streaming import EventStream
@@ -26,23 +27,25 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
     note_betas(request.headers.get("anthropic-beta", ""))
     chat = as_chat(body, can_think=serving.chat_format.reasoning is not None)
     try:
-        inputs, answer_format = await prepare_chat(chat, request, serving)
+        inputs, answer_format, remember = await prepare_chat(chat, request, serving)
     except ContextExceeded as error:
         raise in_messages_words(error) from None
     builder = MessageBuilder(serving.answered_name(body.model), serving.vocabulary, answer_format)
-    group = await run_requests(request, serving, chat, inputs, builder)
+    group = await run_requests(request, serving, chat, inputs, builder, remember)
     if body.stream:
         return EventStream(group, message_events(group, builder, serving.decoder))
     return json_response(builder.whole(finished(group.handles[0])))
 
 
 @router.post(COUNT_PATH)
-async def count_message_tokens(body: CountTokensRequest, serving: ServerDependency) -> dict[str, int]:
+async def count_message_tokens(body: CountTokensRequest, request: Request, serving: ServerDependency) -> dict[str, int]:
     """Return the number of prompt tokens of a request to the Messages API."""
     refuse_threads(body)
     serving.check_name(body.model)
     chat = as_chat(body)
     try:
-        return {"input_tokens": len(await serving.tokenize_chat(chat.messages, chat.chat_options))}
+        scope = request.scope[CALLER].bind(body.cache_salt)
+        prompt = await serving.tokenize_chat(chat.messages, chat.chat_options, scope)
     except ContextExceeded as error:
         raise in_messages_words(error) from None
+    return {"input_tokens": len(prompt.ids)}

@@ -44,7 +44,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
     conversation = conversation_of(body, serving.response_store, tenant)
     chat = body.chat_request(conversation.messages)
     try:
-        inputs, answer_format = await prepare_chat(chat, request, serving)
+        inputs, answer_format, remember = await prepare_chat(chat, request, serving)
         is_stored = serving.response_store.is_on and body.store is not False
         answer = ResponseAnswer(
             _fields(body, inputs[0].params, serving.answered_name(body.model), is_stored=is_stored),
@@ -54,7 +54,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
             shows_ids=bool(body.return_token_ids),
         )
         answer.thinking_token = serving.chat_format.thinking_token
-        group = await run_requests(request, serving, chat, inputs, answer)
+        group = await run_requests(request, serving, chat, inputs, answer, remember)
     except ApiError as error:
         error.param = _NAMES.get(error.param or "", error.param)
         raise
@@ -84,7 +84,8 @@ async def count_input_tokens(body: ResponsePrompt, request: Request, serving: Se
     """Return the number of tokens of a conversation, and with `return_token_ids` the tokens."""
     serving.check_name(body.model)
     conversation = conversation_of(body, serving.response_store, _tenant(request))
-    tokens = await serving.tokenize_chat(conversation.messages, body.chat_options)
+    scope = request.scope[CALLER].bind(body.cache_salt)
+    tokens = (await serving.tokenize_chat(conversation.messages, body.chat_options, scope)).ids
     shown = {"prompt_token_ids": tokens} if body.return_token_ids else {}
     return {"object": "response.input_tokens", "input_tokens": len(tokens), **shown}
 

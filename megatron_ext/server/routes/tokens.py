@@ -6,36 +6,19 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
-from fastapi import APIRouter, Depends
-from pydantic import Field, PlainValidator, model_validator
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
 
 from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import only_queries
 from megatron_ext.server.openai.protocol import Message, TemplateFields
-from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, BoundedBy, ModelName, Text
+from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, Ids, ModelName, Name, Text
 from megatron_ext.server.serving import ServerDependency, Serving
 from megatron_ext.text.tokenizer import TextTokenizer
 
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(only_queries())])
-
-
-def whole_numbers(value: object) -> object:
-    """Return a list of ids, checked as a whole.
-
-    Raises:
-        ValueError: The value is not a list of integers.
-    """
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise ValueError("must be a list of token ids (integers)")
-    return value
-
-
-Ids = Annotated[
-    list[int],
-    PlainValidator(whole_numbers, json_schema_input_type=list[int]),
-    BoundedBy("the longest sequence"),
-]
 
 
 class TokenizeRequest(TemplateFields):
@@ -51,6 +34,8 @@ class TokenizeRequest(TemplateFields):
     """The conversation, oldest message first."""
     add_special_tokens: bool | None = None  # of a prompt: tokens that the tokenizer adds; true by default
     """Add the tokens that begin a prompt; `false` only to count tokens; true by default."""
+    cache_salt: Name | None = None
+    """Salt of the conversation, whose earlier answers keep their token ids."""
     return_token_strs: bool | None = None
     """Return the text of each token, too; false by default."""
 
@@ -75,10 +60,10 @@ class DetokenizeRequest(Body):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, serving: ServerDependency) -> dict[str, object]:
+async def tokenize(body: TokenizeRequest, request: Request, serving: ServerDependency) -> dict[str, object]:
     """Return the ids of a text, as `/v1/completions` reads it, or of a conversation, as `/v1/chat/completions` does."""
     serving.check_name(body.model)
-    tokens = await _tokens(body, serving)
+    tokens = await _tokens(body, request, serving)
     strings = await asyncio.to_thread(_each, serving, tokens) if body.return_token_strs else None
     return {
         "count": len(tokens),
@@ -88,9 +73,11 @@ async def tokenize(body: TokenizeRequest, serving: ServerDependency) -> dict[str
     }
 
 
-async def _tokens(body: TokenizeRequest, serving: Serving) -> list[int]:
+async def _tokens(body: TokenizeRequest, request: Request, serving: Serving) -> list[int]:
     if body.messages is not None:
-        return await serving.tokenize_chat(body.messages, body.chat_options)
+        scope = request.scope[CALLER].bind(body.cache_salt)
+        prevents = body.prevent_retokenization is not False
+        return (await serving.tokenize_chat(body.messages, body.chat_options, scope, prevents=prevents)).ids
     assert body.prompt is not None, "the body has been checked"
     tokenizer = serving.tokenizer
     if body.add_special_tokens is False and isinstance(tokenizer, TextTokenizer):

@@ -128,7 +128,7 @@ SERVER_OPTIONS = """
 --kv-events-endpoint --kv-events-topic --kv-events-replay-endpoint
 --kv-events-states-endpoint --kv-events-states-replay-endpoint --kv-events-buffer-steps
 --max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout --max-schema-kb --grammar-timeout
---responses-store-mb
+--responses-store-mb --answers-memory-mb
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
 --chat-control-tokens --tool-call-parser --reasoning-parser
 --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root

@@ -44,7 +44,7 @@ async def read_chat(serving: Serving) -> list[int]:
     from megatron_ext.server.openai.protocol import ChatRequest
 
     body = ChatRequest.model_validate({"messages": MESSAGES})
-    return await serving.tokenize_chat(body.messages, body.chat_options)
+    return (await serving.tokenize_chat(body.messages, body.chat_options)).ids
 
 
 async def test_salts_are_bound_to_the_caller(serving: Serving):

@@ -223,6 +223,8 @@ class ResponsePrompt(Body):
     """Variables of the chat template."""
     enable_thinking: bool | None = None
     """Variable of the chat template, as in `chat_template_kwargs`, which come first."""
+    cache_salt: Name | None = None
+    """Requests share cached prefixes with those of the same salt only."""
     return_token_ids: bool | None = None
     """Return token ids of prompt and answer, too; false by default."""
 

@@ -1,0 +1,184 @@
+"""Memory of answers: the token ids of conversations through each answer, as the model read and wrote them.
+
+A client sends a conversation back as text, and its tokenization often differs from the tokens that were generated. An
+entry belongs to a place: its key is a hash of the scope (tenant and cache salt) and of all messages through the answer,
+so equal texts of other messages or conversations never find it. `chat_prompt` decides by the rendered text whether the
+ids of an entry fit.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking
+from megatron_ext.text.control_tokens import ASSISTANT
+from megatron_ext.text.raw_arguments import INVALID_JSON
+from megatron_ext.text.tool_calls.events import Content
+
+_OVERHEAD = 512  # bytes of an entry beside its ids
+_DOMAIN = b"mext.answers"
+
+Calls = Sequence[tuple[str, object]]
+"""Names and arguments of tool calls; arguments that are no JSON object are one with the key `INVALID_JSON`."""
+
+
+def hash_messages(scope: str | None, messages: Sequence[Mapping[str, object]]) -> list[blake2b]:
+    """Return the hash through each message.
+
+    Spaces around contents, thinking, ids of calls and the spelling of arguments do not count: the rendered text tells
+    whether they matter.
+
+    Args:
+        scope: Tenant and cache salt; None without either.
+        messages: Messages as for the chat template, with arguments of calls as objects.
+    """
+    hashes, last = [], _extended(blake2b(digest_size=32, person=_DOMAIN), scope)
+    for message in messages:
+        last = hash_message(last, str(message.get("role")), *content_and_calls(message))
+        hashes.append(last)
+    return hashes
+
+
+def content_and_calls(message: Mapping[str, object]) -> tuple[str, Calls]:
+    """Return the content and the calls of a message."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    called = [_call_of(call) for call in calls] if isinstance(calls, list) else []
+    return content if isinstance(content, str) else "", called
+
+
+def hash_message(before: blake2b, role: str, content: str, calls: Calls) -> blake2b:
+    """Return the hash through one more message."""
+    return _extended(before, [role, content.strip(), list(calls)])
+
+
+def _extended(before: blake2b, value: object) -> blake2b:
+    text = json.dumps(value, sort_keys=True, default=str).encode()
+    new = before.copy()
+    new.update(len(text).to_bytes(8, "little") + text)
+    return new
+
+
+def _call_of(call: object) -> tuple[str, object]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return "", call
+    return str(function.get("name")), function.get("arguments")
+
+
+def read_answer(text: str, finish_reason: str | None, answer_format: AnswerFormat) -> tuple[str, str, Calls]:
+    """Return thinking, content and calls of an answer, as the message has them that a client sends back.
+
+    Args:
+        text: Generated text.
+        finish_reason: Reason for its end.
+        answer_format: What is thinking, and what is a call.
+    """
+    thinking, content, calls = "", "", list[CallPart]()
+    for part in AnswerReader(answer_format).parts(text, finish_reason or "stop"):
+        if isinstance(part, Thinking):
+            thinking += part.text
+        elif isinstance(part, Content):
+            content += part.text
+        elif part.name is not None:
+            calls.append(part)
+        else:
+            calls[-1].arguments += part.arguments
+    return thinking, content, [(call.name or "", _arguments(call.arguments)) for call in calls]
+
+
+def _arguments(text: str) -> object:
+    try:
+        parsed = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {INVALID_JSON: text}
+
+
+@dataclass(frozen=True)
+class AnsweredChat:
+    """Conversation through an answer.
+
+    Attributes:
+        ids: Token ids of the prompt and the answer, without the token that ended it: the template may write another.
+        prompt_length: Number of the prompt's tokens.
+    """
+
+    ids: array[int]
+    prompt_length: int
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], generated: Sequence[int], ends: Collection[int | None]) -> AnsweredChat:
+        """Return the conversation of a prompt and an answer, which one of `ends` may end."""
+        written = generated[:-1] if generated and generated[-1] in ends else generated
+        return cls(array("i", [*prompt, *written]), len(prompt))
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return len(self.ids) * self.ids.itemsize + _OVERHEAD
+
+
+class AnswerMemory:
+    """Least recently used answers, bounded in bytes. Used in the event loop only.
+
+    Args:
+        max_bytes: Maximum size of all entries; 0 remembers nothing.
+
+    Attributes:
+        used_bytes: Size of the entries.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        self._entries: OrderedDict[bytes, AnsweredChat] = OrderedDict()  # the first to be dropped comes first
+        self.used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_on(self) -> bool:
+        """True if answers are remembered."""
+        return self._max > 0
+
+    def put(self, key: bytes, chat: AnsweredChat, before: bytes | None) -> None:
+        """Remember an answer; of two with equal text, the later one.
+
+        Args:
+            key: Key of the answer.
+            chat: Conversation through the answer.
+            before: Key of the answer whose ids its prompt begins with. That one is dropped before all others, since
+                only another answer to the same turn needs it.
+        """
+        if chat.size > self._max:
+            return
+        self._drop(key)
+        self._entries[key] = chat
+        self.used_bytes += chat.size
+        if before is not None and before in self._entries and before != key:
+            self._entries.move_to_end(before, last=False)
+        while self.used_bytes > self._max:
+            self._drop(next(iter(self._entries)))
+
+    def use(self, key: bytes) -> None:
+        """Keep an answer longer than all others."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+
+    def among(
+        self, messages: Sequence[Mapping[str, object]], hashes: Sequence[blake2b]
+    ) -> list[tuple[int, AnsweredChat]]:
+        """Return the remembered answers among messages with their indices, the last one first."""
+        places = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
+        found = [(index, self._entries.get(hashes[index].digest())) for index in reversed(places)]
+        return [(index, chat) for index, chat in found if chat is not None]
+
+    def _drop(self, key: bytes) -> None:
+        dropped = self._entries.pop(key, None)
+        if dropped is not None:
+            self.used_bytes -= dropped.size

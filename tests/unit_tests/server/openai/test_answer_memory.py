@@ -1,0 +1,421 @@
+"""SA-13: the next turn of a chat begins with the token ids that the turns before it read and wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ext.config.limits import ServerLimits
+from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory
+from megatron_ext.server.openai.answers import AnswerFormat
+from megatron_ext.server.openai.chat import ChatFormat
+from megatron_ext.server.openai.chat_prompt import ChatPrompt
+from megatron_ext.server.openai.protocol import Message
+from megatron_ext.server.serving import Serving
+from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.prompt_tokenization import begin_once
+from megatron_ext.text.tool_calls.formats import HERMES
+from megatron_ext.text.tool_calls.functions import Function
+from tests.on_request import long_except
+from tests.unit_tests.support.agent_loop import TOOLS
+from tests.unit_tests.support.server import LiveServer, embedded_engine
+from tests.unit_tests.text.test_control_tokens import KINDS, Kind
+
+BLOCK = 16
+TURNS = 6
+SAMPLED = {"temperature": 1.0, "return_token_ids": True, "explain_prefix_cache": True}
+WORDS = ("naïve", "日本語", '{"a": [1, 2]}', "\n\n", "  two", "🙂", "def f(x):\n    return x", "Oslo")
+MESSAGES = [{"role": "system", "content": "Answer with care. " * 4}, {"role": "user", "content": "Go."}]
+
+
+def post(server: LiveServer, path: str, body: dict, **headers: str) -> dict:
+    answer = server.http.post(path, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ask(server: LiveServer, messages: list[dict], seed: int = 0, **fields: object) -> tuple[dict, list[int], dict]:
+    """The choice of a chat, its prompt's ids, and the details of its prompt tokens."""
+    body = post(
+        server, "/v1/chat/completions", {"messages": messages, "seed": seed, "max_tokens": 24, **SAMPLED, **fields}
+    )
+    return body["choices"][0], body["prompt_token_ids"], body["usage"]["prompt_tokens_details"]
+
+
+def rendered(server: LiveServer, messages: list[dict], tools: list[dict] | None, *, ended: bool = True) -> str:
+    fields = {"messages": messages, "tools": tools, "add_generation_prompt": ended}
+    return post(server, "/detokenize", {"tokens": post(server, "/tokenize", fields)["tokens"]})["prompt"]
+
+
+def sent_back(choice: dict) -> dict:
+    message = choice["message"]
+    return {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name) is not None}
+
+
+def play(server: LiveServer, seed: int, counts: Counter[str]) -> None:
+    """A chat of six turns, half of them with forced calls; each turn skips all full blocks of the one before."""
+    drawn = random.Random(seed)
+    messages = [{"role": "system", "content": f"Chat {seed}. " + " ".join(drawn.choices(WORDS, k=12))}]
+    before: list[int] | None = None
+    reason = ""
+    for turn in range(TURNS):
+        messages = [*messages, {"role": "user", "content": " ".join(drawn.choices(WORDS, k=drawn.randint(2, 9)))}]
+        calls = {"tools": TOOLS, "tool_choice": "required" if turn % 2 else "none", "parallel_tool_calls": False}
+        calls |= {"separate_reasoning": False, "max_tokens": 80}
+        choice, prompt, details = ask(server, messages, seed * TURNS + turn, **calls)
+        if before is not None:
+            text = server.serving.vocabulary.detokenize(before, skip_special_tokens=False)
+            shown = server.serving.vocabulary.detokenize(prompt, skip_special_tokens=False)
+            whole = (len(before) - (reason == "length")) // BLOCK * BLOCK  # the last token generated is not computed
+            if shown.startswith(text):
+                assert prompt[: len(before)] == before
+                assert details["cached_tokens"] == whole, (seed, turn)
+                counts["resumed"] += 1
+            else:
+                place = next(i for i, (a, b) in enumerate(zip(prompt, before, strict=False)) if a != b)
+                is_counted = place // BLOCK < len(prompt) // BLOCK  # not in the part that fills no block
+                assert ("retokenized" in details["computed_tokens_by_reason"]) is is_counted
+                counts[f"retokenized after {reason}"] += 1
+        before, reason = prompt + choice["token_ids"], choice["finish_reason"]
+        if before[-1] in server.serving.chat_format.ends:  # the template writes its own
+            before.pop()
+        messages.append(sent_back(choice))
+        for call in choice["message"].get("tool_calls") or ():
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "done"})
+
+
+@pytest.fixture(scope="module")
+def roomy(serve) -> LiveServer:
+    return serve(embedded_engine(explain_prefix_cache=True), "embedded")
+
+
+@pytest.mark.parametrize("chats", long_except([6], [6, 200]))
+def test_each_turn_resumes_where_the_last_one_ended(roomy, chats):
+    counts: Counter[str] = Counter()
+    for seed in range(chats):
+        play(roomy, seed, counts)
+        roomy.reset_cache()
+    assert counts["resumed"] >= 4 * chats, counts
+    assert counts["resumed"] + counts["retokenized after length"] == (TURNS - 1) * chats, counts  # calls cut off
+
+
+SENTENCE, END = 'Naïve  cats\nsay {"a": 1}.', "<|end|>"
+FIRST, MORE = {"role": "user", "content": "Say it."}, {"role": "user", "content": "Once more."}
+CALL = {"type": "function", "function": {"name": "lookup", "arguments": '{"city": "Oslo", "days": 3}'}}
+SPELLED = '<tool_call>\n{"name":"lookup","arguments":{"days":3,"city":"O\\u0073lo"}}\n</tool_call>'
+
+
+class Chats:
+    """Conversations of a serving, and answers that it remembers; each answer is tokenized by character."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.options = ChatOptions(tools=TOOLS)
+
+    def prompt(self, messages: list[dict], scope: str | None = None) -> ChatPrompt:
+        return asyncio.run(self.serving.tokenize_chat([Message(**one) for one in messages], self.options, scope))
+
+    def plain(self, messages: list[dict]) -> list[int]:
+        """The ids without a memory."""
+        return self.serving.chat_format.render([Message(**one) for one in messages], self.options).ids()
+
+    def answer(
+        self, text: str, messages: Sequence[dict] = (FIRST,), scope: str | None = None, end: str = END, cut: str = ""
+    ) -> list[int]:
+        """Remember an answer; return the ids through it. `cut` is generated after the text, and not a part of it."""
+        encode = self.serving.tokenizer.tokenize_plain
+        prompt = self.prompt(list(messages), scope)
+        ids = [token for one in text + cut for token in encode(one)] + encode(end)
+        functions = tuple(Function(one["function"]["name"], one["function"]["parameters"]) for one in TOOLS)
+        form = AnswerFormat(HERMES, functions, 9, self.serving.chat_format.reasoning)
+        fields = {"prompt_tokens": tuple(prompt.ids), "generated_tokens": tuple(ids)}
+        self.serving.remember(prompt, form, SimpleNamespace(**fields, generated_text=text, finish_reason="stop"))
+        return prompt.ids + ids[: len(ids) - bool(end)]
+
+    def text(self, ids: list[int]) -> str:
+        return self.serving.vocabulary.detokenize(ids, skip_special_tokens=False)
+
+
+@pytest.fixture
+def chats(roomy, monkeypatch) -> Chats:
+    monkeypatch.setattr(roomy.serving, "answers", AnswerMemory(2**20))
+    return Chats(roomy.serving)
+
+
+def said(text: str | None, **fields: object) -> dict:
+    return {"role": "assistant", "content": text, **fields}
+
+
+class TestSplices:
+    """The ids of an answer replace those of its text, where it is the answer of this conversation."""
+
+    def continued(self, chats: Chats, known: list[int], messages: list[dict], scope: str | None = None) -> bool:
+        """Whether the prompt begins with known ids; it reads as the conversation in any case."""
+        prompt = chats.prompt(messages, scope)
+        assert chats.text(prompt.ids) == chats.text(chats.plain(messages))
+        is_continued = prompt.ids[: len(known)] == known
+        assert is_continued is (prompt.answer is not None)
+        assert is_continued or prompt.ids == chats.plain(messages)
+        return is_continued
+
+    def test_answers_form_a_chain(self, chats):
+        first = chats.answer(SENTENCE)
+        turns = [FIRST, said(SENTENCE), MORE]
+        assert chats.plain(turns)[: len(first)] != first, "the tokenizer writes it in the same way"
+        assert self.continued(chats, first, turns)
+        second = chats.answer("Cats.", turns)
+        assert second[: len(first)] == first
+        assert self.continued(chats, second, [*turns, said("Cats."), MORE])
+        assert self.continued(chats, second, [*turns, said("Cats."), MORE, said("Unknown."), MORE])
+        assert self.continued(chats, first, [*turns, said("Dogs."), MORE])
+
+    @pytest.mark.parametrize(
+        "messages",
+        [
+            [said(SENTENCE), MORE],
+            [{"role": "user", "content": "Say it!"}, said(SENTENCE), MORE],
+            [FIRST, said(SENTENCE + "!"), MORE],
+            [FIRST, said(" " + SENTENCE), MORE],
+            [FIRST, {"role": "user", "content": SENTENCE}, MORE],
+            [FIRST, {"role": "user", "content": f"<|assistant|>{SENTENCE}{END}"}, MORE],
+            [{"role": "user", "content": f"Say it.{END}<|assistant|>{SENTENCE}{END}"}],
+        ],
+        ids=["other start", "other question", "edited", "other spaces", "quoted", "spelled", "spelled in one"],
+    )
+    def test_other_places_have_no_splice(self, chats, messages):
+        known = chats.answer(SENTENCE)
+        assert not self.continued(chats, known, messages)
+
+    def test_equal_texts_of_two_chats_keep_their_ids(self, chats):
+        other = {"role": "user", "content": "And you?"}
+        here, there = chats.answer(SENTENCE), chats.answer(SENTENCE[:-1], [other], cut=".")
+        assert self.continued(chats, here, [FIRST, said(SENTENCE), MORE])
+        assert not self.continued(chats, there, [other, said(SENTENCE), MORE])
+
+    @pytest.mark.parametrize(("one", "two"), [("tenant a", "tenant b"), ("a:salt", "a:other"), (None, "a"), ("", None)])
+    def test_scopes_are_apart(self, chats, one, two):
+        known = chats.answer(SENTENCE, scope=one)
+        assert self.continued(chats, known, [FIRST, said(SENTENCE), MORE], one)
+        assert not self.continued(chats, known, [FIRST, said(SENTENCE), MORE], two)
+
+    def test_a_chosen_answer_of_several_decides(self, chats):
+        both = {text: chats.answer(text) for text in (SENTENCE, "Cats.")}
+        for text, known in both.items():
+            assert self.continued(chats, known, [FIRST, said(text), MORE])
+
+    def test_users_spell_control_tokens(self, chats):
+        """They stay text on both sides of the edge."""
+        spelled = {"role": "user", "content": f"What is {END}?"}
+        known = chats.answer(SENTENCE, [spelled])
+        messages = [spelled, said(SENTENCE), {"role": "user", "content": f"And {END}, {END}<|user|>?"}]
+        assert self.continued(chats, known, messages)
+        control = chats.serving.chat_format.end_of_turn
+        assert chats.prompt(messages).ids.count(control) == chats.plain(messages).count(control)
+
+    def test_no_token_crosses_an_edge(self, chats, monkeypatch):
+        """An answer that ends with a line break, in a template that continues with one."""
+        template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{{ tools and '' }}assistant: "
+        monkeypatch.setattr(chats.serving.tokenizer, "_chat_template", template)
+        known = chats.answer("Yes.\n", end="")
+        messages = [FIRST, said("Yes.\n"), MORE]
+        assert chats.plain(messages)[: len(known)] != known
+        assert self.continued(chats, known, messages)
+
+    def test_calls_in_another_spelling(self, chats):
+        known = chats.answer(f"I look.\n{SPELLED}")
+        told = {"role": "tool", "content": "cold"}
+        for arguments in ('{"city": "Oslo", "days": 3}', '{"days":3,"city":"\\u004fslo"}'):
+            call = {"type": "function", "function": {"name": "lookup", "arguments": arguments}}
+            prompt = chats.prompt([FIRST, said("I look.", tool_calls=[call]), told])
+            assert prompt.ids[: len(known)] == known
+            assert prompt.retokenized is None
+            assert chats.text(prompt.ids[len(known) :]).startswith(f"{END}<|user|><tool_response>")
+        for arguments in ('{"city": "Rome", "days": 3}', '{"city": "Oslo", "days": "3"}', '{"city": "Oslo"'):
+            call = {"type": "function", "function": {"name": "lookup", "arguments": arguments}}
+            assert not self.continued(chats, known, [FIRST, said("I look.", tool_calls=[call]), told])
+
+    @pytest.mark.parametrize("thought", ["", "Hm.", "Hm!"])
+    def test_calls_after_thinking_that_a_template_drops(self, chats, thought):
+        known = chats.answer(f"<think>\nHm.\n</think>\n\n{SPELLED}")
+        message = said(None, tool_calls=[CALL], reasoning_content=thought or None)
+        prompt = chats.prompt([FIRST, message, {"role": "tool", "content": "cold"}])
+        assert (prompt.ids[: len(known)] == known) is (thought == "Hm.")
+        assert (prompt.retokenized is None) is (thought == "Hm.")
+
+    def test_a_rest_that_reads_otherwise_is_not_used(self, chats):
+        """As with a tokenizer that writes a space before each text."""
+        chats.answer(SENTENCE)
+        messages = [Message(**one) for one in (FIRST, said(SENTENCE), MORE)]
+        prompt = chats.serving.chat_prompt(messages, chats.options, None)
+        whole, tokenize = prompt.chat, chats.serving.tokenizer.tokenize_plain
+        prompt.chat = dataclasses.replace(whole, ids_from=lambda start: tokenize(" " + whole.text[start:]))
+        prompt.tokenize(chats.serving.answers.among(prompt.messages, prompt.hashes))
+        assert prompt.answer is None
+        assert prompt.ids == whole.ids()
+
+    def test_a_stop_string_cuts_a_token(self, chats):
+        known = chats.answer("One, two", cut=", three")
+        messages = [FIRST, said("One, two"), MORE]
+        prompt = chats.prompt(messages)
+        assert prompt.ids == chats.plain(messages)
+        start, end = prompt.retokenized
+        assert prompt.ids[:start] == known[:start]
+        assert prompt.ids[start] != known[start]
+        assert end == len(known)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokenizers(tmp_path, name):
+    """A prompt continues known ids if it then reads as the rendered text: never with SentencePiece's added spaces."""
+    tokenizer = Kind(name, tmp_path / "t").tokenizer
+    question = [{"role": "user", "content": "fox"}]
+    messages = [*question, said("dog"), {"role": "user", "content": "cat"}]
+    before = tokenizer.render_chat(question)
+    text = tokenizer.render_chat(messages[:2], False).text.removeprefix(before.text)
+    answer = text[: text.index("dog")]
+    prompt_ids = begin_once(before.ids(), tokenizer.bos)
+    known = [
+        *prompt_ids,
+        *(token for part in (answer, "d", "og") for token in tokenizer.tokenize_plain(part)),
+    ]
+    prompt = ChatPrompt(messages, None, ChatFormat(tokenizer), ChatOptions())
+    prompt.tokenize([(1, AnsweredChat(array("i", known), len(prompt_ids)))])
+    whole = prompt.chat
+    read = tokenizer.detokenize(prompt.ids, skip_special_tokens=False)
+    assert (prompt.ids[: len(known)] == known) is (prompt.answer is not None)
+    assert (prompt.answer is not None) is (name in ("Llama 3", "Llama 3, turns", "embedded")), (read, whole.text)
+    assert prompt.answer is None or read.removeprefix("<|begin_of_text|>") == whole.text.removeprefix(
+        "<|begin_of_text|>"
+    )
+
+
+def test_all_routes_agree(roomy):
+    """Chat, completions' tokens, Responses and Messages count the same prompt after an answer of the model's."""
+    choice, prompt, _ = ask(roomy, MESSAGES, 3, cache_salt="routes")
+    text, more = choice["message"]["content"], {"role": "user", "content": "More."}
+    chat = [*MESSAGES, sent_back(choice), more]
+    ids = post(roomy, "/tokenize", {"messages": chat, "cache_salt": "routes"})["tokens"]
+    assert ids[: len(prompt) + len(choice["token_ids"])] == prompt + choice["token_ids"]
+    assert post(roomy, "/tokenize", {"messages": chat})["tokens"] != ids
+    body = {"input": chat, "cache_salt": "routes", "return_token_ids": True}
+    assert post(roomy, "/v1/responses/input_tokens", body)["prompt_token_ids"] == ids
+    body = {"system": MESSAGES[0]["content"], "messages": chat[1:], "cache_salt": "routes"}
+    assert post(roomy, "/v1/messages/count_tokens", body)["input_tokens"] == len(ids)
+    assert ask(roomy, chat, 4, cache_salt="routes")[1] == ids
+    assert text
+
+
+def test_logits_are_those_of_the_same_ids(roomy):
+    messages = list(MESSAGES)
+    for seed in range(3):
+        choice, prompt, details = ask(roomy, messages, seed)
+        messages += [sent_back(choice), {"role": "user", "content": "Go on."}]
+    assert details["cached_tokens"] >= len(prompt) // 2
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 3}
+    warm, cold = (
+        post(roomy, "/v1/completions", {**body, "enable_prefix_caching": caches})["choices"][0]
+        for caches in (True, False)
+    )
+    assert warm["text"] == cold["text"]
+    both = [one["logprobs"]["token_logprobs"] for one in (warm, cold)]
+    torch.testing.assert_close(*map(torch.tensor, both), rtol=0, atol=1e-4)
+
+
+def test_a_retokenized_answer_is_explained(roomy):
+    """A client that strips an answer: what follows is computed, and the count and the explanation say why."""
+    roomy.reset_cache()
+    choice, prompt, _ = ask(roomy, MESSAGES, 1, stop=[" "], max_tokens=90, min_tokens=40)
+    known = prompt + choice["token_ids"]
+    turns = [*MESSAGES, sent_back(choice), {"role": "user", "content": "More. " * 20}]
+    after, ids, details = ask(roomy, turns, 2)
+    place = next(i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b)
+    assert details["computed_tokens_by_reason"]["retokenized"] > 0
+    explanation = after["prefix_cache_explanation"]
+    assert (explanation["reason"], explanation["agreeing"]) == ("retokenized", place)
+
+
+class TestMemory:
+    def entry(self, size: int) -> AnsweredChat:
+        return AnsweredChat(array("i", [0] * size), 0)
+
+    def test_is_bounded(self):
+        memory = AnswerMemory(10 * self.entry(100).size)
+        for number in range(100):
+            memory.put(b"%d" % number, self.entry(100), None)
+            assert memory.used_bytes <= 10 * self.entry(100).size
+        assert len(memory) == 10
+        memory.put(b"large", self.entry(10_000), None)
+        assert len(memory) == 10
+
+    def test_drops_the_least_recently_used_and_first_what_an_answer_continues(self):
+        memory = AnswerMemory(3 * self.entry(100).size)
+        for key in (b"a", b"b", b"c"):
+            memory.put(key, self.entry(100), None)
+        memory.use(b"a")
+        memory.put(b"d", self.entry(100), b"c")
+        assert set(memory._entries) == {b"a", b"b", b"d"}
+        memory.put(b"e", self.entry(100), None)
+        assert set(memory._entries) == {b"a", b"d", b"e"}
+
+    def test_an_answer_is_counted_once(self):
+        memory = AnswerMemory(3 * self.entry(100).size)
+        for _ in range(9):
+            memory.put(b"a", self.entry(100), None)
+        assert memory.used_bytes == self.entry(100).size
+
+
+def test_turned_off(serve):
+    """--answers-memory-mb 0: each turn is tokenized anew."""
+    server = serve(embedded_engine(), "embedded", limits=ServerLimits(answers_memory_mb=0))
+    chats = Chats(server.serving)
+    known = chats.answer(SENTENCE)
+    assert chats.prompt([FIRST, said(SENTENCE), MORE]).ids[: len(known)] != known
+    assert not len(server.serving.answers)
+
+
+class TestSentIds:
+    """Megatron's fields: a conversation carries the token ids of its last answer."""
+
+    def answered(self, roomy: LiveServer) -> tuple[list[dict], list[int]]:
+        choice, prompt, _ = ask(roomy, MESSAGES, 5, cache_salt="trainer", tools=TOOLS, tool_choice="none")
+        message = choice["message"]
+        assert message["prompt_token_ids"] == choice["prompt_token_ids"] == prompt
+        assert message["generation_token_ids"] == choice["generation_token_ids"] == choice["token_ids"]
+        return [*MESSAGES, message, {"role": "user", "content": "More."}], prompt + choice["token_ids"]
+
+    def tokens(self, roomy: LiveServer, messages: list[dict], **fields: object) -> list[int]:
+        return post(roomy, "/tokenize", {"messages": messages, "tools": TOOLS, **fields})["tokens"]
+
+    def test_are_used_without_a_memory(self, roomy):
+        messages, known = self.answered(roomy)
+        assert self.tokens(roomy, messages)[: len(known)] == known
+        assert self.tokens(roomy, messages, prevent_retokenization=False)[: len(known)] != known
+
+    @pytest.mark.parametrize(
+        ("field", "change"),
+        [
+            ("prompt_token_ids", lambda ids: [*ids[:-2], *ids[-1:]]),
+            ("generation_token_ids", lambda ids: ids[:3]),
+            ("generation_token_ids", lambda ids: [*ids[:3], 10**9]),
+        ],
+    )
+    def test_other_ids_are_refused_by_name(self, roomy, field, change):
+        messages, _ = self.answered(roomy)
+        messages[-2] = {**messages[-2], field: change(messages[-2][field])}
+        answer = roomy.http.post("/tokenize", json={"messages": messages, "tools": TOOLS})
+        assert answer.status_code == 400
+        assert field in answer.text or "1000000000" in answer.text
+
+    def test_a_cut_answer_is_no_message_to_send_back(self, roomy):
+        """A stop string cuts text that the ids have."""
+        choice, _, _ = ask(roomy, MESSAGES, 1, stop=["e", "a", " "], max_tokens=60)
+        assert "generation_token_ids" in choice
+        assert ("generation_token_ids" in choice["message"]) is (choice["finish_reason"] == "length")
