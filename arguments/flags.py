@@ -109,14 +109,14 @@ class FlagGroup:
         """
         section = parser.add_argument_group(self.title)
         for flag in self.flags:
-            self.add_flag(section, flag, as_attribute=as_attributes)
+            self.add_flag(section.add_argument, flag, as_attribute=as_attributes)
 
-    def add_flag(self, section: argparse._ArgumentGroup, flag: Flag, *, as_attribute: bool = False) -> None:
-        """Add one flag to a section of a parser; `as_attribute` as in `add_to`."""
+    def add_flag(self, add_argument: Callable[..., argparse.Action], flag: Flag, *, as_attribute: bool = False) -> None:
+        """Add one flag by the `add_argument` of a section of a parser; `as_attribute` as in `add_to`."""
         names, kind = (flag.option, *flag.aliases), self.kind(flag)
         metavar, text = flag.metavar or _metavar(kind), self._help(flag)
         dest, default = (flag.key.replace("-", "_"), None) if as_attribute else (flag.key, argparse.SUPPRESS)
-        add = functools.partial(section.add_argument, *names, dest=dest, default=default, help=text)
+        add = functools.partial(add_argument, *names, dest=dest, default=default, help=text)
         if kind.item is bool:
             add(action=argparse.BooleanOptionalAction)
         elif kind.length:

@@ -117,5 +117,5 @@ def _help_of(
     for title, flags in sections.items():
         section = part.add_argument_group(title)
         for group, flag in flags:
-            group.add_flag(section, flag)
+            group.add_flag(section.add_argument, flag)
     return part.format_help()

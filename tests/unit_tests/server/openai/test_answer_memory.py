@@ -1,4 +1,4 @@
-"""SA-13: the next turn of a chat begins with the token ids that the turns before it read and wrote."""
+"""SA-15: the next turn of a chat begins with the token ids that the turns before it read and wrote."""
 
 from __future__ import annotations
 
