@@ -144,7 +144,10 @@ RECORD = {
 ANSWERS = {
     "usage.prompt_tokens_details.computed_tokens_by_reason": "computed tokens of the prompts, by reason",
     "choices[].token_ids": "with `return_token_ids`: ids of the generated tokens",
-    "choices[].prompt_token_ids": "with `return_token_ids`: ids of a completion's prompt",
+    "choices[].prompt_token_ids": "with `return_token_ids`: ids of the prompt",
+    "choices[].generation_token_ids": "the same as `choices[].token_ids`, under Megatron's name",
+    "choices[].message.prompt_token_ids": "the same for a client that sends the message back",
+    "choices[].message.generation_token_ids": "the same for its own ids, unless a stop string has cut it",
     "prompt_token_ids": "with `return_token_ids`: ids of a chat's prompt",
     "choices[].weights_version": "with `return_weights_version`: pairs of a version and the tokens that it made",
     "choices[].prefix_weights_version": "with `return_weights_version`: the same of what the tokens rest on",

@@ -395,7 +395,7 @@ def _stub_of(core: EngineCore, limits: object) -> SimpleNamespace:
     """Return what `LLMEngine` reads of an engine with a model."""
     plan = SimpleNamespace(limits=limits, world=None, policy=None, is_hybrid=True, positions=None)
     plan.request_state_bytes = lambda tokens: 0
-    facts = dict.fromkeys(("tokenizer", "vocabulary", "grammars", "operators", "bytes_held_twice"))
+    facts = dict.fromkeys(("tokenizer", "vocabulary", "grammars", "operators", "bytes_held_twice", "draft_exactness"))
     return SimpleNamespace(core=core, facts=SimpleNamespace(plan=plan, **facts))
 
 

@@ -79,7 +79,8 @@ PUBLIC = {"_exit"}  # of os, whose documentation has it
 OTHERS = {
     "fleet_calls.py": {"_fetch_replica_results_async"},  # of Ray's; docs/ray.md says why
     # What a forward finds in modules: torch's public functions build lists of it, too slow for each step.
-    "recorded_steps.py": {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"},
+    "recorded_steps.py": {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+    | {"_global_forward_hooks", "_global_forward_pre_hooks"},
     "inference_args.py": {"_actions"},  # of a caller's argparse parser, which has no public list of its options
     # Of Triton's interpreter, and of storages on the meta device, which have no address.
     "virtual_launch.py": {"_cdata", "_implicit_cvt", "_interpreter", "_patch_lang"},

@@ -16,6 +16,7 @@ from megatron_ext.parallel.commands import (
     DropKeptData,
     End,
     ForgetDrafts,
+    HoldPrefills,
     Propose,
     Quarantine,
     ReadWeights,
@@ -71,5 +72,6 @@ def test_every_command_is_small_but_those_with_contents():
     """A command that is added to the list has to find its place, or be said to be large."""
     large = {Add, Allow, DescribeWeights, DropKeptData, Propose, Quarantine, ReadWeights, UpdateWeights, WeightsChanged}
     large |= {BeginLoad, EndLoad, NoteRun, PlaceLoad}  # rare
+    large |= {HoldPrefills}  # with --decode-share only
     large |= {Draft, ForgetDrafts}  # beside a proposal or an end
     assert {*batch_encoding._SMALL} | large == {*commands.Command.__args__}

@@ -166,7 +166,7 @@ def test_tokens_that_are_not_taken_are_seen(get_oracle, monkeypatch):
         input_ids.clamp_(min=0)
 
     monkeypatch.setattr(PrevSampledTokenIds, "write_to", write_to)
-    driver = new_driver("attention_only", get_oracle, **SIZES)
+    driver = new_driver("attention_only", get_oracle, **SIZES, decode_share=0.0)  # long prefills beside decodes
     driver.add(0, make_prompt(20), num_tokens_to_generate=14)
     driver.add(1, make_prompt(700), num_tokens_to_generate=4)
     driver.run()
@@ -200,8 +200,8 @@ def test_random_lives(get_oracle, monkeypatch, seed, kind, settings):
     driver = PaddedHybridDriver(get_oracle(kind).model, CONFIGS[kind], **settings)
     plan_next, prefills = AsyncPlanner.plan_next, []
 
-    def plan_noted(planner, computed):
-        plan = plan_next(planner, computed)
+    def plan_noted(planner, computed, **options):
+        plan = plan_next(planner, computed, **options)
         prefills.extend(one for one in (() if plan is None else plan.chunks) if not one.is_decode)
         return plan
 

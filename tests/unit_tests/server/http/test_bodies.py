@@ -124,7 +124,7 @@ class TestNesting:
         def render(*_) -> str:
             return render(*_)
 
-        monkeypatch.setattr(embedded.serving.chat_format, "render", render)
+        monkeypatch.setattr(embedded.serving.chat_format, "render_dicts", render)
         body = {"messages": [{"role": "user", "content": "a"}]}
         assert "nested too deeply" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
 
