@@ -10,7 +10,7 @@ from arguments.flags import Flag, FlagGroup, normalize_key
 
 ALL = "all"
 _BATCHING = "inference-dynamic-batching"
-# Keys of the flags of the short help, by task; a command shows those that it has.
+# Keys of the flags of the short help, by task; a command leaves out flags that it lacks.
 TASKS: Mapping[str, Sequence[str]] = {
     "model": ("load", "load-hf", "tokenizer-model", "dtype", "cpu-weight-quantization"),
     "prompts and results": ("prompts", "prompt-file", "output-path"),

@@ -214,7 +214,7 @@ def converse(chat: Chat, output: Output) -> None:
 
 
 def _answer(chat: Chat, text: str, output: Output) -> None:
-    """Print an answer, which Ctrl-C ends, and what it took."""
+    """Print an answer, which Ctrl-C ends, and its counts of tokens."""
     parts = chat.ask(text)
     try:
         for part in parts:

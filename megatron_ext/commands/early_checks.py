@@ -26,7 +26,7 @@ CONFIG_FILE = "config.json"
 
 
 def check_paths(settings: InferenceSettings | ServerSettings) -> None:
-    """Check the paths of a process that is no part of a larger world; the directory of the cache is made.
+    """Check the paths of a process that runs alone, and create the directory of the cache.
 
     Raises:
         ConfigError: A path cannot be read, or written.

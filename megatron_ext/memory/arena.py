@@ -43,7 +43,7 @@ class ArenaBudget:
     apart_slots: int
 
     def slab_bytes(self, blocks: int) -> int:
-        """Return the bytes of a slab of so many blocks or a snapshot."""
+        """Return the bytes of a slab, which holds `blocks` blocks or one snapshot."""
         return aligned(max(blocks * self.block, self.record), ALIGNMENT * blocks)
 
     def waste(self, blocks: int) -> float:

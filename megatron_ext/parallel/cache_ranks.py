@@ -39,7 +39,7 @@ class CacheRanks(Agreement):
 
     Attributes:
         leads: Whether this rank is the first of the replica.
-        position: Place of this rank among those of the replica; None for rank 0 if it belongs to another one.
+        position: Position of this rank in the replica; None for rank 0 if it belongs to another one.
     """
 
     def __init__(

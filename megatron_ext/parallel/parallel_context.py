@@ -140,7 +140,7 @@ class ParallelContext:
         All ranks make the first call together, since it creates process groups.
         """
         every = [self._ranks_of(number) for number in range(self.replicas)]
-        if not self._disk_groups:  # apart from those of steps, since reports come at any time
+        if not self._disk_groups:  # apart from the groups of steps, since reports come at any time
             self._disk_groups = [(self._group({0, *ranks}), self._group(set(ranks))) for ranks in every]
         planning, writing = self._disk_groups[replica]
         assert planning is not None, "this rank keeps a part of the cache, or plans for it"

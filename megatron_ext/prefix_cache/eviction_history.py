@@ -59,7 +59,7 @@ class _EvictedHashes:
         self.block_hashes: OrderedDict[BlockHash, int] = OrderedDict()
 
     def note(self, block_hashes: Iterable[BlockHash], now: int) -> BlockHash | None:
-        """Note hashes; return the one that was forgotten for the last of them, if any."""
+        """Note hashes; return the hash that was forgotten to make room for the last, if any."""
         noted, max_, forgotten = self.block_hashes, self._max, None
         for block_hash in block_hashes:
             noted[block_hash] = now

@@ -7,7 +7,7 @@ Blocks that fill no slab are a slab of their own, which always holds blocks and 
 
 A slab of blocks is emptied by moving them to free places in other ones (`SlabBlocks.evacuate`), the only way in which
 anything moves. Whatever keeps the places of blocks is in `SlabBlocks.tables` and told at once. The bytes are copied
-with the next step; until then the copies are pending, as are those of states that become snapshots.
+with the next step; until then the copies are pending, as are the copies of states that become snapshots.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NO_CHANGES = ArenaChanges()
 
 
 class SlabBlocks:
-    """Blocks in the slabs of an arena that hold blocks; the free ones, and those of free slabs, as `FreePlaces`.
+    """Blocks in the slabs of an arena that hold blocks; `FreePlaces` of free blocks, those in free slabs included.
 
     Args:
         arena: All slabs of the arena.
@@ -86,12 +86,12 @@ class SlabBlocks:
 
     @property
     def slabs(self) -> list[int]:
-        """Slabs of blocks, without the one that is not whole."""
+        """Whole slabs of blocks."""
         return [slab for slab in self._free if slab < self._arena.layout.slabs]
 
     @property
     def slab_count(self) -> int:
-        """Number of slabs of blocks, without the one that is not whole."""
+        """Number of whole slabs of blocks."""
         return len(self._free) - bool(self._arena.layout.spare_blocks)
 
     def __len__(self) -> int:

@@ -51,7 +51,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers makes of a prompt.
+    """Tokens and log-probs of transformers for a prompt.
 
     Attributes:
         prompt: Token ids.

@@ -1,6 +1,6 @@
 """Products of few rows by a library, with rows of zeros after them, so that a row's bits do not depend on their number.
 
-Libraries add up the products of one row in another order than those of several rows. Sums that differ in their last
+Libraries add up the products of a single row in another order than with several rows. Sums that differ in their last
 bit of fp32 are now and then rounded to other numbers of 16 bits, so that a row that verifies drafts would not have the
 logits of a decode step. On CPUs with AVX512_BF16 four rows of bf16 also take less time than one.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ext.ops.linear import table
 
 FEWEST_ROWS: Final = 4
-_MOST_INPUTS: Final = 1024  # of one row that oneDNN adds up as it does those of several
+_MOST_INPUTS: Final = 1024  # of a single row that oneDNN adds up in the same order as several rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ class LostRanksError(Exception):
 
 
 class Agreement:
-    """Ranks that keep one cache; each makes the same calls in the same order. This base class is that of a single rank.
+    """Ranks that keep one cache; each makes the same calls in the same order. This base class serves a single rank.
 
     Attributes:
         leads: Whether this rank decides for all where one has to.

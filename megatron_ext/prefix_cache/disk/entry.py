@@ -32,7 +32,7 @@ class EntryKind(enum.IntEnum):
     BLOCK = 0  # keys and values of all attention layers
     SNAPSHOT = 1  # states of all recurrent layers at a block's end
 
-    __hash__ = int.__hash__  # that of enumerations calls Python code, for each look-up of a key
+    __hash__ = int.__hash__  # enumerations hash in Python code, at each look-up of a key
 
 
 class EntryKey(NamedTuple):

@@ -145,10 +145,10 @@ class StoreThread(TierStorage):
             self._loaded.clear()
 
     def run(self, job: Callable[[DiskStore], T], seconds: float | None = None) -> T:
-        """Do a job with the store after those that wait, and return its result, or raise its error.
+        """Do a job with the store after the waiting jobs; return its result, or raise its error.
 
         Raises:
-            concurrent.futures.TimeoutError: It is not done after so many seconds.
+            concurrent.futures.TimeoutError: The job has not ended after `seconds`.
         """
         result: Future[T] = Future()
 
@@ -165,7 +165,7 @@ class StoreThread(TierStorage):
         return result.result(seconds)
 
     def put(self, content: Content, seconds: float) -> bool:
-        """Write an entry now, for so many seconds at most; see `DiskStore.put` and `run`."""
+        """Write an entry now, and wait at most `seconds`; see `DiskStore.put` and `run`."""
         entry, buffers = content
 
         def write(store: DiskStore) -> bool:

@@ -105,7 +105,7 @@ class DiskTier:
         self._ranks = ranks or Agreement()
         self._block_bytes, self._snapshot_bytes = sum(sizes.block), sum(sizes.snapshot or ())  # to estimate times
         self._held: dict[EntryKey, BlockHash | None] = {}  # with the hashes of the blocks before
-        # What was found for requests, since each step asks again: ends of runs, until an entry goes, and resume points
+        # Results of earlier searches, since each step asks again: ends of runs, until an entry goes, and resume points
         # by the block before the end, also until a snapshot comes.
         self._runs: dict[tuple[BlockHash, BlockHash], int] = {}
         self._resumes: dict[BlockHash, int] = {}

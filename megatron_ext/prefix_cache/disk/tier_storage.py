@@ -57,8 +57,8 @@ Event = Loaded | EvictedEntries
 class TierStorage:
     """Entries on disk. Only `remove` and `clear` wait for the disk; `wait` does so for a bounded time.
 
-    This base class is that of a rank that plans for a cache whose bytes are on other ranks: it takes all entries, and
-    loads end at once.
+    This base class serves a rank that plans for a cache with its bytes on other ranks: it takes all entries, and loads
+    end at once.
     """
 
     def __init__(self) -> None:

@@ -90,8 +90,8 @@ class WarmRestart:
         """Let evicted entries be written, and come back; the first time entries are put back into free memory.
 
         Args:
-            caches: Empty caches, which keep token ids: this rank's, and those of the other replicas on the rank that
-                plans for all.
+            caches: Empty caches, which keep token ids: of this rank, and on the rank that plans for all, of the
+                other replicas.
 
         Returns:
             Tiers and memories of the caches; none if the weights were changed.
@@ -180,7 +180,7 @@ class WarmRestart:
         self._thread.run(announce)
 
     def weights_changed(self) -> None:
-        """Keep nothing from now on: the identity is that of other weights. The reset of the cache forgets the rest."""
+        """Keep nothing from now on: the identity belongs to other weights. The reset of the cache forgets the rest."""
         if self._is_current:
             self._is_current = False
             self._end_tiers()
@@ -269,7 +269,7 @@ class WarmRestart:
         """Write entries in their order, up to the first one for which there is no time or room.
 
         Returns:
-            Those that were written, and the position of the first one that is neither written nor stored.
+            Keys of the written entries, and the position of the first one that is neither written nor stored.
         """
         written: list[EntryKey] = []
         for position, key in enumerate(keys):

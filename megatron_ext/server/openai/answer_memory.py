@@ -75,8 +75,8 @@ def read_answer(text: str, finish_reason: str | None, answer_format: AnswerForma
 
     Args:
         text: Generated text.
-        finish_reason: Reason for its end.
-        answer_format: What is thinking, and what is a call.
+        finish_reason: Reason for the end of the answer.
+        answer_format: Markers of thinking and of calls.
     """
     thinking, content, calls = "", "", list[CallPart]()
     for part in AnswerReader(answer_format).parts(text, finish_reason or "stop"):

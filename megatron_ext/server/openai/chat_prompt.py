@@ -4,7 +4,7 @@
 rendered    <user>Hi<end><assistant>Hello!<end><user>More<end><assistant>
 ids         [ of the answered conversation )[ of the remaining text     )
 ```
-The ids of an answered conversation replace those of the text that they decode to; the remaining text is tokenized by
+The text that the ids of an answered conversation decode to is not tokenized again; the remaining text is tokenized by
 itself, so no token crosses the edge. The whole prompt, decoded with special tokens, must equal the rendered text, else
 it is tokenized as if no answer were known. One difference is allowed: a template may spell the calls of an answer in
 another way than the model did.
@@ -43,8 +43,8 @@ class ChatPrompt:
         hashes: Hash through each message.
         given: Answered conversations that the request itself has, with the index of the answer: at most one.
         ids: Token ids; empty until `tokenize` has computed them.
-        answer: Key of the answer through which the ids are those of an earlier turn; None without one.
-        retokenized: Positions [start, end) at which an earlier turn has other tokens; None if there are none.
+        answer: Key of the answer whose conversation the ids begin with; None without one.
+        retokenized: Positions [start, end) at which an earlier turn has other tokens; None for no such positions.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class ChatPrompt:
     def _after_calls(self, index: int, known: AnsweredChat, known_text: str) -> int | None:
         """Return where the rendered text continues after an answer whose calls it spells in another way.
 
-        The messages before the answer, and the text before its calls, are those of the answer; the calls are equal as
-        values, since the key of the answer covers them. None if anything else differs.
+        The messages before the answer and the text before its calls are unchanged; the calls are equal as values, since
+        the key of the answer covers them. None if anything else differs.
         """
         calls = self._format.tool_calls
         prompt = self._read(known.ids[: known.prompt_length].tolist())

@@ -70,7 +70,7 @@ def test_weights_beside_gguf_are_loaded(folder):
     ("text", "tokens"), [("32k", 32_000), ("32K", 32_768), ("0.5K", 512), ("1m", 10**6), ("1M", 2**20), ("4096", 4096)]
 )
 def test_sizes_have_units(text, tokens, tmp_path):
-    """Of flags and of files of flags, as in vLLM."""
+    """Sizes in flags and in files of flags, as in vLLM."""
     assert parse_arguments(["--max-model-len", text]).batching.max_sequence_length == tokens
     (tmp_path / "flags.yaml").write_text(f"inference-dynamic-batching-max-tokens: {text}\n")
     assert parse_arguments(["--model-config", str(tmp_path / "flags.yaml")]).batching.max_tokens == tokens

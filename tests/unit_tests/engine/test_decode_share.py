@@ -73,7 +73,7 @@ def test_half_of_the_rate_doubles_the_time():
 
 
 def noted(account: DecodeShare, *steps: tuple[int, int, float]) -> list[bool]:
-    """What is held after steps of so many decodes and prefill tokens and so many seconds."""
+    """Return which steps are held, for the decodes, prefill tokens and seconds of the steps before."""
     decode, prefill = request_of(1, [1], num_tokens_to_generate=5_000), long_prompt(2)
     return [
         account.note(
@@ -122,7 +122,7 @@ def test_one_slow_step_does_not_count_as_the_own_rate():
     ("device", "counts"), [(SimulatedDevice, [2, 2, 1, 1, 1, 2]), (FollowingDevice, [1, 2, 2, 1, 1, 2])]
 )
 def test_an_engine_holds_prefills(device, counts, monkeypatch: pytest.MonkeyPatch):
-    """What is decided after a step that has launched the next one ahead applies to the one after that (CU-6)."""
+    """A decision after a step that has launched the next one ahead applies to the step after that (CU-6)."""
     decided: list[bool] = []
     monkeypatch.setattr(core.DecodeShare, "note", lambda self, step: decided.pop(0) if decided else False)
     paper = Paper(device, slots=None, decode_share=0.5, prefill_tokens_beside_decodes=8)

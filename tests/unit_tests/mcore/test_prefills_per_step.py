@@ -72,7 +72,7 @@ def test_results_do_not_depend_on_the_share_of_decodes(get_driver, get_oracle, m
     ("share", "block", "beside"), [(None, 64, 224), (0.5, 64, 224), (0.0, 64, None), (0.5, 512, 512)]
 )
 def test_prefill_tokens_beside_decodes(share, block, beside):
-    """At least a block; on CUDA there is no figure yet."""
+    """The bound is at least a block; on CUDA there is no bound yet."""
     settings = BatchingConfig(decode_share=share, block_size=block)
     assert settings.prefill_tokens_beside_on("cpu") == beside
     assert settings.prefill_tokens_beside_on("cuda") is None

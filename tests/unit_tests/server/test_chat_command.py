@@ -102,7 +102,7 @@ def test_flags_of_a_server_with_a_running_one(capsys):
 
 @pytest.mark.realtime
 def test_a_server_of_its_own(trained, monkeypatch, capsys):
-    """It has the flags, and ends with the conversation."""
+    """The server has the flags, and ends with the conversation."""
     monkeypatch.setattr(chat, "SERVE", (sys.executable, "-c", STAND_IN))
     monkeypatch.setenv("URL", trained.url)
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)

@@ -155,10 +155,10 @@ def said(text: str | None, **fields: object) -> dict:
 
 
 class TestSplices:
-    """The ids of an answer replace those of its text, where it is the answer of this conversation."""
+    """The ids of an answer are used where it is the answer of this conversation."""
 
     def continued(self, chats: Chats, known: list[int], messages: list[dict], scope: str | None = None) -> bool:
-        """Whether the prompt begins with known ids; it reads as the conversation in any case."""
+        """Return whether the prompt begins with known ids; it reads as the conversation in any case."""
         prompt = chats.prompt(messages, scope)
         assert chats.text(prompt.ids) == chats.text(chats.plain(messages))
         is_continued = prompt.ids[: len(known)] == known
@@ -212,7 +212,7 @@ class TestSplices:
             assert self.continued(chats, known, [FIRST, said(text), MORE])
 
     def test_users_spell_control_tokens(self, chats):
-        """They stay text on both sides of the edge."""
+        """Spelled tokens stay text on both sides of the edge."""
         spelled = {"role": "user", "content": f"What is {END}?"}
         known = chats.answer(SENTENCE, [spelled])
         messages = [spelled, said(SENTENCE), {"role": "user", "content": f"And {END}, {END}<|user|>?"}]
@@ -251,7 +251,7 @@ class TestSplices:
         assert (prompt.retokenized is None) is (thought == "Hm.")
 
     def test_a_rest_that_reads_otherwise_is_not_used(self, chats):
-        """As with a tokenizer that writes a space before each text."""
+        """Tokenizer that writes a space before each text."""
         chats.answer(SENTENCE)
         messages = [Message(**one) for one in (FIRST, said(SENTENCE), MORE)]
         prompt = chats.serving.chat_prompt(messages, chats.options, None)
