@@ -78,20 +78,26 @@ class EngineOptions:
     has_pause_events: bool = True
     has_token_events: bool = False
 
-    def settings_for(self, model: object) -> Mapping[str, Setting]:
+    def settings_for(self, model: object, *, is_script: bool = False) -> Mapping[str, Setting]:
         """Return the settings of an engine around `model`; Megatron's default length is reduced to the model's.
+
+        Args:
+            model: Model of megatron-core.
+            is_script: Whether a script of Megatron gives the settings, which sets longer lengths without a thought for
+                the model: any is reduced.
 
         Raises:
             ConfigError: The model is of an unknown class.
         """
         from megatron_ext.models.attach.wrappers import unwrapped
 
-        longest = getattr(unwrapped(model), "max_sequence_length", _DEFAULT_LENGTH)
-        if self.settings.get("max_sequence_length") != _DEFAULT_LENGTH or longest >= _DEFAULT_LENGTH:
+        asked = self.settings.get("max_sequence_length")
+        longest = getattr(unwrapped(model), "max_sequence_length", None)
+        if not (isinstance(asked, int) and isinstance(longest, int) and asked > longest):
             return self.settings
-        logger.info(
-            "max_sequence_length %d, Megatron's default, is reduced to the model's %d", _DEFAULT_LENGTH, longest
-        )
+        if asked != _DEFAULT_LENGTH and not is_script:
+            return self.settings
+        logger.info("max_sequence_length %d is reduced to the model's %d", asked, longest)
         return {**self.settings, "max_sequence_length": longest}
 
 

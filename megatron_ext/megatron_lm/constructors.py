@@ -173,7 +173,7 @@ class ScriptEngine(Part):
         options = read_inference_config(arguments)
         if random_seed is None:
             random_seed = getattr(getattr(model, "config", None), "inference_sampling_seed", _DEFAULT_SEED)
-        settings = {"seed": random_seed, **options.settings_for(model), **self.settings}
+        settings = {"seed": random_seed, **options.settings_for(model, is_script=True), **self.settings}
         attached = attach_engine(model, controller.tokenizer, **settings)
         assert isinstance(attached, AttachedEngine), "a rank that is alone is the first"
         self.attached.append(attached)

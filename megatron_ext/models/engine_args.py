@@ -15,6 +15,7 @@ from megatron_ext.mcore.warm_restart_setup import keep_engine, open_part, write_
 from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.models.identity import cache_facts
 from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.models.overrides import within_positions
 from megatron_ext.models.prediction_checks import check_prediction
 from megatron_ext.models.update.disk import read_new_weights
 from megatron_ext.models.update.naming import naming_of
@@ -85,7 +86,7 @@ class EngineArgs:
             loaded.model,
             loaded.config,
             loaded.tokenizer,
-            settings.batching,
+            within_positions(settings.batching, settings.source, loaded.config),
             cache,
             dtype=loaded.dtype,
             seed=settings.source.seed,
@@ -149,7 +150,7 @@ def build_follower(
         loaded.model,
         loaded.config,
         loaded.tokenizer,
-        settings.batching,
+        within_positions(settings.batching, settings.source, loaded.config),
         cache,
         dtype=loaded.dtype,
         parallel_context=parallel_context,

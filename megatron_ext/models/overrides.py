@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
-from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config import BatchingConfig, ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import as_flag, differences
 from megatron_ext.config.layers.layer_freq import moe_letters, parse_layer_freq
@@ -56,6 +57,25 @@ def fitting_overrides(
         flags = ", ".join(as_flag(name, overrides[name], there) for name, there in others.items())
         logger.warning("--use-checkpoint-args: %s decides over %s", directory, flags)
     return {name: value for name, value in wanted.items() if name not in others}
+
+
+def within_positions(batching: BatchingConfig, source: SourceConfig, model: ModelConfig) -> BatchingConfig:
+    """Return the batching with a maximum length that the model's positions cover, if the checkpoint decides.
+
+    Megatron's recipes give one length for all models. Without `--use-checkpoint-args` a longer one is an error.
+    """
+    asked, positions = batching.max_sequence_length, model.positions
+    if not source.use_checkpoint_args or batching.allow_long_max_model_len:
+        return batching
+    if asked is None or positions is None or asked <= positions:
+        return batching
+    if is_first_rank():
+        logger.warning(
+            "--use-checkpoint-args: the model's %d positions decide over --inference-max-seq-length %d",
+            positions,
+            asked,
+        )
+    return dataclasses.replace(batching, max_sequence_length=positions)
 
 
 def _count_that_differs(saved: ModelConfig, overrides: FieldValues) -> dict[str, object]:

@@ -93,7 +93,7 @@ class TestResults:
         with pytest.raises(ConfigError, match=f"3000 is more than the model's {MAX_LENGTH} rotary positions"):
             start(max_sequence_length=3000)
         assert start(max_sequence_length=2560).context.max_sequence_length == MAX_LENGTH
-        assert f"Megatron's default, is reduced to the model's {MAX_LENGTH}" in caplog.text
+        assert f"is reduced to the model's {MAX_LENGTH}" in caplog.text
 
     def test_the_length_is_reduced_to_what_fits(self, start, caplog):
         (request,) = start().generate(PROMPT, greedy(num_tokens_to_generate=500))

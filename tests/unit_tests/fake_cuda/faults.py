@@ -164,7 +164,7 @@ def _too_large_a_step() -> object:
     before = _memory_of(torch.cuda.memory_allocated() + (16 << 20))
     try:
         with mock.patch("megatron_ext.memory.engine_plan.activation_bytes", return_value=0):
-            return lives.engine_of("attention_only", max_sequence_length=4096, max_tokens=4096)
+            return lives.engine_of("attention_only", max_sequence_length=2048, max_tokens=4096)
     finally:
         _memory_of(before)
 

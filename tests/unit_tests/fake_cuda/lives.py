@@ -166,6 +166,7 @@ def long_prefills(kind: str) -> Life:
 
     def live(watch: AbstractContextManager[object]) -> dict[str, object]:
         sizes = {"max_tokens": 280, "max_sequence_length": 900, "block_count": 200}
+        sizes |= {"decode_share": 0.0}  # by default prefills beside decodes are bounded on CPUs alone
         engine = engine_of(kind, cuda_graph_impl="local", num_cuda_graphs=1, **sizes)
         capture_all(engine)
         order: list[str] = []

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config import BatchingConfig, ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.facts import TrainingFacts
-from megatron_ext.models.overrides import fitting_overrides
+from megatron_ext.models.overrides import fitting_overrides, within_positions
 from tests.unit_tests.models.megatron import megatron_lm
 
 CPU = torch.device("cpu")
@@ -62,6 +62,16 @@ def test_the_checkpoint_decides_if_it_is_asked_to(caplog):
     caplog.clear()
     fitting(GPT, {"num_layers": 3, "hidden_size": 32}, use_checkpoint_args=True)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("decides", "allows", "longest"), [(True, False, 4096), (True, True, 9000), (False, False, 9000)]
+)
+def test_positions_of_the_checkpoint_decide_over_the_longest_sequence(caplog, decides, allows, longest):
+    source = SourceConfig(load="there", use_checkpoint_args=decides)
+    batching = BatchingConfig(max_sequence_length=9000, allow_long_max_model_len=allows)
+    assert within_positions(batching, source, GPT).max_sequence_length == longest
+    assert ("4096 positions decide over --inference-max-seq-length 9000" in caplog.text) is (longest == 4096)
 
 
 def test_layers_with_experts_fit_the_checkpoint(caplog):

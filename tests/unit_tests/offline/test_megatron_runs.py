@@ -188,7 +188,10 @@ def test_as_a_command_line_and_as_yaml(run, tmp_path, caplog):
         assert len(said) == 1
         assert "--micro-batch-size" in said[0]
         assert "--use-mcore-models" in said[0]
-        (decided,) = (line for line in caplog.messages if line.startswith("--use-checkpoint-args: "))
+        decided, *lengths = (line for line in caplog.messages if line.startswith("--use-checkpoint-args: "))
+        assert [line.split(" decide over ")[1] for line in lengths] == ["--inference-max-seq-length 4096"] * (
+            name == "A"
+        )
         assert f"--hidden-size {1152 if name == 'A' else 2048} (not 32)" in decided
         assert "--num-attention-heads 16 (not 4)" in decided
         assert any("nccl needs CUDA" in line for line in caplog.messages) != torch.cuda.is_available()

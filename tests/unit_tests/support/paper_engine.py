@@ -101,7 +101,8 @@ class Paper:
                 assert token == next_token(tokens, state, uniform), f"token {i} of request {request_id}"
                 tokens.append(token)
             if record.status is Status.COMPLETED and record.finish_reason == "length":
-                assert len(record.generated_tokens) == params.num_tokens_to_generate
+                room = self.limits.max_model_len + 1 - len(record.prompt_tokens)
+                assert len(record.generated_tokens) == min(params.num_tokens_to_generate, room)
             elif record.status is Status.COMPLETED:
                 assert record.generated_tokens[-1] == END or params.stop_words
         assert self.records, "no request has ended"
