@@ -70,7 +70,8 @@ def test_the_checkpoint_decides_if_it_is_asked_to(caplog):
 def test_positions_of_the_checkpoint_decide_over_the_longest_sequence(caplog, decides, allows, longest):
     source = SourceConfig(load="there", use_checkpoint_args=decides)
     batching = BatchingConfig(max_sequence_length=9000, allow_long_max_model_len=allows)
-    assert within_positions(batching, source, GPT).max_sequence_length == longest
+    model = dataclasses.replace(GPT, position_embedding_type="rope")
+    assert within_positions(batching, source, model).max_sequence_length == longest
     assert ("4096 positions decide over --inference-max-seq-length 9000" in caplog.text) is (longest == 4096)
 
 
