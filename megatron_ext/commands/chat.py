@@ -15,29 +15,28 @@ import secrets
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.errors import ConfigError
+from megatron_ext.http_client import opened, reason_of
 from megatron_ext.server.api_keys import API_KEY_VARIABLE
 
 PROGRAM = "megatron-ext chat"
-DONE, BAD_USAGE = 0, 2
+DONE, BAD_USAGE, INTERRUPTED = 0, 2, 130
 SERVE = (sys.executable, "-m", "megatron_ext", "serve")
 PROMPT = "> "
 _READY = "ready: "
 _TIMEOUT = 600.0  # seconds between two parts of an answer
-_LONGEST_ERROR = 2**16  # bytes
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     """Hold a conversation until the end of standard input.
 
     Returns:
-        Exit code: 0 done, 2 bad usage, or the code of a server that could not start.
+        Exit code: 0 done, 2 bad usage, 130 ended by Ctrl-C at the start, or the code of a server that could not start.
     """
     parser = argparse.ArgumentParser(
         prog=program, usage="%(prog)s [DIR | --url URL] [--system TEXT] [FLAG of serve ...]", description=__doc__
@@ -53,6 +52,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
             if arguments.url is None:
                 server = started.enter_context(_Server(of_server))
                 if server.url is None:
+                    output.write("".join(server.said))
                     return server.code
                 chat = Chat(server.url, server.key, arguments.system)
             else:
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     except ConfigError as error:
         print(f"{program}: error: {printable(str(error))}", file=sys.stderr)
         return BAD_USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return DONE
 
 
@@ -72,6 +74,7 @@ class _Server:
 
     Attributes:
         url: Address; None if it could not start.
+        said: Lines of its output before the address, which are for a user if there is none (`--dry-run`).
         key: API key, which other users of this machine do not know.
     """
 
@@ -87,9 +90,14 @@ class _Server:
             start_new_session=True,
         )
         assert self._process.stdout is not None, "it is a pipe"
-        lines = (line.rstrip() for line in self._process.stdout)
+        self.url: str | None = None
+        self.said: list[str] = []
         try:
-            self.url = next((line.removeprefix(_READY) for line in lines if line.startswith(_READY)), None)
+            for line in self._process.stdout:
+                if line.startswith(_READY):
+                    self.url = line.removeprefix(_READY).rstrip()
+                    break
+                self.said.append(line)
         except BaseException:
             self._process.kill()
             raise
@@ -123,9 +131,7 @@ class Chat:
     """
 
     def __init__(self, url: str, key: str | None, system: str | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url} is not an address; give one such as http://127.0.0.1:8000")
-        self._url, self._key = url.rstrip("/"), key
+        self._opened = partial(opened, url, key=key, flag="--url", timeout=_TIMEOUT)
         self._messages = [] if system is None else [{"role": "system", "content": system}]
         self.usage: Mapping[str, Any] = {}
         with self._opened("/v1/models") as answer:
@@ -147,7 +153,7 @@ class Chat:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        with self._opened("/v1/chat/completions", body) as answer:
+        with self._opened("/v1/chat/completions", body=body) as answer:
             try:
                 for event in _events(answer):
                     self.usage = event.get("usage") or self.usage
@@ -157,45 +163,20 @@ class Chat:
             finally:
                 self._messages += [question, {"role": "assistant", "content": "".join(said)}]
 
-    def _opened(self, path: str, body: Mapping[str, object] | None = None) -> http.client.HTTPResponse:
-        headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self._url + path, data, headers)
-            answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=_TIMEOUT)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ConfigError(f"{self._url}: {_reason(error.read(_LONGEST_ERROR)) or error}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise ConfigError(f"{self._url} does not answer: {error}") from error
-        return answer
-
 
 def _events(answer: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
     """Yield the objects of a stream of events.
 
     Raises:
-        ConfigError: The stream ends early, or with an error.
+        ConfigError: The stream ends with an error.
     """
-    try:
-        for line in answer:
-            name, _, data = line.decode().partition(":")
-            if name != "data" or data.strip() == "[DONE]":
-                continue
-            if "error" in (event := json.loads(data)):
-                raise ConfigError(f"the server ended the answer: {_reason(data.encode())}")
-            yield event
-    except (OSError, http.client.HTTPException) as error:
-        raise ConfigError(f"the answer was cut: {error}") from error
-
-
-def _reason(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return body[:200].decode(errors="replace")
+    for line in answer:
+        name, _, data = line.decode().partition(":")
+        if name != "data" or data.strip() == "[DONE]":
+            continue
+        if "error" in (event := json.loads(data)):
+            raise ConfigError(f"the server ended the answer: {reason_of(data.encode())}")
+        yield event
 
 
 def converse(chat: Chat, output: Output) -> None:

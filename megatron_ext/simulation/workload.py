@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -14,6 +12,7 @@ from typing import cast
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
+from megatron_ext.http_client import opened
 from megatron_ext.simulation.cached_models import CachedModel
 from megatron_ext.simulation.formats import read_requests
 from megatron_ext.simulation.settings import GIB, Batch, Settings
@@ -79,26 +78,8 @@ def described(state: Mapping[str, object], turns: list[Turn]) -> Workload:
 
 
 def _get(url: str, path: str, key: str | None) -> bytes:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--server {url} is not an address; give one such as http://127.0.0.1:8000")
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            content = bytes(answer.read(LONGEST_ANSWER + 1))
-    except urllib.error.HTTPError as error:
-        with error:
-            body = error.read(LONGEST_ANSWER)
-        raise ConfigError(f"{url}{path} answers {error.code}: {_message(body)}") from error
-    except OSError as error:
-        raise ConfigError(f"{url}{path} does not answer: {error}") from error
+    with opened(url, path, key=key, flag="--server", timeout=TIMEOUT) as answer:
+        content = answer.read(LONGEST_ANSWER + 1)
     if len(content) > LONGEST_ANSWER:
         raise ConfigError(f"{url}{path} answers more than {LONGEST_ANSWER} bytes")
     return content
-
-
-def _message(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return body[:200].decode(errors="replace")

@@ -6,10 +6,12 @@ import io
 import json
 import sys
 import urllib.request
+from unittest import mock
 
 import pytest
 
 from megatron_ext.commands import chat
+from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_keys import API_KEY_VARIABLE
 
 LONG = "What does the import statement do? " * 12
@@ -69,7 +71,7 @@ def test_a_conversation(trained, bodies, monkeypatch, capsys):
 def test_a_refused_question_is_not_part_of_the_conversation(trained, bodies, monkeypatch, capsys):
     say(monkeypatch, LONG * 1000, "And a list?")
     assert chat.main(["--url", trained.url]) == chat.DONE
-    assert f"[{trained.url}: " in capsys.readouterr().out
+    assert f"[{trained.url}/v1/chat/completions answers 400: " in capsys.readouterr().out
     assert bodies[1]["messages"] == [{"role": "user", "content": "And a list?"}]
 
 
@@ -86,12 +88,36 @@ def test_an_answer_that_is_ended_early_is_kept(trained):
     ("argv", "expected"),
     [
         (["--url", "localhost:1"], "--url localhost:1 is not an address"),
-        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer"),
+        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1/v1/models does not answer: [Errno"),
+        (["--url", "http://"], "does not answer: no host given"),
+        (["--url", "http://[x"], "http://[x is no server of this kind: ValueError('Invalid IPv6 URL')"),
     ],
 )
 def test_a_server_that_is_not_there(argv, expected, capsys):
     assert chat.main(argv) == chat.BAD_USAGE
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"\xff", b"[]", b"{}", b'{"data": []}', b'{"data": 1}'])
+def test_another_server(content, monkeypatch, capsys):
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(content))
+    assert chat.main(["--url", "http://127.0.0.1:1"]) == chat.BAD_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "http://127.0.0.1:1 is no server of this kind: " in line
+
+
+@pytest.mark.parametrize("content", [b"data: <html>\n", b"data: \xff\n", b"data: []\n", b"data: {}\n", b"data: 1\n"])
+def test_an_answer_of_another_server(content, trained, monkeypatch, capsys):
+    conversation = chat.Chat(trained.url, None)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(content))
+    with pytest.raises(ConfigError, match="is no server of this kind"):
+        list(conversation.ask(LONG))
+
+
+def test_ctrl_c_at_the_start_is_no_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(chat, "_Server", mock.Mock(side_effect=KeyboardInterrupt))
+    assert chat.main([]) == chat.INTERRUPTED
+    assert capsys.readouterr().err == ""
 
 
 def test_flags_of_a_server_with_a_running_one(capsys):
@@ -112,12 +138,17 @@ def test_a_server_of_its_own(trained, monkeypatch, capsys):
 
 
 @pytest.mark.realtime
-def test_a_server_that_cannot_start(monkeypatch, tmp_path):
-    """The exit code is its own; it gets the flags, after those that a user may replace, and a key."""
-    code = "import json, os, sys; open(sys.argv[-1], 'w').write(json.dumps([sys.argv[1:], os.environ['KEY']])); exit(7)"
+def test_a_server_that_does_not_start(monkeypatch, tmp_path, capsys):
+    """Its exit code and output are shown (`--dry-run`); it gets the flags, after defaults, and a key."""
+    code = """
+import json, os, sys
+open(sys.argv[-1], "w").write(json.dumps([sys.argv[1:], os.environ["KEY"]]))
+print("a plan")
+exit(7)"""
     monkeypatch.setattr(chat, "SERVE", (sys.executable, "-c", code.replace("KEY", API_KEY_VARIABLE)))
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     assert chat.main(["model", "--seed", "3", str(tmp_path / "said")]) == 7
+    assert capsys.readouterr().out == "a plan\n"
     words, key = json.loads((tmp_path / "said").read_text())
     assert words[-4:] == ["model", "--seed", "3", str(tmp_path / "said")]
     assert words[:-4] == ["--log-level", "warning", "--host", "127.0.0.1", "--port", "0"]
