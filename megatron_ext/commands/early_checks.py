@@ -11,9 +11,8 @@ from megatron_ext.config import CacheConfig, InferenceSettings, ServerSettings, 
 from megatron_ext.config.model_folder import require_model_folder
 from megatron_ext.console.start import check_profile
 from megatron_ext.errors import ConfigError
-from megatron_ext.files import read_json
 from megatron_ext.models.huggingface.field_table import FIXED_IN_ALL
-from megatron_ext.models.huggingface.fields import check_fixed
+from megatron_ext.models.huggingface.fields import check_fixed, read_fields
 from megatron_ext.models.new_directory import require_place
 from megatron_ext.offline.output_file import check_output_paths
 from megatron_ext.offline.prompts import check_prompt_file
@@ -21,8 +20,6 @@ from megatron_ext.parallel.world import world_of_environment
 from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError, prepare_directory, unusable
 from megatron_ext.server.api_keys import load_keys
-
-CONFIG_FILE = "config.json"
 
 
 def check_paths(settings: InferenceSettings | ServerSettings) -> None:
@@ -48,9 +45,8 @@ def _check_source(source: SourceConfig) -> None:
     for flag, given in (("--load", source.load), ("--load-hf", source.load_hf)):
         if given is not None:
             folder = require_model_folder(flag, given)
-            if flag == "--load-hf" and (folder / CONFIG_FILE).is_file():
-                raw = read_json(folder / CONFIG_FILE)
-                check_fixed(raw if source.hf_overrides is None else source.hf_overrides.over(raw), FIXED_IN_ALL)
+            if flag == "--load-hf":
+                check_fixed(read_fields(folder, source.hf_overrides), FIXED_IN_ALL)
     if source.save is not None:
         try:
             require_place(Path(source.save).resolve())

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.files import read_json
 from megatron_ext.mcore.checkpoint.weight_shards import is_spread, model_tensors
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.family_registry import WRITTEN, family_of
-from megatron_ext.models.huggingface.hf_checkpoint import CONFIG_FILE, with_prediction
+from megatron_ext.models.huggingface.fields import CONFIG_FILE, read_fields
+from megatron_ext.models.huggingface.hf_checkpoint import with_prediction
 from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
 from megatron_ext.models.megatron.directory import (
     TokenizerSource,
@@ -55,7 +55,7 @@ def export_hf_checkpoint(directory: str | Path, model: HybridModel, config: Mode
         ConfigError: The directory is not empty, or cannot be written; `like` is of another architecture.
     """
     example = Path(like)
-    raw = read_json(example / CONFIG_FILE)
+    raw = read_fields(example)
     family = family_of(raw)
     stored = family.translate(raw)
     _require_same(config, with_prediction(stored, example) if config.mtp_num_layers else stored, example)

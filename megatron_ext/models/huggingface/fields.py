@@ -5,11 +5,26 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Mapping
+from pathlib import Path
 
 from megatron_ext.config import LARGEST_SIZE, MAX_LAYERS
+from megatron_ext.config.hf_overrides import HfOverrides
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_json
+
+CONFIG_FILE = "config.json"
 
 Fields = Mapping[str, object]  # of a decoded `config.json`, or `ModelConfig`
+
+
+def read_fields(directory: Path, overrides: HfOverrides | None = None) -> Fields:
+    """Read the `config.json` in a directory, with `--hf-overrides`.
+
+    Raises:
+        CheckpointError: No `config.json`, or one that is not JSON.
+    """
+    raw = read_json(directory / CONFIG_FILE)
+    return raw if overrides is None else overrides.over(raw)
 
 
 def names(text: str) -> frozenset[str]:

@@ -8,28 +8,15 @@ from pathlib import Path
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.hf_overrides import HfOverrides
-from megatron_ext.files import read_json
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.huggingface.family_registry import family_of
-from megatron_ext.models.huggingface.fields import Fields
+from megatron_ext.models.huggingface.fields import CONFIG_FILE, Fields, read_fields
 from megatron_ext.models.huggingface.weight_loader import load_weights
 from megatron_ext.models.weight_files import WeightFiles, is_prediction
 from megatron_ext.parallel.world import is_first_rank
 
 logger = logging.getLogger(__name__)
-
-CONFIG_FILE = "config.json"
-
-
-def read_fields(directory: Path, overrides: HfOverrides | None = None) -> Fields:
-    """Read the `config.json` in a directory, with `--hf-overrides`.
-
-    Raises:
-        CheckpointError: No `config.json`, or one that is not JSON.
-    """
-    raw = read_json(directory / CONFIG_FILE)
-    return raw if overrides is None else overrides.over(raw)
 
 
 def read_hf_config(directory: Path, overrides: HfOverrides | None = None) -> ModelConfig:

@@ -60,6 +60,18 @@ def test_what_cannot_be_loaded(words, expected, folder, one_line_error, monkeypa
     assert expected in one_line_error(*words.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("", "DIR '' does not exist"),  # a variable of the shell that is not set
+        ("a" * 300, f"DIR {'a' * 300}: File name too long"),
+        (f"{__file__}/x", "test_model_folder.py/x: Not a directory"),
+    ],
+)
+def test_names_of_no_folder(name, expected, one_line_error):
+    assert expected in one_line_error(name)
+
+
 def test_weights_beside_gguf_are_loaded(folder):
     for name in ("config.json", "a.gguf", "model.safetensors"):
         (folder / name).touch()

@@ -16,6 +16,7 @@ COMMANDS = [
     ("run --load nowhere", "--load nowhere does not exist"),
     ("run org/name", "hf download org/name"),
     ("run --load-hf folder", "GGUF is not supported"),
+    ("run empty", "empty has no config.json"),
     ("run quantized", "quantization_config = {'bits': 4} is not supported; supported is None; give the folder of the"),
     ("run --save file/x", "--save file/x cannot be written"),
     ("run --prompt-file nowhere.jsonl", "--prompt-file nowhere.jsonl: No such file"),
@@ -42,6 +43,7 @@ print(json.dumps(found))
 
 def test_bad_paths_are_told_before_torch_is_imported(tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.gguf").touch()
     (tmp_path / "quantized").mkdir()
