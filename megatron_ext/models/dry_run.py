@@ -12,6 +12,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import plan_pools
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.models.load import load_model
+from megatron_ext.models.overrides import within_positions
 from megatron_ext.parallel.world import world_of_environment
 
 
@@ -68,7 +69,7 @@ def plan_without_weights(settings: EngineSettings) -> DryRun:
     plan = plan_pools(
         loaded.model,
         loaded.config,
-        settings.batching,
+        within_positions(settings.batching, settings.source, loaded.config),
         settings.cache,
         dtype=loaded.dtype,
         device=device,

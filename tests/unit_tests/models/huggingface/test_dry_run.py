@@ -16,9 +16,11 @@ from tests.unit_tests.models.huggingface.families import FAMILIES
 _BATCHING = "--inference-dynamic-batching"
 BUDGET = f"{_BATCHING}-buffer-size-gb 0.02 {_BATCHING}-block-size 16 {_BATCHING}-max-requests 6".split()
 
+LONG = "--use-checkpoint-args --inference-max-seq-length 100k".split()  # the model's positions decide
+
 
 @pytest.mark.parametrize("fixture", ["llamas", "oracles", "qwens", "mambas", "hybrids"])
-@pytest.mark.parametrize("flags", [[], ["--dtype", "bfloat16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("flags", [LONG, ["--dtype", "bfloat16"]], ids=["fp32", "bf16"])
 def test_the_plan_is_that_of_a_start(fixture: str, flags: list[str], request, tmp_path: Path) -> None:
     """One shape of each family, with a given budget; the folder of the dry run has no weights."""
     _, directory = request.getfixturevalue(fixture)(FAMILIES[fixture].names[0])
