@@ -36,7 +36,7 @@ class HelpAction(argparse.Action):
     Args:
         option_strings: Names of the flag.
         dest: Unused.
-        groups: Groups of the command's own flags; those of Megatron that set nothing are in the full help only.
+        groups: Groups of the command's own flags; the full help alone has Megatron's flags that set nothing.
         examples: Arguments of the command, as a user types them.
     """
 

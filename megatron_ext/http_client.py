@@ -52,7 +52,7 @@ def opened(
 
 
 def reason_of(body: bytes) -> str:
-    """Return the message of an error's body, or its beginning if it is none of OpenAI's API."""
+    """Return the message in the body of an error of OpenAI's API; of another body the beginning."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):

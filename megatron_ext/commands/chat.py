@@ -74,7 +74,7 @@ class _Server:
 
     Attributes:
         url: Address; None if it could not start.
-        said: Lines of its output before the address, which are for a user if there is none (`--dry-run`).
+        said: Lines of its output before the address; the answer to a user if it does not start, as with `--dry-run`.
         key: API key, which other users of this machine do not know.
     """
 

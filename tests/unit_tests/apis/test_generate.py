@@ -88,7 +88,7 @@ class TestResults:
         assert short.generated_tokens == expected
 
     def test_megatrons_default_length_is_reduced_to_the_positions(self, start, caplog):
-        """MF-1: nobody has asked for it; another length above the positions is refused."""
+        """MF-1: it is no user's wish; another length above the positions is refused."""
         caplog.set_level("INFO", "megatron_ext")
         with pytest.raises(ConfigError, match=f"3000 is more than the model's {MAX_LENGTH} rotary positions"):
             start(max_sequence_length=3000)

@@ -1,4 +1,4 @@
-"""FA-2: `--hf-overrides`: what a change of a field does, and what is no change."""
+"""FA-2: `--hf-overrides`: changes of fields, and values that are no object."""
 
 from __future__ import annotations
 

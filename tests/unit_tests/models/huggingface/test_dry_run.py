@@ -38,7 +38,7 @@ def test_the_plan_is_that_of_a_start(fixture: str, flags: list[str], request, tm
 
 
 def test_requests_that_fit_at_once() -> None:
-    """By blocks of 64 tokens, and by the running requests; none that is longer than the model or the pool."""
+    """Limited by blocks of 64 tokens and by the running requests; none if longer than the model or the pool."""
     words = f"{_BATCHING}-block-count 20 {_BATCHING}-max-requests 6 {_BATCHING}-prefix-caching-mamba-slots 0"
     dry = plan_without_weights(parse_arguments(words.split()))
     found = {tokens: dry.requests_at_once(tokens) for tokens in (1, 64, 256, 257, 1280, 1281, 5000)}

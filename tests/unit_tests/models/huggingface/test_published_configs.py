@@ -25,7 +25,7 @@ FILE = Path(__file__).with_name("published_configs.yaml")
 
 
 def with_layers(raw: dict) -> dict:
-    """Return the fields with a `layer_types` written out, also that of a text model inside."""
+    """Return the fields with each `layer_types` written out, also in the text model inside."""
     nested = {name: with_layers(value) for name, value in raw.items() if name == "text_config"}
     if not isinstance(raw.get("layer_types"), list):
         return raw | nested
@@ -91,7 +91,7 @@ def test_fields_that_change_logits_stay_errors(name: str, changes: dict, named: 
 
 
 def test_a_model_with_overrides(tmp_path: Path) -> None:
-    """Field, family and weights are those of the changed file, on the command line's way and on Python's."""
+    """The changed file decides on fields, family and weights, on the command line and in Python."""
     for file in EMBEDDED_MODEL_DIR.glob("*"):
         if file.is_file() and file.name != "config.json":
             (tmp_path / file.name).symlink_to(file)
