@@ -16,6 +16,7 @@ from megatron_ext.memory.world_sizes import WorldKVCacheConfig
 
 if TYPE_CHECKING:
     from megatron_ext.models.dry_run import DryRun
+    from megatron_ext.models.llm_engine import LLMEngine
 
 _FILE_WIDTH = 80  # characters
 _LENGTHS = (4096, 32768)  # tokens of requests whose number is shown
@@ -95,17 +96,30 @@ def print_kv_cache_config(
     console.print(table)
 
 
+def print_engine(engine: LLMEngine, model: str, console: Console) -> None:
+    """Print the capacity of an engine that has started."""
+    print_kv_cache_config(
+        engine.geometry,
+        model,
+        console,
+        engine.request_state_bytes,
+        engine.operators,
+        engine.bytes_held_twice,
+        engine.positions,
+        engine.draft_exactness,
+    )
+
+
 def print_dry_run(dry: DryRun, console: Console) -> None:
     """Print the plan of an engine, as a start with the same memory does, and how many requests fit."""
-    world, longest = dry.plan.world, dry.longest_request
-    print_kv_cache_config(world, dry.name, console, dry.plan.request_state_bytes(dry.plan.limits.max_sequence_length))
+    plan, world = dry.plan, dry.plan.world
+    print_kv_cache_config(world, dry.name, console, plan.request_state_bytes, positions=plan.positions)
     dtype = str(dry.dtype).removeprefix("torch.")
     table = Table("memory", "nothing is loaded", show_lines=False)
     table.add_row("weights", f"{dry.weight_bytes:,} bytes ({dtype})")
-    table.add_row("pools", f"{world.pool_bytes:,} bytes, and {dry.plan.activation_bytes:,} bytes for a step")
-    left = dry.free_bytes - dry.weight_bytes - world.pool_bytes - dry.plan.activation_bytes
+    table.add_row("pools", f"{world.pool_bytes:,} bytes, and {plan.activation_bytes:,} bytes for a step")
+    left = dry.free_bytes - dry.weight_bytes - world.pool_bytes - plan.activation_bytes
     table.add_row("free now", f"{dry.free_bytes:,} bytes, of which {left:,} bytes are left")
-    table.add_row("longest request", f"{longest:,} tokens")
     for tokens in _LENGTHS:
         fit = dry.requests_at_once(tokens)
         table.add_row(f"at once, {tokens:,} tokens", counted(fit, "request") if fit else "too long for one")

@@ -120,12 +120,15 @@ class EnginePlan:
         """
         return int(self.geometry.live_states > self.limits.max_requests)
 
-    def request_state_bytes(self, length: int) -> int:
-        """Return the maximum bytes of states, on all ranks, of a prompt of `length` tokens, with its snapshots."""
+    @property
+    def request_state_bytes(self) -> int:
+        """Maximum bytes of states, on all ranks, of the longest prompt, with its snapshots."""
         geometry = self.world
         if geometry.snapshot_slots == 0:
             return (1 + self.limits.max_drafts) * geometry.state_bytes if geometry.live_states else 0
-        snapshots = max_snapshots(length, self.limits.block_size, is_aligned=self.limits.aligned_chunks)
+        snapshots = max_snapshots(
+            self.limits.max_model_len, self.limits.block_size, is_aligned=self.limits.aligned_chunks
+        )
         return request_state_bytes(
             geometry.state_bytes, min(snapshots, geometry.snapshot_slots), self.limits.max_drafts
         )

@@ -34,18 +34,12 @@ class DryRun:
     dtype: torch.dtype
     free_bytes: int
 
-    @property
-    def longest_request(self) -> int:
-        """Maximum tokens of one request, prompt and generated ones."""
-        limits = self.plan.limits
-        return min(limits.max_sequence_length, limits.total_blocks * limits.block_size)
-
     def requests_at_once(self, tokens: int) -> int:
         """Return how many requests of a length fit at once, with nothing in common; 0 if one is too long."""
         limits = self.plan.limits
-        if tokens > self.longest_request:
+        if tokens > limits.max_model_len:
             return 0
-        return min(limits.max_requests, limits.total_blocks // -(-tokens // limits.block_size))
+        return min(limits.max_requests, limits.total_blocks // limits.blocks_for(tokens))
 
 
 def plan_without_weights(settings: EngineSettings) -> DryRun:

@@ -70,7 +70,7 @@ class LLMEngine:
         self.tokenizer, self.vocabulary, self.grammars = facts.tokenizer, facts.vocabulary, facts.grammars
         self.limits, self.geometry, self.cache_policy = facts.plan.limits, facts.plan.world, facts.plan.policy
         self.is_hybrid, self.positions = facts.plan.is_hybrid, facts.plan.positions
-        self.request_state_bytes = facts.plan.request_state_bytes(self.limits.max_model_len)
+        self.request_state_bytes = facts.plan.request_state_bytes
         self.operators, self.bytes_held_twice = facts.operators, facts.bytes_held_twice
         self.draft_exactness = facts.draft_exactness
         self.inference_engine = engine

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from megatron_ext.config import FULL_FORMAT, InferenceSettings
-from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_kv_cache_config
+from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_engine
 from megatron_ext.console.profiling import profiled
 from megatron_ext.console.start import check_machine, check_profile, say_start
 from megatron_ext.console.startup import StartUp
@@ -146,16 +146,7 @@ class _Offline:
         """Run the prompts. Return whether every request completed."""
         engine = LLMEngine(self._args.build_engine(), steps_itself=False)
         self._start_up.ready()  # removes the bar, which the table would begin beside
-        print_kv_cache_config(
-            engine.geometry,
-            self._loaded.name,
-            self._console,
-            engine.request_state_bytes,
-            engine.operators,
-            engine.bytes_held_twice,
-            engine.positions,
-            engine.draft_exactness,
-        )
+        print_engine(engine, self._loaded.name, self._console)
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):
             passes = self._serve(engine)

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
 from megatron_ext.config.batching import DECODE_SHARE_ON_SERVER
-from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_kv_cache_config
+from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_engine
 from megatron_ext.console.profiling import profiled
 from megatron_ext.console.start import check_machine, check_profile, say_start
 from megatron_ext.console.startup import StartUp
@@ -147,16 +147,7 @@ def build_serving(
     args = EngineArgs(settings, parallel_context, phase)
     loaded, writer = args.loaded, None if root is None else args.weight_writer()
     engine = LLMEngine(args.build_engine(), writer)
-    print_kv_cache_config(
-        engine.geometry,
-        loaded.name,
-        make_console(quiet=False),
-        engine.request_state_bytes,
-        engine.operators,
-        engine.bytes_held_twice,
-        engine.positions,
-        engine.draft_exactness,
-    )
+    print_engine(engine, loaded.name, make_console(quiet=False))
     name = model_name(settings.source, settings.server, loaded.name)
     updater = None if root is None else WeightsUpdater(root, engine)
     found = f"random {settings.source.seed}" if loaded.directory is None else weights_hash(loaded.directory)
