@@ -273,7 +273,7 @@ def test_documents_are_updated_between_their_marks(tmp_path: Path, capsys: pytes
     other.write_text("no marks\n", "utf-8")
     assert main([str(figures), "--update", str(document)]) == 0
     text = document.read_text("utf-8")
-    assert re.search(r"before\n<!-- .*\n\n\| CPU, fp32, one run of `make bench`; \[all of it, [^]]*\]\([./\w]+\)", text)
+    assert re.search(r"before\n<!-- .*\n\n\| CPU, fp32, one run of `make bench`; \[all of it, [^]]*\]\([^)]+\)", text)
     assert "| 0.25 B, decode of 1: step / vLLM's | 0.5 | at most 0.9 | met |" in text
     assert "stale text" not in text
     assert text.endswith("<!-- benchmarks: end -->\nafter\n")
