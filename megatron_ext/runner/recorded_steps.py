@@ -14,12 +14,13 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass, replace
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import dict_version
 from torch.nn.modules import module as torch_module
 
 from megatron_ext.mixers.recurrent import RecurrentStep
@@ -43,7 +44,6 @@ _ATTEMPTS: Final = 4
 _NARROWEST: Final = 16  # blocks of the narrowest block table; wider ones double
 _RUNNING_SLOT: Final = attrgetter("running_slot")
 _FORWARD: Final = attrgetter("forward")
-_OF_TORCH: Final = vars(nn.Module()).keys()  # attributes of every module
 _MAX_CHANGES: Final = 16  # of the model in a row, without a repeated step between them, before they are reported
 _NO_TOKENS: Final = torch.zeros(0, dtype=torch.int64)
 
@@ -94,31 +94,34 @@ class ModuleSnapshot:
     def renew(self) -> None:
         """Take what there is now as current."""
         modules = list(self._model.modules())
+        owners = [vars(one) for one in modules]
         spaces: list[Any] = [space for one in modules for space in (one._parameters, one._buffers, one._modules)]
         places = [(space, name) for space in spaces for name in space]
-        places += [(vars(one), name) for one in modules for name, held in vars(one).items() if isinstance(held, Tensor)]
+        places += [(own, name) for own in owners for name, held in own.items() if isinstance(held, Tensor)]
         places += [(vars(one), "packed") for one in modules if isinstance(one, Packable)]
         self._spaces, self._names = [space for space, _ in places], [name for _, name in places]
         self._held: list[object] | None = list(map(dict.get, self._spaces, self._names))
-        owners = [vars(one) for one in modules]
-        names = [[name for name in own if name not in _OF_TORCH] for own in owners]
-        self._attributes = [(itemgetter("training", *some), own) for some, own in zip(names, owners, strict=True)]
-        held = [own[name] for some, own in zip(names, owners, strict=True) for name in some]
-        self._fields = [vars(one).values() for one in {id(one): one for one in held if _is_config(one)}.values()]
+        configs = {id(held): vars(held) for own in owners for held in own.values() if _is_config(held)}
+        self._owners = [*owners, *configs.values()]
         self._classes = list({type(one) for one in modules})
         self._values = self._read()
+        self._dicts = [*self._owners, *filter(None, spaces)]
+        self._stamps = self._stamp()
         hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
         self._hooks = [one for one in hooks if self.recorded_hook not in one]
         self._recorded = [one for one in hooks if self.recorded_hook in one]
 
     def release(self) -> None:
         """Keep nothing alive; it is not current until the next `renew`."""
-        self._held, self._values = None, []
+        self._held, self._values, self._stamps = None, [], []
 
     def _read(self) -> list[object]:
         """Return attributes of modules, fields of configurations, and forwards of classes, as they are now."""
-        attributes = [(len(own), read(own)) for read, own in self._attributes]
-        return [*attributes, *map(list, self._fields), *map(_FORWARD, self._classes)]
+        return [*map(dict, self._owners), *map(_FORWARD, self._classes)]
+
+    def _stamp(self) -> list[object]:
+        """Return versions of all dictionaries, which other values change, and forwards of classes: compared fast."""
+        return [*map(dict_version, self._dicts), *map(_FORWARD, self._classes)]
 
     @property
     def has_same_tensors(self) -> bool:
@@ -126,14 +129,19 @@ class ModuleSnapshot:
         return self._held is not None and all(map(is_, map(dict.get, self._spaces, self._names), self._held))
 
     @property
-    def is_current(self) -> bool:
-        """True if nothing has been replaced since the last `renew`."""
-        if not self.has_same_tensors:
-            return False
+    def _has_same_values(self) -> bool:
         try:
             return self._read() == self._values
-        except (KeyError, RuntimeError, ValueError):  # removed; or now a tensor or an array, which have no truth value
+        except (RuntimeError, ValueError):  # now a tensor or an array, which have no truth value
             return False
+
+    @property
+    def is_current(self) -> bool:
+        """True if nothing has been replaced since the last `renew`."""
+        stamps = self._stamp()
+        if stamps != self._stamps and self.has_same_tensors and self._has_same_values:
+            self._stamps = stamps  # equal values were written
+        return stamps == self._stamps
 
     @property
     def has_hooks(self) -> bool:

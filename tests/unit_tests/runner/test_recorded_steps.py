@@ -304,6 +304,19 @@ def test_a_model_that_is_changed_before_each_step_is_reported(get_oracle, caplog
     assert "changed before each" in found[0]
 
 
+def test_equal_values_that_are_written_keep_a_snapshot_current():
+    """A forward may write them, or attributes that it deletes; other values, new ones and missing ones are changes."""
+    model = build_slow_decay(CONFIGS["hybrid"])
+    snapshot, norm = recorded_steps.ModuleSnapshot(model), first_mixer(model).norm
+    eps = norm.eps
+    for change in (set_attribute, lambda _: delattr(norm, "eps"), lambda _: setattr(norm, "rows", 3)):
+        change(model)
+        assert not snapshot.is_current
+        norm.eps = eps * 1.0
+        vars(norm).pop("rows", None)
+        assert snapshot.is_current
+
+
 def test_replaced_parameters_are_freed():
     """Records keep none of them, by whose end `WeightsWatch` notices the change."""
     model = build_slow_decay(CONFIGS["hybrid"])
