@@ -25,9 +25,10 @@ def require_16_bits(given: ParsedFlags) -> None:
     elif not found:
         given.without_effect.note(f"--{_KEY}")
     else:
-        if not given.values.get("fp16"):
+        is_fp16 = given.values.get("fp16") or given.values.get("dtype") == "float16"
+        if not is_fp16:
             given.values["bf16"] = True
-        kind = "fp16" if given.values.get("fp16") else "bf16"
+        kind = "fp16" if is_fp16 else "bf16"
         names = ", ".join(flag.name for flag in found)
         given.without_effect.warnings.append(
             f"--{_KEY}: {names}: nothing is computed in 8 bits; parameters and products of all layers are in {kind}, "

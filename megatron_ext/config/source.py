@@ -53,9 +53,8 @@ class SourceConfig(TokenizerConfig):
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
         types = ", ".join(PARAMETER_TYPES)
         require(self.dtype in PARAMETER_TYPES, f"--dtype {self.dtype!r} is unknown; one of {types}")
-        of_megatron = "bfloat16" if self.bf16 else "float16" if self.fp16 else self.dtype
         require(
-            self.dtype in (AUTO_TYPE, of_megatron),
+            self.dtype in (AUTO_TYPE, self.parameter_type),
             f"--dtype {self.dtype} and --{'bf16' if self.bf16 else 'fp16'} contradict each other; give one of them",
         )
         require(0 <= self.seed < 2**63, f"--seed {self.seed} must be between 0 and {2**63 - 1}")
@@ -82,3 +81,8 @@ class SourceConfig(TokenizerConfig):
         )
         rows = self.padded_vocab_size
         require(rows is None or rows > 0, f"--padded-vocab-size {rows} must be positive")
+
+    @property
+    def parameter_type(self) -> str:
+        """Type of the parameters, one of PARAMETER_TYPES, by `dtype` or Megatron's flags."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else self.dtype

@@ -14,6 +14,7 @@ from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig, So
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
 from megatron_ext.config.model_folder import require_model_folder
+from megatron_ext.config.source import AUTO_TYPE
 from megatron_ext.config.tokenizer import HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
@@ -184,12 +185,9 @@ def _options(source: SourceConfig) -> dict[str, Any]:
 
 
 def _dtype(source: SourceConfig, device: torch.device) -> torch.dtype:
-    if source.bf16 or source.dtype == "bfloat16":
-        return torch.bfloat16
-    if source.fp16 or source.dtype == "float16":
-        return torch.float16
-    if source.dtype == "float32":
-        return torch.float32
+    if source.parameter_type != AUTO_TYPE:
+        dtype: torch.dtype = getattr(torch, source.parameter_type)
+        return dtype
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 

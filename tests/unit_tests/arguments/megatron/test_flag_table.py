@@ -99,11 +99,20 @@ def test_families(option, beginning):
             parse_arguments(argv)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [([], "bf16"), (["--bf16"], "bf16"), (["--fp16"], "fp16")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        ([], "bf16"),
+        (["--bf16"], "bf16"),
+        (["--fp16"], "fp16"),
+        (["--dtype", "bfloat16"], "bf16"),
+        (["--dtype", "float16"], "fp16"),
+    ],
+)
 def test_8_bits_become_16(dtype, kind):
     """MF-1: --fp8-as-16bit accepts flags of 8-bit computation, sets 16 bits, and says so."""
     settings = parse_arguments(["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-as-16bit", *dtype])
-    assert (settings.source.bf16, settings.source.fp16) == (kind == "bf16", kind == "fp16")
+    assert settings.source.parameter_type == {"bf16": "bfloat16", "fp16": "float16"}[kind]
     accepted, line = settings.start.lines
     assert accepted == "accepted, and without effect here: --fp8-format, --fp8-recipe"
     assert "--fp8-format, --fp8-recipe: nothing is computed in 8 bits" in line
