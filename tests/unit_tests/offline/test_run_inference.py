@@ -285,7 +285,7 @@ def test_the_start_has_ended_before_anything_is_printed(prompt_file, monkeypatch
     """On a terminal the table would begin beside the progress bar of the start."""
     caplog.set_level(logging.INFO, "megatron_ext")
     said: list[str] = []
-    table = "megatron_ext.offline.run.print_kv_cache_config"
+    table = "megatron_ext.offline.run.print_engine"
     monkeypatch.setattr(table, lambda *arguments: said.append(caplog.messages[-1]))
     path = prompt_file(json.dumps({"token_ids": [1]}))
     assert main([*TINY, "--prompt-file", path, "--num-tokens-to-generate", "1"]) == DONE
