@@ -12,37 +12,28 @@ _NESTED = "_config"  # ending of the names of nested configurations, such as `te
 class HfOverrides(str):
     """JSON object of fields and their values; a null is a null in the file, as vLLM has it."""
 
-    expected: ClassVar[str] = """a JSON object of fields, as in {"rope_theta": 1000000, "sliding_window": null}"""
+    expected: ClassVar[str] = 'a JSON object of fields, as in {"rope_theta": 1000000, "sliding_window": null}'
 
     @classmethod
     def of(cls, value: object) -> HfOverrides:
-        """Convert a mapping, or parse a text.
+        """Convert a mapping, or the text of a JSON object.
 
         Raises:
             ValueError: The value has another form.
         """
-        if isinstance(value, str):
-            return cls.parse(value)
         try:
-            text = json.dumps(value)
+            text = value if isinstance(value, str) else json.dumps(value)
+            fields = json.loads(text)
         except (TypeError, ValueError, RecursionError):
-            raise ValueError(cls.expected) from None
-        if not isinstance(value, Mapping):
+            fields = None
+        if not isinstance(fields, dict):
             raise ValueError(cls.expected)
         return cls(text)
 
     @classmethod
     def parse(cls, text: str) -> HfOverrides:
-        """Parse command-line text.
-
-        Raises:
-            ValueError: The text is not a JSON object.
-        """
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise ValueError(cls.expected) from None
-        return cls.of(value if isinstance(value, dict) else None)
+        """Parse command-line text; otherwise as `of`."""
+        return cls.of(text)
 
     def over(self, raw: Mapping[str, object]) -> dict[str, object]:
         """Return a decoded `config.json` with these fields; nested configurations are merged, other values replaced."""
