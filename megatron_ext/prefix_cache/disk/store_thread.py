@@ -1,7 +1,7 @@
 """Thread that owns the store until it is closed: it writes, reads and commits, and the engine's thread never waits.
 
-All else is a job for it. Jobs come first, then loads, then writes; so an entry that waits to be written is read from
-the queue.
+All else is a job for it. Times of use come first, then jobs, loads and writes; so an entry that waits to be written is
+read from the queue.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class StoreThread(TierStorage):
                 entry, buffers = self._writes[key]
                 self._writes[key] = replace(entry, used=used[key]), buffers
             self._touched.update(used)
-            self._add(self._pass_touches)
+            self._changed.notify_all()
         return gone
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
@@ -104,6 +104,7 @@ class StoreThread(TierStorage):
 
     def _add(self, job: Job) -> None:
         with self._changed:
+            assert self._stop_at is None, "the thread is being stopped"
             self._jobs.append(job)
             self._changed.notify_all()
 
@@ -230,6 +231,8 @@ class StoreThread(TierStorage):
         """Wait for something to do, and return it; None at the end."""
         with self._changed:
             has_work = self._changed.wait_for(self._has_work, COMMIT_SECONDS)
+            if self._touched:
+                return self._pass_touches
             if self._jobs:
                 return self._jobs.popleft()
             if self._loads:
@@ -245,7 +248,7 @@ class StoreThread(TierStorage):
         return self._store.commit
 
     def _has_work(self) -> bool:
-        return bool(self._jobs or self._loads or self._writes or self._stop_at is not None)
+        return bool(self._touched or self._jobs or self._loads or self._writes or self._stop_at is not None)
 
     def _write(self, key: EntryKey, content: Content) -> None:
         entry, buffers = content
@@ -256,9 +259,9 @@ class StoreThread(TierStorage):
 
     def _pass_touches(self) -> None:
         with self._changed:
-            for key, used in self._touched.items():
+            touched, self._touched = self._touched, {}
+            for key, used in touched.items():
                 self._store.touch(key, used)
-            self._touched.clear()
 
     @contextlib.contextmanager
     def _evicting(self) -> Iterator[None]:

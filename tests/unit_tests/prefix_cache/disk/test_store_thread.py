@@ -182,6 +182,28 @@ def test_what_is_on_disk_already_is_used_again(store):
     assert store.find(entry.key).entry.used == 5.0
 
 
+def test_uses_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
+    """EX-11: the last one counts; each eviction from memory tells some."""
+    gate, (entry,) = Gate(monkeypatch), chain(1)
+    thread = StoreThread(store)
+    give(thread, entry)
+    assert gate.is_reached.wait(PATIENCE)
+    for number in range(9):
+        thread.touch({entry.key: float(number)})
+    assert len(thread._jobs) + len(thread._touched) == 1
+    gate.is_open.set()
+    assert thread.stop(PATIENCE)
+    assert store.find(entry.key).entry.used == 8.0
+
+
+def test_no_job_follows_a_stop(store):
+    """EX-11: its caller would wait for ever."""
+    thread = StoreThread(store)
+    assert thread.stop(PATIENCE)
+    with pytest.raises(AssertionError, match="is being stopped"):
+        thread.run(len, 0)
+
+
 def test_a_clear_forgets_what_has_happened(store):
     """EX-11: entries of before it are neither placed, nor dropped from those that come after it."""
     thread, (entry,) = StoreThread(store), chain(1)
