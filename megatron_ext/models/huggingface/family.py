@@ -9,13 +9,14 @@ from typing import Any
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.field_table import FIXED_IN_ALL, FieldTable
-from megatron_ext.models.huggingface.fields import Fields, check_architecture, check_fixed, unknown_names
+from megatron_ext.models.huggingface.fields import Fields, check_architecture, check_fixed, names, unknown_names
 from megatron_ext.models.huggingface.tensors import TensorTable
 
 PREDICTION_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # layers of multi-token prediction
 
 # Fields that most families have in common; a family's constants win.
 _USUAL = {"normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": "none"}
+_ABOVE_TEXT = names("architectures model_type text_config") | FIXED_IN_ALL.keys()  # of a file of several models
 
 
 def _nothing(_: Fields) -> Fields:
@@ -79,7 +80,10 @@ class Family:
 
     def unknown_fields(self, raw: Fields) -> list[str]:
         """Return the names of the fields that this family neither reads nor knows as harmless."""
-        return unknown_names({**raw, **self.text(raw)}, self.fields.known | set(self.fields.other_names))
+        text = self.text(raw)
+        above = {name: value for name, value in raw.items() if text.get(name) != value}
+        inside = unknown_names(text, self.fields.known | set(self.fields.other_names))
+        return sorted({*inside, *unknown_names(above, _ABOVE_TEXT)})
 
     def with_prediction(self, config: ModelConfig, raw: Fields) -> ModelConfig:
         """Return the configuration with the layer of multi-token prediction of a checkpoint that has its tensors.

@@ -68,7 +68,7 @@ _FIELDS = FieldTable(
         """
     )
     | ROPE_FIELDS
-    | {SHARE, _TEXT},
+    | {SHARE},
     defaults={
         "max_position_embeddings": 32768,
         "linear_conv_kernel_dim": 4,

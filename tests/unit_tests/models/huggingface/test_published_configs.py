@@ -75,6 +75,13 @@ def test_unknown_fields_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptur
     assert line.endswith("config.json: unknown fields, which are ignored: attention_sinks, colour")
 
 
+def test_fields_above_those_of_the_text_model_are_named() -> None:
+    """`--hf-overrides` there would have no effect."""
+    raw = FOLDERS["Qwen3.5-27B"]
+    changes = {"hidden_size": 64, "vocab_size": raw["text_config"]["vocab_size"], "colour": "red"}
+    assert family_of(raw).unknown_fields(raw | changes) == ["colour", "hidden_size"]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
