@@ -45,7 +45,6 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError, MachineError
 
-LOAD, LOAD_HF = "load", "load-hf"
 _FOLDER = "folder of the model"  # name in argparse's namespace; no flag's key has a blank
 
 
@@ -230,11 +229,11 @@ def _given(
     given = _parse(parser, argv, takes_folder=True)
     folder = given.values.pop(_FOLDER, None)
     if folder is not None:
-        checkpoint = is_megatrons(require_model_folder("DIR", str(folder)))
-        for key in (LOAD, LOAD_HF):
+        flag = "load" if is_megatrons(require_model_folder("DIR", str(folder))) else "load-hf"
+        for key in ("load", "load-hf"):
             if given.values.get(key):
                 raise ConfigError(f"{folder} and --{key} {given.values[key]} are two models; give one of them")
-        given.values[LOAD if checkpoint else LOAD_HF] = folder
+        given.values[flag] = folder
     return _completed(given, parser, groups, table)
 
 

@@ -196,8 +196,9 @@ def help_of(capsys, build, word: str = "") -> str:
 
 
 @pytest.mark.parametrize(("build", "groups"), [(build_parser, GROUPS), (build_server_parser, SERVER_GROUPS)])
-def test_the_short_help_fits_four_screens(build, groups, capsys):
+def test_the_short_help_fits_four_screens(build, groups, monkeypatch, capsys):
     """PY-16: it has the flags of most users by task, and examples that the parser takes."""
+    monkeypatch.setenv("COLUMNS", "80")
     text = help_of(capsys, build)
     assert len(text.splitlines()) <= 120
     shown = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
