@@ -28,7 +28,6 @@ from megatron_ext.config import (
     SnapshotMode,
 )
 from megatron_ext.config.batching import (
-    DECODE_SHARE_ON_SERVER,
     DEFAULT_BUFFER_GB,
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
@@ -211,7 +210,7 @@ BATCHING = FlagGroup(
             "Share of their own rate, 0 to "
             f"{MAX_DECODE_SHARE}, that requests which decode keep beside prefills; 0: steps are filled with prefill; "
             f"above 0 steps beside decodes have at most {PREFILL_TOKENS_BESIDE_DECODES['cpu']} prefill tokens on CPU; "
-            f"default: {DECODE_SHARE_ON_SERVER} on a server, 0 elsewhere",
+            "default: only this bound on a server, 0 elsewhere",
         ),
         Flag("enable_chunked_prefill", "Split the prefill of a prompt that does not fit a step over several steps"),
         Flag(

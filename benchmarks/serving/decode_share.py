@@ -34,10 +34,9 @@ def decode_share(
     """
     shape = SIZES[size].shape
     loaded = random_model(shaped(shape))
-    default = batching.DECODE_SHARE_ON_SERVER
-    engines = {ALONE: _built(loaded, default, bound), ONE_BLOCK: _built(loaded, default, BLOCK)}
+    engines = {ALONE: _built(loaded, None, bound), ONE_BLOCK: _built(loaded, None, BLOCK)}
     engines |= {
-        DEFAULT: _built(loaded, default, bound),
+        DEFAULT: _built(loaded, None, bound),
         **{f"{share:g}": _built(loaded, share, bound) for share in shares},
     }
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in engines}
@@ -54,9 +53,9 @@ def decode_share(
         run.row(name, figures | (beside if name != ALONE else {}))
 
 
-def _built(loaded: LoadedModel, share: float, bound: int) -> Engine:
+def _built(loaded: LoadedModel, share: float | None, bound: int) -> Engine:
     with mock.patch.dict(batching.PREFILL_TOKENS_BESIDE_DECODES, cpu=bound):
-        return engine(loaded, block_size=BLOCK, block_count=400, max_requests=4, decode_share=share)
+        return engine(loaded, block_size=BLOCK, block_count=400, max_requests=4, decode_share=share, is_served=True)
 
 
 def _beside(built: Engine, prompt: Sequence[int], *, has_stream: bool) -> tuple[float, float, float]:

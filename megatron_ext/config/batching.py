@@ -19,11 +19,10 @@ DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # per step
 DEFAULT_MAX_REQUESTS = 64  # or the maximum of tokens per step, if that is smaller
 # Without `max_prefills_per_step`: a step with so many prefill tokens starts no other prefill; docs/batching.md.
 ENOUGH_PREFILL_TOKENS = {"cpu": 64}
-# With a `decode_share` above 0: prefill tokens of a step in which requests decode; docs/batching.md.
+# Prefill tokens of a step in which requests decode; see `prefill_tokens_beside_on`, docs/batching.md.
 PREFILL_TOKENS_BESIDE_DECODES = {"cpu": 224}
 MAX_DISK_GB = 2**14  # GiB of a directory of cache entries
 MAX_DECODE_SHARE = 0.95
-DECODE_SHARE_ON_SERVER = 0.02  # less than a token in each bounded step gives, so that prefills are hardly ever held
 MAX_UNITS = 2**24  # blocks, requests, tokens or slots: each also costs the host some bytes
 
 
@@ -60,8 +59,8 @@ class BatchingConfig:
     max_sequence_length: int | None = None  # default: the model's
     allow_long_max_model_len: bool = False  # more than the model's rotary positions
     max_prefills_per_step: int | None = None  # 0: no limit; default: see `ENOUGH_PREFILL_TOKENS`
-    # Of their own rate, for requests that decode; None: DECODE_SHARE_ON_SERVER on a server, 0 elsewhere
-    decode_share: float | None = None
+    decode_share: float | None = None  # of their own rate, for requests that decode; see `prefill_tokens_beside_on`
+    is_served: bool = False  # whether clients wait for single tokens; see `ServerSettings`
     enable_chunked_prefill: bool = True
     conv_states_dtype: str | None = None  # default: the parameters' type
     ssm_states_dtype: str = "fp32"
@@ -155,9 +154,11 @@ class BatchingConfig:
     def prefill_tokens_beside_on(self, device_type: str) -> int | None:
         """Return the maximum prefill tokens of a step in which requests decode; None if only the budget decides.
 
-        At least a block, so that chunks can end on the block grid.
+        A share of 0 lifts the bound; without a share only a server has it. At least a block, so that chunks can end on
+        the block grid.
         """
-        tokens = None if not self.decode_share else PREFILL_TOKENS_BESIDE_DECODES.get(device_type)
+        is_bounded = self.is_served if self.decode_share is None else self.decode_share > 0
+        tokens = PREFILL_TOKENS_BESIDE_DECODES.get(device_type) if is_bounded else None
         return None if tokens is None else max(tokens, self.block_size)
 
 

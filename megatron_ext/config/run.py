@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
@@ -189,6 +189,7 @@ class ServerSettings(EngineSettings):
         return self.server.inference_logging_step_interval
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "batching", replace(self.batching, is_served=True))  # on all ranks
         endpoint = self.server.kv_events.kv_events_endpoint
         require(
             self.cache.enable_prefix_caching or endpoint is None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import signal
 import socket
@@ -17,7 +16,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
-from megatron_ext.config.batching import DECODE_SHARE_ON_SERVER
 from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_engine
 from megatron_ext.console.profiling import profiled
 from megatron_ext.console.start import check_machine, check_profile, say_start
@@ -141,9 +139,6 @@ def build_serving(
     """
     root = weights_root(settings.server)
     defaults = generation_defaults(settings.source, on_server=True)
-    if settings.batching.decode_share is None:  # clients see the gaps of streams
-        batching = dataclasses.replace(settings.batching, decode_share=DECODE_SHARE_ON_SERVER)
-        settings = dataclasses.replace(settings, batching=batching)
     args = EngineArgs(settings, parallel_context, phase)
     loaded, writer = args.loaded, None if root is None else args.weight_writer()
     engine = LLMEngine(args.build_engine(), writer)

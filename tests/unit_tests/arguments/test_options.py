@@ -106,6 +106,7 @@ SYNONYM_OPTIONS = """
 
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.
 WITHOUT_FLAG = {
+    "BatchingConfig": {"is_served"},
     "ModelConfig": {
         *("mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"),
         *MULTIPLIERS,

@@ -450,3 +450,16 @@ def test_positions_limit_models_whose_layers_depend_on_them(pattern: str, fields
     """MF-1."""
     fields = {"position_embedding_type": "rope", "max_position_embeddings": 100} | fields
     assert ModelConfig(hybrid_override_pattern=pattern, **fields).positions == positions
+
+
+@pytest.mark.parametrize(
+    ("share", "block", "beside", "on_server"),
+    [(None, 64, None, 224), (0.02, 64, 224, 224), (0.0, 64, None, None), (0.5, 512, 512, 512)],
+)
+def test_prefill_tokens_beside_decodes(share, block, beside, on_server):
+    """SC-4: at least a block; without a share only on a server; on CUDA there is no bound yet."""
+    settings = BatchingConfig(decode_share=share, block_size=block)
+    served = ServerSettings(batching=settings).batching
+    assert (settings.prefill_tokens_beside_on("cpu"), served.prefill_tokens_beside_on("cpu")) == (beside, on_server)
+    assert served.prefill_tokens_beside_on("cuda") is None
+    assert served.decode_share == share

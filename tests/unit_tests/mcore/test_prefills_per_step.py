@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import BatchingConfig, CacheConfig, batching
+from megatron_ext.config import CacheConfig, batching
 from megatron_ext.config.batching import ENOUGH_PREFILL_TOKENS
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 
@@ -66,13 +66,3 @@ def test_results_do_not_depend_on_the_share_of_decodes(get_driver, get_oracle, m
         if any(start >= lengths[request] for request, start, _ in step)
     ]
     assert (max(beside) > 32) is (not share)
-
-
-@pytest.mark.parametrize(
-    ("share", "block", "beside"), [(None, 64, None), (0.02, 64, 224), (0.0, 64, None), (0.5, 512, 512)]
-)
-def test_prefill_tokens_beside_decodes(share, block, beside):
-    """The bound is at least a block; on CUDA there is no bound yet."""
-    settings = BatchingConfig(decode_share=share, block_size=block)
-    assert settings.prefill_tokens_beside_on("cpu") == beside
-    assert settings.prefill_tokens_beside_on("cuda") is None

@@ -93,12 +93,25 @@ def wait(url: str) -> None:
     print("answer", *ask(url, "The quick brown fox", 40), flush=True)
 
 
+def ask_beside_a_stream(url: str) -> None:
+    """A prompt of many steps, while another request decodes."""
+    body = {"model": "embedded", "prompt": "The quick", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body | {"stream": True}).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=120) as stream:
+        stream.readline()
+        print("answer", *ask(url, "The import statement loads a module. " * 40), flush=True)
+        print("end", stream.read().split()[-1].decode(), flush=True)
+    stop()
+
+
 CLIENTS = {
     "chat": chat,
     "patient": lambda url: chat(url, 60 * MINUTES + 0.5),
     "wait": wait,
     "ids": send_ids,
     "often": ask_often,
+    "beside": ask_beside_a_stream,
     "no client": lambda url: None,
 }
 
@@ -161,6 +174,15 @@ def test_it_answers_and_outlives_silence(name: str, ends: dict[str, list[Outcome
     assert len(set(answers)) == 1
     assert "tokens_generated_total 15.0" in outcomes[0].stdout
     assert outcomes[1].stdout == ""
+
+
+def test_a_long_prompt_beside_a_stream():
+    """SC-4: all ranks bound its steps alike."""
+    outcomes = run_world(run_server, 2, ["--tensor-model-parallel-size", "2"], "beside", "nothing")
+    assert exit_codes(outcomes) == [0, 0], [one.describe() for one in outcomes]
+    answer, end = outcomes[0].stdout.splitlines()[-2:]
+    assert answer.startswith("answer 200 ")
+    assert end == "end [DONE]"
 
 
 def test_a_rank_that_raises_ends_the_server():

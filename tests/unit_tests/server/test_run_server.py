@@ -16,12 +16,10 @@ import pytest
 
 from arguments import parse_server_arguments
 from megatron_ext.commands import run, serve
-from megatron_ext.config import BatchingConfig, RequestParams, ServerConfig, SourceConfig
-from megatron_ext.config.run import ServerSettings
+from megatron_ext.config import RequestParams, ServerConfig, SourceConfig
 from megatron_ext.console.startup import PHASES
 from megatron_ext.mcore import platform
 from megatron_ext.offline.prompts import example_prompts
-from megatron_ext.server import run as server_run
 from megatron_ext.server.run import bind, build_serving, model_name
 from megatron_ext.server.serving import Serving
 from tests.on_request import long_except
@@ -250,18 +248,3 @@ def test_serving_is_built_from_settings():
     assert isinstance(serving, Serving)
     assert serving.names == ("x", "y")
     assert (serving.model, serving.requests.capacity) == ("x", 7)
-
-
-@pytest.mark.parametrize(("given", "share"), [(None, 0.02), (0.0, 0.0), (0.5, 0.5)])
-def test_a_server_bounds_prefills_beside_streams(monkeypatch, given, share):
-    """SC-4: unless another share is asked for; elsewhere a step is filled."""
-
-    class Stop(Exception):
-        pass
-
-    def stop(settings: ServerSettings, *_: object) -> None:
-        raise Stop(settings.batching.decode_share)
-
-    monkeypatch.setattr(server_run, "EngineArgs", stop)
-    with pytest.raises(Stop, match=f"^{share}$"):
-        server_run.build_serving(ServerSettings(batching=BatchingConfig(decode_share=given)))
