@@ -186,7 +186,7 @@ def _settings(given: ParsedFlags) -> InferenceSettings:
         run=RunConfig(**fields_of(RUN, values)),
         start=_start(given),
     )
-    _check_model(settings)
+    _check_whole(settings)
     return settings
 
 
@@ -215,7 +215,7 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
             "--moe-enable-routing-replay is refused: answers of the server have no routing indices; leave it out, or "
             "use megatron-ext run, which writes them"
         )
-    _check_model(settings)
+    _check_whole(settings)
     return settings
 
 
@@ -272,8 +272,13 @@ def _start(given: ParsedFlags) -> StartNotes:
     return StartNotes(given.without_effect.lines(), tuple(given.environment.items()))
 
 
-def _check_model(settings: InferenceSettings | ServerSettings) -> None:
-    """Check the flags of a model before anything is loaded."""
+def _check_whole(settings: InferenceSettings | ServerSettings) -> None:
+    """Check flags that depend on each other, before anything is loaded."""
+    tool, ranks = settings.run if isinstance(settings, InferenceSettings) else settings.server, settings.parallel
+    if tool.dry_run and ranks.smallest_world > 1:
+        raise ConfigError(
+            f"--dry-run plans a single rank, and the parallel sizes need {ranks.smallest_world}; leave them out"
+        )
     if settings.source.load is None and settings.source.load_hf is None:
         check_flags(settings.model_overrides)
 

@@ -49,7 +49,7 @@ def plan_without_weights(settings: EngineSettings) -> DryRun:
         ConfigError: What a start would refuse about sizes and memory; or there are several ranks.
     """
     if world_of_environment().size > 1:
-        raise ConfigError("--dry-run works with one rank only; leave torchrun out")
+        raise ConfigError("--dry-run plans a single rank; leave torchrun out")
     device = platform.device()
     loaded = load_model(
         settings.source,

@@ -16,6 +16,7 @@ MOE = "--hybrid-override-pattern M*E --num-experts 4"
         ("--load a --load-hf b", ("--load ", "--load-hf ")),
         ("--bf16 --fp16", ("--bf16", "--fp16")),
         ("--bf16 --dtype float16", ("--bf16", "--dtype float16")),
+        ("--dry-run --tensor-model-parallel-size 2", ("--dry-run plans a single rank", "need 2; leave them out")),
         ("--swiglu --squared-relu", ("--swiglu", "--squared-relu")),
         ("--prompts a --prompt-file b", ("--prompts", "--prompt-file")),
         (

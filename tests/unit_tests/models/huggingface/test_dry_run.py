@@ -12,6 +12,7 @@ from rich.console import Console
 
 from arguments import parse_arguments
 from megatron_ext.console.kv_cache_table import print_dry_run, print_engine
+from megatron_ext.errors import ConfigError
 from megatron_ext.models.dry_run import plan_without_weights
 from megatron_ext.models.engine_args import EngineArgs
 from megatron_ext.models.llm_engine import LLMEngine
@@ -55,3 +56,10 @@ def test_requests_that_fit_at_once() -> None:
     found = {tokens: dry.requests_at_once(tokens) for tokens in (1, 64, 256, 257, 1280, 1281, 5000)}
     assert found == {1: 6, 64: 6, 256: 5, 257: 4, 1280: 1, 1281: 0, 5000: 0}
     assert dry.plan.limits.max_model_len == 1280
+
+
+def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="--dry-run plans a single rank; leave torchrun out"):
+        plan_without_weights(parse_arguments([]))
