@@ -172,7 +172,8 @@ class Replica:
         ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._output.ended += [request for request in ended if request.audit is None]
         if self.audit is not None:
-            self.audit.note_step(plan.chunks, result.differences, time.perf_counter() - planned)
+            with self._error_isolation.guard("an audit of the prefix cache"):
+                self.audit.note_step(plan.chunks, result.differences, time.perf_counter() - planned)
         self._last_seconds = time.perf_counter() - planned
         if self.loading is not None:
             self.loading.note_step(in_flight.chunks, self._last_seconds)

@@ -375,11 +375,12 @@ class Scheduler:
                 self._requeue(request, EventType.EVICT)
                 self.counters.preemptions += 1
         self.disk_loads.clear()
-        if self.cache.lower_tier is not None:
-            self.cache.lower_tier.quarantine(block_hash, self.cache.entries.index, states_only=states_only)
         if states_only:
             self._states.drop(block_hash)
-        return self.cache.drop_all(blocks)
+        count = self.cache.drop_all(blocks)
+        if self.cache.lower_tier is not None:  # last, since it may fail
+            self.cache.lower_tier.quarantine(block_hash, self.cache.entries.index, states_only=states_only)
+        return count
 
     def weights_changed(self, *, restarts: bool) -> None:
         """Reset the cache and use new roots of block hashes; requests in the batch start again if `restarts`."""

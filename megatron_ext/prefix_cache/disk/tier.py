@@ -179,9 +179,9 @@ class DiskTier:
 
         Entries whose origin is not known go, too.
         """
-        self.forget_loads()
         wrong = untrusted(self._held, block_hash, index, states_only=states_only)
         self._drop(wrong)
+        self.forget_loads()
         self.drops[QUARANTINED] += len(wrong)
         self._storage.remove(wrong)
 

@@ -11,7 +11,6 @@ from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.disk_placing import LoadPlacing
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
-from megatron_ext.prefix_cache.disk.tier_storage import EvictedEntries
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
@@ -186,18 +185,18 @@ def test_nothing_is_looked_for_on_disk_without_room(monkeypatch):
     assert found.disk.loads.keys() == {1}
 
 
-def test_a_quarantine_ends_complete_loads_of_a_disk_that_has_failed():
+def test_a_quarantine_that_fails_ends_complete_loads(monkeypatch):
     """EX-11, EX-15: each later step would fail."""
     found = Situation(blocks=8)
     waiting = found.request(0, range(20), on_disk=5)
     found.decide()
     found.disk.finish(1, is_read=True)
     found.tier.follow()
-    found.disk.events.append(EvictedEntries(None))
-    found.scheduler.cache.lower_tier = None
-    found.scheduler.quarantine(waiting.block_hashes[0], states_only=False)
+    monkeypatch.setattr(DiskTier, "quarantine", None)
+    with pytest.raises(TypeError):
+        found.scheduler.quarantine(waiting.block_hashes[0], states_only=False)
     found.decide()
-    assert not found.tier.loads
+    assert 1 not in found.tier.loads
 
 
 def test_a_request_that_follows_a_leader_begins_no_load():

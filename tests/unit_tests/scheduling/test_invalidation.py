@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -269,3 +270,18 @@ def test_a_request_that_opts_out_neither_reads_nor_writes(opts_out: tuple[bool, 
         scheduler.end(request, Status.COMPLETED)
     assert scheduler.counters.hits == (opts_out == (False, False))
     assert (scheduler.cache.use().blocks_cached > 0) == (False in opts_out)
+
+
+@pytest.mark.parametrize("states_only", [False, True])
+def test_a_wrong_entry_leaves_memory_before_the_tier_below_may_fail(states_only: bool):
+    """EX-15: what is left would be used again."""
+    scheduler = make_scheduler(slots=4)
+    add(scheduler, first := request_of(0, range(9), num_tokens_to_generate=1))
+    step(scheduler)
+    scheduler.cache.lower_tier = SimpleNamespace(quarantine=None, on_evicted=lambda _: None)
+    wrong = first.block_hashes[1]
+    assert scheduler.cache.states.find(wrong) is not None
+    with pytest.raises(TypeError):
+        scheduler.quarantine(wrong, states_only=states_only)
+    assert scheduler.cache.states.find(wrong) is None
+    scheduler.check()
