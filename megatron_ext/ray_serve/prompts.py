@@ -62,8 +62,8 @@ async def _inputs(serving: Serving, path: str, content: object, caller: Caller) 
         else:
             body = ResponsesRequest.model_validate(content)
             chat = body.chat_request(conversation_of(body, serving.response_store, caller.tenant).messages)
-        scope, prevents = caller.bind(chat.cache_salt), chat.prevent_retokenization is not False
-        prompt = (await serving.tokenize_chat(chat.messages, chat.chat_options, scope, prevents=prevents)).ids
+        scope, sent = caller.bind(chat.cache_salt), chat.reads_sent_ids
+        prompt = (await serving.tokenize_chat(chat.messages, chat.chat_options, scope, reads_sent_ids=sent)).ids
         return chat_inputs(chat, prompt, limits, serving.chat_format, caller, defaults), chat.n or 1
     completion = CompletionRequest.model_validate(content)
     check_count(len(completion.prompts), completion.n or 1, serving.requests.capacity)

@@ -26,7 +26,6 @@ from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.history import History
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.openai.answer_memory import (
-    AnsweredChat,
     AnswerMemory,
     hash_message,
     read_answer,
@@ -114,7 +113,7 @@ class Serving:
         options: ChatOptions | None = None,
         scope: str | None = None,
         *,
-        prevents: bool = True,
+        reads_sent_ids: bool = True,
     ) -> ChatPrompt:
         """Tokenize a conversation that is rendered with its template options.
 
@@ -122,44 +121,54 @@ class Serving:
             messages: The conversation.
             options: Template options.
             scope: Tenant and cache salt, whose answers are continued.
-            prevents: Whether token ids that the last message of the assistant carries are used.
+            reads_sent_ids: Whether token ids that the last message of the assistant carries are used.
 
         Raises:
             ApiError: See `TextEncoder.encode`.
-            ConfigError: See `ChatFormat.render` and `ChatPrompt.take`.
+            ConfigError: See `ChatFormat.render` and `ChatPrompt.tokenize`.
         """
-        prompt = await asyncio.to_thread(self._rendered, messages, options or ChatOptions(), scope, prevents)
-        answered = prompt.given + self.answers.among(prompt.messages, prompt.hashes)
-        await self.text_encoder.run(prompt.chat.text, lambda _: prompt.tokenize(answered))
+        prompt = await self.chat_prompt(messages, options or ChatOptions(), scope, reads_sent_ids=reads_sent_ids)
+        remembered = self.answers.among(prompt.messages, prompt.hashes)
+        await self.text_encoder.run(prompt.chat.text, lambda _: prompt.tokenize(remembered))
         if prompt.answer is not None:
             self.answers.use(prompt.answer)
         return prompt
 
-    def _rendered(
-        self, messages: Sequence[Message], options: ChatOptions, scope: str | None, prevents: bool
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        scope: str | None,
+        ids: Sequence[int] = (),
+        *,
+        reads_sent_ids: bool = False,
     ) -> ChatPrompt:
-        prompt = self.chat_prompt(messages, options, scope)
-        prompt.chat  # noqa: B018  # rendered here, in a thread
-        index = max((i for i, one in enumerate(messages) if one.role == ASSISTANT), default=0)
-        sent = messages[index]
-        if prevents and sent.prompt_token_ids is not None and sent.generation_token_ids is not None:
-            for ids in (sent.prompt_token_ids, sent.generation_token_ids):
-                self.vocabulary.check_prompt(ids)
-            prompt.take(index, sent.prompt_token_ids, sent.generation_token_ids)
-        return prompt
+        """Return the rendered prompt of a conversation, which is not tokenized yet; see `tokenize_chat`."""
+        answers = [
+            (i, one.prompt_token_ids, one.generation_token_ids)
+            for i, one in enumerate(messages)
+            if one.role == ASSISTANT
+        ]
+        sent = {i: (before, own) for i, before, own in answers if before is not None and own is not None}
+        if not reads_sent_ids or not sent or max(sent) != answers[-1][0]:
+            sent = {}
+        for before, own in sent.values():
+            self.vocabulary.check_prompt(before)
+            self.vocabulary.check_prompt(own)
 
-    def chat_prompt(
-        self, messages: Sequence[Message], options: ChatOptions, scope: str | None, ids: Sequence[int] = ()
-    ) -> ChatPrompt:
-        """Return the prompt of a conversation, which is neither rendered nor tokenized yet; see `tokenize_chat`."""
-        return ChatPrompt(self.chat_format.dicts_of(messages), scope, self.chat_format, options, ids)
+        def rendered() -> ChatPrompt:
+            prompt = ChatPrompt(self.chat_format.dicts_of(messages), scope, self.chat_format, options, sent, ids)
+            prompt.digest  # noqa: B018  # rendered here, in a thread
+            return prompt
+
+        return await asyncio.to_thread(rendered)
 
     def remember(self, prompt: ChatPrompt, answer_format: AnswerFormat, record: RequestRecord) -> None:
         """Remember the token ids of an answer for the next turn of its conversation."""
-        _, content, calls = read_answer(record.generated_text, record.finish_reason, answer_format)
-        key = hash_message(prompt.hashes[-1], ASSISTANT, content, calls).digest()
-        chat = AnsweredChat.of(record.prompt_tokens, record.generated_tokens, self.chat_format.ends)
-        self.answers.put(key, chat, prompt.answer)
+        if self.answers.is_on:
+            _, content, calls = read_answer(record.generated_text, record.finish_reason, answer_format)
+            key = hash_message(prompt.hashes[-1], ASSISTANT, content, calls).digest()
+            self.answers.put(key, prompt.answered(record.generated_tokens), prompt.answer)
 
     async def marked_positions(self, body: ChatRequest, prompt: Sequence[int], scope: str | None = None) -> list[int]:
         """Return the positions of a chat's `cache_control` marks in its prompt, the last one first.
@@ -177,7 +186,7 @@ class Serving:
         positions: set[int] = set()
         for messages in prefixes:
             with suppress(ConfigError):
-                marked = await self.tokenize_chat(messages, options, scope)
+                marked = await self.tokenize_chat(messages, options, scope, reads_sent_ids=body.reads_sent_ids)
                 positions.add(common_length(array("i", prompt), array("i", marked.ids)))
         return sorted(positions - {0}, reverse=True)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -99,28 +99,33 @@ def _arguments(text: str) -> object:
     return parsed if isinstance(parsed, dict) else {INVALID_JSON: text}
 
 
+def digest_of(text: str) -> bytes:
+    """Return the digest of a rendered text."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
 @dataclass(frozen=True)
 class AnsweredChat:
     """Conversation through an answer.
 
     Attributes:
         ids: Token ids of the prompt and the answer, without the token that ended it: the template may write another.
-        prompt_length: Number of the prompt's tokens.
+        answer: Text of the answer, special tokens included.
+        prompt_length: Characters of the rendered prompt.
+        prompt_digest: Digest of the rendered prompt.
+        is_respelled: Whether the ids of the prompt spell calls of earlier answers in another way than its rendering.
     """
 
     ids: array[int]
+    answer: str
     prompt_length: int
-
-    @classmethod
-    def of(cls, prompt: Sequence[int], generated: Sequence[int], ends: Collection[int | None]) -> AnsweredChat:
-        """Return the conversation of a prompt and an answer, which one of `ends` may end."""
-        written = generated[:-1] if generated and generated[-1] in ends else generated
-        return cls(array("i", [*prompt, *written]), len(prompt))
+    prompt_digest: bytes
+    is_respelled: bool = False
 
     @property
     def size(self) -> int:
         """Bytes that it takes."""
-        return len(self.ids) * self.ids.itemsize + _OVERHEAD
+        return len(self.ids) * self.ids.itemsize + 4 * len(self.answer) + _OVERHEAD
 
 
 class AnswerMemory:

@@ -16,10 +16,16 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.openai.answer_memory import AnsweredChat, content_and_calls, hash_messages, read_answer
+from megatron_ext.server.openai.answer_memory import (
+    AnsweredChat,
+    content_and_calls,
+    digest_of,
+    hash_messages,
+    read_answer,
+)
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import MAX_CALLS
@@ -27,6 +33,9 @@ from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenderedChat
 from megatron_ext.text.prompt_tokenization import begin_once
 from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function
+
+SentIds: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a prompt and of its answer."""
 
 
 class ChatPrompt:
@@ -37,11 +46,11 @@ class ChatPrompt:
         scope: Tenant and cache salt, whose answers it may continue.
         chat_format: Chat template and tokens of the model.
         options: Template options.
+        sent: Token ids that messages of the assistant carry, of the prompt and the answer, by the index of the message.
         ids: Token ids, if they are known.
 
     Attributes:
         hashes: Hash through each message.
-        given: Answered conversations that the request itself has, with the index of the answer: at most one.
         ids: Token ids; empty until `tokenize` has computed them.
         answer: Key of the answer whose conversation the ids begin with; None without one.
         retokenized: Positions [start, end) at which an earlier turn has other tokens; None for no such positions.
@@ -53,13 +62,15 @@ class ChatPrompt:
         scope: str | None,
         chat_format: ChatFormat,
         options: ChatOptions,
+        sent: Mapping[int, SentIds] | None = None,
         ids: Sequence[int] = (),
     ) -> None:
         self.messages, self.ids = messages, list(ids)
         self.hashes = hash_messages(scope, messages)
-        self.given: list[tuple[int, AnsweredChat]] = []
         self.answer: bytes | None = None
         self.retokenized: tuple[int, int] | None = None
+        self._sent = sent or {}
+        self._is_respelled = False
         self._format, self._options = chat_format, options
         self._tokenizer = chat_format.tokenizer
 
@@ -72,43 +83,36 @@ class ChatPrompt:
         """
         return self._format.render_dicts(self.messages, self._options)
 
-    def take(self, index: int, prompt_ids: Sequence[int], generation_ids: Sequence[int]) -> None:
-        """Take the token ids that a message of the assistant carries, as Megatron's servers return them.
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of the rendered conversation."""
+        return digest_of(self.chat.text)
+
+    def answered(self, generated: Sequence[int], prompt: Sequence[int] | None = None) -> AnsweredChat:
+        """Return the conversation through an answer to this prompt.
 
         Args:
-            index: Index of the message.
-            prompt_ids: Ids of the conversation before it.
-            generation_ids: Ids of the message, as it was generated.
-
-        Raises:
-            ConfigError: The ids do not read as the conversation or do not give the message's fields.
+            generated: Tokens of the answer.
+            prompt: Tokens of the prompt, if others were read than `ids`.
         """
-        options = replace(self._options, add_generation_prompt=True, continue_final_message=False)
-        before = self._format.render_dicts(self.messages[:index], options).text if index else ""
-        if self._read(list(prompt_ids)) != before:
-            raise ConfigError(f"messages.{index}.prompt_token_ids do not read as the conversation before the message")
-        text = self._tokenizer.detokenize(list(generation_ids), skip_special_tokens=not self._format.reads_special)
-        message = self.messages[index]
-        functions = tuple(map(_function_of, self._options.tools))
-        inside = self._format.ends_inside_thinking(prompt_ids)
-        for reasoning in dict.fromkeys((self._format.reasoning, None)):  # with and without `separate_reasoning`
-            form = AnswerFormat(self._format.tool_calls, functions, len(functions) and MAX_CALLS, reasoning, inside)
-            thinking, content, calls = read_answer(text, "stop", form)
-            sent, sent_calls = content_and_calls(message)
-            if (content.strip(), calls) == (sent.strip(), sent_calls) and message.get("reasoning_content") in (
-                None,
-                thinking,
-            ):
-                self.given = [(index, AnsweredChat.of(prompt_ids, generation_ids, self._format.ends))]
-                return
-        raise ConfigError(f"messages.{index}.generation_token_ids do not give the fields of the message")
+        written = list(generated[:-1] if generated and generated[-1] in self._format.ends else generated)
+        text = self._tokenizer.detokenize(written, skip_special_tokens=False)
+        ids = self.ids if prompt is None else prompt
+        return AnsweredChat(
+            array("i", [*ids, *written]), text, len(self.chat.text), self.digest, is_respelled=self._is_respelled
+        )
 
-    def tokenize(self, answered: Sequence[tuple[int, AnsweredChat]]) -> None:
+    def tokenize(self, remembered: Sequence[tuple[int, AnsweredChat]]) -> None:
         """Compute the ids.
 
         Args:
-            answered: Answered conversations that it may continue, by the index of the answer, the last one first.
+            remembered: Answered conversations that it may continue, by the index of the answer, the last one first.
+
+        Raises:
+            ConfigError: Token ids that the last message of the assistant carries do not read as the conversation before
+                it, or do not give its fields.
         """
+        answered = [*self._sent_chat(remembered), *remembered]
         for index, known in answered:
             ids = self._continued(index, known)
             if ids is not None:
@@ -119,44 +123,97 @@ class ChatPrompt:
         if answered and (self.answer is None or known is not answered[0][1]):
             self.retokenized = _retokenized(self.ids, answered[0][1])
 
+    def _sent_chat(self, remembered: Sequence[tuple[int, AnsweredChat]]) -> list[tuple[int, AnsweredChat]]:
+        """Return the conversation through the last answer whose token ids were sent; empty without such ids."""
+        if not self._sent:
+            return []
+        last = max(self._sent)
+        found = self._verified(last, remembered)
+        if found is None:  # earlier answers may have calls in another spelling: verify from the first one on
+            before: list[tuple[int, AnsweredChat]] = []
+            for index in sorted(self._sent):
+                found = self._verified(index, [*before, *remembered])
+                before = before if found is None else [(index, found)]
+        if found is None:
+            raise ConfigError(f"messages.{last}.prompt_token_ids do not read as the conversation before the message")
+        self._check_fields(last)
+        return [(last, found)]
+
+    def _verified(self, index: int, known: Sequence[tuple[int, AnsweredChat]]) -> AnsweredChat | None:
+        """Return the conversation through a message that carries ids; None if they do not read as the text before it.
+
+        Args:
+            index: Index of the message.
+            known: Answered conversations that its prompt may have continued.
+        """
+        if not index:  # an answer to nothing
+            return None
+        prompt, generated = self._sent[index]
+        options = replace(self._options, add_generation_prompt=True, continue_final_message=False)
+        before = ChatPrompt(self.messages[:index], None, self._format, options)
+        if self._read(list(prompt)) != before.chat.text:
+            before.tokenize([one for one in known if one[0] < index])
+            if before.ids != list(prompt):
+                return None
+        return before.answered(generated, prompt)
+
+    def _check_fields(self, index: int) -> None:
+        """Check that the ids of an answer give the fields of its message, by the parsers that read answers."""
+        prompt, generated = self._sent[index]
+        text = self._tokenizer.detokenize(list(generated), skip_special_tokens=not self._format.reads_special)
+        message = self.messages[index]
+        content, calls = content_and_calls(message)
+        functions = tuple(map(_function_of, self._options.tools))
+        inside = self._format.ends_inside_thinking(prompt)
+        for reasoning in dict.fromkeys((self._format.reasoning, None)):  # with and without `separate_reasoning`
+            form = AnswerFormat(self._format.tool_calls, functions, len(functions) and MAX_CALLS, reasoning, inside)
+            thinking, written, written_calls = read_answer(text, "stop", form)
+            has_thought = message.get("reasoning_content") in (None, thinking)
+            if has_thought and (written.strip(), written_calls) == (content.strip(), calls):
+                return
+        raise ConfigError(f"messages.{index}.generation_token_ids do not give the fields of the message")
+
     def _continued(self, index: int, known: AnsweredChat) -> list[int] | None:
-        """Return the ids that continue an answered conversation; None if its text is not the rendered one."""
-        ids, text = known.ids.tolist(), self.chat.text
-        known_text = self._read(ids)
-        if text.startswith(known_text):
-            start, expected = len(known_text), text
-        else:
-            found = self._after_calls(index, known, known_text)
+        """Return the ids that continue an answered conversation; None if it is not the rendered one."""
+        text, prompt_end = self.chat.text, known.prompt_length
+        if digest_of(text[:prompt_end]) != known.prompt_digest:
+            return None
+        start, is_respelled = prompt_end + len(known.answer), known.is_respelled
+        if not text.startswith(known.answer, prompt_end):
+            found = self._after_calls(index, prompt_end, known.answer)
             if found is None:
                 return None
-            start, expected = found, known_text + text[found:]
-        ids += self.chat.ids_from(start)
-        return ids if self._read(ids) == expected else None
+            start, is_respelled = found, True
+        ids = known.ids.tolist() + self.chat.ids_from(start)
+        read = self._read(ids)
+        # What respelled calls read as was verified when the conversation was continued through them.
+        if not (read.endswith(known.answer + text[start:]) if is_respelled else read == text):
+            return None
+        self._is_respelled = is_respelled
+        return ids
 
-    def _after_calls(self, index: int, known: AnsweredChat, known_text: str) -> int | None:
+    def _after_calls(self, index: int, prompt_end: int, answer: str) -> int | None:
         """Return where the rendered text continues after an answer whose calls it spells in another way.
 
-        The messages before the answer and the text before its calls are unchanged; the calls are equal as values, since
-        the key of the answer covers them. None if anything else differs.
+        The text before the calls is unchanged; the calls are equal as values, since the key of the answer covers them.
+        None if anything else differs.
         """
-        calls = self._format.tool_calls
-        prompt = self._read(known.ids[: known.prompt_length].tolist())
-        end_of_turn = self._format.end_of_turn
+        calls, end_of_turn = self._format.tool_calls, self._format.end_of_turn
         if end_of_turn is None or not self.messages[index].get("tool_calls"):
             return None
         end = self._tokenizer.detokenize([end_of_turn], skip_special_tokens=False)
         options = replace(self._options, add_generation_prompt=False, continue_final_message=False)
         through = self._format.render_dicts(self.messages[: index + 1], options).text
-        if not (self.chat.text.startswith(through) and through.startswith(prompt) and known_text.startswith(prompt)):
+        if not self.chat.text.startswith(through):
             return None
-        answer, shown = known_text[len(prompt) :], through[len(prompt) :]
+        shown = through[prompt_end:]
         written, found, _ = answer.partition(calls.opening)
         before = written.rstrip() if found else ""
         begins = shown.startswith(before) and shown[len(before) :].lstrip().startswith(found)
         place = shown.rfind(end)
         if place < 0 or not begins or not answer.rstrip().endswith(calls.closing):
             return None
-        return len(prompt) + place
+        return prompt_end + place
 
     def _read(self, ids: list[int]) -> str:
         """Return the text of ids, without a beginning of document that the rendered text does not spell."""

@@ -316,6 +316,11 @@ class TemplateFields(Body):
         return self
 
     @property
+    def reads_sent_ids(self) -> bool:
+        """Return whether token ids that the last message of the assistant carries are used."""
+        return self.prevent_retokenization is not False
+
+    @property
     def has_options(self) -> bool:
         """Return whether any template option is set."""
         given = (self.tools, self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)

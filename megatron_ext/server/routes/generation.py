@@ -97,10 +97,10 @@ async def prepare_chat(
     scope = caller.bind(body.cache_salt)
     handed_on = handed_on_tokens(request.scope)
     if handed_on:
-        chat = serving.chat_prompt(body.messages, body.chat_options, scope, handed_on[0])
+        chat = await serving.chat_prompt(body.messages, body.chat_options, scope, handed_on[0])
     else:
-        prevents = body.prevent_retokenization is not False
-        chat = await serving.tokenize_chat(body.messages, body.chat_options, scope, prevents=prevents)
+        sent = body.reads_sent_ids
+        chat = await serving.tokenize_chat(body.messages, body.chat_options, scope, reads_sent_ids=sent)
     prompt = chat.ids
     answer = answer_format_of(body, prompt, serving.chat_format)
     # The grammar has the supported part of the functions' schemas; the reader of the answer gets the whole ones.

@@ -76,8 +76,8 @@ async def tokenize(body: TokenizeRequest, request: Request, serving: ServerDepen
 async def _tokens(body: TokenizeRequest, request: Request, serving: Serving) -> list[int]:
     if body.messages is not None:
         scope = request.scope[CALLER].bind(body.cache_salt)
-        prevents = body.prevent_retokenization is not False
-        return (await serving.tokenize_chat(body.messages, body.chat_options, scope, prevents=prevents)).ids
+        sent = body.reads_sent_ids
+        return (await serving.tokenize_chat(body.messages, body.chat_options, scope, reads_sent_ids=sent)).ids
     assert body.prompt is not None, "the body has been checked"
     tokenizer = serving.tokenizer
     if body.add_special_tokens is False and isinstance(tokenizer, TextTokenizer):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_ext.config.limits import ServerLimits
+from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
@@ -21,7 +22,6 @@ from megatron_ext.server.openai.chat_prompt import ChatPrompt
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.prompt_tokenization import begin_once
 from megatron_ext.text.tool_calls.formats import HERMES
 from megatron_ext.text.tool_calls.functions import Function
 from tests.on_request import long_except
@@ -247,6 +247,22 @@ class TestSplices:
             call = {"type": "function", "function": {"name": "lookup", "arguments": arguments}}
             assert not self.continued(chats, known, [FIRST, said("I look.", tool_calls=[call]), told])
 
+    def test_turns_after_calls_in_another_spelling(self, chats):
+        """The chain goes on through each of them, and ends where an earlier turn is edited."""
+        messages, known = [FIRST], []
+        for turn in range(3):
+            known = chats.answer(SPELLED, messages)
+            messages = [*messages, said(None, tool_calls=[CALL]), {"role": "tool", "content": f"cold {turn}"}]
+            prompt = chats.prompt(messages)
+            assert prompt.ids[: len(known)] == known
+            assert prompt.retokenized is None
+        edited = [*messages[:2], {"role": "tool", "content": "warm"}, *messages[3:]]
+        assert chats.prompt(edited).ids[: len(known)] != known
+        known, messages = chats.answer("Cold.", messages), [*messages, said("Cold."), MORE]
+        assert chats.prompt(messages).ids[: len(known)] == known
+        chats.options = ChatOptions(tools=TOOLS[::-1])  # another beginning of the prompt, for the same messages
+        assert chats.prompt(messages).ids == chats.plain(messages)
+
     @pytest.mark.parametrize("thought", ["", "Hm.", "Hm!"])
     def test_calls_after_thinking_that_a_template_drops(self, chats, thought):
         known = chats.answer(f"<think>\nHm.\n</think>\n\n{SPELLED}")
@@ -259,7 +275,7 @@ class TestSplices:
         """Tokenizer that writes a space before each text."""
         chats.answer(SENTENCE)
         messages = [Message(**one) for one in (FIRST, said(SENTENCE), MORE)]
-        prompt = chats.serving.chat_prompt(messages, chats.options, None)
+        prompt = asyncio.run(chats.serving.chat_prompt(messages, chats.options, None))
         whole, tokenize = prompt.chat, chats.serving.tokenizer.tokenize_plain
         prompt.chat = dataclasses.replace(whole, ids_from=lambda start: tokenize(" " + whole.text[start:]))
         prompt.tokenize(chats.serving.answers.among(prompt.messages, prompt.hashes))
@@ -286,13 +302,12 @@ def test_tokenizers(tmp_path, name):
     before = tokenizer.render_chat(question)
     text = tokenizer.render_chat(messages[:2], False).text.removeprefix(before.text)
     answer = text[: text.index("dog")]
-    prompt_ids = begin_once(before.ids(), tokenizer.bos)
-    known = [
-        *prompt_ids,
-        *(token for part in (answer, "d", "og") for token in tokenizer.tokenize_plain(part)),
-    ]
+    start = ChatPrompt(question, None, ChatFormat(tokenizer), ChatOptions())
+    start.tokenize([])
+    written = [token for part in (answer, "d", "og") for token in tokenizer.tokenize_plain(part)]
+    known = [*start.ids, *written]
     prompt = ChatPrompt(messages, None, ChatFormat(tokenizer), ChatOptions())
-    prompt.tokenize([(1, AnsweredChat(array("i", known), len(prompt_ids)))])
+    prompt.tokenize([(1, start.answered(written))])
     whole = prompt.chat
     read = tokenizer.detokenize(prompt.ids, skip_special_tokens=False)
     assert (prompt.ids[: len(known)] == known) is (prompt.answer is not None)
@@ -349,7 +364,7 @@ def test_a_retokenized_answer_is_explained(roomy):
 
 class TestMemory:
     def entry(self, size: int) -> AnsweredChat:
-        return AnsweredChat(array("i", [0] * size), 0)
+        return AnsweredChat(array("i", [0] * size), "", 0, b"")
 
     def test_is_bounded(self):
         memory = AnswerMemory(10 * self.entry(100).size)
@@ -418,6 +433,29 @@ class TestSentIds:
         answer = roomy.http.post("/tokenize", json={"messages": messages, "tools": TOOLS})
         assert answer.status_code == 400
         assert field in answer.text or "1000000000" in answer.text
+
+    @pytest.mark.parametrize("carriers", ["all", "the last"])
+    def test_after_calls_in_another_spelling(self, chats, carriers):
+        """The ids of all answers verify each other; those of the last alone need the memory."""
+        messages: list[dict] = [FIRST]
+        for turn in range(3):
+            prompt = chats.prompt(messages).ids
+            known = chats.answer(SPELLED, messages)
+            ids = {
+                "prompt_token_ids": prompt,
+                "generation_token_ids": [*known[len(prompt) :], chats.serving.chat_format.end_of_turn],
+            }
+            messages = [*messages, said(None, tool_calls=[CALL], **ids), {"role": "tool", "content": f"cold {turn}"}]
+        if carriers == "the last":
+            for message in messages[:-2]:
+                message.pop("prompt_token_ids", None)
+        assert chats.prompt(messages).ids[: len(known)] == known
+        chats.serving.answers = AnswerMemory(2**20)
+        if carriers == "all":
+            assert chats.prompt(messages).ids[: len(known)] == known
+            messages[1]["generation_token_ids"] = messages[1]["generation_token_ids"][:-9]
+        with pytest.raises(ConfigError, match=r"messages.5.prompt_token_ids do not read"):
+            chats.prompt(messages)
 
     def test_a_cut_answer_is_no_message_to_send_back(self, roomy):
         """A stop string cuts text that the ids have."""
