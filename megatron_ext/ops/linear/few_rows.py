@@ -19,6 +19,7 @@ from megatron_ext.ops.linear import table
 
 FEWEST_ROWS: Final = 4
 _MOST_INPUTS: Final = 1024  # of a single row that oneDNN adds up in the same order as several rows
+_MEASURED: Final = (table.AVX512_BF16, "AVX512", "AVX2")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -35,7 +36,7 @@ def depends_on_rows(x: Tensor) -> bool:
 
 def rows_are_independent(weight: Tensor) -> bool:
     """Return whether a row's bits in products with a weight of this type were measured to depend on no other row."""
-    is_measured = table.AMX not in table.instruction_sets(weight.dtype)
+    is_measured = table.instruction_sets(weight.dtype)[0] in _MEASURED
     return weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16) and is_measured
 
 
@@ -45,7 +46,7 @@ def with_rows(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if not 0 < count < FEWEST_ROWS:
         return multiply(x)
     rows = F.pad(x.reshape(count, -1), (0, 0, 0, FEWEST_ROWS - count))
-    return multiply(rows)[:count].unflatten(0, x.shape[:-1]) if x.dim() > 1 else multiply(rows)[0]
+    return multiply(rows)[:count].reshape(*x.shape[:-1], -1)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops import cpp
+from megatron_ext.ops.linear.few_rows import rows_are_independent
 from megatron_ext.speculation.ngram import NgramDrafter
 from tests.on_request import long_except
 from tests.priority import TestPriority
@@ -76,6 +77,8 @@ def test_no_bit_changes_in_16_bits(kind, dtype):
         CONFIGS[kind], ffn_hidden_size=8192, moe_ffn_hidden_size=8192 if kind == "experts" else None
     )
     model = build_slow_decay(config).to(dtype)
+    if not rows_are_independent(next(model.parameters())):
+        pytest.skip("not measured on this CPU")
     pair = Pair(lambda **options: Driver(model, config, dtype=dtype, **options), cache=caching("kernel"))
     drafter = Knowing(ANSWERS["right_for_a_while"])
     chat(pair.plain)
