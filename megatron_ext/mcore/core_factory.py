@@ -124,7 +124,7 @@ class ContextResources(ModelResources):
         self._packed = controller.packed
         self._weights = WeightsWatch(self._model)
         self._samples = samples_of(self._model)
-        self._keeps_contents = False  # of the pools, in host memory
+        self._keeps_contents = False  # of the pools, in host memory and after the return from it
 
     def has_new_weights(self) -> bool:
         """Return whether weights have changed; see `ModelResources`."""
@@ -160,7 +160,6 @@ class ContextResources(ModelResources):
         self._context.allocate_all_tensors(is_init=False)
         if self._samples is not None and not self._keeps_contents:  # nothing is cached yet
             self._samples.take()
-        self._keeps_contents = False
 
     def capture(self) -> None:
         """Capture the CUDA graphs; see `ModelResources`. Several ranks do so in the steps that need them."""

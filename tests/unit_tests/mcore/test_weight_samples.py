@@ -65,3 +65,13 @@ def test_writes_between_a_suspension_and_the_resumption_are_followed():
     attached.model.weight.data.mul_(2)
     attached.resources.allocate()
     assert not attached.is_refused()
+
+
+def test_silent_writes_after_a_resumption_that_failed_are_refused():
+    """RL-6: what was cached before the suspension is back, and the next attempt allocates nothing."""
+    attached = Attached()
+    attached.resources.free(offloads=True)
+    attached.resources.allocate()
+    attached.model.weight.data.mul_(2)
+    attached.resources.allocate()
+    assert attached.is_refused()
