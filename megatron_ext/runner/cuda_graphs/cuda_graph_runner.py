@@ -145,12 +145,12 @@ class CudaGraphRunner:
     # Graphs
 
     def prepare(self) -> None:
-        """Capture the graphs of every bucket, if capture is slow and the pools are newer than the graphs.
+        """Capture the graphs of every bucket, if capture is slow and these pools have none.
 
         Raises:
             ConfigError: The pools leave too little memory for the graphs; none is kept then.
         """
-        if not self._graphs.takes_long or self._model.pools is self._pools:
+        if not self._graphs.takes_long or (self._captured and self._model.pools is self._pools):
             return
         self.forget()
         buckets = self._buckets.all()
@@ -160,7 +160,6 @@ class CudaGraphRunner:
                     self._graphs_of(bucket)
         except ConfigError:
             self.forget()
-            self._pools = None  # the next call tries again
             raise
 
     def forget(self) -> None:

@@ -120,7 +120,7 @@ class Driver:
         allocate = self.context.allocate_all_tensors
 
         def allocate_poisoned(**kwargs: object) -> None:
-            is_new = not self.context.is_tensor_state_allocated
+            is_new = self.context.pools is None
             allocate(**kwargs)
             if is_new:
                 self._poison_all()
