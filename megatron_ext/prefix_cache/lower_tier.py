@@ -41,7 +41,7 @@ class LowerTier(Protocol):
 
         Args:
             block_hash: Hash of the block whose keys and values, or states at the end, are wrong.
-            index: Blocks in memory, before any is dropped.
+            index: Blocks in memory, where these are gone already.
             states_only: Whether only the snapshot is wrong, and what was computed from it.
         """
 
