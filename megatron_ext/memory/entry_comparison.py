@@ -12,7 +12,6 @@ from megatron_ext.ops.step_metadata import to_device
 from megatron_ext.scheduling.audit import Comparison, Differences
 
 # Relative to the largest value of a layer: what other chunks, another order of sums and decoding may change.
-# docs/design.md has what was measured.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 2**-6, torch.bfloat16: 2**-4}
 _MAX_BYTES = 64 * 2**20  # of blocks that are compared at once
 

@@ -108,7 +108,7 @@ def test_the_figure_of_the_token_axis():
 
 
 def test_the_worked_example(tmp_path):
-    """The JSON output of a miss and a hit equals the example in design.md."""
+    """The JSON output of a miss and a hit equals the example in prefix_caching.md."""
     a = list(range(1000, 1150))
     b = [*a[:140], *range(2000, 2030)]
     c, d = ([*a[:100], *range(first, first + 70)] for first in (3000, 4000))
@@ -121,7 +121,7 @@ def test_the_worked_example(tmp_path):
     assert main(f"{flags} {pools} {files}".split()) == 0
     results = json.loads(output.read_text("utf-8"))
 
-    example = text_of("docs/design.md").split("### A miss, a hit")[1].split("\n## ")[0]
+    example = text_of("docs/prefix_caching.md").split("## A miss, a hit")[1].split("\n## ")[0]
     rows = [row.split(" | ") for row in example.splitlines() if re.match(r"\| [a-d]: ", row)]
     for entry, (_, matched, skipped, reasons, _) in zip((results[key] for key in "0123"), rows, strict=True):
         assert entry["matched_block_count"] == int(matched)
