@@ -14,7 +14,7 @@ import pytest
 from arguments.parser import build_server_parser
 from megatron_ext.commands.main import main
 from tests.unit_tests.support.source import ROOT
-from tools.pages import chart, figures, reference, staging, terminal
+from tools.pages import chart, figures, packages, reference, staging, terminal
 from tools.pages.attributes import Field, fields_of
 from tools.pages.staging import BrokenLinkError
 
@@ -146,6 +146,12 @@ class TestFigures:
         machine, rows = chart.read(text)
         assert machine == "machine"
         assert rows == [chart.Row("5 M: warm, 128", [1100.0, 2.0], {"vLLM": [0.5, 4.0], "transformers": [0.25]})]
+
+    def test_packages_are_above_all_that_they_import(self):
+        graph = {"a": set(), "b": {"a"}, "c": {"a"}, "d": {"b"}}
+        assert packages.layers(graph) == [["a"], ["b", "c"], ["d"]]
+        with pytest.raises(ValueError, match="a, b"):
+            packages.layers({"a": {"b"}, "b": {"a"}})
 
     def test_the_terminal_leaves_out_the_middle(self):
         requests = "".join(f"    {n:2}  10  0\n        < p\n        > a\n" for n in range(9))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tools.pages.chart import chart
 from tools.pages.drawing import COMPUTED, KEPT, LOST, PLAIN, STATE, Drawing
+from tools.pages.packages import packages
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs/images"
@@ -241,6 +242,7 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
     "concepts/replicas.svg": replicas,
     "concepts/disk.svg": disk,
     "speed.svg": chart,
+    "packages.svg": packages,
 }
 
 
