@@ -1,4 +1,4 @@
-"""Summary of a run's standard rows, in the README and in RESULTS.md: `python -m benchmarks.summary FIGURES.json`.
+"""Summary of a run's standard rows in RESULTS.md: `python -m benchmarks.summary FIGURES.json`.
 
 Prints the tables of the standard rows and of the goals. `--update FILE` writes each table between its marks in a
 document, which are lines of their own: `<!-- benchmarks: standard -->` or `<!-- benchmarks: goals -->`, and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,21 +28,18 @@ PEERS = {
     "llama_q8_0": "llama.cpp's, Q8_0",
 }
 MACHINE = "machine"  # key of the machine's description in a file of figures
-RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
-def standard_table(pages: Pages, machine: str, link: str = "") -> str:
+def standard_table(pages: Pages, machine: str) -> str:
     """Return the table of the standard rows: ours, over the floor, and over each measured peer's.
 
     Args:
         pages: Pages by case.
         machine: Processor, threads and the like.
-        link: Path of RESULTS.md; empty for no link.
     """
-    more = f"; [all of it, and what was missed]({link})" if link else ""
     peers = [peer for peer in PEERS if any(_page(pages, peer, size) for size in SIZES)]
     head = [
-        f"{machine}, fp32, one run of `make bench`{more}",
+        f"{machine}, fp32, one run of `make bench`",
         *("ours", "over the floor"),
         *(f"over {PEERS[one]}" for one in peers),
     ]
@@ -129,9 +125,9 @@ def goals_table(pages: Pages) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def tables(pages: Pages, machine: str, link: str = "") -> dict[str, str]:
+def tables(pages: Pages, machine: str) -> dict[str, str]:
     """Return all tables by the names of their places; see `standard_table`."""
-    return {"standard": standard_table(pages, machine, link), "goals": goals_table(pages)}
+    return {"standard": standard_table(pages, machine), "goals": goals_table(pages)}
 
 
 _BLOCK = re.compile(r"(<!-- benchmarks: (standard|goals) -->\n).*?(<!-- benchmarks: end -->)", re.DOTALL)
@@ -143,13 +139,12 @@ def updated(path: Path, pages: Pages, machine: str) -> str:
     Raises:
         ValueError: It has no place for a table.
     """
-    text, is_results = path.read_text("utf-8"), path.resolve() == RESULTS.resolve()
+    text = path.read_text("utf-8")
     if not _BLOCK.search(text):
         raise ValueError(
             f"{path} has no line <!-- benchmarks: standard --> or <!-- benchmarks: goals --> before an end"
         )
-    link = "" if is_results else os.path.relpath(RESULTS, path.resolve().parent)
-    found = tables(pages, machine, link)
+    found = tables(pages, machine)
     return _BLOCK.sub(lambda block: f"{block[1]}\n{found[block[2]]}\n\n{block[3]}", text)
 
 

@@ -38,16 +38,6 @@ def test_goals_name_cases_of_make_bench():
     assert sorted(name for name in named if name not in CASES or not CASES[name].in_bench) == []
 
 
-def test_each_figure_of_the_readme_is_found_by_name():
-    """Each row of the README's table of figures begins as a row of RESULTS.md, which names a case or a command."""
-    readme = (ROOT / "README.md").read_text("utf-8").split("\n\n")
-    (table,) = (part for part in readme if "[all of it" in part)
-    figures = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
-    named = [line.split(" | ")[0].removeprefix("| ") for line in RESULTS.splitlines() if line.startswith("| ")]
-    assert len(figures) > 10
-    assert [figure for figure in figures if not any(one and figure.startswith(one) for one in named)] == []
-
-
 def test_timed_functions_exist():
     """Names of timed functions are looked up when a case runs, so that a rename would break it unseen."""
     places = {**steps.HOST, "compute": steps.COMPUTE, **ranks.SENDS, **models.PHASES}

@@ -140,12 +140,21 @@ class TestFigures:
         assert (figures.FOLDER / name).read_text("utf-8") == figures.FIGURES[name]().svg()
 
     def test_the_chart_reads_the_table(self):
-        head = "| machine; [link](x) | ours | over the floor | over vLLM's | over transformers' |"
-        row = "| 5 M: warm, 128 | 1,100 / 2 | 3 | 0.5 / 4 | 0.25 |"
+        head = (
+            "| machine; [link](x) | ours | over the floor | over vLLM's | over transformers' | over llama.cpp's, f32 |"
+        )
+        row = "| 5 M: warm, 128 | 1,100 / 2 | 3 | 0.5 / 4 | 0.25 |  |"
         text = f"<!-- benchmarks: standard -->\n\n{head}\n| --- |\n{row}\n<!-- benchmarks: end -->"
         machine, rows = chart.read(text)
         assert machine == "machine"
-        assert rows == [chart.Row("5 M: warm, 128", [1100.0, 2.0], {"vLLM": [0.5, 4.0], "transformers": [0.25]})]
+        ratios = {"vLLM": [0.5, 4.0], "transformers": [0.25], "llama.cpp": []}
+        assert rows == [chart.Row("5 M: warm, 128", [1100.0, 2.0], ratios)]
+        assert chart.figures(rows[0], 1) == {"megatron_ext": 2.0, "vLLM": 0.5}
+
+    def test_the_table_of_the_readme_is_up_to_date(self):
+        """At most six rows, in plain figures, of the run that RESULTS.md has."""
+        assert "".join((chart.MARKS[0], chart.table(), chart.MARKS[1])) in (ROOT / "README.md").read_text("utf-8")
+        assert len(chart.table().splitlines()) <= 8
 
     def test_packages_are_above_all_that_they_import(self):
         graph = {"a": set(), "b": {"a"}, "c": {"a"}, "d": {"b"}}

@@ -1,4 +1,7 @@
-"""Chart of time to first token and decode steps, from the table that `benchmarks.summary` writes into RESULTS.md."""
+"""Speed in the README, from the table that `benchmarks.summary` writes into RESULTS.md: a chart and a short table.
+
+`python -m tools.pages.chart` writes the table into the README, between its marks.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from pathlib import Path
 
 from tools.pages.drawing import COMPUTED, KEPT, LINE, PLAIN, Drawing
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/RESULTS.md"
-PEERS = {"vLLM": "over vLLM's", "transformers": "over transformers'"}
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/RESULTS.md"
+PEERS = {"vLLM": "over vLLM's", "transformers": "over transformers'", "llama.cpp": "over llama.cpp's, f32"}
 SIZES = ("5 M", "0.25 B")
 # Title of a panel, beginning of its row, and which of the row's figures it shows.
 PANELS = (
@@ -18,6 +22,16 @@ PANELS = (
     ("decode step of 1", "decode step of", 0),
     ("decode step of 8", "decode step of", 2),
 )
+# Words of a row of the README's table, the beginning of the measured row, which of its figures, and the unit.
+TABLE = (
+    ("first token of a new prompt, 2,176 tokens", "cold time to first token", 0, "ms"),
+    ("the same, when 2,048 of the tokens are cached", "warm, 128 own tokens", 0, "ms"),
+    ("each token of one request", "decode step of", 0, "ms"),
+    ("each token of eight requests that run together", "decode step of", 2, "ms"),
+    ("tokens of eight requests with 2,048 in common", "eight at once, 2,048 shared: generated", 0, "a second"),
+    ("tokens of eight requests with nothing in common", "eight at once, 544 tokens", 0, "a second"),
+)
+MARKS = "<!-- speed -->\n", "<!-- speed: end -->"
 FILLS = {"megatron_ext": KEPT, "vLLM": COMPUTED, "transformers": PLAIN}
 _WIDTH, _BAR, _LEFT, _TOP = 168.0, 20.0, 96.0, 58.0
 
@@ -49,8 +63,32 @@ def read(text: str) -> tuple[str, list[Row]]:
     return head[0].split("; [")[0], rows
 
 
+def row_of(rows: list[Row], beginning: str) -> Row:
+    """Return the row whose name begins with a text."""
+    return next(one for one in rows if one.name.startswith(beginning))
+
+
+def figures(row: Row, at: int) -> dict[str, float]:
+    """Return a figure of each measured system; a peer's is ours over the ratio of the same run."""
+    peers = {peer: row.ours[at] / ratios[at] for peer, ratios in row.ratios.items() if len(ratios) > at}
+    return {"megatron_ext": row.ours[at]} | peers
+
+
+def table() -> str:
+    """Return the README's table: figures of the larger model, in one unit a row."""
+    machine, rows = read(RESULTS.read_text("utf-8"))
+    size, names = SIZES[-1], ("megatron_ext", *PEERS)
+    lines = [f"| {size.replace(' B', ' billion parameters')}, {machine.split(', one run')[0]} | {' | '.join(names)} |"]
+    lines.append("|---" * (1 + len(names)) + "|")
+    for words, beginning, at, unit in TABLE:
+        found = figures(row_of(rows, f"{size}: {beginning}"), at)
+        cells = (f"{shown(found[name])} {unit}" if name in found else "" for name in names)
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def chart() -> Drawing:
-    """Return the chart: a row of panels for each size; a peer's figure is ours over the ratio of the same run."""
+    """Return the chart: a row of panels for each size."""
     machine, rows = read(RESULTS.read_text("utf-8"))
     drawing = Drawing(800, 320, "Time to first token and decode steps beside vLLM and transformers; shorter is better")
     drawing.text(16, 24, "milliseconds, shorter is better", size=14)
@@ -61,17 +99,14 @@ def chart() -> Drawing:
         top = _TOP + 116 * line
         drawing.text(16, top + 50, size, size=14)
         for column, (title, beginning, at) in enumerate(PANELS):
-            row = next(one for one in rows if one.name.startswith(f"{size}: {beginning}"))
-            panel(drawing, _LEFT + (_WIDTH + 8) * column, top, title, row, at)
+            panel(drawing, _LEFT + (_WIDTH + 8) * column, top, title, row_of(rows, f"{size}: {beginning}"), at)
     drawing.note(16, 306, machine.replace("`", ""))
     return drawing
 
 
 def panel(drawing: Drawing, x: float, top: float, title: str, row: Row, at: int) -> None:
     """Draw the bars of one figure, to the scale of the longest."""
-    values = {"megatron_ext": row.ours[at]} | {
-        peer: row.ours[at] / ratios[at] for peer, ratios in row.ratios.items() if len(ratios) > at
-    }
+    values = {name: value for name, value in figures(row, at).items() if name in FILLS}
     drawing.note(x, top + 6, title)
     longest = max(values.values())
     for index, (name, value) in enumerate(values.items()):
@@ -84,3 +119,14 @@ def panel(drawing: Drawing, x: float, top: float, title: str, row: Row, at: int)
 def shown(value: float) -> str:
     """Return a figure with three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    """Write the table into the README."""
+    path = ROOT / "README.md"
+    before, begin, rest = path.read_text("utf-8").partition(MARKS[0])
+    path.write_text(f"{before}{begin}{table()}{MARKS[1]}{rest.partition(MARKS[1])[2]}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
