@@ -30,7 +30,7 @@ IDS = [[*range(40), 7], [*range(40), 8], [9, 9, 9], [*range(40), 7]]
 
 
 def assert_same(found: list[RequestRecord], expected: list[RequestRecord]) -> None:
-    """TE-1: equal tokens, and log-probs within the bound of docs/requirements.md."""
+    """TE-1: equal tokens, and log-probs within the bound of tests/requirements.md."""
     for one, other in zip(found, expected, strict=True):
         assert one.generated_tokens == other.generated_tokens
         assert one.generated_log_probs == pytest.approx(other.generated_log_probs, rel=1e-4, abs=1e-4)

@@ -40,7 +40,7 @@ def outcomes(engine: LoadedEngine) -> Outcomes:
 
 
 def assert_equal(got: Outcomes, want: Outcomes) -> None:
-    """TE-1: equal tokens, and log-probs within the bound of docs/requirements.md: batches may be of other sizes."""
+    """TE-1: equal tokens, and log-probs within the bound of tests/requirements.md: batches may be of other sizes."""
     for (tokens, log_probs), (wanted_tokens, wanted_log_probs) in zip(got, want, strict=True):
         assert tokens == wanted_tokens
         assert log_probs == pytest.approx(wanted_log_probs, rel=1e-4, abs=1e-4)

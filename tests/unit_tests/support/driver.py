@@ -345,12 +345,12 @@ def check_record(record: RequestRecord) -> None:
 
 
 def assert_logits_close(actual: Tensor, expected: Tensor, message: str = "") -> None:
-    """Logits and log-probs are equal in the sense of requirements.md."""
+    """Logits and log-probs are equal in the sense of tests/requirements.md."""
     _assert_close(actual, expected, 1e-4, message)
 
 
 def assert_states_close(actual: Tensor, expected: Tensor, message: str = "") -> None:
-    """States are equal in the sense of requirements.md."""
+    """States are equal in the sense of tests/requirements.md."""
     _assert_close(actual, expected, 1e-5, message)
 
 

@@ -57,7 +57,7 @@ except ImportError:  # before 0.18
     PATTERN = "hybrid_override_pattern"
 
 VOCABULARY, MAX_LENGTH = 56, 256
-ATOL = RTOL = 1e-4  # docs/requirements.md
+ATOL = RTOL = 1e-4  # tests/requirements.md
 PROMPT = [int(token) for token in torch.randint(0, VOCABULARY, (45,), generator=torch.Generator().manual_seed(3))]
 SIZES = {
     "num_layers": 4,
