@@ -17,7 +17,7 @@ WEIGHT_QUANTIZATIONS = ("none", "int8")
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # per step
 DEFAULT_MAX_REQUESTS = 64  # or the maximum of tokens per step, if that is smaller
-# Without `max_prefills_per_step`: a step with so many prefill tokens starts no other prefill; docs/batching.md.
+# Without `max_prefills_per_step`: a step that has this many prefill tokens starts no other prefill; docs/batching.md.
 ENOUGH_PREFILL_TOKENS = {"cpu": 64}
 # Prefill tokens of a step in which requests decode; see `prefill_tokens_beside_on`, docs/batching.md.
 PREFILL_TOKENS_BESIDE_DECODES = {"cpu": 224}
@@ -173,9 +173,9 @@ class CacheConfig:
     snapshot_mode: str = SnapshotMode.KERNEL.value
     provisional_slots: int | None = None  # for opportunistic checkpoints; 0: none; default: all free slots
     explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
-    prefix_cache_log_probs: bool = False  # keeps those of prompts with their blocks
-    audit_interval: int = 0  # hits from one that is computed again and compared to the next; 0: none
-    audit_dir: str | None = None  # of reports of what was wrong; default: beside the cache on disk
+    prefix_cache_log_probs: bool = False  # keeps prompts' log-probs with their blocks
+    audit_interval: int = 0  # one hit in this many is computed again and compared; 0: none
+    audit_dir: str | None = None  # reports of wrong entries; default: beside the cache on disk
     prefix_cache_dir: str | None = None  # contents between processes; docs/persistence.md
     prefix_cache_dir_optional: bool = False  # whether serving goes on if the directory cannot be used
     prefix_cache_disk_gb: float = 16.0  # GiB

@@ -15,7 +15,7 @@ _LONGEST_SHOWN = 60  # characters
 _HARMLESS = frozenset(("max_position_embeddings", "mamba_chunk_size", "spec"))
 
 
-EMBEDDED_CONFIG = ModelConfig(  # what its files say; known here, so that flags are checked before anything is loaded
+EMBEDDED_CONFIG = ModelConfig(  # a copy of its config file, so that flags are checked before anything is loaded
     hidden_size=192,
     mamba_state_dim=64,
     mamba_chunk_size=64,

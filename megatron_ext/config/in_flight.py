@@ -1,4 +1,4 @@
-"""Choice of what becomes of requests in flight when the weights change."""
+"""Treatment of requests in flight when the weights change."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Option:
     Attributes:
         help_text: Text of its flag in `--help`; "" if it has no flag.
         flag: The flag, with its dashes; "" if it is the field's name with dashes.
-        metavar: Value as shown by `--help`; None for that of the field's type.
+        metavar: Value as shown by `--help`; None for the default of the field's type.
         minimum: Smallest value of a number; None for any.
         maximum: Largest value of a number; None for any finite one.
         bounds: Both in words, to follow "must be"; "" if the number is checked elsewhere.

@@ -58,7 +58,7 @@ class FullStep:
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Widths of this rank's layers, beside those of the architecture.
+    """Widths of this rank's layers that the architecture alone does not determine.
 
     Attributes:
         itemsize: Bytes of an element of the hidden states.
@@ -131,7 +131,7 @@ def _elements(letter: str, config: ModelFields, widths: LayerWidths) -> int:
 
 
 def _experts(config: ModelFields) -> int:
-    """Return the elements of permuted inputs and outputs of chosen experts, twice each, and of what is in between."""
+    """Return the elements of the chosen experts: permuted inputs and outputs, twice each, and intermediate results."""
     width = config.moe_latent_size or config.hidden_size
     inner = 4 if config.is_gated else 3
     shared = inner * (config.moe_shared_expert_intermediate_size or 0)

@@ -31,9 +31,9 @@ class ArenaBudget:
         total: Bytes of a fixed split: blocks and the dummy block, snapshots and apart slots.
         block: Bytes of one block.
         record: Bytes of one snapshot as a record; see `StateShape.record_bytes`.
-        beside_block: Bytes of one block in pools beside the arena, which have as many: those of layers that draft, and
-            log-probs.
-        apart_slots: Slots beside those of snapshots; see `SlabLayout.first_apart_slot`.
+        beside_block: Bytes of one block in the pools of drafting layers and of log-probs, which lie beside the arena
+            and have as many blocks.
+        apart_slots: State slots that never hold snapshots; see `SlabLayout.first_apart_slot`.
     """
 
     total: int

@@ -59,8 +59,8 @@ class KVCacheConfig:
     snapshot), and with a cache four for snapshots of asynchronously launched steps until their hashes are known.
 
     With `slabs`, blocks and snapshots share an arena, and `blocks` and `snapshot_slots` are the maxima: the blocks if
-    all slabs held blocks, the snapshots if all held snapshots. `slab_bytes` are those of one slab; `apart_slots` of
-    the states after drafts and of `live_states` lie after the blocks.
+    all slabs held blocks, the snapshots if all held snapshots. One slab has `slab_bytes`; `apart_slots` of the states
+    after drafts and of `live_states` lie after the blocks.
     """
 
     block_size_tokens: int
@@ -106,7 +106,7 @@ class KVCacheConfig:
         return self.state_bytes if self.slabs is None else self.slab_bytes
 
     def shown(self) -> dict[str, object]:
-        """Return the fields for JSON; those of speculation and of slabs are left out without them."""
+        """Return the fields for JSON; fields of speculation and slabs are left out where they do not apply."""
         return asdict(self, dict_factory=lambda fields: {k: v for k, v in fields if k not in _LEFT_OUT or v})
 
 

@@ -114,7 +114,7 @@ class EnginePlan:
 
     @property
     def spare_slots(self) -> int:
-        """Padding slots in each of the pools of running states and snapshots, after those of requests.
+        """Padding slots in each of the pools of running states and snapshots, after the slots of requests.
 
         See `KVCacheConfig.live_states`.
         """

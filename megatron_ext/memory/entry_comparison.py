@@ -1,4 +1,4 @@
-"""Differences between cached blocks and snapshots and those that an audit has computed."""
+"""Differences between cached entries (blocks and snapshots) and their values as an audit has computed them."""
 
 from __future__ import annotations
 

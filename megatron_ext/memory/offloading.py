@@ -37,10 +37,10 @@ class OffloadedPools:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Allocate the memory of the pools again, and write what they held.
+        """Allocate the memory of the pools again, and write their contents back.
 
         Raises:
-            RuntimeError: There is too little memory. What is not restored waits, and another call continues.
+            RuntimeError: There is too little memory. Another call continues with the tensors that are left.
         """
         while self._waiting:
             whole, contents = self._waiting[-1]

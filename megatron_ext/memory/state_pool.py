@@ -147,7 +147,7 @@ class SnapshotPool(StatePool):
         self.open([slab for slab in slabs if slab not in kept])
 
     def copy_within(self, copies: Sequence[StateCopy]) -> None:
-        """Copy complete states from slots apart from the arena to those of their snapshots.
+        """Copy complete states from slots apart from the arena to their snapshots' slots.
 
         Raises:
             RestoreError: A source is not complete. Nothing is copied.

@@ -31,7 +31,7 @@ class StepStates:
         at_chunk_ends: Whether prefills keep states only where a chunk ends; else their mixers write snapshots inside.
 
     Raises:
-        RestoreError: A snapshot is not the one that a copy or a request was to resume from.
+        RestoreError: A slot does not hold the snapshot that a copy or a request needs.
     """
 
     def __init__(self, pools: Pools, step: ScheduledStep, *, at_chunk_ends: bool) -> None:
@@ -49,10 +49,10 @@ class StepStates:
             make_changes(pools, step.changes, self._restore)  # in the middle: some copies are needed by restores
 
     def restore(self) -> None:
-        """Copy the snapshots that the step resumes from to running slots; mark those that it writes as incomplete.
+        """Copy the snapshots that the step resumes from to running slots; mark the snapshots it writes as incomplete.
 
         Raises:
-            RestoreError: A snapshot is not the one that its request was to resume from.
+            RestoreError: A slot does not hold the snapshot that a request needs.
         """
         self._restore()
         self._open()

@@ -23,7 +23,7 @@ class RankKVCacheConfig:
 class WorldKVCacheConfig(KVCacheConfig):
     """Pool sizes of a replica over all its ranks, with the bytes on each rank.
 
-    The numbers of blocks, slots and running states are those of one replica, and of each of its ranks with such layers.
+    Numbers of blocks, slots and running states count one replica; each of its ranks with such layers has as many.
     """
 
     replicas: int

@@ -2,7 +2,7 @@
 
 Dao & Gu, "Transformers are SSMs" (2024), figure 6: in_proj -> [z | x | B | C | dt]; a causal convolution over
 [x | B | C]; the SSD scan; a gated group norm; out_proj. Parameter names, shapes and the order inside `in_proj` are
-those of megatron-core's `MambaMixer`, so checkpoints fit both.
+the same as in megatron-core's `MambaMixer`, so checkpoints fit both.
 
 Descendants multiply the parts of the projection by constants, norm before they gate, or do not norm (FalconH1).
 """

@@ -52,7 +52,7 @@ def build_model(
 
     Args:
         perform_initialization: False leaves the large matrices as allocated, for a loader that fills them all.
-        parallel: Parallel sizes; None for those of Megatron's groups.
+        parallel: Parallel sizes; None takes the sizes of Megatron's groups.
         transformer_impl: One of `TRANSFORMER_IMPLEMENTATIONS`, which provides linear layers and norms.
 
     Raises:
@@ -255,7 +255,7 @@ def _moe_fields(config: ModelConfig) -> dict[str, object]:
         "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor,
         "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "allgather",  # the one that needs no CUDA streams
+        "moe_token_dispatcher_type": "allgather",  # the only dispatcher that needs no CUDA streams
     }
 
 

@@ -63,7 +63,7 @@ def generation_defaults(source: SourceConfig, *, on_server: bool = False) -> Fie
 
 
 def request_defaults(source: SourceConfig, given: FieldValues) -> RequestParams:
-    """Return the default parameters of requests: those of the flags, else those of the model.
+    """Return the default parameters of requests: from flags, else from the model's generation config.
 
     Args:
         source: Model.

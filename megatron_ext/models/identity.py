@@ -1,4 +1,4 @@
-"""Identity of a loaded model: hashes of its tokenizer and of its weights, and what its cached entries depend on."""
+"""Identity of a loaded model: hashes of its tokenizer, its weights, and everything that cached entries depend on."""
 
 from __future__ import annotations
 

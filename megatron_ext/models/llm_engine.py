@@ -1,6 +1,6 @@
 """LLM engine: a model and its engine as one object, for the server, offline runs, Python and Megatron's names.
 
-Callers use what it offers, and do not reach through it into context, controller or core.
+Callers use its methods, and do not reach through it into context, controller or core.
 """
 
 from __future__ import annotations
@@ -169,13 +169,13 @@ class LLMEngine:
 
         Args:
             write: Writes them; called in the engine's thread.
-            in_flight: What becomes of requests in flight.
+            in_flight: Treatment of requests in flight.
             version: Number of the new weights; one more than the last if missing.
             is_complete: Whether all weights are of that version.
             are_shards: Whether the programs of the other ranks write shards of theirs at the same time.
 
         Returns:
-            Future of the result of `write`; its errors are those of `EngineCore.change_weights`.
+            Future of the result of `write`; for errors see `EngineCore.change_weights`.
         """
 
         def change() -> Result:

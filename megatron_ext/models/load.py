@@ -91,7 +91,7 @@ def load_model(
     Args:
         source: Location and dtype of the model.
         overrides: `ModelConfig` fields from flags or a YAML file; they win over the checkpoint's configuration.
-        parallel: Parallel sizes; every rank calls this. None for those of Megatron's groups.
+        parallel: Parallel sizes; every rank calls this. None takes the sizes of Megatron's groups.
         device: Default: the current CUDA device, else the CPU. On the device meta no weights are read: the model has
             shapes only, with the types that it has on the default device.
         reads_prediction: Whether a checkpoint's layers of multi-token prediction are read in any case; else they are if

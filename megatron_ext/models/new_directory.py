@@ -18,7 +18,7 @@ _NAME = 100  # characters of the target's name in the name of its scratch direct
 def new_directory(target: Path) -> Iterator[Path]:
     """Yield an empty directory beside `target`, which takes its place when the block ends without an error.
 
-    SIGINT and SIGTERM end the block at once, as an exception, and what was written is removed. Then they are passed to
+    SIGINT and SIGTERM end the block at once, as an exception, and the new directory is removed. Then they are passed to
     the previous handler, such as the default one, which ends the program, too. A replacement that has begun is
     finished.
 

@@ -17,7 +17,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAMES_SHOWN = 4
-_LONGEST_INDEX = 64 * 1024**2  # bytes; that of 100,000 tensors is 10 MB
+_LONGEST_INDEX = 64 * 1024**2  # bytes; an index of 100,000 tensors has 10 MB
 _MAX_PARTS = 2**20  # maximum slices of all split tensors
 
 
@@ -175,7 +175,7 @@ def is_prediction(name: str) -> bool:
 
 
 def require_same_names(directory: Path, stored: Iterable[str], expected: Iterable[str]) -> None:
-    """Require that the stored tensors are exactly those of the model.
+    """Require that the stored tensors and the model's tensors have the same names.
 
     Raises:
         CheckpointError: The message names missing and unknown tensors.

@@ -39,9 +39,8 @@ class PaddedPlaces:
 class RankOrder:
     """Order in which states pass from chunk to chunk: first chunks of all sequences, second chunks, and so on.
 
-    Sequences with more chunks come first, so those that have a chunk of rank r are a prefix of those that have one of
-    rank r-1. *Carried* states are stacked as [initial states in this order, states after each chunk in this order]: S +
-    n of them.
+    Sequences are ordered by falling number of chunks, so the first `sizes[r]` sequences have a chunk of rank r.
+    *Carried* states are the S initial states in this order, followed by the n states after each chunk in this order.
 
     Attributes:
         sizes: Number of sequences with a chunk of rank 0, 1, ..., on the host; sums to n.

@@ -43,7 +43,7 @@ class BlockPool:
         return {block for block, count in counts.items() if self._references[block] == count}
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Take `count` free blocks, one reference each; the planner ensures that so many are free."""
+        """Take `count` free blocks, one reference each; the planner ensures that enough are free."""
         assert 0 <= count <= len(self._free), f"{count} blocks asked, {len(self._free)} free"
         blocks = self._free.take(count)
         references = self._references
@@ -75,7 +75,7 @@ class BlockPool:
         """Add a reference to each of these blocks, which are in use or evictable.
 
         Returns:
-            Those that were evictable, in their order.
+            Blocks that were evictable before, in the given order.
         """
         references = self._references
         unused = [block for block in blocks if not references[block]]

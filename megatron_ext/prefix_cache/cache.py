@@ -30,9 +30,9 @@ class PrefixCache:
     """Pool of KV blocks whose contents can be found again by block hash.
 
     Every block is in one of three states: free, in use (referred to by requests; indexed or not), evictable (indexed,
-    not in use). Published blocks of one request are a chain in the index: `publish` swaps a block for the one that
-    already holds the same contents, so a request that uses a block uses its parents, and any evictable block may be
-    evicted. Blocks are allocated and released in runs, with bulk operations on lists, dictionaries and sets.
+    not in use). Published blocks of one request are a chain in the index: `publish` swaps a block for an indexed block
+    with the same contents, so a request that uses a block uses its parents, and any evictable block may be evicted.
+    Blocks are allocated and released in runs, with bulk operations on lists, dictionaries and sets.
 
     A block hash can be *wanted* by waiting requests while another request computes it (`want`, `unwant`): then its
     block and all before it stay cached even if the policy would drop them. They can still be evicted.
@@ -81,7 +81,7 @@ class PrefixCache:
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
         self.origins = DiskOrigins()
         self.observers: list[CacheObserver] = []  # stored blocks are reported by the publisher, all else here
-        self.lower_tier: LowerTier | None = None  # takes what is evicted
+        self.lower_tier: LowerTier | None = None  # takes evicted entries
         self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
         self._evicted = 0
 
@@ -319,7 +319,7 @@ class PrefixCache:
         return self._index.hottest(count)
 
     def by_worth(self) -> Iterator[tuple[BlockHash, bool]]:
-        """Return cached blocks, and True with that of a snapshot: those worth most first, a block after its parents.
+        """Return block hashes and whether each stands for a snapshot, by falling worth, a block after its parents.
 
         A snapshot follows its block. Blocks that no snapshot needs come last, as far as there are snapshots.
         """

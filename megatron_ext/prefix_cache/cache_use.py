@@ -28,7 +28,7 @@ class CacheUse:
     provisional_taken: int  # over the engine's life, as the next two
     provisional_consumed: int
     provisional_given_up: int
-    slabs_total: int = 0  # of memory that blocks and snapshots share; with it, totals above are those of the moment
+    slabs_total: int = 0  # of memory that blocks and snapshots share; with it, the totals above change as slabs do
     slabs_of_blocks: int = 0
     slabs_of_snapshots: int = 0
     slabs_retyped: int = 0  # changes between blocks and snapshots, over the engine's life

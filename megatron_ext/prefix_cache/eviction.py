@@ -22,7 +22,7 @@ class LeafFirstLru:
     therefore a leaf.
 
     Args:
-        clock: Times of uses; that of the snapshots if both share one memory.
+        clock: Times of uses; shared with the snapshots if both share one memory.
     """
 
     def __init__(self, clock: Iterator[int] | None = None) -> None:

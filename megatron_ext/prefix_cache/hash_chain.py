@@ -96,7 +96,7 @@ class HashChain:
         return other
 
     def cut(self, tokens: int) -> None:
-        """Forget the hashes of blocks that are not complete with so many tokens."""
+        """Forget the hashes of blocks that the first `tokens` tokens do not complete."""
         del self._block_hashes[tokens // self._block_size :]
 
     def extend(self, tokens: Sequence[int]) -> Sequence[BlockHash]:

@@ -1,9 +1,9 @@
 """Data kept with cached blocks beside keys and values: prompt log-probs and routing rows.
 
-Both depend on a block's tokens and those before, which are what its hash names. So they are found by block hash, and
-the cache drops them with the block: they need not know of moves, copies and block ids. All ranks know *which* blocks
-have data, since that decides what requests skip; the data itself is where it is read. Log-probs are on the last
-stage's device, in the rows of the blocks (`memory/log_prob_pool.py`); routing rows are here, on rank 0 alone.
+Both depend on the tokens up to a block's end, and the block hash identifies just these. So they are found by block
+hash, and the cache drops them with the block: they need not know of moves, copies and block ids. All ranks know *which*
+blocks have data, since that decides which tokens requests skip; the data itself is where it is read. Log-probs are on
+the last stage's device, in the rows of the blocks (`memory/log_prob_pool.py`); routing rows are here, on rank 0 alone.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class LowerTier(Protocol):
         Args:
             block_hash: Hash of the block whose keys and values, or states at the end, are wrong.
             index: Blocks in memory, where these are gone already.
-            states_only: Whether only the snapshot is wrong, and what was computed from it.
+            states_only: Whether the block's keys and values are sound, and only its snapshot is wrong.
         """
 
     def clear(self) -> None:

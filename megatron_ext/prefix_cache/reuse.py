@@ -1,8 +1,8 @@
 """Reuse of cached entries: how many blocks, and how many snapshots, a later prompt contained.
 
 An entry is used again if a later prompt contains the tokens up to its end, whether it is still cached or was evicted
-meanwhile. So the shares do not depend on what is evicted, and say how much an entry of each type is worth: of blocks
-and snapshots that were used equally long ago, those of the type with the smaller share are less likely to be used.
+meanwhile. So the shares do not depend on evictions, and say how much an entry of each type is worth: of a block and a
+snapshot that were used equally long ago, the entry whose type has the smaller share is less likely to be used.
 
 Entries are counted in periods, which end when as many blocks were stored as the memory holds, at least `MIN_PERIOD`.
 The last two periods count.
@@ -18,7 +18,7 @@ from megatron_ext.prefix_cache.slab_layout import SlabLayout
 
 MIN_PERIOD = 2**14  # blocks
 DAMPING = 0.25  # added to both shares before they are compared: where little is used again, their ratio says little
-ASSUMED_SLABS = 8  # contents of so many slabs are assumed to have been used again, until more is known
+ASSUMED_SLABS = 8  # slabs whose contents are assumed to have been used again, until more is known
 
 
 @dataclass

@@ -62,7 +62,7 @@ class SharedMemory:
 
     @property
     def free_slots(self) -> FreePlaces[SlotId]:
-        """Free slots, and those of free slabs."""
+        """Free slots, free slabs included."""
         return self.arena
 
     @property

@@ -38,6 +38,6 @@ class SlabLayout:
     def first_apart_slot(self) -> int:
         """Id of the first slot after the blocks; spare and dummy blocks lie in the slab before it.
 
-        Apart slots are those for states after drafts, then one for padding, then those of steps launched ahead.
+        Apart slots hold, in this order, states after drafts, padding, and snapshots of steps launched ahead.
         """
         return self.slabs + 1

@@ -188,7 +188,7 @@ class SlabBlocks:
 
 
 class Arena:
-    """Slabs with what they hold, and the changes that the next step's message has to tell.
+    """Slabs, their contents, and pending changes for the message of the next step.
 
     A free slab is a free slot for a snapshot (see `FreePlaces`).
 

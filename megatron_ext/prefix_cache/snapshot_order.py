@@ -16,7 +16,7 @@ from megatron_ext.prefix_cache.reuse import Reuse
 
 
 class Rank(enum.IntEnum):
-    """Rank of a snapshot; those of a lower rank are evicted before those of a higher one."""
+    """Rank of a snapshot; snapshots of a lower rank are evicted first."""
 
     OPPORTUNISTIC = 0  # not requested, and not consumed yet
     OPTIONAL = 1  # taken in decode, and not consumed yet
@@ -37,7 +37,7 @@ class SnapshotOrder:
     time of the clock (SI-1).
 
     Args:
-        clock: Times of uses; that of the blocks if both share one memory.
+        clock: Times of uses; shared with the blocks if both share one memory.
         reuse: Shares of blocks and snapshots that are used again, in a memory that is shared: a snapshot counts as
             older than a block of the same age if snapshots have the smaller share, and as younger if blocks have it.
     """

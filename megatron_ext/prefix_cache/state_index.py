@@ -35,7 +35,7 @@ class SnapshotMemory(Protocol):
 
     @property
     def free_slots(self) -> FreePlaces[SlotId]:
-        """Free slots, and those of free slabs."""
+        """Free slots, free slabs included."""
 
     @property
     def obtainable_from_blocks(self) -> int:
@@ -169,7 +169,7 @@ class StateIndex:
         return self._reserved[block_hash][0]
 
     def among(self, block_hashes: Iterable[BlockHash]) -> list[BlockHash]:
-        """Return those of `block_hashes` that have a visible snapshot, in their order."""
+        """Return the hashes that have a visible snapshot, in the given order."""
         visible = self._visible
         return [block_hash for block_hash in block_hashes if block_hash in visible]
 
@@ -232,9 +232,9 @@ class StateIndex:
         return self.evict(MAY_TAKE[rank])
 
     def next_victim(self) -> tuple[float, BlockHash | None]:
-        """Return priority and key of the next visible snapshot to go, whatever asks for its place.
+        """Return priority and key of the visible snapshot that is evicted next, whatever needs its slot.
 
-        Those that are not ordinary have the lowest priority of all; infinity if there is no snapshot.
+        Optional and opportunistic snapshots have the lowest priority of all; infinity if there is no snapshot.
         """
         victim = self._order.oldest(MAY_TAKE[Rank.ORDINARY])
         return (math.inf, None) if victim is None else (self._order.priority(victim), victim)
@@ -301,7 +301,7 @@ class StateIndex:
         In a shared memory the snapshot stays in the reserved slot, and its states are copied there with the next step.
 
         Returns:
-            The slot that the pool does not need: the one that was reserved, or `slot`.
+            The slot that the pool does not need: the reserved slot, or `slot` in a shared memory.
         """
         assert slot not in self.slots, f"slot {slot} is here already"
         reserved, rank = self._reserved[block_hash]

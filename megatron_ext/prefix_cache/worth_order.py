@@ -13,12 +13,12 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 def by_worth(
     index: BlockIndex, unused: LeafFirstLru, snapshots: Sequence[BlockHash]
 ) -> Iterator[tuple[BlockHash, bool]]:
-    """Yield cached blocks, and True with that of a snapshot; see `PrefixCache.by_worth`.
+    """Yield block hashes and whether each stands for a snapshot; see `PrefixCache.by_worth`.
 
     Args:
         index: Index of the cached blocks.
         unused: Blocks that no request uses.
-        snapshots: Snapshots, the one worth most first.
+        snapshots: Snapshots, by falling worth.
     """
     yielded: set[BlockHash] = set()
     in_use = [block for block in index if block not in unused]

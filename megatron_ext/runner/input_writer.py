@@ -61,7 +61,7 @@ def input_arrays(
 
     Returns:
         Token ids, positions and slot mapping [N]; block table [R, W]; `cu_seqlens_q` [R + 1], `seqlens_k` and `slots`
-        [R]; and those of the prefills, if there are any and this rank has recurrent layers.
+        [R]; and arrays of the prefills, if there are any and this rank has recurrent layers.
     """
     begins, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
     slots, tables = [chunk.running_slot for chunk in chunks], [chunk.block_ids for chunk in chunks]

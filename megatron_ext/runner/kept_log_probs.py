@@ -47,12 +47,12 @@ def kept_places(
 
 
 def exchange_states(states: Tensor, hidden_states: Tensor, places: KeptPlaces, pool: LogProbPool) -> None:
-    """Replace scored tokens' states by those that are kept, and keep those at the ends of blocks.
+    """Replace hidden states of scored tokens by kept ones, and keep the hidden states at the ends of blocks.
 
     Args:
         states: Input of the output layer at the scored tokens, [k, h].
         hidden_states: Input of the output layer at the step's packed tokens, [T, h].
-        places: Places of what is kept.
+        places: Places in `pool` to read and write.
         pool: Pool of log-probs.
     """
     (rows, blocks), (tokens, ended) = places.resumed, places.block_ends

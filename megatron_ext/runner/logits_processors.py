@@ -126,8 +126,8 @@ def penalize(logits: Tensor, inputs: LogitsInputs) -> None:
     """Make tokens that occurred before less likely; a token has an entry for each time it occurred.
 
     Logits of prompt and generated tokens are divided by `repetition` if positive and multiplied by it if negative
-    (Keskar et al. 2019, section 4.1). Then `frequency` for each occurrence and `presence` once are subtracted from
-    those of generated tokens.
+    (Keskar et al. 2019, section 4.1). Then the logits of generated tokens are reduced by `frequency` for each
+    occurrence and once by `presence`.
     """
     previous = inputs.entries("previous")
     places = previous.rows * logits.shape[1] + previous.tokens

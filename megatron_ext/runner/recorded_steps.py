@@ -66,7 +66,7 @@ class KeptOutputs(Protocol):
     """Outputs of a module that its forward hook copies to rows which are set before a step.
 
     Attributes:
-        hook: Id of the hook, whose operators are recorded with those of the forward.
+        hook: Id of the hook, whose operators are recorded together with the forward's.
     """
 
     hook: int
@@ -78,8 +78,8 @@ class KeptOutputs(Protocol):
 class ModuleSnapshot:
     """All that a forward's Python code finds in its modules and that may be replaced: parameters, modules, hooks.
 
-    Attributes of modules and fields of their configurations are compared as well. What is changed inside of another
-    object that an attribute holds is not seen.
+    Attributes of modules and fields of their configurations are compared as well. Changes inside other objects that
+    attributes hold go unnoticed.
 
     Args:
         model: Model in eval mode.
@@ -309,13 +309,13 @@ class RecordedSteps:
         self._modules.renew()
 
     def forget(self) -> None:
-        """Drop all records and what they keep alive, after pools or weights have been replaced."""
+        """Drop all records and the tensors they keep alive, after pools or weights have been replaced."""
         self._sizes.clear()
         self._modules.release()
         self._staged = None
 
     def check(self) -> None:
-        """Drop the records, and what they keep in memory, if anything that they use was replaced; before each step."""
+        """Drop the records, and the tensors they keep alive, if anything they use was replaced; before each step."""
         if not self._modules.is_current:
             self._renew()
         for one in self._beside:

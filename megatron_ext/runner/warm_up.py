@@ -74,7 +74,7 @@ def warm_up_steps(plan: EnginePlan, rules: StagingRules) -> list[ScheduledStep]:
 
 
 def full_steps(plan: EnginePlan, rules: StagingRules) -> list[ScheduledStep]:
-    """Return the steps whose temporary tensors are the largest; they write where those of `warm_up_steps` do.
+    """Return the steps whose temporary tensors are the largest; they write to the same places as `warm_up_steps`.
 
     One has prefills of as many tokens as a step may have. The others end where the longest request ends: a short
     prefill, and decodes of as many requests as may run.

@@ -24,8 +24,8 @@ class RecurrentKind:
         mixer_params: Mixer parameters that megatron-core's configuration has no field for.
         core_fields: This kind's fields in megatron-core's configuration.
         shared: Counts that tensor-parallel ranks must divide evenly, by their name in error messages.
-        layout: Fields and properties of `ModelFields` that decide how the stored weights are sharded, in addition to
-            those of every model, to their name in error messages: a flag, or the name of a field without one.
+        layout: Further fields and properties of `ModelFields` that decide how this kind's stored weights are sharded,
+            each with its name in error messages: a flag, or the name of a field without one.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Models of Megatron in memory: what they compute is checked, and a model of ours shares their tensors."""
+"""Attachment to Megatron's models in memory: their computation is checked, and a model of ours shares their tensors."""

@@ -132,10 +132,10 @@ def config_of(model: nn.Module) -> ModelConfig:
 
 
 def rotary_frequencies(model: nn.Module, config: ModelConfig) -> Tensor | None:
-    """Return the frequencies by which a model rotates queries and keys; None if it does not, or by those of YaRN.
+    """Return the frequencies by which a model rotates queries and keys; None without rotation, and for YaRN.
 
     Raises:
-        ConfigError: They are not those of its translated configuration.
+        ConfigError: The frequencies do not follow from the model's translated configuration.
     """
     embedding = getattr(model, "rotary_pos_emb", None)
     if embedding is None or _position_embedding(model) == YARN:
@@ -226,7 +226,7 @@ def _activation(config: TransformerConfig) -> Mapping[str, bool]:
 
 
 def _rotary(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield the arguments of a rotary embedding; those that a model does not keep follow from its frequencies."""
+    """Yield the arguments of a rotary embedding; arguments that the model does not keep follow from its frequencies."""
     embedding = getattr(model, "rotary_pos_emb", None)
     if embedding is None:
         return

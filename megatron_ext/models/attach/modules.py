@@ -1,4 +1,4 @@
-"""Check of the modules of a model of Megatron in memory: only those that are known to compute what ours compute."""
+"""Check of a Megatron model's modules: accept only modules known to compute the same as ours."""
 
 from __future__ import annotations
 

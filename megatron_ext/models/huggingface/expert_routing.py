@@ -1,7 +1,7 @@
 """Softmax routing in a decoded `config.json`: experts, their weights, and the layers that have them.
 
-A router's weights are a softmax over all experts. Those of the chosen experts may be divided by their sum, which equals
-a softmax over the chosen ones alone: megatron-core's default, unless `moe_router_pre_softmax` is set.
+A router's weights are a softmax over all experts. Dividing the weights of the chosen experts by their sum equals a
+softmax over the chosen experts alone: megatron-core's default, unless `moe_router_pre_softmax` is set.
 """
 
 from __future__ import annotations

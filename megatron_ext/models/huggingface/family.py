@@ -40,7 +40,7 @@ class Family:
         constants: Fields of `ModelConfig` that are the same for every model of the family.
         derived: Computes fields of `ModelConfig` from checked fields; they win over all others.
         experts: Like `derived`, for models with MoE layers; optional.
-        text: Extracts the fields of the text model from a file that also has those of other models.
+        text: Extracts the fields of the text model from a file that also describes other models.
         prediction: Returns the letters of the layer of multi-token prediction, from checked fields; None for families
             without.
         described: Returns fields of `config.json` from a `ModelConfig`, right or wrong; None for families whose models

@@ -37,7 +37,7 @@ FIXED_IN_ALL: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class FieldTable:
-    """Fields of one family; those of every family are added.
+    """Fields of one family; the fields that all families share are added.
 
     Attributes:
         sizes: Positive integers -> their names in `ModelConfig`.

@@ -62,7 +62,7 @@ _LARGEST_NUMBER = 1e300
 
 
 def check_architecture(raw: Fields, architecture: str) -> None:
-    """Raise unless the model class is the one that generates text, or is absent."""
+    """Raise if a model class is given and is not `architecture`, which generates text."""
     architectures = raw.get("architectures")
     if architectures not in (None, [architecture]):
         raise ConfigError(

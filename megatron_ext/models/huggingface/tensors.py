@@ -28,7 +28,7 @@ class Conversion:
     """Conversion of tensors of theirs to one of ours, if it is not a concatenation by rows.
 
     Attributes:
-        rows: Returns the rows of each of theirs; their further dimensions are those of ours.
+        rows: Returns the rows of each of their tensors; all further dimensions equal ours.
         convert: Theirs, in the order of the table, to ours; any floating point type.
         revert: Ours to theirs, in the same order; None disables the export.
         is_transposed: Whether theirs are matrices whose columns are the `rows`.

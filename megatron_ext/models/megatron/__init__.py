@@ -1,1 +1,1 @@
-"""Distributed checkpoints of Megatron: ours, and those that Megatron-LM trained."""
+"""Checkpoints in Megatron's distributed format, written by this package or by Megatron-LM."""

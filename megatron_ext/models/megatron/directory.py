@@ -4,8 +4,8 @@
   "bos_token_id", "model": {`ModelConfig.to_dict()`}, "model_type"}; dtype and model type are there for transformers'
   AutoConfig only
 - `tokenizer.json` and the like: the tokenizer's unchanged files, if there are any, and a `tokenizer_config.json` if
-  they have none, so that `AutoTokenizer` finds the special tokens; those of Megatron's kinds have names of ours, with
-  `megatron_tokenizer.json` beside them (kept_tokenizers.py)
+  they have none, so that `AutoTokenizer` finds the special tokens; files of Megatron's own tokenizers get names of ours
+  and a `megatron_tokenizer.json` beside them (kept_tokenizers.py)
 - the weights: megatron's distributed files (dist_checkpoint.py)
 """
 

@@ -1,10 +1,10 @@
-"""Checkpoints in the format of megatron's `dist_checkpointing`: ours, and those that Megatron-LM trained.
+"""Checkpoints in the format of megatron's `dist_checkpointing`, written by this package or by Megatron-LM.
 
 Ours is a directory as directory.py describes, with megatron's files in it: `metadata.json`, `common.pt`,
 `.metadata` and `*.distcp`. Megatron-LM's is `iter_0000100/` with such files (0.19 writes no `common.pt`), whose common
 state holds the run's arguments, beside `latest_checkpointed_iteration.txt`. Either can be read on any number of ranks.
 
-Every tensor of the model must exist in its shape, and no other tensor may, except those that stored_keys.py ignores:
+Every tensor of the model must exist in its shape, and no other tensor may, except keys that stored_keys.py ignores:
 state of the optimizer, random generators, and Transformer Engine's `_extra_state`.
 """
 

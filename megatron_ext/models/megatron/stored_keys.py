@@ -1,4 +1,4 @@
-"""Stored keys: the mapping from a model's keys to those of a distributed checkpoint.
+"""Stored keys: the mapping from a model's keys to keys of a distributed checkpoint.
 
 A model of ours requests the keys of Megatron's hybrid models made from Transformer Engine specs. Other checkpoints
 store the same tensors under other keys:
@@ -111,7 +111,7 @@ def places(key: str, in_gpt: bool) -> Iterator[RankInfo]:
 
 
 def _other_norm(key: str) -> str | None:
-    """Return a norm's key in models that fuse it, or in those that do not; None if the key is not a layer norm's."""
+    """Return a norm's key in the other form, fused or separate; None if the key is not a layer norm's."""
     layer = _LAYER.fullmatch(key)
     if layer is None:
         return None

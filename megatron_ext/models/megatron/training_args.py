@@ -1,6 +1,6 @@
 """Translation of the arguments that Megatron-LM saves with a checkpoint to our configuration.
 
-Megatron saves every argument of the run. Those that change the model's computation are translated, or must have a
+Megatron saves every argument of the run. Arguments that change the model's computation are translated, or must have a
 supported value; the others (training, data, logging, parallelism) are ignored. An argument that is absent because
 Megatron was older has its former implicit value: off.
 """

@@ -34,13 +34,13 @@ def write_back(model: nn.Module, old: Mapping[str, Tensor]) -> None:
 
 
 def exchange(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into a model, by its own names, and what the model had into the tensors; on an error neither.
+    """Swap a model's weights with `tensors` in place; roll back on an error.
 
-    The additional memory is that of the largest tensor.
+    A copy of the largest tensor is the only additional memory.
 
     Args:
         model: Model whose weights are not quantized.
-        tensors: Tensors of the shapes and types of the model's.
+        tensors: Tensors by the model's own names, with its shapes and types.
     """
     targets = {name: target for name, target in model_tensors(model).items() if name in tensors}
     done: list[str] = []

@@ -115,7 +115,7 @@ class NewWeights:
 
     @property
     def is_exact(self) -> bool:
-        """True if the model's weights can be read, as those that are not quantized."""
+        """True if the model's weights can be read back, since none is quantized."""
         return not has_quantized_weights(self.model)
 
     def write(self) -> None:

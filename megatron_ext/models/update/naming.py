@@ -29,7 +29,7 @@ class Naming(Protocol):
 
     @property
     def in_gpt(self) -> bool | None:
-        """True for the names of Megatron's GPT model, False for those of its hybrid one; None for other formats."""
+        """True for names of Megatron's GPT model, False for its hybrid model, None for other formats."""
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the tensors to write, under the names of `recipes`.
@@ -162,7 +162,7 @@ class MegatronNames:
 
     Args:
         in_gpt: Whether the model is a GPT, each of whose layers is two of ours.
-        vocabulary: Rows of its embedding, padding included, and those that the model keeps.
+        vocabulary: Rows of its embedding, padding included, and the number of rows that the model keeps.
         has_prediction: Whether the model has layers of multi-token prediction; else their weights are ignored.
     """
 

@@ -28,7 +28,7 @@ class ShardOptions:
 
     Attributes:
         partial: Whether tensors may be missing.
-        in_flight: Name of what becomes of requests in flight.
+        in_flight: Name of the treatment of requests in flight; see `InFlight`.
         weights_version: Number of the new weights; None for the next one.
         keep_old: Whether to copy the old weights first.
     """
@@ -121,7 +121,7 @@ def _name_of(name: str, named: Mapping[str, object], in_gpt: bool) -> str:
 
 
 def _local(name: str, value: object, spec: ShardSpec, shape: Shape) -> Tensor:
-    """Return this rank's tensor of what its trainer gives.
+    """Return this rank's tensor of a value that its trainer gives.
 
     Args:
         name: Name that the trainer gives.

@@ -1,8 +1,8 @@
 """Writer of weights: named tensors, shards or a checkpoint, into the parts of the model that the ranks have.
 
 A world of one rank is the smallest case: its part is the whole model. Every update has the same stages. All ranks read
-and check what they are given, so that an error on one of them is raised on all before any has written. Then all write,
-exchange their failures, and put the old weights back where these are kept.
+and check their input, so that an error on one of them is raised on all before any has written. Then all write, exchange
+their failures, and put the old weights back where these are kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BUCKET_BYTES = 64 * 2**20  # of whole tensors that are sent to the other ranks b
 class WeightWriter:
     """Writer of this rank's part of a model, made before an engine packs the weights; it writes between two steps.
 
-    On the first rank it commands those of the other ranks, which `obey`.
+    The writer of the first rank commands the writers of the other ranks, which `obey`.
 
     Args:
         loaded: This rank's part of the model.
@@ -97,12 +97,12 @@ class WeightWriter:
         """Write whole tensors, in the types of the model's parameters.
 
         All names, shapes and types are checked first. Then each tensor is converted and moved when its turn comes: the
-        additional memory is that of the largest one, and of one bucket with several ranks.
+        largest tensor takes additional memory, and with several ranks one bucket.
 
         Args:
             given: Whole tensors by name.
             partial: Allow missing tensors; the parts of one tensor of the model must come together.
-            keep_old: Copy what is to be written first, so that a failure leaves the old weights.
+            keep_old: Copy the weights to be overwritten first, so that a failure leaves the old weights.
 
         Raises:
             ConfigError: A name is unknown or missing, or a shape or type is wrong. No rank has written anything.
@@ -199,7 +199,7 @@ class WeightWriter:
         self._whole_shapes = {name: shape for one in self._ask_all(lambda: own) for name, shape in one.items()}
 
     def _update(self, command: UpdateWeights, tensors: Mapping[str, Tensor] | None) -> None:
-        """Check on all ranks, then write on all ranks, bucket by bucket; `tensors` are those of the first rank."""
+        """Check on all ranks, then write on all ranks, bucket by bucket; only the first rank gives `tensors`."""
         recipes: dict[str, Recipe] = {}
         old: dict[str, Tensor] = {}
         specs = {name: (shape, dtype) for name, shape, dtype in command.tensors}
@@ -341,7 +341,7 @@ def _in_host_memory(tensors: Mapping[str, Tensor] | None, name: str, shape: Shap
 
 
 class _Bucket:
-    """Tensors of the model that are made of what is sent together."""
+    """Tensors whose parts are sent to the ranks in one message."""
 
     def __init__(self) -> None:
         self.recipes: dict[str, Recipe] = {}

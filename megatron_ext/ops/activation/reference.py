@@ -13,7 +13,7 @@ from megatron_ext.ops.backends import anything
 
 @dataclass(frozen=True)
 class ActivationBackend:
-    """Backend of the MLP activations; the signatures are those of the package.
+    """Backend of the MLP activations, with the signatures of the package's functions.
 
     Attributes:
         name: Unique among the operator's backends.

@@ -17,7 +17,7 @@ from megatron_ext.ops.varlen import PackedChunks
 
 @dataclass(frozen=True)
 class ConvolutionBackend:
-    """Backend of the convolution; the signatures are those of the reference.
+    """Backend of the convolution, with the signatures of the reference functions.
 
     Attributes:
         name: Unique among the operator's backends.

@@ -2,8 +2,8 @@
 
 A build is identified by the content of all its inputs, not by their paths: equal checkouts and environments share it,
 and no path of the machine gets into the library. A build happens in a separate directory that is then renamed, so a
-library in the cache is always complete. Processes that need the same build wait for the one that makes it; its lock is
-held by the kernel and ends with the process.
+library in the cache is always complete. Processes that need the same build wait for the first one to finish it; the
+kernel holds its lock, which ends with the process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Records of the operator calls of a function on the CPU, repeated in C++ without the function's Python code.
 
 A record is right only if the function would make the same calls on the same memory again: all that changes from call to
-call must be in tensors that exist before and are written in place. `record` refuses what it can see: values that are
-read on the host, shapes that depend on values, results of unknown origin. What it cannot see, such as a number that
-Python has computed from something else, differs between two records of one function: compare their `signature`.
+call must be in tensors that exist before and are written in place. `record` refuses values that are read on the host,
+shapes that depend on values, and results of unknown origin. Other inputs escape it, such as a number that Python
+computes from something else; they make two records of one function differ, so compare their `signature`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def choose_experts(logits: Tensor, bias: Tensor | None, chosen: int, scores: Sco
 
 
 def sort_by_expert(ids: Tensor, experts: int) -> SortedTokens:
-    """Sort pairs of token and expert, `ids` [T, k] int32, by expert, and those of one expert by token."""
+    """Sort pairs of token and expert, `ids` [T, k] int32, by expert, then by token."""
     return EXPERTS.choose(ids).sort_by_expert(ids, experts)
 
 

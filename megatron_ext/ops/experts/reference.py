@@ -50,7 +50,7 @@ class SortedTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsBackend:
-    """Backend of the operations around experts; the signatures are those of the package.
+    """Backend of the operations around experts, with the signatures of the package's functions.
 
     Attributes:
         name: Unique among the operator's backends.

@@ -12,7 +12,7 @@ from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
 
 
 def _too_many(experts: int, chosen: int) -> str | None:
-    """Return why there is no kernel for so many experts; None if there is one."""
+    """Return why no kernel chooses `chosen` of `experts` experts; None if one does."""
     from megatron_ext.ops.experts import kernels
 
     largest = kernels.choose_experts.configs[-1]

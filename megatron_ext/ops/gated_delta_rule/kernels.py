@@ -1,6 +1,6 @@
 """Gated delta rule on a CUDA device: prefill in tiles of tokens, and one token of each request.
 
-Formulas and letters are those of `reference.py`, a tile being its chunk. Terms without the state are computed for all
+Formulas and letters are as in `reference.py`, a tile being its chunk. Terms without the state are computed for all
 tiles at once (`delta_tiles`). A program of `delta_prefill` then computes some value channels V of one head of one
 sequence, whose state stays in registers from the sequence's first token of the step to its last. Tiles begin at the
 sequence's first token of the step. Outputs do not depend, to the bit, on which states are kept, nor on cuts of a

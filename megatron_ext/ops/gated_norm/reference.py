@@ -46,7 +46,7 @@ class NamedNorm:
 
 @dataclass(frozen=True)
 class GateBackend:
-    """Backend of gates and gated norms; the signatures are those of the package.
+    """Backend of gates and gated norms, with the signatures of the package's functions.
 
     Attributes:
         name: Unique among the operator's backends.

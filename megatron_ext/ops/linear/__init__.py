@@ -31,7 +31,7 @@ LINEAR = Backends("linear", onednn.BACKEND, cpp.BACKEND, reference.BACKEND)
 
 
 def choose(weight: Tensor) -> LinearBackend:
-    """Return the backend for a weight [o, i]: the forced or preferred one, or the one that the table names.
+    """Return the backend for a weight [o, i]: forced or preferred, else named by the table.
 
     Raises:
         ConfigError: The preferred backend cannot pack weights of this device or type.
@@ -53,7 +53,7 @@ def choice_identity(backend: LinearBackend, dtype: torch.dtype, *, is_forced: bo
     Args:
         backend: Backend that packs.
         dtype: Type of the weights.
-        is_forced: Whether the backend packs every weight, not those of the table.
+        is_forced: Whether the backend packs every weight instead of only the weights in the table.
     """
     row = None if is_forced else table.row_for(dtype)
     return f"{backend.name} {table.instruction_sets(dtype)[0]} {dtype} {'all' if row is None else row.limits}"

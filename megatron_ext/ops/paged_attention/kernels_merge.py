@@ -105,8 +105,8 @@ def merge_splits(
     """Merge the partial sums of `paged_decode_split` or `paged_prefill` into one softmax.
 
     The grid is (S * max_queries, query heads) after decodes, with `tiles` tiles of a sequence; with `max_queries` 0 it
-    is (T + S, query heads), and tiles are those of `find_piece`. Tiles have `rows` rows; `span` is their SPAN, `group`
-    the GROUP: TILE, or 1. Rows without keys are zeros.
+    is (T + S, query heads), and tiles are numbered as in `find_piece`. Tiles have `rows` rows; `span` is their SPAN,
+    `group` the GROUP: TILE, or 1. Rows without keys are zeros.
     """
     if max_queries > 0:
         sequence = tl.program_id(0) // max_queries

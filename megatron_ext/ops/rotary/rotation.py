@@ -1,7 +1,7 @@
 """Rotary position embeddings of packed tokens, cosines and sines computed once for all layers of a step.
 
 Channel i < n/2 and channel i + n/2 of the first n channels of a head are a pair that is rotated by one angle; later
-channels are unchanged. This is megatron-core's layout without `rotary_interleaved`, and that of Hugging Face.
+channels are unchanged. This is the layout of megatron-core without `rotary_interleaved`, and of Hugging Face.
 """
 
 from __future__ import annotations

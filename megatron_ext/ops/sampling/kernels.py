@@ -28,7 +28,7 @@ LEAST, MOST = tl.constexpr(2.0**-126), tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def words_at(source, start, words, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Load logits [BLOCK] in fp32 and their keys of 32 - SHIFT bits; after the last word both are those of 0."""
+    """Load logits [BLOCK] in fp32 and their keys of 32 - SHIFT bits; places after the last word read as logits of 0."""
     at = start + tl.arange(0, BLOCK)
     values = tl.load(source + at, mask=at < words, other=0.0).to(tl.float32)
     values = tl.where(values == 0.0, 0.0, values)  # both zeros are equal

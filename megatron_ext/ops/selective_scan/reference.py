@@ -9,7 +9,7 @@ Spaces", section 3.2, algorithm 2; A discretized by zero-order hold, B by Euler'
 All states have different decays, so a chunk is not a matrix product as in Mamba-2. Chunks are cut into pieces of a few
 tokens. The first tokens of all pieces are computed at once, from zero states, then all second tokens, and so on; states
 are passed from piece to piece, and their contribution to the tokens of a piece is added. So no [T, D, N] is ever made,
-and the number of tensor operations is that of a piece's places plus the pieces of the longest sequence.
+and the number of tensor operations grows with the places in a piece plus the pieces of the longest sequence.
 
 Letters: T tokens, D channels, N states of a channel, S sequences, R requests, n chunks, m pieces, C places in a piece.
 """

@@ -44,7 +44,7 @@ def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: Pac
     16,384 tokens of 80 heads of 64 x 128 states in bf16; and 16 bytes for each token and head.
 
     Args:
-        arguments: Arguments of the kernels by name: inputs, their strides and sizes, and those of `prefill_arguments`.
+        arguments: Arguments of the kernels by name: inputs, their strides and sizes, and the `prefill_arguments`.
         x: [T, H, P].
         B: [T, G, N].
         chunks: Chunks with `resumes`.

@@ -31,7 +31,7 @@ def _lacks(*pools: Tensor) -> str | None:
 
 
 def _config(pairs: int) -> Config:
-    """Return the configuration for so many pairs of rows, at most those of the largest one."""
+    """Return the smallest configuration that holds `pairs` pairs of rows; one must."""
     from megatron_ext.ops.state_copy import kernels
 
     return next(one for one in kernels.copy_states.configs if one["PAIRS"] >= pairs)

@@ -94,7 +94,7 @@ def compiles(device: torch.device, preferred: str | None) -> bool:
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """Return the compute capability of a CUDA device times ten; without one that of an H100, for the interpreter."""
+    """Return the compute capability of a CUDA device times ten; elsewhere an H100's 90, for the interpreter."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     return 10 * major + minor
 

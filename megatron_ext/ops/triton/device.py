@@ -27,7 +27,7 @@ def product(a, b, FULL_FP32: tl.constexpr):
 def next_kept(kept_sequences, kept_tokens, kept, sequence, after):
     """Return the first place after `after`, in tokens of the packed step, at which this sequence's state is kept.
 
-    Returns NEVER if no such place exists. The lists, of `kept` places, are those of `SnapshotPlaces`, in any order.
+    Returns NEVER if no such place exists. The lists come from `SnapshotPlaces`, have `kept` places, and need no order.
     """
     found = NEVER
     for i in range(kept):

@@ -51,7 +51,7 @@ def loops(ttgir: str) -> list[Loop]:
             _, body = open_loops.pop()
             if any(_DOT.search(one) for one in body):
                 found.append(_loop(body))
-                for _, outer in open_loops:  # an outer loop's own products would be counted with those of this one
+                for _, outer in open_loops:  # the outer loops are not innermost, so their products do not count
                     outer.clear()
         elif open_loops:
             open_loops[-1][1].append(line)

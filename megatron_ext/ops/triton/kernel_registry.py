@@ -136,7 +136,7 @@ class Kernel:
         types: Combinations of types that the letters may stand for.
         configs: All configurations that it is compiled with.
         fits: Returns whether a configuration supports such types, beyond its `only`.
-        views: Tensor parameters that are treated as those of `WHEREVER`, whatever their types.
+        views: Tensor parameters that are treated like parameters of the types `WHEREVER`.
     """
 
     name: str

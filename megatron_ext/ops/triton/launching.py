@@ -58,7 +58,7 @@ def slot_tensor(slots: Tensor | slice, count: int, device: torch.device) -> Tens
 
 
 def launch_with(kernel: Kernel, grid: tuple[int, ...], config: Config, given: Mapping[str, Argument]) -> None:
-    """Launch a kernel with those of the arguments that it has."""
+    """Launch a kernel with the `given` arguments that it declares; others are ignored."""
     taken = (*kernel.pointers, *kernel.strides, *kernel.counts, *kernel.scalars)
     kernel.launch(grid, config, **{name: given[name] for name in taken})
 

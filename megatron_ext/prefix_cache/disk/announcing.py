@@ -1,4 +1,4 @@
-"""Announcement of the entries on disk to an observer, as that of a cache in memory is told of its contents."""
+"""Announcement of the entries on disk to an observer, with the same calls that report a cache in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EntryObserver(Protocol):
 
 
 def told_salt(root: BlockHash, before: BlockHash) -> str | None:
-    """Return what observers are told as the salt of a sequence whose salt is not known here.
+    """Return the salt that observers are told for a sequence whose salt is not known here.
 
     Args:
         root: Root of the block hashes of sequences without a salt.
@@ -40,7 +40,7 @@ def told_salt(root: BlockHash, before: BlockHash) -> str | None:
 
 
 def announce(cache: PrefixCache, observer: CacheObserver, root: BlockHash) -> None:
-    """Tell an observer that is new of all that a cache has, since it was put back.
+    """Report all entries of a restored cache to a new observer.
 
     Blocks of sequences with a salt, which is not known here, get a salt that no client has.
 

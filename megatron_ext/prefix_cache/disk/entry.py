@@ -62,7 +62,7 @@ class NewEntry:
 
     @property
     def is_genuine(self) -> bool:
-        """True if the block hash is that of the tokens after the parent."""
+        """True if hashing the tokens after the parent yields the block hash."""
         return hash_blocks(self.parent, self.tokens, len(self.tokens)) == [self.key.block_hash]
 
 

@@ -20,7 +20,7 @@ class Prefix:
         tokens: Number of tokens.
         blocks: Number of blocks that are stored of it; fewer than its length has if some were evicted.
         snapshots: Number of snapshots.
-        size: Bytes of blocks and snapshots; those that several prefixes share count for each.
+        size: Bytes of blocks and snapshots; entries that several prefixes share count for each prefix.
         used: Time of its last use, seconds since the epoch.
     """
 
@@ -34,7 +34,7 @@ class Prefix:
 
 
 def prefixes_of(entries: Sequence[StoredEntry]) -> list[Prefix]:
-    """Return the longest prefixes among entries: those that no other entry continues, the last used first."""
+    """Return the prefixes that no other entry continues, the most recently used first."""
     by_end: dict[tuple[bytes, bytes], list[StoredEntry]] = {}
     for entry in entries:
         by_end.setdefault((entry.identity, entry.entry.key.block_hash), []).append(entry)

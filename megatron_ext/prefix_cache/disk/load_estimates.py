@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DECAY = 0.8  # of what was measured before, with each measurement
+DECAY = 0.8  # weight of earlier measurements, multiplied with each new one
 FORGIVENESS = 0.98  # of the seconds of a rate, each time that it decides against a load: it is measured again some time
 
 

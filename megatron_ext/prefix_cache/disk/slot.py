@@ -7,7 +7,7 @@ DIR/slot-0/index.sqlite     see `index.py`, and SQLite's own files beside it
 DIR/slot-0/data             see `data_file.py`
 DIR/slot-0-rank-1/          of the second rank of the world whose first rank holds slot 0, with the same files
 ```
-Files are those of this user alone. No other file is ever made, written or removed.
+Files belong to this user alone. No other file is ever made, written or removed.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def slot_name(number: int, rank: int = 0) -> str:
 
     Args:
         number: Number of the slot.
-        rank: Rank among those that keep one cache together, each its part; the first has the name of a lone process.
+        rank: Rank among the processes that each keep a part of one cache; rank 0 has the name of a lone process.
     """
     return f"slot-{number}-rank-{rank}" if rank else f"slot-{number}"
 

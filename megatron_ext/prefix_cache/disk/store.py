@@ -188,7 +188,7 @@ class DiskStore:
         It can be found at once, and outlives the process after the next `commit`.
 
         Args:
-            entry: The entry, whose block hash is that of its tokens after its parent, and which is not stored.
+            entry: Genuine entry that is not stored yet; see `NewEntry.is_genuine`.
             buffers: Bytes of the entry; none for a block of a model without attention layers.
 
         Returns:
@@ -222,7 +222,7 @@ class DiskStore:
         return True
 
     def _make_room(self, pages: int, entry: StoredEntry) -> bool:
-        """Evict until so many pages are free; return False, with nothing evicted, if one used later had to go."""
+        """Evict until `pages` are free; return False, evicting nothing, if entries used after `entry` had to go."""
         if pages <= self._free.count:
             return True
         if self._removed:
@@ -274,7 +274,7 @@ class DiskStore:
         return None if checksum_of(into) == known.checksum else BAD_BYTES
 
     def verify(self) -> int:
-        """Read all entries of all identities and drop those that are damaged; return the number of sound ones."""
+        """Read all entries of all identities, drop damaged ones, and return the number of sound ones."""
         self._guarded(self._verify, None)
         return len(self._entries)
 

@@ -25,8 +25,8 @@ from megatron_ext.threads import lower_priority
 T = TypeVar("T")
 
 QUEUE_BYTES = 256 * 1024**2  # that wait to be written, at most; one larger entry may wait alone
-COMMIT_SECONDS = 2.0  # without other work, after which what was written is committed
-STOP_SECONDS = 5.0  # for what cannot be interrupted, after the time to stop is over
+COMMIT_SECONDS = 2.0  # without other work, after which written entries are committed
+STOP_SECONDS = 5.0  # for work that cannot be interrupted, after the time to stop is over
 
 Job = Callable[[], object]
 
@@ -86,12 +86,12 @@ class StoreThread(TierStorage):
         return gone
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
-        """Remove entries, those that wait to be written, too, and wait until the medium has forgotten them."""
+        """Remove stored and queued entries, and wait until the medium has forgotten them."""
         self.drop(keys)
         self.run(lambda _: None)  # jobs are done in order
 
     def drop(self, keys: Sequence[EntryKey]) -> None:
-        """Remove entries, those that wait to be written, too."""
+        """Remove stored and queued entries."""
         with self._changed:
             for key in keys:
                 self._forget_write(key)
@@ -121,7 +121,7 @@ class StoreThread(TierStorage):
             self._loaded = [one for one in self._loaded if one.number != number]
 
     def take(self) -> list[Event]:
-        """Return and forget what has happened."""
+        """Return the events since the last call, and forget them."""
         with self._changed:
             taken: list[Event] = [EvictedEntries(list(self._gone))] if self._gone else []
             if self._is_off and not self._is_off_told:
@@ -182,7 +182,7 @@ class StoreThread(TierStorage):
         self._waiting_bytes = 0
 
     def stop(self, seconds: float) -> bool:
-        """Write what waits, for so many seconds at most, close the store and end the thread; no job may follow.
+        """Write queued entries for at most `seconds`, close the store and end the thread; no job may follow.
 
         Returns:
             False if the disk does not answer.
@@ -195,7 +195,7 @@ class StoreThread(TierStorage):
         return not self._thread.is_alive()
 
     def hurry(self) -> None:
-        """Leave out what waits to be written, once the thread is being stopped; for any thread and signal handlers."""
+        """Drop queued entries once the thread is being stopped; safe in any thread and in signal handlers."""
         if self._stop_at is not None:
             self._stop_at = 0.0
 
@@ -265,16 +265,16 @@ class StoreThread(TierStorage):
 
     @contextlib.contextmanager
     def _evicting(self) -> Iterator[None]:
-        """Context without new touches: each comes before the choice of what goes, or after that is known to be gone."""
+        """Keep touches out while victims are chosen: a touch comes before the choice, or after their eviction."""
         with self._changed:
             self._pass_touches()
             yield
 
     def on_stored(self, stored: StoredEntry) -> None:
-        """Do nothing: what is to be written counts as stored; see `StoreObserver`, also for the next one."""
+        """Do nothing, since queued entries already count as stored; see `StoreObserver`, also for the next method."""
 
     def on_removed(self, keys: Iterable[EntryKey]) -> None:
-        """Note what is gone, for the engine's thread."""
+        """Note removed entries, for the engine's thread."""
         with self._changed:
             self._gone |= dict.fromkeys(keys)
 

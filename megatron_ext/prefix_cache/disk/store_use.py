@@ -15,8 +15,8 @@ from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, pages_of
 BAD_ROW = "row"  # its row in the index is damaged, or contradicts another one
 BAD_INDEX = "index"  # the whole index is damaged
 BAD_BYTES = "checksum"
-BAD_TOKENS = "tokens"  # they are not those of its block hash, or not those that were asked for
-TOO_SHORT = "short"  # the data file lacks some of its bytes, or it has another size than was asked for
+BAD_TOKENS = "tokens"  # its tokens contradict its block hash, or differ from the requested tokens
+TOO_SHORT = "short"  # the data file lacks some of its bytes, or it has another size than requested
 EVICTED = "evicted"  # for entries used later, or because the budget is smaller now
 OTHER_IDENTITY = "other_identity"  # evicted, and of another model or setting
 LESS_WORTH = "less_worth"  # not taken: only entries used later could make room
@@ -86,7 +86,7 @@ class StoreUse:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Count the time of a block of code as that of writes."""
+        """Count the time of a block of code as time spent writing."""
         started = time.perf_counter()
         try:
             yield
@@ -95,7 +95,7 @@ class StoreUse:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count the time of a block of code as that of reads."""
+        """Count the time of a block of code as time spent reading."""
         started = time.perf_counter()
         try:
             yield

@@ -118,7 +118,7 @@ class DiskTier:
         self.counts = TierCounts()
         self.drops: Counter[str] = Counter()
 
-    # What is on disk
+    # Entries on disk
 
     def __contains__(self, key: EntryKey) -> bool:
         """Return whether an entry can be loaded: it is on disk, or on its way there, as far as is known."""
@@ -247,7 +247,7 @@ class DiskTier:
         return not self.loads or (len(self.loads) < MAX_LOADS and size <= MAX_LOAD_BYTES)
 
     def pays(self, run: LoadableRun, tokens: int) -> bool:
-        """Return whether loading a run is estimated to be quicker than computing so many tokens."""
+        """Return whether loading a run is estimated to be quicker than computing `tokens` tokens."""
         pays = self.estimates.pays(
             run.size, sum(one.size for one in self.loads.values() if one.progress == READING), tokens
         )
@@ -267,7 +267,7 @@ class DiskTier:
         Args:
             run: The run.
             block_hashes: Hashes of the request's blocks.
-            tokens: Tokens of the request, which those on disk must equal.
+            tokens: Tokens of the request, which the stored tokens must equal.
             block_size: Tokens of a block.
             number: Number of the load on the rank that drives; a new one if missing.
         """
@@ -389,7 +389,7 @@ class DiskTier:
 
 
 def _remember(found: dict[K, int], key: K, end: int) -> None:
-    """Keep what was found last, for a bounded number of sequences."""
+    """Keep the last result of a bounded number of sequences."""
     found[key] = end
     if len(found) > MAX_RUNS:
         del found[next(iter(found))]
@@ -398,7 +398,7 @@ def _remember(found: dict[K, int], key: K, end: int) -> None:
 def untrusted(
     held: Mapping[EntryKey, BlockHash | None], block_hash: BlockHash, index: BlockIndex, *, states_only: bool
 ) -> list[EntryKey]:
-    """Return the entries on disk that a wrong one, or what may have been computed from it, make useless.
+    """Return the entries on disk to distrust after a wrong one: the entry, and all that may be computed from it.
 
     Args:
         held: Entries on disk, with the hashes of the blocks before.

@@ -1,4 +1,4 @@
-"""Storage of the disk tier as the engine's thread sees it: requests that never wait, and what became of them."""
+"""Storage of the disk tier as the engine's thread sees it: calls that never block, and events with their results."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class TierStorage:
         """Give up a load, which may have ended."""
 
     def take(self) -> list[Event]:
-        """Return what has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         taken, self._ended = self._ended, []
         return taken
 
     def wait(self, seconds: float) -> None:
-        """Return when a load has ended, after so many seconds at the latest."""
+        """Return when a load has ended, after `seconds` at the latest."""
         threading.Event().wait(seconds)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Order in which entries of the store are evicted: those of other identities first, then those used longest ago."""
+"""Order in which the store evicts: entries of other identities first, then least recently used entries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Victim(NamedTuple):
 
 
 class VictimOrder:
-    """Heap of entries; those that are gone, or have another place since, are skipped.
+    """Heap of entries; entries that are gone or have moved since are skipped.
 
     Args:
         entries: Entries of the store by row, as the store changes them.
@@ -44,15 +44,15 @@ class VictimOrder:
             heapify(self._heap)
 
     def take(self, pages: int, enough: int, before: StoredEntry) -> list[StoredEntry]:
-        """Remove and return the first entries that have so many pages together.
+        """Remove and return the first entries that together have the needed pages.
 
         Args:
-            pages: Pages that are needed.
+            pages: Number of pages needed.
             enough: Pages after which no more entries are taken, at least `pages`.
-            before: Entry that only those before it in the order may make room for.
+            before: Entry to make room for; only entries before it in the order are taken.
 
         Returns:
-            The entries; none, and none is removed, if those before `before` have too few pages.
+            The entries; none, and none is removed, if the entries before `before` have too few pages.
         """
         limit, found = self.place(before), 0
         chosen: list[StoredEntry] = []

@@ -1,11 +1,11 @@
-"""Warm restart: what the cache holds at the end of a process is written to the store, and put back at the next start.
+"""Warm restart: cached entries are written to the store when a process ends, and restored at the next start.
 
 From start to end the store belongs to a thread, and is a tier below memory. Several ranks keep parts of each entry, and
-an entry is there when all ranks have it: they agree on what is put back, and write the same entries at the end.
+an entry exists once all ranks have it: they agree on the entries to restore, and write the same entries at the end.
 
-The end is bounded in time. What is worth most is written first, each block after its parents, so that whatever was
-written can be used. What the store has already is not written again, but counts as used now. At the start, as much is
-put back as fits in free memory, and nothing is evicted for it.
+The end is bounded in time. The most valuable entries are written first, each block after its parents, so that all
+written entries can be used. Entries that the store already has are not written again, but count as used now. At the
+start, as many entries are restored as fit in free memory, and nothing is evicted for them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 NO_ANSWER = "prefix cache on disk: the disk does not answer; what was not written is left out"
 
-RANK_SECONDS = 1e-5  # by which an entry counts as used before the one that is worth more
+RANK_SECONDS = 1e-5  # each entry counts as used this much before the next more valuable entry
 DRAIN_WINDOW = 64  # entries after which ranks agree on going on
 PATIENCE = 30.0  # seconds to wait for other ranks after the time to write is over
 
 
 class WarmRestart:
-    """Store of one cache, between processes; with several ranks, the part of it that one of them keeps.
+    """Store of one cache, between processes; with several ranks, one rank's part of it.
 
-    All methods but `stop` are for the engine's thread, between two steps. Those that ranks do together are `go_live`,
-    `keep` and `close`.
+    All methods but `stop` are for the engine's thread, between two steps. All ranks call `go_live`, `keep` and `close`
+    together.
 
     Args:
         store: Open store, which this closes.
@@ -76,7 +76,7 @@ class WarmRestart:
         self._ranks = ranks or Agreement()
         self._others = others
         self._drain_seconds, self._load_seconds = drain_seconds, load_seconds
-        self._is_current = True  # the identity is that of the weights
+        self._is_current = True  # the store's identity still matches the weights
         self._is_stopped = self._is_closed = False
         self._write_until = 0.0  # once the writing has begun
         self.tier: DiskTier | None = None
@@ -164,7 +164,7 @@ class WarmRestart:
             logger.info("prefix cache on disk: %d of %d entries put back", self.loaded, use.entries)
 
     def announce_disk(self, observer: EntryObserver, root: BlockHash) -> None:
-        """Tell an observer of all that is on disk, now and whenever that changes; salts are those of `announce`.
+        """Tell an observer of all entries on disk, now and on every change, with salts as in `announcing`.
 
         Args:
             observer: The observer.
@@ -189,14 +189,14 @@ class WarmRestart:
     # End
 
     def close(self) -> None:
-        """Write what is worth most within the time that is given, and close the store."""
+        """Write the most valuable entries within the drain time, and close the store."""
         try:
             self.keep()
         finally:
             self.abandon()
 
     def keep(self) -> None:
-        """Write what is worth most within the time that is given, the same entries on all ranks; no tier is live."""
+        """Write the most valuable entries within the drain time, the same on all ranks; the tier ends."""
         if self._is_closed or self.tier is None or not self._is_current:
             return
         self._write_until = time.monotonic() + self._drain_seconds
@@ -284,7 +284,7 @@ class WarmRestart:
         return written, len(keys)
 
     def abandon(self) -> None:
-        """Close the store; only entries that wait are written, and only in what is left of the time to write."""
+        """Close the store; queued entries are still written, in the time left to write."""
         if self._is_closed:
             return
         self._end_tiers()

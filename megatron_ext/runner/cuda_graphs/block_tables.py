@@ -13,11 +13,11 @@ from megatron_ext.runner.cuda_graphs.input_buffers import HostBuffer
 class BlockTables:
     """Block table of each running state slot, on the device.
 
-    Rows are sent before a step's graph, which gathers those of its requests: they may change places between two steps.
+    Rows are sent before a step's graph, which gathers its requests' rows: they may change places between two steps.
     Block ids are int32, two in a number of the buffer that is sent.
 
     Args:
-        slots: Number of running state slots, that of padding included.
+        slots: Number of running state slots, the padding slot included.
         width: Blocks of the longest table.
         padding: Block id after a table's end.
         device: Device of the tables.

@@ -59,7 +59,7 @@ class HeldGraph:
 
 
 class HoldingCapture:
-    """Capture whose graphs keep alive what they read, weights excepted, whose owner may replace them.
+    """Capture whose graphs keep the tensors they read alive, except weights, which their owner may replace.
 
     Without this, a graph would read freed memory as soon as a cache that owns a tensor drops it: upstream's table of
     rotary angles belongs to a cache of the last 32 sequence lengths.

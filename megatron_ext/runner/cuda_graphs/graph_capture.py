@@ -63,7 +63,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Warm `run` up on a side stream, so that libraries allocate what they need; then capture it.
+        """Warm `run` up on a side stream, so that libraries allocate their buffers; then capture it.
 
         Other threads, such as a server's, may allocate and copy meanwhile: only calls of this thread are checked.
         """

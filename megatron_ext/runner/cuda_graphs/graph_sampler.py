@@ -1,7 +1,7 @@
 """Captured sampling: the graphs of a bucket that turn static logits into tokens and log-probs after its forward.
 
-Logits processors work on a copy, so log-probs are those of the model. A step replays one of six sampling graphs, and
-the scoring graph only if a row requests log-probs.
+Logits processors work on a copy, so log-probs come from the model's own logits. A step replays one of six sampling
+graphs, and the scoring graph only if a row requests log-probs.
 """
 
 from __future__ import annotations

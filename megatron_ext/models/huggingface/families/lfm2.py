@@ -92,7 +92,7 @@ _TENSORS = TensorTable(
 
 
 def _pattern(fields: Fields) -> str:
-    """Return two letters a layer, from the list of kinds, from that of attention layers, or from both if they agree."""
+    """Return two letters per layer, from the list of layer kinds, the list of attention layers, or both if equal."""
     count = layer_count(fields)
     attending = listed_indices(fields, "full_attn_idxs", count)
     by_index = "".join("*" if index in attending else "M" for index in range(count))

@@ -10,10 +10,10 @@ Notes on two fields:
   here, and checkpoints that are written have a `time_step_min` without effect.
 
 The layer of multi-token prediction, which transformers skips, is a short stack of such layers: `enorm`, `hnorm` and
-`eh_proj` are beside the tensors of its first one, `final_layernorm` beside those of its last.
+`eh_proj` are beside the tensors of its first layer, `final_layernorm` beside the tensors of its last.
 
 Mixer, norm and MLP tensors have the same shapes on both sides. Experts are two matrices each on both sides;
-transformers may write those of a layer as two tensors with one more dimension, which are split.
+transformers may write all experts of a layer as two tensors with one more dimension, which are split.
 """
 
 from __future__ import annotations
