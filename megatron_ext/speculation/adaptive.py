@@ -7,9 +7,11 @@ the most tokens for the cost of the step (`draft_costs`):
 
     tokens per cost = (R + sum of the m likeliest) / (1 + fixed + each / R * m),  against R / 1 for none
 
-A request whose drafts do not pay is tried with one draft, and again after 32, 64, ... steps, which shows when its text
-begins to repeat itself. Trials of all requests together cost at most a hundredth of the steps, plus what they gain:
-they are postponed until that much is saved, so that a large batch pays no more for them than a small one.
+Guesses that cost nothing (prompt lookup) are made in each step, verified or not, and the token that comes next shows
+whether the first one was right; so a text that begins to repeat itself has drafts after a few tokens. A drafter that
+costs something is tried: a request whose drafts do not pay gets one draft, and again after 32, 64, ... steps. Trials of
+all requests together cost at most a hundredth of the steps, plus what they gain: they are postponed until that much is
+saved, so that a large batch pays no more for them than a small one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from megatron_ext.speculation.draft_costs import DraftCosts
 from megatron_ext.speculation.drafter import Drafter, DraftRequest
 
 _MEMORY = 4.0  # drafts: weight of earlier results relative to those of one verification
+_UNVERIFIED_WEIGHT = 0.25  # of a guess that no step verified: a chance hit alone must not call for drafts
 _ASSUMED, _ASSUMED_WEIGHT = 0.5, 1.0  # prior probability of acceptance, and its weight
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 TRIAL_SHARE = 0.01  # maximum share of all steps that trials may cost
@@ -58,14 +61,17 @@ class Acceptance:
         One accepted draft of a trial outweighs much of the past, so that a text that begins to repeat itself has its
         drafts back within a few steps; a rejected one doubles the pause.
         """
-        kept = min(1.0, _MEMORY / self.tried_sum)
-        accepted_sum, tried_sum = (
-            self.accepted_sum * kept + accepted,
-            self.tried_sum * kept + min(drafted, accepted + 1),
-        )
         pause = FIRST_PAUSE if accepted else min(2 * self.pause, LONGEST_PAUSE)
-        was_trial = now >= self.due
-        return Acceptance(accepted_sum, tried_sum, pause, due=now if was_trial and accepted else now + pause)
+        due = now if accepted and now >= self.due else now + pause
+        return replace(self._counted(accepted, min(drafted, accepted + 1)), pause=pause, due=due)
+
+    def compared(self, is_right: bool) -> Acceptance:
+        """Return the statistics after the first token of a guess that was not verified is known."""
+        return self._counted(_UNVERIFIED_WEIGHT * is_right, _UNVERIFIED_WEIGHT)
+
+    def _counted(self, accepted: float, tried: float) -> Acceptance:
+        kept = min(1.0, _MEMORY / self.tried_sum)
+        return replace(self, accepted_sum=self.accepted_sum * kept + accepted, tried_sum=self.tried_sum * kept + tried)
 
 
 def allot(likelihoods: Sequence[float], limits: Sequence[int], requests: int, costs: DraftCosts) -> list[int]:
@@ -113,6 +119,7 @@ class AdaptiveDrafter:
         self._costs = costs
         self._guesses_are_free = guesses_are_free
         self._known: dict[int, Acceptance] = {}
+        self._unverified: dict[int, tuple[int, int]] = {}  # first token of a guess that was cut away, and its position
         self._all_requests = Acceptance()  # over the latest results of all requests
         self._saved = _BEST_DEPTHS  # steps, for trials
         self._requests = 1  # of the last proposal
@@ -122,30 +129,48 @@ class AdaptiveDrafter:
         """Propose drafts; see `Drafter`. The number for one request depends on the acceptance of others, too."""
         self._now += 1
         self._requests = max(1, len(requests))
-        self._save(TRIAL_SHARE)
         for request in requests:
             if request.request_id not in self._known:
                 self._known[request.request_id] = self._all_requests.as_assumption(self._now)
         return self._cut_guesses(requests) if self._guesses_are_free else self._asked_for_less(requests)
 
     def _cut_guesses(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        for request in requests:
+            self._compare(request)
         guesses = self._drafter.propose(requests)
-        sizes = [min(request.limit, len(guesses.get(request.request_id, ()))) for request in requests]
-        counts = zip(requests, self._counts(requests, sizes), strict=True)
-        return {request.request_id: guesses[request.request_id][:count] for request, count in counts if count}
+        found = [guesses.get(request.request_id, ())[: request.limit] for request in requests]
+        likelihoods = [self._known[request.request_id].likelihood for request in requests]
+        drafts = {}
+        for request, guess, count in zip(
+            requests, found, allot(likelihoods, [len(one) for one in found], len(requests), self._costs), strict=True
+        ):
+            if count:
+                drafts[request.request_id] = guess[:count]
+            elif guess:
+                self._unverified[request.request_id] = len(request.tokens), guess[0]
+        return drafts
+
+    def _compare(self, request: DraftRequest) -> None:
+        """Compare the guess before the last token with that token, if no step verified the guess."""
+        name = request.request_id
+        position, token = self._unverified.pop(name, (len(request.tokens), 0))
+        if position < len(request.tokens):
+            is_right = request.tokens[position] == token
+            self._known[name] = self._known[name].compared(is_right)
+            self._all_requests = self._all_requests.compared(is_right)
 
     def _asked_for_less(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        counts = zip(requests, self._counts(requests, [request.limit for request in requests]), strict=True)
+        self._save(TRIAL_SHARE)
+        counts = zip(requests, self._counts(requests), strict=True)
         cut = [replace(request, limit=count) for request, count in counts if count]
         return dict(self._drafter.propose(cut)) if cut else {}
 
-    def _counts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> list[int]:
+    def _counts(self, requests: Sequence[DraftRequest]) -> list[int]:
         """Return the number of drafts per request: those that should save time, and one per due trial that fits."""
-        if not any(limits):
-            return list(limits)
         known = [self._known[request.request_id] for request in requests]
+        limits = [request.limit for request in requests]
         counts = allot([one.likelihood for one in known], limits, len(requests), self._costs)
-        due = [i for i, one in enumerate(known) if limits[i] and not counts[i] and one.due <= self._now]
+        due = [i for i, one in enumerate(known) if not counts[i] and one.due <= self._now]
         row = self._costs.at(self._requests)
         cost = (0.0 if any(counts) else row.fixed) + row.each * len(due) / self._requests
         if due and cost <= self._saved:
@@ -170,4 +195,5 @@ class AdaptiveDrafter:
     def forget(self, request_id: int) -> None:
         """Drop the statistics of a request; see `Drafter`."""
         self._known.pop(request_id, None)
+        self._unverified.pop(request_id, None)
         self._drafter.forget(request_id)

@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_ext.speculation.adaptive import FIRST_PAUSE, LONGEST_PAUSE, Acceptance, AdaptiveDrafter, allot
 from megatron_ext.speculation.draft_costs import CostRow, DraftCosts, fitted
@@ -103,20 +103,42 @@ def test_pauses_grow_and_a_success_ends_them():
     assert early.due == known.due - 1 + FIRST_PAUSE
 
 
-@pytest.mark.parametrize("guesses_are_free", [True, False])
-def test_it_goes_down_to_none_and_comes_back(guesses_are_free):
+class Text:
+    """Tokens of a request: what `Knowing` guesses next (0, 1, ...) comes, or does not."""
+
+    def __init__(self) -> None:
+        self.tokens = [1]
+
+    def step(self, drafter: AdaptiveDrafter, comes: bool, limit: int = 7) -> int:
+        """Take one step; return the number of drafts."""
+        drafts = drafter.propose([DraftRequest(0, tuple(self.tokens), limit)]).get(0, ())
+        accepted = len(drafts) if comes else 0
+        if drafts:
+            drafter.accepted(0, len(drafts), accepted)
+        self.tokens += [*drafts[:accepted], 0 if comes and not drafts else 99]
+        return len(drafts)
+
+
+def test_unverified_guesses_are_compared():
+    """SP-6: a text whose drafts do not pay has none, and all of K within a few tokens of its first repetition."""
+    drafter, text = AdaptiveDrafter(Knowing(), costs_of((1, 0.3, 0.05)), guesses_are_free=True), Text()
+    new = [text.step(drafter, comes=False) for _ in range(200)]
+    assert sum(count > 0 for count in new[:16]) <= 4
+    assert not any(new[16:])
+    repeated = [text.step(drafter, comes=True) for _ in range(12)]
+    assert repeated[:3] == [0, 0, 0]  # a chance hit is none
+    assert repeated[-1] == 7
+    drafter.forget(0)
+    assert drafter._unverified == drafter._known == {}
+
+
+def test_it_goes_down_to_none_and_comes_back():
     """SP-6: rare trials while nothing comes, and all of K within a few steps when everything does."""
     inner = Knowing()
-    drafter = AdaptiveDrafter(inner, costs_of((1, 0.3, 0.05)), guesses_are_free=guesses_are_free)
+    drafter, text = AdaptiveDrafter(inner, costs_of((1, 0.3, 0.05)), guesses_are_free=False), Text()
 
     def run(steps: int, comes: bool) -> list[int]:
-        counts = []
-        for _ in range(steps):
-            drafts = drafter.propose([DraftRequest(0, (1,), 7)]).get(0, ())
-            counts.append(len(drafts))
-            if drafts:
-                drafter.accepted(0, len(drafts), len(drafts) if comes else 0)
-        return counts
+        return [text.step(drafter, comes) for _ in range(steps)]
 
     cold = run(1000, comes=False)
     assert 1 <= sum(count > 0 for count in cold[:16]) <= 4
@@ -133,7 +155,7 @@ def test_it_goes_down_to_none_and_comes_back(guesses_are_free):
 @pytest.mark.parametrize(("requests", "row"), [(8, (0.7, 0.35)), (16, (0.9, 0.3))])
 def test_costs_that_keep_it_from_beginning_are_tried(requests, row):
     """SP-6: trials show within few steps that all drafts are accepted, and then there are many drafts."""
-    drafter = AdaptiveDrafter(Knowing(), costs_of((1, *row)), guesses_are_free=True)
+    drafter = AdaptiveDrafter(Knowing(), costs_of((1, *row)), guesses_are_free=False)
     counts = []
     for _ in range(300):
         found = drafter.propose([DraftRequest(i, (1,), 7) for i in range(requests)])
@@ -146,13 +168,14 @@ def test_costs_that_keep_it_from_beginning_are_tried(requests, row):
     assert counts[-1] == 7 * requests
 
 
+@pytest.mark.parametrize("guesses_are_free", [True, False])
 @pytest.mark.parametrize("requests", [1, 8, 32])
-def test_drafts_that_never_come_cost_little(requests):
+def test_drafts_that_never_come_cost_little(requests, guesses_are_free):
     """SP-6: rejected drafts cost less than two hundredths of the steps by the table, for any number of requests."""
-    drafter = AdaptiveDrafter(Knowing(), DEAR_WHEN_MANY, guesses_are_free=True)
+    drafter = AdaptiveDrafter(Knowing(), DEAR_WHEN_MANY, guesses_are_free=guesses_are_free)
     row, cost, steps = DEAR_WHEN_MANY.at(requests), 0.0, 600
-    for _ in range(steps):
-        found = drafter.propose([DraftRequest(i, (1,), 4) for i in range(requests)])
+    for step in range(steps):
+        found = drafter.propose([DraftRequest(i, (99,) * (1 + step), 4) for i in range(requests)])
         drafts = {i: len(tokens) for i, tokens in found.items() if tokens}
         cost += (row.fixed + row.each * sum(drafts.values()) / requests) if drafts else 0
         for i, count in drafts.items():
@@ -171,12 +194,11 @@ def test_new_requests_begin_with_the_acceptance_of_others():
 class Drafting(RuleBasedStateMachine):
     """Random requests, answers and ends: what it keeps is of living requests only, and what it proposes is allowed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Knowing()
-        self.drafter = AdaptiveDrafter(self.inner, DEAR_WHEN_MANY, guesses_are_free=True)
+    @initialize(guesses_are_free=st.booleans())
+    def begin(self, guesses_are_free):
+        self.drafter = AdaptiveDrafter(Knowing(), DEAR_WHEN_MANY, guesses_are_free=guesses_are_free)
         self.living: dict[int, float] = {}  # id -> how likely a draft comes
-        self.next = 0
+        self.next = self.length = 0
         self.source = random.Random(5)
 
     @rule(chance=st.sampled_from([0.0, 0.5, 1.0]))
@@ -188,7 +210,8 @@ class Drafting(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 8), steps=st.integers(1, 30))
     def step(self, limit, steps):
         for _ in range(steps):
-            asks = [DraftRequest(i, (1,), limit) for i in self.living]
+            self.length += 1
+            asks = [DraftRequest(i, (1,) * self.length, limit) for i in self.living]
             drafts = self.drafter.propose(asks)
             assert set(drafts) <= set(self.living)
             for i, tokens in drafts.items():
@@ -207,7 +230,7 @@ class Drafting(RuleBasedStateMachine):
 
     @invariant()
     def keeps_only_the_living(self):
-        assert set(self.drafter._known) <= set(self.living)
+        assert set(self.drafter._known) | set(self.drafter._unverified) <= set(self.living)
         assert 0 <= self.drafter._saved <= 2
         for known in self.drafter._known.values():
             assert 0 <= known.likelihood <= 1
