@@ -1,14 +1,14 @@
 """The mark `base`: tests that depend on megatron-core. A pytest plugin.
 
 `-m base` runs the files below (tests/marked_files.py). `.ci/run` runs them a second time with another megatron-core
-than the installed one (`make test BASE=0.19.2`, tools/bases.py), which every process has to find then.
+than the installed one (`make test BASE=0.19.2`, or a path; tools/bases.py), which every process has to find then.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
+import runpy
 from functools import cache
 from pathlib import Path
 
@@ -37,13 +37,18 @@ def found_core() -> tuple[str, Path]:
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None, "megatron-core is installed"
     assert spec.origin is not None, "it is a package"
-    return importlib.metadata.version("megatron-core"), Path(spec.origin).resolve().parents[2]
+    return core_in(Path(spec.origin).resolve().parents[2])
 
 
 def asked_core() -> tuple[str, Path] | None:
     """Return version and folder of the megatron-core that `BASE` asks for; None for the installed one."""
-    version = os.environ.get(bases.VARIABLE)
-    return None if version is None else (version, bases.fetch(version).resolve())
+    folder = os.environ.get(bases.VARIABLE)
+    return None if folder is None else core_in(Path(folder).resolve())
+
+
+def core_in(folder: Path) -> tuple[str, Path]:
+    """Return the version that a folder's `megatron/core` says, and the folder."""
+    return runpy.run_path(str(folder / "megatron/core/package_info.py"))["__shortversion__"], folder
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Wheels of megatron-core that tests run with or exchange checkpoints with, unpacked below out/oracles, not installed.
+"""Other versions of megatron-core that tests run with or exchange checkpoints with, none of them installed.
 
-They are for Python 3.12 and x86_64; the modules that the tests use are plain Python, which 3.10 and 3.11 read, too.
+Wheels are unpacked below out/oracles. They are for Python 3.12 and x86_64; the modules that the tests use are plain
+Python, which 3.10 and 3.11 read, too. A path names a checkout of Megatron-LM, or any folder that has `megatron/core`.
 
     python -m tools.bases 0.19.2 python -m pytest -m base
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from tools import oracles
 
 VARIABLE = "MEGATRON_CORE_BASE"
-"""Environment variable with the version, for the tests that look at the path."""
+"""Environment variable with the version or the path, for the tests that look at the path."""
 # Version -> SHA-256 of its wheel.
 WHEELS = {
     "0.16.1": "3fb26cb407aa3c4b609c08664022c08146f1648b3d6f2ef2bbe9d3b1294ace61",
@@ -46,20 +47,34 @@ def fetch(version: str) -> Path:
     return library.packages
 
 
+def folder_of(base: str) -> Path:
+    """Return the folder to put on the path for a version of `WHEELS`, or for the path of a checkout.
+
+    Raises:
+        ValueError: It is neither; or as `oracles.download`.
+    """
+    if base in WHEELS:
+        return fetch(base)
+    folder = Path(base).resolve()
+    if not (folder / "megatron/core/package_info.py").is_file():
+        raise ValueError(f"{base} is not the path of a checkout of Megatron-LM, nor one of {', '.join(WHEELS)}")
+    return folder
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fetch the version, set the path, and become the command."""
+    """Find the version, set the path, and become the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("version", choices=WHEELS, metavar="VERSION", help=f"one of {', '.join(WHEELS)}")
+    parser.add_argument("base", metavar="BASE", help=f"one of {', '.join(WHEELS)}, or the path of a checkout")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="command to run")
     given = parser.parse_args(arguments)
     try:
-        folder = fetch(given.version)
+        folder = folder_of(given.base)
     except ValueError as error:
         sys.exit(f"bases.py: error: {error}")
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    print(f"BASE={given.version}: {folder}", flush=True)
+    print(f"BASE={given.base}: {folder}", flush=True)
     if given.command:
-        os.execvpe(given.command[0], given.command, {**os.environ, "PYTHONPATH": path, VARIABLE: given.version})
+        os.execvpe(given.command[0], given.command, {**os.environ, "PYTHONPATH": path, VARIABLE: str(folder)})
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ class Version(NamedTuple):
 
 
 TESTED: Final = (Version(0, 16, 1), Version(0, 19, 2))
-SUPPORTED: Final = "0.16.1 and 0.19.2 are tested, 0.17.x, 0.18.x and 0.19.0 run with a warning"
-_UNTESTED: Final = (Version(0, 19, 0),)
-_UNTESTED_SERIES: Final = ((0, 17), (0, 18))
+OLDEST, NEWEST = TESTED[0], TESTED[-1]
+SUPPORTED: Final = f"{' and '.join(map(str, TESTED))} are tested, others from {OLDEST} on run with a warning"
 _PARTS = ("MAJOR", "MINOR", "PATCH")
 _NUMBER = re.compile(rf"^({'|'.join(_PARTS)}) = (\d+)$", re.MULTILINE)
 
@@ -56,10 +55,10 @@ def version_in(folder: Path) -> Version:
 
 
 def check_supported(version: Version) -> None:
-    """Check that a version is one of those that are supported.
+    """Check that a version is not older than the oldest tested one.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It is.
     """
-    if version not in (*TESTED, *_UNTESTED) and version[:2] not in _UNTESTED_SERIES:
-        raise ConfigError(f"megatron-core {version} is not supported: {SUPPORTED}; install megatron-core==0.19.2")
+    if version < OLDEST:
+        raise ConfigError(f"megatron-core {version} is not supported: {SUPPORTED}; install megatron-core=={NEWEST}")

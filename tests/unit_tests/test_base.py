@@ -30,6 +30,16 @@ def expected() -> list[str]:
     return [asked[0], str(asked[1])]
 
 
+def write_core(folder: Path) -> None:
+    """Write the beginning of a checkout of Megatron-LM, with its package `tools`."""
+    for name, text in {
+        "megatron/core/package_info.py": "__shortversion__ = '0.20.7'\n",
+        "tools/__init__.py": "",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
+
+
 def imported_core() -> list[str]:
     """Version and folder of the megatron-core that this process imports, as the package does."""
     from megatron_ext.mcore.versions import VERSION  # isort: skip
@@ -56,6 +66,16 @@ class TestEveryProcess:
         command = [sys.executable, "-m", found_core.__name__, str(tmp_path / "found.json")]
         subprocess.run(command, cwd=ROOT, check=True)
         assert json.loads((tmp_path / "found.json").read_text()) == expected()
+
+    def test_a_checkout_hides_none_of_our_packages(self, tmp_path: Path):
+        """Megatron-LM has packages `tools` and `tests`, too."""
+        write_core(tmp_path)
+        code = "import tools.bases, tests.base; print(tools.bases.__file__, tests.base.__file__)"
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == [bases.__file__, base.__file__]
 
     @pytest.mark.worlds(smoke=True)
     def test_ranks(self):
@@ -85,21 +105,34 @@ class TestTool:
         monkeypatch.delattr(oracles, "download")
         assert bases.fetch("0.18.2") == folder
 
-    def test_it_is_first_on_the_path_of_the_command(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    @pytest.fixture
+    def called(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+        """Arguments of the call that becomes the command."""
         called: list[tuple] = []
         monkeypatch.setattr(bases.os, "execvpe", lambda *arguments: called.append(arguments))
         monkeypatch.setenv("PYTHONPATH", "before")
+        return called
+
+    def test_it_is_first_on_the_path_of_the_command(self, folder: Path, called: list[tuple]):
         bases.main(["0.18.2", "python", "-m", "pytest"])
         ((program, command, environment),) = called
         assert (program, command) == ("python", ["python", "-m", "pytest"])
         assert environment["PYTHONPATH"] == os.pathsep.join([str(folder), "before"])
-        assert environment[bases.VARIABLE] == "0.18.2"
+        assert environment[bases.VARIABLE] == str(folder)
 
-    def test_an_unknown_version_names_the_choices(self, capsys: pytest.CaptureFixture[str]):
-        with pytest.raises(SystemExit):
-            bases.main(["0.20.0", "true"])
-        said = capsys.readouterr().err
-        assert all(version in said for version in bases.WHEELS)
+    def test_a_checkout_by_its_path(self, tmp_path: Path, called: list[tuple], monkeypatch: pytest.MonkeyPatch):
+        write_core(tmp_path)
+        bases.main([str(tmp_path), "python"])
+        ((_, _, environment),) = called
+        assert environment["PYTHONPATH"].split(os.pathsep)[0] == environment[bases.VARIABLE] == str(tmp_path)
+        monkeypatch.setenv(bases.VARIABLE, str(tmp_path))
+        assert base.asked_core() == ("0.20.7", tmp_path)
+
+    @pytest.mark.parametrize("given", ["0.20.0", "/nowhere"])
+    def test_what_is_neither_names_the_choices(self, given: str):
+        with pytest.raises(SystemExit) as ended:
+            bases.main([given, "true"])
+        assert all(one in str(ended.value) for one in (given, *bases.WHEELS))
 
     def test_a_failed_download_is_one_line(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         def fail(*_: object) -> None:

@@ -1,7 +1,7 @@
 """The megatron-core that is found, behind one interface that every module of a version here has.
 
 The version decides at the first import, as early as the import of any module of `megatron_ext.mcore`. Two versions are
-tested; others run after a check of every private name that is used, with a warning.
+tested; others, newer ones too, run after a check of every private name that is used, with a warning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.upstream_names import missing_names
-from megatron_ext.mcore.upstream_version import SUPPORTED, TESTED, Version, check_supported, found_version
+from megatron_ext.mcore.upstream_version import NEWEST, TESTED, Version, check_supported, found_version
 
 if TYPE_CHECKING:
     from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MODULES: Final = {(0, 16): "v0_16", (0, 17): "v0_17", (0, 18): "v0_19", (0, 19): "v0_19"}
-"""Module of each series of versions."""
+MODULES: Final = {(0, 16): "v0_16", (0, 17): "v0_17", (0, 18): "v0_19"}
+"""Module of each series of versions, and of those up to the next one."""
 
 
 def check_names(version: Version) -> None:
@@ -39,17 +39,24 @@ def check_names(version: Version) -> None:
     if missing:
         raise ConfigError(
             f"megatron-core {version} lacks what this package uses of it: {', '.join(missing)}; "
-            "install megatron-core==0.19.2"
+            f"install megatron-core=={NEWEST}"
         )
     if os.environ.get("RANK", "0") == "0":
-        logger.warning("megatron-core %s is not tested with this package; %s", version, SUPPORTED)
+        logger.warning(
+            "megatron-core %s is not tested with this package; the newest tested version is %s", version, NEWEST
+        )
+
+
+def module_for(version: Version) -> str:
+    """Return the name of the module for a version, which may be newer than every one that is known."""
+    return f"{__name__}.{MODULES[max(series for series in MODULES if series <= version[:2])]}"
 
 
 def _load(version: Version) -> ModuleType:
     check_supported(version)
     if version not in TESTED:
         check_names(version)
-    return importlib.import_module(f"{__name__}.{MODULES[version[:2]]}")
+    return importlib.import_module(module_for(version))
 
 
 VERSION: Final = found_version()
