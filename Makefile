@@ -42,7 +42,7 @@ endif
 demo: $(STAMP) ## Run the embedded model on the shipped prompts and print a table.
 	$(BIN)/python tools/run_inference.py
 
-test: $(STAMP) ## Run the tests that are not marked long, in parallel (WORKERS=4; ISA=avx2: as on a CPU with AVX2; BASE=0.19.2: with that megatron-core).
+test: $(STAMP) ## Run the tests that are not marked long, in parallel (WORKERS=4; ISA=avx2: as on a CPU with AVX2; BASE=0.19.2: with that megatron-core, or with the checkout of a path).
 	$(PYTEST) $(ARGS)
 
 # Exit code 5 of pytest: none of the tests that ARGS names is long.

@@ -1,4 +1,4 @@
-"""The megatron-core that is found decides the adapter; one that is not supported is refused in one line."""
+"""MF-8: the megatron-core that is found decides the adapter; one that is not supported is refused in one line."""
 
 from __future__ import annotations
 
