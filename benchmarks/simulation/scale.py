@@ -65,7 +65,7 @@ LAYOUTS = {
 }
 BLOCK = 64
 PROMPT, SKIPPED = 32 * KIB, 31 * KIB
-STEPS = {"decode, T = m = 64": (64, 64), "prefill, T = 16,384, m = 1": (16_384, 1)}
+STEPS = {"decode of 64": 64, "prefill of 16,384": 16_384}
 
 
 # What a rank holds
@@ -200,23 +200,24 @@ def held_table() -> str:
 
 
 def sent_table() -> str:
-    """All-reduces, gathered logits and what stages send, for the rank that sends most."""
-    rows = []
-    for model, config in MODELS.items():
-        for layout, parallel in list(LAYOUTS.items())[1:]:
-            for step, (T, m) in STEPS.items():
-                rows.append((model, layout, step, *_sent(config, parallel, T, m)))
-    head = ("", "", "step", "all-reduces", "of", "together", "logits, a rank", "to the next stage", "tokens")
-    return _markdown(head, rows)
+    """All-reduces and bytes to the next stage, for the rank that sends most, in a decode and in a prefill."""
+    rows = [
+        (model, layout, *_sent(config, parallel))
+        for model, config in MODELS.items()
+        for layout, parallel in list(LAYOUTS.items())[1:]
+    ]
+    return _markdown(
+        ("", "", "all-reduces", *(f"{step}, {name}" for step in STEPS for name in ("reduced", "to the next stage"))),
+        rows,
+    )
 
 
-def _sent(config: ModelConfig, parallel: ParallelConfig, T: int, m: int) -> Iterator[str]:
+def _sent(config: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     own = shares(config, parallel)
-    reduced = max((all_reduces(config, share, T, 2) for share in own), key=lambda one: one.total)
-    logits = max(logits_gather(config, share, m, 2).total for share in own)
-    sends = max(stage_sends(config, share, T, 2).total for share in own)
-    yield from (str(reduced.count or "-"), _size(round(reduced.each)), _size(reduced.total))
-    yield from (_size(logits), _size(sends), _size(TOKEN_BYTES * m))
+    yield str(max(all_reduces(config, share, 1, 2).count for share in own) or "-")
+    for T in STEPS.values():
+        yield _size(max(all_reduces(config, share, T, 2).total for share in own))
+        yield _size(max(stage_sends(config, share, T, 2).total for share in own))
 
 
 def left_table() -> str:
@@ -244,8 +245,8 @@ def left_table() -> str:
         "cold / warm",
         "all-reduced, TP 8, cold",
         "warm",
-        "keys and values there already, a rank",
-        "state restored, a rank",
+        "cached keys and values, a rank",
+        "state, a rank",
     )
     return _markdown(head, rows)
 
