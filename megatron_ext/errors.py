@@ -9,8 +9,8 @@ _LONGEST_DESCRIPTION = 500
 class ConfigError(ValueError):
     """Invalid setting.
 
-    The message is one line: the value, the limit it breaks, and what would work. Values may come from files and
-    requests, so unprintable text is written as by repr(), and the length of the message is bounded.
+    The message is one line: the value, the limit it breaks, and the remedy. Values may come from files and requests, so
+    unprintable text is written as by repr(), and the length of the message is bounded.
     """
 
     def __init__(self, message: str) -> None:

@@ -2,7 +2,7 @@
 
 A signal raises `Interrupted` at once where nothing is lost by that; elsewhere the signal is noted, and the code polls
 `is_asked`. Launchers and terminals send several signals for one request (torchrun sends SIGTERM after a SIGINT of the
-terminal), so signals within a second of the first count as one. A later signal kills, or ends what may be cut short.
+terminal), so signals within a second of the first count as one. A later signal kills, or cuts optional work short.
 """
 
 from __future__ import annotations

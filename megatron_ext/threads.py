@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-_NICENESS = 10  # in addition to that of the process
+_NICENESS = 10  # added to the process's own
 
 
 def lower_priority() -> None:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Check that docstrings start with a noun or an imperative verb, and do not speak of things as people.
 
-Docstrings are those of modules, classes and functions, and strings that follow an assignment. Each one that breaks a
-rule is printed as `path:line: rule: text`. Exit status: 0 without findings, 1 with some, 2 for a path that does not
-exist.
+Modules, classes and functions have docstrings; strings that follow an assignment are docstrings, too. Each one that
+breaks a rule is printed as `path:line: rule: text`. Exit status: 0 without findings, 1 with some, 2 for a path that
+does not exist.
 
     python tools/check_docstrings.py [PATH ...]     (default: megatron_ext, arguments and tools)
 """

@@ -10,7 +10,7 @@ and there, next to a checkout of this project:
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl
     PYTHONPATH=$PWD:site python3 -m benchmarks gpu
 
-Versions are those of constraints.txt; packages of the machine are kept if their versions are sufficient. torch is never
+Versions come from constraints.txt; packages of the machine are kept if their versions are sufficient. torch is never
 fetched. `--peer DIR` makes a folder with megatron-core 0.19.2 and the Triton kernels of mamba-ssm and causal-conv1d,
 for `MEGATRON_0_19=DIR python -m benchmarks gpu`; nothing of it is installed, compiled or run.
 """

@@ -101,7 +101,7 @@ def report(environment: Mapping[str, str]) -> list[str]:
 
 
 def summarize(output: str) -> list[str]:
-    """Return a report of the output of `tools.numeric_libraries`: its own lines, and those of oneDNN and MKL."""
+    """Return a report of the output of `tools.numeric_libraries`: its own lines, and the lines of oneDNN and MKL."""
     own = [line.removeprefix("uses ") for line in output.splitlines() if line.startswith("uses ")]
     onednn = re.search(r"onednn_verbose,.*cpu,isa:(.*)", output)
     mkl = re.search(r"MKL_VERBOSE (oneMKL \S+)(?s:.*)(CNR:\S+)", output)

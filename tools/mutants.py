@@ -18,7 +18,7 @@ lines after the first have the indentation of the source's line on top of their 
 a line is fine too.
 
 Mistakes are applied to a copy of the tree, one at a time, and only there are tests run: first all chosen tests without
-a mistake, which must pass, then those of each mistake. A test that fails, crashes, or runs ten times as long as
+a mistake, which must pass, then each mistake's tests. A test that fails, crashes, or runs ten times as long as
 before (five minutes at least) has found it. Tests run as in `make test`, so without long ones unless the record says
 `long`; a named test that is deselected is an error.
 """
@@ -303,7 +303,7 @@ class Copy:
         os.utime(self._folder / path, (now, now))
 
     def pytest(self, *options: str) -> tuple[int, str]:
-        """Run pytest in the copy; the result is that of `python`."""
+        """Run pytest in the copy; returns its exit code and output, as `python` does."""
         return self.python("-m", "pytest", *QUIETLY, *options)
 
     def pytest_forked(self, *options: str, timeout: float, extra: Mapping[str, str]) -> tuple[int | None, str]:
@@ -374,7 +374,7 @@ class Copy:
         return child
 
     def stop(self) -> None:
-        """End what was started and still runs."""
+        """End all processes that were started and still run."""
         for leader in self._running:
             _kill_group(leader)
         if self._warm is not None:

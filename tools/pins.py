@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Check the pinned versions for each supported Python, and lock the hashes of their wheels.
 
-constraints.txt has the pins of `make test`; tests/ray/constraints.txt those that `make test-ray` needs in addition.
+constraints.txt has the pins of `make test`; tests/ray/constraints.txt has the further pins of `make test-ray`.
 
 `check` resolves the pins of each Python without installing anything: every pin has a wheel for it, the wheels require
 only pinned projects, no pin contradicts a wheel's requirements, and no pin is unused. pip alone cannot check this for a
 Python other than its own, whose markers it would evaluate (`python_version < "3.11"`).
-`lock` writes lock.txt and those of tests/ray, tests/published and tools/pages: the same pins with the hashes of their
+`lock` writes lock.txt, here and in tests/ray, tests/published and tools/pages: the same pins with the hashes of their
 wheels.
 """
 
@@ -78,7 +78,7 @@ class PinSet:
 MAIN = PinSet(ROOT, ("dev", "server"))
 RAY = PinSet(ROOT / "tests/ray", (*MAIN.extras, "ray"), MAIN)
 PAGES = PinSet(ROOT / "tools/pages", ())  # an environment without this package
-PUBLISHED = PinSet(ROOT / "tests/published", ())  # packages beside those of MAIN
+PUBLISHED = PinSet(ROOT / "tests/published", ())  # further packages, beside MAIN
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def run(options: list[str], environment: dict[str, str], output: str) -> int:
 
 
 def wait(child: int, timeout: float | None) -> int | None:
-    """Wait for a process and what it has started, and return its exit code, or None if it had to be killed."""
+    """Wait for a process, kill its children, and return its exit code, or None if it had to be killed itself."""
     file = os.pidfd_open(child)
     has_ended, _, _ = select.select([file], [], [], timeout)
     os.close(file)

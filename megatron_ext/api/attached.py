@@ -72,8 +72,8 @@ class EngineFollower:
     ) -> None:
         """Write this rank's shards of new weights, in the call that all ranks make together.
 
-        Before that this rank takes part in the steps until the first one updates its weights. Arguments and errors are
-        those of `LoadedEngine.update_weights_from_shards`.
+        Before that this rank takes part in the steps until the first one updates its weights. See
+        `LoadedEngine.update_weights_from_shards` for arguments and errors.
 
         Raises:
             EngineClosed: The engine is closed.

@@ -42,8 +42,8 @@ def attach_engine(model: object, tokenizer: object = None, **settings: Setting) 
         model: `GPTModel`, `MambaModel` or `HybridModel`, bare or in `Float16Module` and `DistributedDataParallel`, or
             the list of one such model; built in Megatron's process groups.
         tokenizer: Tokenizer of megatron-core or of this package; None for prompts of token ids.
-        settings: Settings of `load_engine` that do not name or describe a model. Sizes of process groups are those of
-            the existing groups.
+        settings: Settings of `load_engine` that do not name or describe a model. The sizes of the existing process
+            groups apply.
 
     Raises:
         ConfigError: A setting is unknown or describes a model; a part of the model cannot be run exactly, which the

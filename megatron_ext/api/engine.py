@@ -107,7 +107,7 @@ class LoadedEngine(LLMEngine):
         >>> [record.status.name for record in asyncio.run(both())]
         ['COMPLETED', 'COMPLETED']
 
-        Args and errors are those of `generate`, for one prompt.
+        Takes the arguments of `generate`, for one prompt, and raises its errors.
         """
         request = await asyncio.to_thread(self._one, prompt, params)
         try:
@@ -129,8 +129,8 @@ class LoadedEngine(LLMEngine):
         ...
 
         Returns:
-            The parts; see `StreamPart`. The request begins when the first one is read. The errors are those of
-            `generate`, and `RequestFailed` where the record would be `FAILED`.
+            The parts; see `StreamPart`. The request begins when the first one is read. Reading raises the errors of
+            `generate`, and `RequestFailed` if the request fails.
         """
         return RequestStream(lambda: self._one(prompt, params), self.client, self.vocabulary)
 
@@ -140,7 +140,7 @@ class LoadedEngine(LLMEngine):
     # Inspection
 
     def statistics(self) -> EngineStatistics:
-        """Return current usage and counts; `statistics().prefix_cache()` has those of the cache."""
+        """Return current usage and counts; `statistics().prefix_cache()` has the cache's numbers by name."""
         return self._call(self._core.statistics)
 
     # Weights and memory
@@ -156,9 +156,9 @@ class LoadedEngine(LLMEngine):
     ) -> None:
         """Write new weights in place, all or nothing, between two steps; the cache is emptied.
 
-        The names are those of the format that the model was loaded from: of a Hugging Face checkpoint, of the
-        parameters of Megatron's model, or of this package; `weight_shapes` lists them. Values are rounded to the types
-        of the parameters, and may be on any device.
+        Names follow the format that the model was loaded from: a Hugging Face checkpoint, the parameters of Megatron's
+        model, or this package; `weight_shapes` lists them. Values are rounded to the types of the parameters, and may
+        be on any device.
 
         >>> new = {name: torch.zeros(shape) for name, shape in engine.weight_shapes().items()}
         >>> with load_engine(buffer_size_gb=0.1) as other:
@@ -203,7 +203,7 @@ class LoadedEngine(LLMEngine):
     ) -> None:
         """Write the shards of new weights that each rank has; the programs of all ranks call this together.
 
-        The other ranks call it on their `EngineFollower`, with the same options, which are those of `update_weights`.
+        The other ranks call it on their `EngineFollower`, with the same options; see `update_weights`.
         Each rank gives its own part of each parameter; nothing is sent to other ranks (docs/rl.md).
 
         Args:

@@ -57,7 +57,7 @@ def add_inference_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
     Args:
         parser: Parser whose `parse_args` or `parse_known_args` then also leaves `inference_args_defaults` in the
-            namespace, by which `settings_from_args` distinguishes defaults from what was typed.
+            namespace, by which `settings_from_args` distinguishes defaults from typed values.
 
     Returns:
         The parser.
@@ -202,7 +202,7 @@ def _engine_flags(groups: Sequence[FlagGroup] = (*GROUPS, SYNONYMS)) -> Iterator
 
 
 def _names(group: FlagGroup, flag: Flag) -> set[str]:
-    """Return the names of a flag on a command line, that which switches it off included."""
+    """Return the names of a flag on a command line, its `--no-` forms included."""
     names = {flag.option, *flag.aliases}
     return names | {name.replace("--", "--no-", 1) for name in names} if group.kind(flag).item is bool else names
 

@@ -38,8 +38,8 @@ def load_engine(**settings: Setting) -> LoadedEngine:
             defaults of requests without `RequestParams`. These settings override a `model_config` file of flags.
 
     Raises:
-        ConfigError: A setting is unknown, of the wrong type, or cannot work; the message says what would. Raised
-            before anything is allocated.
+        ConfigError: A setting is unknown, of the wrong type, or cannot work; the message has a remedy. Raised before
+            anything is allocated.
         RankError: One of several ranks could not load its part.
     """
     read = read_settings(settings)

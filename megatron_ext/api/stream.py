@@ -94,7 +94,7 @@ class RequestStream(AsyncIterator[StreamPart]):
         return part
 
     async def aclose(self) -> None:
-        """Stop reading: the request is aborted unless it has ended, and `record` has what it generated."""
+        """Stop reading: the request is aborted unless it has ended; `record` keeps the tokens generated so far."""
         self._leave()
         request = self._request
         if request is None or request.record.done():

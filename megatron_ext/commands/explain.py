@@ -106,7 +106,7 @@ def explain_second(first: tuple[int, ...], second: tuple[int, ...], block_size: 
     longest = max(len(first), len(second)) + 1
     limits = SchedulerLimits(
         block_size=block_size,
-        total_blocks=-(-longest // block_size),  # a prompt is explained before its blocks displace those of the other
+        total_blocks=-(-longest // block_size),  # the second prompt is explained before it evicts the first one
         paused_blocks=None,
         max_requests=1,
         max_tokens=longest,

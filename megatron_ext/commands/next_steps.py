@@ -1,4 +1,4 @@
-"""Lines around a first run, which has no flags: what it does, and what to do after it."""
+"""Lines printed around a first run, which has no flags: a greeting, and commands to try next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def has_flags(argv: Sequence[str] | None) -> bool:
 
 
 def print_next_steps() -> None:
-    """Print the commands that a user tries after the first run, each with what it does."""
+    """Print the commands to try after the first run, each with a short description."""
     command = script_command()
     lines = ["", "next:", *(line for step, what in STEPS for line in (f"  {command} {step}", f"      {what}"))]
     output = Output(sys.stdout)

@@ -20,13 +20,13 @@ from megatron_ext.prefix_cache.disk.store import DiskStore
 
 PROGRAM = "megatron-ext prefix-cache"
 DONE, FOUND_DAMAGE, BAD_USAGE = 0, 1, 2
-NO_IDENTITY = bytes(32)  # of no model: all entries are those of others
+NO_IDENTITY = bytes(32)  # of no model: all entries belong to other identities
 MIB = 1024**2
 REMEDY = "stop it first; `POST /reset_prefix_cache` of a running server erases what it has on disk"
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
-    """Do what is asked with a directory.
+    """List, verify or erase the entries in a directory.
 
     Returns:
         Exit code: 0 done, 1 damaged entries were found and dropped, 2 bad usage.
@@ -101,7 +101,7 @@ def describe_age(seconds: float) -> str:
 
 
 def verify(stores: dict[str, DiskStore]) -> int:
-    """Read every entry; those that are damaged are dropped and counted.
+    """Read every entry; drop and count damaged ones.
 
     Raises:
         DiskUnavailableError: The files cannot be read.

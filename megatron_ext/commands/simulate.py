@@ -1,7 +1,7 @@
 """Command `simulate`: recorded requests through the scheduler and its prefix cache in simulated time, without a model.
 
-It prints a row for each memory and eviction policy: tokens skipped, and times to the first token. The requests are
-those of a file (`--trace`), or the recent ones of a running server (`--server`), with its model and settings.
+It prints a row for each memory and eviction policy: tokens skipped, and times to the first token. The requests come
+from a file (`--trace`), or from the recent past of a running server (`--server`), with its model and settings.
 """
 
 from __future__ import annotations

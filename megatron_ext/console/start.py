@@ -33,7 +33,7 @@ def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:
     when it is loaded, so call this before torch is imported; later calls have no effect.
 
     Args:
-        environment: Variables to change; None for those of the process.
+        environment: Variables to change; None for the process's own.
     """
     variables = os.environ if environment is None else environment
     if "torch" not in sys.modules and not any(name in variables for name in OPENMP_WAIT_VARIABLES):

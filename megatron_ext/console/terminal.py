@@ -104,7 +104,7 @@ class Output(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, or drop what it buffers."""
+        """Flush the stream, or drop its buffered text."""
         if self._stream is not None and self.error is None:
             self._guard(self._stream.flush)
 

@@ -83,7 +83,7 @@ class AsyncScheduling:
             self._in_flight = self._in_flight.synchronized()
 
     def drop(self, failed: InFlightStep | None = None) -> None:
-        """Drop the step in flight: its requests have ended, or recompute what it computed.
+        """Drop the step in flight: its requests have ended, or recompute its tokens.
 
         Args:
             failed: The step before it, which is void, too, and may still be computed.

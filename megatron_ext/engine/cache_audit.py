@@ -36,7 +36,7 @@ MAX_DUE: Final = 64
 """Hits that wait for their audit; when there are more, the one that has waited longest is left out."""
 MAX_FINDINGS: Final = 16
 """Findings that are kept for reports."""
-_LAST: Final = 2**62  # arrival after that of any other request
+_LAST: Final = 2**62  # arrival number greater than any other request's
 _PARAMS: Final = RequestParams(num_tokens_to_generate=0, enable_prefix_caching=False)
 
 
@@ -54,8 +54,8 @@ class AuditCounts:
         snapshots: Snapshots compared.
         wrong_blocks: Audits that found a block whose keys or values differ beyond the bound.
         wrong_snapshots: Audits that found a snapshot whose states differ beyond the bound.
-        dropped_blocks: Blocks that were dropped because they, or what they were computed from, were wrong.
-        seconds: Time of steps, as far as their tokens were those of audits.
+        dropped_blocks: Blocks that were dropped because they, or blocks that they depend on, were wrong.
+        seconds: Time of steps, in proportion to the tokens that audits had in them.
         tokens: Tokens that audits of cached entries computed.
     """
 
@@ -75,7 +75,7 @@ class AuditCounts:
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """Cached entry that differs from what was computed without the cache.
+    """Cached entry that differs from its recomputation without the cache.
 
     Attributes:
         kind: "kv" for keys and values of a block, "states" for a snapshot.
@@ -182,7 +182,7 @@ class CacheAudit:
         return self.counts.tokens + tokens <= AUDIT_SHARE * self.scheduler.counters.prefill_tokens
 
     def note_step(self, chunks: Sequence[Chunk], found: Differences | None, seconds: float) -> None:
-        """Count the present audit's part of a step that was just committed, and judge what it has compared.
+        """Count the current audit's part of a step that was just committed, and judge its comparison.
 
         Args:
             chunks: Chunks of the step.
@@ -225,9 +225,9 @@ class CacheAudit:
     def _report(
         self, kind: str, audit: Request, block_hash: BlockHash, blocks: int, difference: float, found: Differences
     ) -> None:
-        """End an audit that found a wrong entry: drop the entry and what was computed from it, and say so.
+        """End an audit that found a wrong entry: drop the entry and all that depends on it, then log a warning.
 
-        It is said when nothing of that is left, on disk either.
+        The log line comes after the last of these entries is gone, on disk too.
         """
         self._end(audit)
         is_from_disk = self.scheduler.cache.origins.has(block_hash, is_snapshot=kind == "states")

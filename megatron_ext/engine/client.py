@@ -195,7 +195,7 @@ class EngineClient:
     # Methods of the engine's thread
 
     def _between_steps(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Run a call; afterwards report what it has ended, and step on."""
+        """Run a call; afterwards report the requests that it has ended, and go on with steps."""
         self._drop_abandoned()
         try:
             return function(*arguments)
@@ -376,7 +376,7 @@ class EngineClient:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """End all requests with `error`; records have what they have generated."""
+        """End all requests with `error`; their partial records have the tokens generated so far."""
         ended = list(self._pending.values())
         self._pending.clear()
         for one in ended:

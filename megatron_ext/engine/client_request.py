@@ -23,7 +23,7 @@ class EngineRequest:
         notify: Function that the engine's thread calls after new updates and after the end.
         updates: Updates that the reader has not taken yet.
         record: Future of the record, or of the error that prevented one.
-        partial: Record of what it had generated when that error ended it; None before.
+        partial: Record of the tokens generated until an error ended the request; None before.
         step_error: Error of repeatedly failed steps, if that ended the request.
         request: Request in the engine, once it has been added.
         is_abandoned: True if its caller has left.
@@ -41,7 +41,7 @@ class EngineRequest:
     delivered: int = 0  # generated tokens in updates; used by the engine's thread only
 
     def collect(self) -> bool:
-        """Append an update with what is new, if the request is streamed; called by the engine's thread.
+        """Append an update with the new output, if the request is streamed; called by the engine's thread.
 
         Returns:
             True if there was new output.

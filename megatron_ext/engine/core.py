@@ -48,7 +48,7 @@ class EngineCore:
     Not thread-safe: `EngineClient` makes every call from one thread.
 
     Args:
-        parts: Scheduler and executor of each replica, without requests; those of replica 0 compute on this rank.
+        parts: Scheduler and executor of each replica, without requests; replica 0 computes on this rank.
         input_settings: Settings of the input processor.
         proposals: Drafts for decoding requests (SP-1); None without speculation.
         workers: Workers on the other ranks; by default there are no other ranks.
@@ -131,7 +131,7 @@ class EngineCore:
         """
         self.check_free(request_id)
         request = self._intake.make(request_id, inputs, group)
-        matcher = self.output.matcher_of(request)  # before anything is noted, since it may fail on what is continued
+        matcher = self.output.matcher_of(request)  # first, since it may fail on the output that is continued
         refusal = reason_to_refuse(request, self.scheduler.limits)
         replica = self._replica_of(request, replica_index) if refusal is None else self.replicas[0]
         scheduler = replica.scheduler
@@ -191,7 +191,7 @@ class EngineCore:
     def cancel(self) -> None:
         """Forget all requests without a record; the core must not be used any more.
 
-        What is worth keeping of the cache is written to disk, where there is a store; that stays open.
+        Valuable entries of the cache are written to the store on disk, if there is one; the store stays open.
         """
         for replica in self.replicas:
             replica.async_scheduling.drop()
@@ -201,7 +201,7 @@ class EngineCore:
             self._keep_cache()
 
     def _keep_cache(self) -> None:
-        """Write what is worth keeping of the cache to disk, as the other ranks do."""
+        """Write valuable entries of the cache to disk, as the other ranks do."""
         if self.disk is not None:
             with self.error_isolation.guard("the prefix cache on disk"):
                 if self._suspension.level == "offload":
@@ -223,7 +223,7 @@ class EngineCore:
         return StepOutput(active_requests(step), records, step.seconds)
 
     def compute(self) -> EngineStep:
-        """Schedule, execute and commit one step; errors are those of `step`."""
+        """Schedule, execute and commit one step; raises the errors of `step`."""
         if self.is_suspended:
             raise EngineSuspended("the engine is suspended; call resume() before a step")
         if self.resources.has_new_weights():  # written without a call of the engine
@@ -235,7 +235,7 @@ class EngineCore:
         try:
             for replica in self.replicas:
                 replica.prepare(1 / len(self.replicas), is_idle=is_idle)
-            self.workers.begin_step()  # sends the commands since the last step, those of `prepare` included
+            self.workers.begin_step()  # sends the commands recorded since the last step, also by `prepare`
             parts = tuple(replica.compute(self.host_work) for replica in self.replicas)
         except Exception as error:  # with several ranks a RankError: they are no longer in step
             raised = self.workers.step_error(error)
@@ -310,7 +310,7 @@ class EngineCore:
 
         Args:
             observers: An observer for each replica.
-            disk_observers: Likewise, observers of what is on disk; none by default.
+            disk_observers: Likewise, observers of the entries on disk; none by default.
         """
         for replica, observer in zip(self.replicas, observers, strict=True):
             replica.scheduler.cache.observers.append(observer)
@@ -333,7 +333,7 @@ class EngineCore:
         *,
         is_complete: bool = True,
     ) -> Result:
-        """Write new weights while the device is idle, and use them; options are those of `weights_changed`.
+        """Write new weights while the device is idle, and use them; for the options see `weights_changed`.
 
         Raises:
             WeightUpdateError: The write has failed; unless the old weights are back, all requests have failed, too.
@@ -357,9 +357,9 @@ class EngineCore:
         """Handle an in-place change of the model's weights: the prefix cache is emptied.
 
         Args:
-            in_flight: What becomes of requests in flight; those that were to finish have done so before the change.
+            in_flight: Treatment of requests in flight; with FINISH they have ended before.
             version: Version of the new weights; one more than the last if missing.
-            is_complete: Whether all weights are of that version; if a failed update left them of none, they are again.
+            is_complete: Whether all weights have that version; this also ends the state after a failed update.
         """
         if is_complete:
             self.update_error = None
@@ -399,7 +399,7 @@ class EngineCore:
         self._suspension.suspend(level)
 
     def resume(self) -> None:
-        """Allocate the pools again; requests recompute what was dropped, and continue."""
+        """Allocate the pools again; requests recompute dropped keys, values and states, and continue."""
         self._suspension.resume()
 
     @property

@@ -19,7 +19,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
 LOOKAHEAD = 16  # waiting requests, from the first, that may begin a load
-MAX_ATTEMPTS = 2  # loads of one request while it waits: one may fail, or what it brought be evicted before its turn
+MAX_ATTEMPTS = 2  # loads of one request while it waits: one may fail, or its entries be evicted before their use
 IDLE_WAIT = 0.005  # seconds in a step that can compute nothing
 MIN_PREFILL = 16  # tokens in a step whose time says something of prefills
 

@@ -66,7 +66,7 @@ class LoadPlacing:
             self._write(places, self._tier.contents(number))
         except BaseException:
             loads.give_back(places)
-            self._scheduler.suspend()  # what was to be moved may be lost
+            self._scheduler.suspend()  # empties the cache and requeues requests: their blocks may be half moved
             raise
         self._tier.counts.load_waits += loads.publish(places)
         return True

@@ -1,4 +1,4 @@
-"""Steps of the engine core: what was committed, and what comes out of it."""
+"""Steps of the engine core: committed chunks, and the output that they yield."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ErrorIsolation:
         """Count an error and log it.
 
         Args:
-            task: Name of what has failed.
+            task: Name of the failed task.
             error: Error with its traceback.
             once: Log only the first error of this class for the same `task`.
         """

@@ -112,7 +112,7 @@ class InputProcessor:
         return f"{self._settings.seed}/{request_id}" if continued is None else continued.seed
 
     def _end_ids(self, params: RequestParams) -> tuple[int, ...]:
-        """Return the tokens that end a request: those of a document unless replaced or ignored, and its own."""
+        """Return the tokens that end a request: end-of-document unless replaced or ignored, and its own stop tokens."""
         usual = self._settings.ends if params.termination_id is None else (params.termination_id,)
         return tuple(dict.fromkeys((*(() if params.ignore_eos else usual), *params.stop_token_ids)))
 
@@ -127,7 +127,7 @@ def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:
     """Return token ids as Python integers, whatever type they had; all at once if they can be packed."""
     try:
         return tuple(packed_tokens(ids))
-    except (TypeError, OverflowError):  # texts, fractions, negative ids: other code decides what can be served
+    except (TypeError, OverflowError):  # texts, fractions, negative ids: refused later, with a message
         return tuple(map(int, ids))
 
 

@@ -42,7 +42,7 @@ class ReplicaStep:
 
     @cached_property
     def chunks(self) -> Sequence[Chunk]:
-        """Scheduled chunks of callers' requests, without those of audits."""
+        """Scheduled chunks of callers' requests, without audits."""
         return [chunk for chunk in self.planned if chunk.request.audit is None]
 
 
@@ -53,7 +53,7 @@ class Replica:
 
     Args:
         scheduler: Scheduler without requests.
-        executor: Executor of steps; on rank 0, that of another replica waits for that replica's result.
+        executor: Executor of steps; another replica's executor on rank 0 waits for that replica's result.
         input_settings: Settings of the input processor, with the grammar matcher.
         output: Output processor; receives requests that end in a step, and reports them.
         error_isolation: Counts errors outside of steps.
@@ -115,7 +115,7 @@ class Replica:
         return self._last_seconds is not None and self.structured_outputs.has_other_work
 
     def prepare(self, share: float, *, is_idle: bool) -> None:
-        """Wait for masks within bounds; pass those that are ready, and the drafts, to the scheduler (SE-10).
+        """Wait for masks within bounds; pass finished masks and the drafts to the scheduler (SE-10).
 
         An audit of the cache begins here, too, so that the commands to other ranks include it.
 

@@ -86,7 +86,7 @@ class ReplicaChoice:
         self._is_outdated = True
 
     def ended(self, requests: Iterable[Request]) -> None:
-        """Note that requests have ended in any way; those that were not chosen a replica for are ignored."""
+        """Note that requests have ended in any way; requests without a chosen replica are ignored."""
         for request in requests:
             if self._in_flight.pop(request.request_id, None) is not None:
                 is_complete = request.status is Status.COMPLETED

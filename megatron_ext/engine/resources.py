@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ModelResources:
-    """Weights and pools of the model on this rank; this base class is that of an engine without a model."""
+    """Weights and pools of the model on this rank; this base class serves engines without a model."""
 
     def has_new_weights(self) -> bool:
         """Return whether the weights changed since the last call."""

@@ -34,7 +34,7 @@ class StepResult:
         target_scores: Scores of the target tokens, if requested.
         graph_rows: Rows of the CUDA graph that computed the step, dummy requests included; None for an eager step.
         routing: Routing indices of each chunk's tokens, if they are recorded.
-        differences: Differences between cached entries and those that an audit has computed; None without an audit.
+        differences: Differences between cached entries and an audit's recomputation; None without an audit.
     """
 
     tokens: dict[int, int] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Routing recorder: collects the routing indices of requests, those of cached tokens included.
+"""Routing recorder: collects the routing indices of requests, cached tokens included.
 
-A request has a row for every token that a step computed for it, and takes those of the tokens that it skips from the
-data kept with cached blocks (`prefix_cache/kept_data.py`). A fork takes its source's.
+A request has a row for every token that a step computed for it, and takes the rows of skipped tokens from the data kept
+with cached blocks (`prefix_cache/kept_data.py`). A fork takes its source's rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RoutingError(RuntimeError):
 
 
 def take_cached_rows(admission: Admission, cache: PrefixCache, block_size: int) -> None:
-    """Begin the rows of an admitted request with those of the tokens that it skips, while its blocks are cached."""
+    """Begin the rows of an admitted request with the rows of its skipped tokens, while their blocks are cached."""
     request, chunk = admission.request, admission.chunk
     request.output.routing, request.output.cached_routing = None, b""
     if DataKind.ROUTING in request.kept.kinds and chunk.source is None:
@@ -28,7 +28,7 @@ def take_cached_rows(admission: Admission, cache: PrefixCache, block_size: int) 
 
 
 def note_rows(chunk: Chunk, result: StepResult, cache: PrefixCache, block_size: int) -> None:
-    """Add the rows of a committed chunk to its request's, and keep those of the blocks that it completed.
+    """Add the rows of a committed chunk to its request, and keep the rows of completed blocks with the cache.
 
     Args:
         chunk: Chunk of the step. A fork comes after its source.

@@ -54,7 +54,7 @@ class StepLog:
             self._write(step, read())
 
     def _write(self, step: EngineStep, statistics: EngineStatistics) -> None:
-        """Write a line. What it says of the cache, only with caching on, is in the words of megatron-core's line."""
+        """Write a line; with caching on, its part on the cache reads like megatron-core's."""
         use, now, before, seconds = statistics.use, statistics.counters, self._counters, max(self._seconds, 1e-9)
         computed, skipped = now.prefill_tokens - before.prefill_tokens, now.skipped_tokens - before.skipped_tokens
         generated = self._yielded + now.accepted - before.accepted

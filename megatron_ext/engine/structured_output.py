@@ -37,7 +37,7 @@ class Job:
     Args:
         start: Matcher at the start of the output; used without `matcher`. It is not modified.
         matcher: Matcher after the output so far except `tokens`; owned by the job until it is done.
-        tokens: Tokens of the output after those of `matcher`.
+        tokens: Tokens of the output that `matcher` has not read.
         drafts: Drafts proposed after `tokens`.
         ends: Tokens that end the output.
 
@@ -82,13 +82,13 @@ class Job:
             try:
                 probe.take([draft])
                 masks.append(probe.allowed(self._ends))
-            except ValueError:  # the grammar rejects this draft, so those after it are useless
+            except ValueError:  # the grammar rejects this draft, so later drafts are useless
                 break
         self.drafts, self.masks = self.drafts[: len(masks) - 1], tuple(masks)
 
 
 class MaskThread:
-    """Thread of low priority that computes masks, those of cheap grammars first; starts with the first job."""
+    """Thread of low priority that computes masks, cheap grammars first; starts with the first job."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "masks", initializer=lower_priority)

@@ -1,4 +1,4 @@
-"""Levels of a suspend: what becomes of the memory of the pools."""
+"""Levels of a suspend, which differ in the treatment of the pools' memory."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 class Workers:
-    """Ranks that repeat each step of the engine core; this base class is that of a world of one rank.
+    """Ranks that repeat each step of the engine core; this base class serves a world of one rank.
 
     Attributes:
         heartbeat: Maximum seconds between two messages of rank 0 to the ranks; None if there are no other ranks.

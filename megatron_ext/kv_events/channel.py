@@ -3,7 +3,7 @@
 ZeroMQ PUB, three frames: topic, sequence number (8 bytes, big endian, from 0), payload. A subscriber that does not read
 loses batches, sees the gap, and requests the missing ones from the second socket (ROUTER): `start` in the request,
 batches as `number, payload` in the reply, number -1 without payload at its end. If batches are no longer kept, the
-reply is the current contents, in batches whose numbers increase up to that of the last one published; the first of them
+reply is the current contents, in batches whose numbers increase up to the last published number; the first of them
 begins with the event that clears an index.
 """
 
@@ -37,8 +37,8 @@ class Channel:
 
     Args:
         context: ZeroMQ context.
-        endpoints: Endpoints by flag, among them those of this channel.
-        flags: Flags of the endpoint and of its replays.
+        endpoints: Endpoints by flag, for all channels.
+        flags: Flags of this channel's endpoint and of its replays.
         topic: First frame of every batch.
         rank: Rank of the replica in its world; part of every batch, and added to ports.
         buffer_steps: Batches that are kept for replays; fewer if they exceed `BUFFER_BYTES`.

@@ -42,8 +42,8 @@ class Mirror:
     Args:
         block_size: Tokens of a block.
         has_states: Whether the model has recurrent layers.
-        medium: Where the blocks are. A mirror of what is on disk publishes all blocks and snapshots; a mirror of a
-            cache in memory has one for the cache's entries on disk.
+        medium: Medium that holds the blocks. A mirror of the disk publishes all blocks and snapshots; a mirror of
+            memory contains a second mirror for the cache's entries on disk.
     """
 
     def __init__(self, block_size: int, *, has_states: bool, medium: str = MEMORY) -> None:
@@ -178,5 +178,5 @@ class Mirror:
 
 
 def _slices(hashes: list[Hash]) -> Iterator[list[Hash]]:
-    """Split hashes into those of one event each."""
+    """Split hashes into lists that fit one event each."""
     return (hashes[start : start + EVENT_HASHES] for start in range(0, len(hashes), EVENT_HASHES))

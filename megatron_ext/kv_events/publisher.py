@@ -21,7 +21,7 @@ from megatron_ext.kv_events.mirror import CacheEvents, Mirror
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 1.0  # seconds for the thread to end
-_LINGER = 250  # milliseconds for what was published last
+_LINGER = 250  # milliseconds to send the last messages
 
 
 class Publisher:
@@ -108,7 +108,7 @@ class Publisher:
             self._publish(mirror.present())
             while not self._is_closing:
                 self._turn(mirror)
-            self._publish_changes(mirror)  # of the end: what was written to disk
+            self._publish_changes(mirror)  # entries that were written to disk at the end
         except Exception:  # steps go on without events; routers receive nothing more
             logger.exception("KV events are off: the thread that publishes them has failed")
         finally:

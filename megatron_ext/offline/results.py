@@ -104,7 +104,7 @@ def full_results(
 
 
 def written(results: Mapping[str, object], run: RunConfig) -> dict[str, object]:
-    """Return what is written of the results, as the flags on the throughput say."""
+    """Return the results to write, with or without the throughput as its flags say."""
     if run.throughput_check_only:
         return {_THROUGHPUT: results[_THROUGHPUT]}
     return without_throughput(results, run)

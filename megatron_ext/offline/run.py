@@ -62,7 +62,7 @@ def run_offline(
     Raises:
         ConfigError: The user made a mistake; no request has run.
         OutputError: The requests ran, and the results could not be written or printed.
-        Interrupted: A signal came; the message says what became of the requests.
+        Interrupted: A signal came; the message counts requests by status, and says where results are.
     """
     interruption = interruption or Interruption()
     say_start(settings.start)

@@ -140,7 +140,7 @@ def take_slots(
     Args:
         directory: The directory, created if missing.
         replica: Replica of this rank.
-        position: Place of this rank among those of its replica.
+        position: Place of this rank among its replica's ranks.
         gather: Returns what each rank of the world has given.
 
     Raises:
@@ -166,7 +166,7 @@ def take_slots(
 
 
 def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what is made, or the error of the directory that prevented it."""
+    """Return the result of `make`, or the error of the directory that it raised."""
     try:
         return make(), None
     except (ConfigError, DiskUnavailableError) as error:

@@ -42,7 +42,7 @@ def done_by_all(work: Callable[[], None]) -> None:
         work: If ranks synchronize in it, all of them must fail if one does.
 
     Raises:
-        ConfigError: A rank's part raised it; that of the first such rank is raised on every rank.
+        ConfigError: A rank's part failed; every rank raises the error of the first such rank.
     """
     own: ConfigError | None = None
     try:

@@ -92,7 +92,7 @@ class RecordingScheduler(Scheduler):
         self.note(ResetPrefixCache())
 
     def drop_kept_data(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Drop what is kept with blocks as `Scheduler` does, and record it."""
+        """Drop the data kept with blocks as `Scheduler` does, and record it."""
         super().drop_kept_data(block_hashes)
         self.note(DropKeptData(tuple(block_hashes)))
 

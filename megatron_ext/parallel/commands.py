@@ -102,7 +102,7 @@ class GoLive:
 
 @dataclass(frozen=True)
 class KeepCache:
-    """End of the cache's contents: ranks write what is worth most to their stores, which stay open."""
+    """End of the cache's contents: ranks write their most valuable entries to their stores, which stay open."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class UpdateWeights:
     Attributes:
         tensors: Whole tensors that the first rank has.
         partial: Whether other tensors of the model stay.
-        keep_old: Whether the ranks keep what is to be written, until all have succeeded.
+        keep_old: Whether the ranks keep copies of the old weights until all have succeeded.
     """
 
     tensors: tuple[TensorSpec, ...]

@@ -63,7 +63,7 @@ class Driver(Workers):
         self._tell(Action.STEP)
 
     def draft(self, replica: int, command: Draft) -> None:
-        """Send a command for drafts to a replica, together with what was recorded before."""
+        """Send a command for drafts to a replica, together with the commands recorded before."""
         self._schedulers[replica].note(command)
         self._tell(Action.DRAFT)
 

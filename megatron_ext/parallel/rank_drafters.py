@@ -116,7 +116,7 @@ class LeadingDrafter:
         self._forget(None)
 
     def notice_new_weights(self) -> None:
-        """Forget all requests, since what was computed is of the old weights."""
+        """Forget all requests, since their drafting states come from the old weights."""
         self.reset()
 
     def _forget(self, request_id: int | None) -> None:

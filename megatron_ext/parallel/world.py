@@ -79,7 +79,7 @@ def ranks_on_this_machine(environment: Mapping[str, str] | None = None) -> int:
 
 
 def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether this rank reports what is the same on every rank: True unless the environment has another rank."""
+    """Return whether this rank reports for all ranks: True unless the environment gives it another rank than 0."""
     variables = os.environ if environment is None else environment
     return variables.get("RANK", "0") in ("", "0")
 

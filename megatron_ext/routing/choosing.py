@@ -1,21 +1,21 @@
 """Routing policies: choice of one replica for a prompt.
 
 `least_computed` is the default. The cost of a prompt on a replica, in tokens, is alpha * (tokens of the prompt to
-compute there) + (1 - alpha) * (tokens to compute there for other requests). The lowest cost wins; among equal costs the
-replica that skips more, then the less loaded one, then the one that received fewer tokens so far.
+compute there) + (1 - alpha) * (tokens to compute there for other requests). The lowest cost wins. Ties go to the
+replica that skips more tokens, then to the lower load, then to the fewer tokens received so far.
 
 A match of less than half of the prompt is usually a common system prompt at the start of a new conversation, which will
 grow on its first replica. If the match alone counted, an idle fleet would put all conversations on the first replica,
 whose memory cannot hold them. So if that replica holds more tokens than the least loaded one, a short match costs
-`CROWDING` times the prompt, times the share of its memory (of what it holds, if its memory is not known) by which it
-holds more. Starting a conversation at a reluctant replica (a warming replica that has had its share, or one that is
-about to leave) costs `CROWDING` times the prompt.
+`CROWDING` times the prompt, times the excess as a share of its memory (or of its tokens, if its memory is not known).
+Starting a conversation at a reluctant replica (a warming replica that has had its share, or a replica that is about to
+leave) costs `CROWDING` times the prompt.
 
 `longest_prefix`, `first_prefix_block` and `load_balanced` are the rules of megatron-core 0.19, which count requests.
 The score of a replica is alpha * (share of the prompt's blocks that it has) + (1 - alpha) * (share of its requests that
 are free). A share of blocks counts only if no other replica has more; ties go to the replica that was last sent the
-last of these blocks, then to the lowest number. Upstream looks the blocks up in a table of what it has sent; here they
-are what replicas hold or are about to compute.
+last of these blocks, then to the lowest number. Upstream looks the blocks up in its table of sent blocks; here they are
+blocks that replicas hold or are about to compute.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Fleet:
         return self.replicas[number].held
 
     def eager(self, replicas: int) -> int:
-        """Return the bits of those of `replicas` that are not reluctant, or of all of them if all are reluctant."""
+        """Return `replicas` without the reluctant ones, or all of them if all are reluctant; both are bits."""
         return replicas & ~self.reluctant or replicas
 
     def crowding(self, one: int, other: int, length: int, tokens: int) -> float:

@@ -10,7 +10,7 @@ from megatron_ext.routing.replica_state import InFlightRequest, Replica
 
 
 def check_router(fleet: Fleet, replicas: Mapping[str, Replica], in_flight: Mapping[Hashable, InFlightRequest]) -> None:
-    """Assert that only joined replicas are indexed, and that loads and claims are those of the requests in flight."""
+    """Assert that only joined replicas are indexed, and that loads and claims match the requests in flight."""
     assert sum(fleet.members.values()) == sum(one.bit for one in replicas.values()), (
         "a replica is in no index, or in two"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-_FEW = 12  # up to so many replicas are compared directly, not searched in the order of all
+_FEW = 12  # replicas; up to this number they are compared directly, not searched in the order of all
 
 
 class Loads:
@@ -58,7 +58,7 @@ class Loads:
         insort(self._order, entry)
 
     def least(self, bits: int) -> int:
-        """Return the number of the least loaded replica among those of `bits`, which must not be 0."""
+        """Return the number of the least loaded replica among the set bits, of which there is at least one."""
         if bits.bit_count() <= _FEW:
             return min(self._entries[number] for number in numbers(bits))[2]
         return next(number for _, _, number in self._order if bits >> number & 1)

@@ -41,7 +41,7 @@ class PublishedCache:
         self._router, self._replica, self._rank = router, replica, rank
         self._block_size, self._max_blocks = block_size, max_blocks
         self._blocks: dict[Hash, None] = {}  # each after its parent
-        self._states: dict[Hash, None] = {}  # reported ones, also those of unknown blocks
+        self._states: dict[Hash, None] = {}  # all reported snapshots, even if their block is unknown
 
     def _tagged(self, hashes: Iterable[Hash]) -> list[tuple[int, Hash]]:
         return [(self._rank, one) for one in hashes]

@@ -74,7 +74,7 @@ class Replica:
 
     @property
     def pending(self) -> int:
-        """Number of requests that have not ended, those of other routers included."""
+        """Number of requests that have not ended, including requests from other routers."""
         return len(self.in_flight) + self.other_requests
 
     @property

@@ -1,4 +1,4 @@
-"""Router of a fleet: replicas join and leave, report what they cache, and get requests.
+"""Router of a fleet: replicas join and leave, report the contents of their caches, and get requests.
 
 The caller passes names of replicas and requests, and the events of replicas (`docs/routing.md`); all quantities are in
 tokens. Single-threaded: no call blocks, reads a clock, or fails because events of a replica are missing. A `KeyError`

@@ -1,8 +1,8 @@
 """Scaling of a fleet by the prompt tokens that wait to be computed. Plain rules: no clocks, no state.
 
 A fleet grows as soon as its demand exceeds it, and shrinks by one replica at a time once the others would be filled to
-`FILL` at most, so that it does not swing. The replica that leaves should be the one whose cache is worth least: the
-worth of a cache is what it spared lately. Where the scheduler decides which replica leaves, routers start no new
+`FILL` at most, so that it does not swing. The replica with the least valuable cache should leave; the value of a cache
+is the number of tokens that it spared lately. Where the scheduler decides which replica leaves, routers start no new
 conversation there (`retiring`), and the fleet shrinks once that replica's cache is worth no more than the average.
 """
 

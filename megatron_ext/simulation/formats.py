@@ -25,7 +25,7 @@ class TraceFormat(Protocol):
     """Reader of a format."""
 
     def read(self, line: JsonObject) -> list[Turn]:
-        """Return the requests of an object; `KeyError`, `TypeError` and `ValueError` name what is invalid."""
+        """Return the requests of an object; `KeyError`, `TypeError` and `ValueError` name the invalid field."""
 
 
 def read_trace(path: Path, max_requests: int | None = None, starts: SessionStarts = DEFAULT_STARTS) -> list[Turn]:

@@ -136,7 +136,7 @@ class Replay:
         return is_admissible
 
     def _request(self, place: int) -> Request:
-        """Build the request of a turn; what it has in common with the session's turn before is not hashed again."""
+        """Build the request of a turn; tokens in common with the session's previous turn are not hashed again."""
         turn, tokens = self.turns[place], array("I")
         for piece in turn.prompt:
             tokens.extend(piece)

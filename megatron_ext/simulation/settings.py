@@ -96,9 +96,9 @@ def _split(costs: EntryCosts, settings: Settings) -> tuple[int, int | None]:
 
 
 def _slabs(costs: EntryCosts, memory: int) -> SlabLayout | None:
-    """Return the slabs in so many bytes, as an engine plans them; None if it splits the memory instead.
+    """Return the slabs in `memory` bytes, as an engine plans them; None if it splits the memory instead.
 
-    The dummy block and slots beside those of snapshots, which an engine adds, are left out as in a split.
+    An engine also adds the dummy block and slots for other states; both are left out, as in a split.
     """
     block, record = aligned(costs.block_bytes), aligned(costs.state_bytes)
     layout = plan_slabs([ArenaBudget(ROOMY * (block + record), block, record, 0, 0)])

@@ -7,11 +7,11 @@ the most tokens for the cost of the step (`draft_costs`):
 
     tokens per cost = (R + sum of the m likeliest) / (1 + fixed + each / R * m),  against R / 1 for none
 
-Guesses that cost nothing (prompt lookup) are made in each step, verified or not, and the token that comes next shows
-whether the first one was right; so a text that begins to repeat itself has drafts after a few tokens. A drafter that
-costs something is tried: a request whose drafts do not pay gets one draft, and again after 32, 64, ... steps. Trials of
-all requests together cost at most a hundredth of the steps, plus what they gain: they are postponed until that much is
-saved, so that a large batch pays no more for them than a small one.
+Guesses that cost nothing (prompt lookup) are made in each step, verified or not, and the next token shows whether the
+first guess was right; so a text that begins to repeat itself has drafts after a few tokens. A drafter that costs time
+is tried: a request whose drafts do not pay gets one draft, and again after 32, 64, ... steps. Trials of all requests
+together cost at most a hundredth of the steps, plus their own gains: they are postponed until that much is saved, so
+that a large batch pays no more for them than a small one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from megatron_ext.speculation.draft_costs import DraftCosts
 from megatron_ext.speculation.drafter import Drafter, DraftRequest
 
-_MEMORY = 4.0  # drafts: weight of earlier results relative to those of one verification
+_MEMORY = 4.0  # drafts: weight of all earlier results relative to the results of one verification
 _UNVERIFIED_WEIGHT = 0.25  # of a guess that no step verified: a chance hit alone must not call for drafts
 _ASSUMED, _ASSUMED_WEIGHT = 0.5, 1.0  # prior probability of acceptance, and its weight
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps
@@ -166,7 +166,7 @@ class AdaptiveDrafter:
         return dict(self._drafter.propose(cut)) if cut else {}
 
     def _counts(self, requests: Sequence[DraftRequest]) -> list[int]:
-        """Return the number of drafts per request: those that should save time, and one per due trial that fits."""
+        """Return the number of drafts per request: as many as should save time, or one for a due trial that fits."""
         known = [self._known[request.request_id] for request in requests]
         limits = [request.limit for request in requests]
         counts = allot([one.likelihood for one in known], limits, len(requests), self._costs)

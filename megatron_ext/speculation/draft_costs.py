@@ -2,7 +2,7 @@
 
 A step that decodes R requests costs 1. With d drafts for each of them it costs `1 + fixed(R) + each(R) * d`; drafts for
 some requests only cost their share of the last term. A row is R, fixed, each. Between two rows the numbers are
-interpolated linearly; outside, those of the nearest row apply.
+interpolated linearly; outside, the nearest row applies.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def fitted(seconds: Mapping[int, Mapping[int, float]], max_requests: int) -> Dra
 
     Negative costs are noise and become 0. If only one number of drafts was measured, `each` takes all of its cost.
     Between the largest number of requests that was measured and `max_requests`, the cost of a draft is taken to grow
-    with the tokens of the step, up to that of a plain step.
+    with the tokens of the step, up to the cost of a plain step.
 
     Args:
         seconds: Seconds by requests and drafts. Numbers of requests without a step with drafts do not count.

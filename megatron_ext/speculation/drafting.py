@@ -20,7 +20,7 @@ class DraftPools(Drafter, Protocol):
         """Forget everything that was read."""
 
     def notice_new_weights(self) -> None:
-        """Forget what was computed with old weights of the target model."""
+        """Forget all results of the target model's old weights."""
 
     def suspend(self) -> None:
         """Free the pools."""

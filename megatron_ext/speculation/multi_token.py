@@ -1,13 +1,13 @@
 """Drafts of layers of multi-token prediction, which read the target model's hidden states (SP-10, SP-14).
 
-The layer reads token p together with the target's hidden state after token p - 1, and so predicts token p + 1: what it
-computes at p depends on tokens up to p. From its last output and its own draft it goes on greedily. It shares nothing
+The layer reads token p together with the target's hidden state after token p - 1, and so predicts token p + 1: its
+results at p depend on tokens up to p. From its last output and its own draft it goes on greedily. It shares nothing
 between requests. A request's text begins where hidden states are there: with the last ones of the prompt, at most as
 many as are kept, and after a hit with the first computed token.
 
 For each request the drafter keeps K/V and one state per recurrent layer, after exactly the tokens that it has read.
-Drafts are decoded on top of a copy of that state. Whether or not they are accepted, the next proposal starts from what
-is kept and reads the tokens accepted meanwhile, so nothing has to be rolled back:
+Drafts are decoded on top of a copy of that state. Whether or not they are accepted, the next proposal starts
+from this state and reads the tokens accepted meanwhile, so nothing has to be rolled back:
 
     kept at        len(text)        len + limit - 1
       |--- catch up ---|------ drafts -----|          running state: restored from the kept one after drafts
@@ -150,7 +150,7 @@ class MultiTokenDrafter:
         """Ignore the result: accepted tokens are read at the next proposal."""
 
     def forget(self, request_id: int) -> None:
-        """Free what is kept of a request."""
+        """Free all memory of a request."""
         self._release(request_id)
         self._states.forget(request_id)
 
@@ -181,7 +181,7 @@ class MultiTokenDrafter:
     # Capacity
 
     def _places(self, texts: Sequence[_Text]) -> list[_Text]:
-        """Return the texts with capacity for what is read of them and a draft; those with the least to read first."""
+        """Return the texts whose tokens and drafts fit the pools, the text with the fewest unread tokens first."""
         for text in texts:  # move requested ones to the end, so that others give way first
             reader = self._readers.pop(text.request_id, None)
             if reader is not None:
@@ -326,7 +326,7 @@ class LayeredDrafter:
         """Ignore the result: accepted tokens are read at the next proposal."""
 
     def forget(self, request_id: int) -> None:
-        """Free what is kept of a request."""
+        """Free all memory of a request."""
         for layer in self.layers:
             layer.forget(request_id)
 

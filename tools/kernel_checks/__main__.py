@@ -17,7 +17,7 @@ from tools.kernel_checks.sizes import MODELS, steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, then what is new and what is no longer so."""
+    """Measure, print the table, then new problems and solved ones; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="a row for each step")
     parser.add_argument("--model", default="", help="only models whose name contains this")

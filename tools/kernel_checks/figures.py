@@ -67,7 +67,7 @@ LONGEST = max(step.context for step in steps())
 
 
 def measure_step(model: Model, step: Step) -> list[Row]:
-    """Measure all launches of a step, in a process of its own; with less context only those of attention differ."""
+    """Measure a step's launches in a process of its own: all at the longest context, else only attention's."""
     all_kernels()
     return list(rows_of(model, step, () if step.context == LONGEST else ("attention",)))
 

@@ -124,7 +124,7 @@ class Program:
 
     Attributes:
         stores: Stores of at least one element.
-        trips: Trips of its longest loop; those of an inner loop count for each trip of the outer one.
+        trips: Trips of its longest loop; an inner loop's trips count for each trip of the outer one.
     """
 
     stores: int

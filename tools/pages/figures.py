@@ -25,7 +25,7 @@ def interval(drawing: Drawing, y: float, begin: float, end: float, text: str, fi
 
 
 def hybrid_prompt() -> Drawing:
-    """Return the figure of a hybrid model's prompt: blocks, states, what is skipped and what is computed."""
+    """Return the figure of a hybrid model's prompt: blocks, states, skipped tokens and computed tokens."""
     drawing = Drawing(720, 236, "How a hybrid model's prompt of 230 tokens is cut: 128 are skipped, 102 computed")
     for tokens in (0, 64, 128, 192, 230):
         drawing.note(position(tokens), 20, str(tokens), "middle")

@@ -41,7 +41,7 @@ def json_fields() -> str:
 
 
 def rows_of(rows: Iterable[tuple[str, str] | tuple[str, str, str]], told: Mapping[str, str]) -> str:
-    """Return a table of names, types and meanings; a row without a meaning has that of the table `told`."""
+    """Return a table of names, types and meanings; meanings in `told` win over a row's own."""
     found = []
     for name, type_, *said in rows:
         meaning = told.get(name) or "".join(said).removesuffix(".")

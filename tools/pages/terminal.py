@@ -1,6 +1,6 @@
 """Picture of a terminal after `make demo`: `python -m tools.pages.terminal` runs it and writes docs/images/demo.svg.
 
-Times are those of the run, so that the picture changes with each; it is made again when the output does.
+The picture has the times of its run, so it changes with each; it is made again when the output changes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Readers of recorded traces: a module for each format, and what they share."""
+"""Readers of recorded traces: a module for each format, and shared helpers."""

@@ -19,7 +19,7 @@ class BlockTokens:
         self._blocks: dict[Hashable, range] = {}
 
     def prompt(self, hashes: Sequence[Hashable], length: int, block_size: int) -> Pieces:
-        """Return `length` tokens: those of the blocks, the last block cut, and unique ones after them."""
+        """Return `length` tokens: the blocks' tokens, the last block cut, and unique tokens after them."""
         found: list[Sequence[int]] = []
         for one in hashes:
             if length <= 0:

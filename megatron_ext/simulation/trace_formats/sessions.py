@@ -66,7 +66,7 @@ class SessionFormat:
         self._threads = 0
 
     def read(self, line: JsonObject) -> list[Turn]:
-        """Return the requests of a session and its sub-agents, each after the one that its time counts from."""
+        """Return the requests of a session and its sub-agents, each after the request that its time counts from."""
         scope = line.get("hash_id_scope", "local")
         if scope != "local":
             raise ValueError(f"hash_id_scope {str(scope)[:40]!r} is unknown; only 'local' is read")
