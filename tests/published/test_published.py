@@ -19,6 +19,8 @@ from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.run import build_serving
 from megatron_ext.text.tokenizer import TextTokenizer
+from tests.on_request import long_except
+from tests.unit_tests.support.chat_turns import TURNS, play_all
 from tests.unit_tests.support.server import LiveServer
 
 pytestmark = pytest.mark.published
@@ -217,3 +219,23 @@ def test_a_chat_over_the_server(tokenizer: PreTrainedTokenizerBase, model: PreTr
     finally:
         server.stop()
     assert hit > 100
+
+
+JSON = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}, "days": {"type": "integer"}}}
+JSON |= {"required": ["city", "days"], "additionalProperties": False}
+FORCED = {"response_format": {"type": "json_schema", "json_schema": {"name": "travel", "schema": JSON}}}
+
+
+@pytest.mark.parametrize("chats", long_except([8], [8, 200]))
+def test_each_turn_resumes_where_the_last_one_ended(chats: int) -> None:
+    """SA-15: the template shows answers as they were generated, so each turn resumes."""
+    pools = ["--inference-dynamic-batching-block-count", "1000", "--inference-dynamic-batching-block-size", "16"]
+    words = ["--load-hf", str(MODEL), *pools, "--explain-prefix-cache"]
+    server = LiveServer(build_serving(parse_server_arguments(words)))
+    try:
+        counts = play_all(server, chats, together=8, fields=({}, FORCED))
+    finally:
+        server.stop()
+    print(dict(counts))
+    assert counts["resumed"] + counts["a special token"] == (TURNS - 1) * chats, counts
+    assert counts["a special token"] <= chats // 10

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -26,74 +24,11 @@ from megatron_ext.text.tool_calls.formats import HERMES
 from megatron_ext.text.tool_calls.functions import Function
 from tests.on_request import long_except
 from tests.unit_tests.support.agent_loop import TOOLS
+from tests.unit_tests.support.chat_turns import TURNS, ask, play_all, post, sent_back
 from tests.unit_tests.support.server import LiveServer, embedded_engine
 from tests.unit_tests.text.test_control_tokens import KINDS, Kind
 
-BLOCK = 16
-TURNS = 6
-SAMPLED = {"temperature": 1.0, "return_token_ids": True, "explain_prefix_cache": True}
-WORDS = ("naïve", "日本語", '{"a": [1, 2]}', "\n\n", "  two", "🙂", "def f(x):\n    return x", "Oslo")
 MESSAGES = [{"role": "system", "content": "Answer with care. " * 4}, {"role": "user", "content": "Go."}]
-
-
-def post(server: LiveServer, path: str, body: dict, **headers: str) -> dict:
-    answer = server.http.post(path, json=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def ask(server: LiveServer, messages: list[dict], seed: int = 0, **fields: object) -> tuple[dict, list[int], dict]:
-    """The choice of a chat, its prompt's ids, and the details of its prompt tokens."""
-    body = post(
-        server, "/v1/chat/completions", {"messages": messages, "seed": seed, "max_tokens": 24, **SAMPLED, **fields}
-    )
-    return body["choices"][0], body["prompt_token_ids"], body["usage"]["prompt_tokens_details"]
-
-
-def rendered(server: LiveServer, messages: list[dict], tools: list[dict] | None, *, ended: bool = True) -> str:
-    fields = {"messages": messages, "tools": tools, "add_generation_prompt": ended}
-    return post(server, "/detokenize", {"tokens": post(server, "/tokenize", fields)["tokens"]})["prompt"]
-
-
-def sent_back(choice: dict) -> dict:
-    message = choice["message"]
-    return {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name) is not None}
-
-
-def play(server: LiveServer, seed: int, counts: Counter[str]) -> None:
-    """A chat of six turns, half of them with forced calls; each turn skips all full blocks of the one before."""
-    drawn = random.Random(seed)
-    messages = [{"role": "system", "content": f"Chat {seed}. " + " ".join(drawn.choices(WORDS, k=12))}]
-    before: list[int] | None = None
-    answer, reason = [], ""
-    for turn in range(TURNS):
-        messages = [*messages, {"role": "user", "content": " ".join(drawn.choices(WORDS, k=drawn.randint(2, 9)))}]
-        calls = {"tools": TOOLS, "tool_choice": "required" if turn % 2 else "none", "parallel_tool_calls": False}
-        calls |= {"separate_reasoning": False, "max_tokens": 80}
-        choice, prompt, details = ask(server, messages, seed * TURNS + turn, **calls)
-        if before is not None:
-            text = server.serving.vocabulary.detokenize(before, skip_special_tokens=False)
-            shown = server.serving.vocabulary.detokenize(prompt, skip_special_tokens=False)
-            whole = (len(before) - (reason == "length")) // BLOCK * BLOCK  # the last token generated is not computed
-            if shown.startswith(text):
-                assert prompt[: len(before)] == before
-                assert details["cached_tokens"] == whole, (seed, turn)
-                counts["resumed"] += 1
-            else:
-                place = next(i for i, (a, b) in enumerate(zip(prompt, before, strict=False)) if a != b)
-                is_counted = place // BLOCK < len(prompt) // BLOCK  # not in the part that fills no block
-                assert ("retokenized" in details["computed_tokens_by_reason"]) is is_counted
-                written = [
-                    server.serving.vocabulary.detokenize(answer, skip_special_tokens=skip) for skip in (True, False)
-                ]
-                counts["a special token" if written[0] != written[1] else f"retokenized after {reason}"] += 1
-        before, reason = prompt + choice["token_ids"], choice["finish_reason"]
-        if before[-1] in server.serving.chat_format.ends:  # the template writes its own
-            before.pop()
-        answer = before[len(prompt) :]
-        messages.append(sent_back(choice))
-        for call in choice["message"].get("tool_calls") or ():
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "done"})
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +38,7 @@ def roomy(serve) -> LiveServer:
 
 @pytest.mark.parametrize("chats", long_except([6], [6, 200]))
 def test_each_turn_resumes_where_the_last_one_ended(roomy, chats):
-    counts: Counter[str] = Counter()
-    for seed in range(chats):
-        play(roomy, seed, counts)
-        roomy.reset_cache()
+    counts = play_all(roomy, chats)
     assert counts["resumed"] >= 4 * chats, counts
     rest = counts["retokenized after length"] + counts["a special token"]  # calls cut off; in the middle of a text
     assert counts["resumed"] + rest == (TURNS - 1) * chats, counts
