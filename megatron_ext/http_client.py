@@ -48,7 +48,7 @@ def opened(
     except (OSError, http.client.HTTPException) as error:
         raise ConfigError(f"{address} does not answer: {getattr(error, 'reason', error)}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{url} is no server of this kind: {error!r}") from error
+        raise ConfigError(f"{url} does not answer like a server of this package: {error!r}") from error
 
 
 def reason_of(body: bytes) -> str:

@@ -41,8 +41,8 @@ HEADER = """\
 # Written by `make lock`: the pins of constraints.txt with the hashes of their wheels, for Linux on {machines}.
 """
 WITHOUT_TORCH = """\
-# torch is not here: an index may serve a CPU build of the same version, whose hash is another one than PyPI's. Nor is
-# what its CUDA build brings. Both are pinned without hashes, torch in constraints.txt and the rest by torch itself.
+# torch is not here: an index may serve a CPU build of the same version, whose hash is another one than PyPI's. Nor are
+# the packages of its CUDA build. Both are pinned without hashes, torch in constraints.txt, the others by torch itself.
 """
 
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     arguments, of_server = parser.parse_known_args(argv)
     if arguments.url is not None and of_server:
-        parser.error(f"with --url no server is started, so {' '.join(of_server)} would do nothing; leave it out")
+        parser.error(f"with --url no server is started; leave {' '.join(of_server)} out")
     output = Output(sys.stdout)
     try:
         with contextlib.ExitStack() as started:

@@ -22,7 +22,7 @@ PROGRAM = "megatron-ext prefix-cache"
 DONE, FOUND_DAMAGE, BAD_USAGE = 0, 1, 2
 NO_IDENTITY = bytes(32)  # of no model: all entries belong to other identities
 MIB = 1024**2
-REMEDY = "stop it first; `POST /reset_prefix_cache` of a running server erases what it has on disk"
+REMEDY = "stop it first; `POST /reset_prefix_cache` of a running server erases its entries on disk"
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:

@@ -75,7 +75,7 @@ class BatchingConfig:
         for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name.replace('_', ' ')} {value} must be positive")
-            message = f"{name.replace('_', ' ')} {value} is too large; at most {MAX_UNITS} would do"
+            message = f"{name.replace('_', ' ')} {value} must be at most {MAX_UNITS}"
             require(value is None or value <= MAX_UNITS, message)
         prefills = self.max_prefills_per_step
         flag = "--inference-dynamic-batching-max-prefills-per-step"
@@ -105,7 +105,7 @@ class BatchingConfig:
         quantization, known = self.cpu_weight_quantization, " or ".join(WEIGHT_QUANTIZATIONS)
         require(
             quantization in WEIGHT_QUANTIZATIONS,
-            f"--cpu-weight-quantization {quantization!r} is unknown; {known} would do",
+            f"--cpu-weight-quantization {quantization!r} must be {known}",
         )
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
@@ -189,7 +189,7 @@ class CacheConfig:
         valid_budget = budget is None or (math.isfinite(budget) and budget >= 0)
         require(valid_budget, f"{flag}-gb {budget} must be zero (no snapshots) or more")
         require(slots is None or slots >= 0, f"{flag}-slots {slots} must be zero (no snapshots) or more")
-        require(slots is None or slots <= MAX_UNITS, f"{flag}-slots {slots} is too many; at most {MAX_UNITS} would do")
+        require(slots is None or slots <= MAX_UNITS, f"{flag}-slots {slots} must be at most {MAX_UNITS}")
         require(
             budget is None or slots is None,
             f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",

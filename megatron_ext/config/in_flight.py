@@ -38,7 +38,7 @@ class InFlight(str, enum.Enum):
         names = [one.value for one in cls if not (is_written and one is cls.FINISH)]
         if given not in names:
             too_late = given == cls.FINISH and "; the weights are written already, so wait for requests before that"
-            raise ConfigError(f"in_flight is {str(given)!r}; one of {', '.join(names)} would do{too_late or ''}")
+            raise ConfigError(f"in_flight {str(given)!r} must be one of {', '.join(names)}{too_late or ''}")
         return cls(given)
 
 
@@ -50,4 +50,4 @@ def check_version(version: int | None) -> None:
     """
     is_integer = isinstance(version, int) and not isinstance(version, bool)
     if version is not None and not (is_integer and 0 <= version <= MAX_VERSION):
-        raise ConfigError(f"weights_version is {version!r}; an integer from 0 to {MAX_VERSION} would do")
+        raise ConfigError(f"weights_version {version!r} must be an integer from 0 to {MAX_VERSION}")

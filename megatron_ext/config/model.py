@@ -77,7 +77,7 @@ class ModelConfig(ModelFields):
             if not isinstance(value, int) or isinstance(value, bool):
                 continue
             largest = bounds.get(name, LARGEST_SIZE)
-            require(value <= largest, f"{flag_of(name)} {_digits(value)} is too large; at most {largest} would do")
+            require(value <= largest, f"{flag_of(name)} {_digits(value)} must be at most {largest}")
             require(value > 0, f"{flag_of(name)} {_digits(value)} must be positive")
 
     @property

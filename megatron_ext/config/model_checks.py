@@ -27,7 +27,7 @@ def check_norms(config: ModelFields) -> None:
     require(kind in NORMALIZATIONS, f"normalization {kind!r} is unknown; one of {', '.join(NORMALIZATIONS)}")
     require(
         not config.apply_layernorm_1p or kind == "RMSNorm",
-        f"--apply-layernorm-1p is not supported with --normalization {kind}; RMSNorm would do",
+        f"--apply-layernorm-1p is not supported with --normalization {kind}; give RMSNorm",
     )
     require(math.isfinite(epsilon) and epsilon > 0, f"--norm-epsilon {epsilon} must be more than zero")
 
@@ -168,7 +168,7 @@ def check_prediction(config: ModelFields) -> None:
     layers = len(pattern) * config.mtp_layer_count
     require(
         layers <= MAX_PREDICTION_LAYERS,
-        f"{layers} layers of multi-token prediction are too many; at most {MAX_PREDICTION_LAYERS} would do",
+        f"{layers} layers of multi-token prediction are too many; there must be at most {MAX_PREDICTION_LAYERS}",
     )
 
 
@@ -187,7 +187,7 @@ def check_moe(config: ModelFields) -> None:
     layers, limit = pattern.count("E"), MAX_EXPERTS // pattern.count("E")
     require(
         experts <= limit,
-        f"--num-experts {experts} in each of {layers} layers are too many; at most {limit} would do",
+        f"--num-experts {experts} in each of {layers} layers must be at most {limit}",
     )
     require(
         chosen <= experts,
@@ -257,5 +257,5 @@ def check_multipliers(config: ModelFields) -> None:
     )
     require(
         config.position_embedding_type != LEARNED_POSITIONS or config.embedding_multiplier == 1,
-        f"embedding_multiplier {config.embedding_multiplier} is not supported with learned positions; 1 would do",
+        f"embedding_multiplier {config.embedding_multiplier} must be 1 with learned positions",
     )

@@ -145,7 +145,7 @@ class RequestParams:
         require(minimum > 0, f"cache_checkpoint {minimum}: positions are numbers of tokens from the start, 1 or more")
         require(
             len(positions) <= MAX_CHECKPOINTS,
-            f"cache_checkpoint has {len(positions)} positions; at most {MAX_CHECKPOINTS} would do",
+            f"cache_checkpoint has {len(positions)} positions, and must have at most {MAX_CHECKPOINTS}",
         )
 
     def _check_counts(self) -> None:

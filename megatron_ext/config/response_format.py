@@ -120,6 +120,4 @@ class ResponseFormat:
 def _check_fields(value: Mapping[object, object], known: set[str], kind: str) -> None:
     unknown = next((name for name, given in value.items() if name not in known and given is not None), None)
     if unknown is not None:
-        raise ValueError(
-            f"one that is known: {str(unknown)[:40]!r} is no field of {kind}, which has {', '.join(sorted(known))}"
-        )
+        raise ValueError(f"one with known fields: {kind} has {', '.join(sorted(known))}, and not {str(unknown)[:40]!r}")

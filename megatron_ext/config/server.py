@@ -34,7 +34,7 @@ def from_megatrons_parsers(names: Sequence[str]) -> FieldValues:
         known = ", ".join(MEGATRONS_PARSERS)
         require(
             name in MEGATRONS_PARSERS,
-            f"parsers {name} is unknown; one of {known}, or leave it out: the chat template says what is parsed",
+            f"parsers {name} must be one of {known}; or leave it out, since the chat template names the format",
         )
     return dict(MEGATRONS_PARSERS[name] for name in names)
 
@@ -103,7 +103,7 @@ class ServerConfig:
         for origin in self.cors_allowed_origins:
             require(
                 origin == ANY_HOST or parse_origin(origin) is not None,
-                f"--cors-allowed-origins {origin!r} is not an origin; give those of web pages such as "
+                f"--cors-allowed-origins {origin!r} is not an origin; give origins of web pages, such as "
                 f"https://app.example or http://localhost:3000, or {ANY_HOST} for any",
             )
         require(

@@ -30,7 +30,7 @@ def check_continuation(
     """
     tokens, limit = record.generated_tokens, params.num_tokens_to_generate
     if tuple(prompt_tokens) != record.prompt_tokens:
-        raise ConfigError("the prompt is not that of the record to continue; leave the prompt as it was")
+        raise ConfigError("the prompt differs from the prompt of the record to continue; leave it as it was")
     is_last = bool(tokens) and tokens[-1] in ends and len(tokens) > params.min_tokens
     if is_last or (record.status is Status.COMPLETED and record.finish_reason == "stop"):
         raise ConfigError(f"the output of request {record.request_id} has ended with a stop; send its prompt instead")

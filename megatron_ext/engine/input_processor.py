@@ -120,7 +120,7 @@ class InputProcessor:
 def _check_checkpoints(positions: Sequence[int], length: int) -> None:
     last = max(positions, default=0)
     if last > length:
-        raise ConfigError(f"cache_checkpoint {last} is beyond the prompt of {length} tokens; at most {length} would do")
+        raise ConfigError(f"cache_checkpoint {last} must be at most the {length} tokens of the prompt")
 
 
 def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:
@@ -139,5 +139,5 @@ def check_drafts(params: RequestParams, max_drafts: int) -> None:
     """
     asked = params.num_speculative_tokens
     if asked is not None and asked > max_drafts:
-        would = f"at most {max_drafts} would do" if max_drafts else "0 would do without --speculative-method"
-        raise ConfigError(f"num_speculative_tokens {asked} is more than --num-speculative-tokens {max_drafts}; {would}")
+        limit = f"at most --num-speculative-tokens {max_drafts}" if max_drafts else "0 without --speculative-method"
+        raise ConfigError(f"num_speculative_tokens {asked} must be {limit}")

@@ -132,15 +132,15 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         multiple = HYBRID_BLOCK_MULTIPLE
         fitting = max(multiple, round(block_size / multiple) * multiple)
         raise ConfigError(
-            f"block size {block_size} is not a multiple of {multiple}, which recurrent layers need; {fitting} would do"
+            f"block size {block_size} is not a multiple of {multiple}, which recurrent layers need; give {fitting}"
         )
     block_bytes = block_size * model.kv_bytes_per_token
     per_token = model.kv_bytes_per_token
     blocks = _block_count(model, batching, cache, device_type)
     if block_bytes == 0 and blocks > MAX_UNITS:  # otherwise the device's memory is the limit
         raise ConfigError(
-            f"{blocks} blocks are too many; --inference-dynamic-batching-block-count {MAX_UNITS} "
-            "would do, or larger blocks"
+            f"{blocks} blocks are too many; --inference-dynamic-batching-block-count must be at most {MAX_UNITS}, "
+            "or give larger blocks"
         )
     slots = _slot_count(model, batching, cache, (blocks + 1) * block_bytes, device_type)
     return KVCacheConfig(
@@ -243,7 +243,7 @@ def _slot_count(
         flag = "--inference-dynamic-batching-prefix-caching-mamba-gb"
         raise ConfigError(
             f"{flag} {cache.snapshot_buffer_gb:g} is too small for one snapshot of {model.state_bytes} bytes; "
-            f"{_gigabytes(model.state_bytes)} would do, or 0 for none"
+            f"it must be at least {_gigabytes(model.state_bytes)}, or 0 for none"
         )
     return budget // model.state_bytes
 
@@ -267,7 +267,7 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
         raise ConfigError(
             f"a buffer of {buffer_gb:g} GB is too small for {live_bytes} bytes of live states "
             f"({batching.effective_max_requests} requests{each}) and {2 * block_bytes} bytes of KV "
-            f"(one block and the dummy block); {_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
+            f"(one block and the dummy block); give at least {_gigabytes(live_bytes + 2 * block_bytes)} GB{hint}"
         )
     if kv_block_bytes == 0:  # no attention: blocks take no memory to speak of, so allow enough for all requests
         return batching.effective_max_requests * math.ceil(model.max_sequence_length / batching.block_size)
@@ -308,7 +308,7 @@ def check_fits(geometry: KVCacheConfig, available_bytes: int, advice: str, activ
 
 
 def _included(has_draft_layers: bool) -> str:
-    return " (including those of the drafting layers)" if has_draft_layers else ""
+    return " (drafting layers included)" if has_draft_layers else ""
 
 
 def _gigabytes(count: int) -> str:

@@ -51,7 +51,7 @@ def advice_that_fits(
     if batching.block_count is not None:
         largest = _largest(batching.block_count, limit, lambda n: size(dataclasses.replace(batching, block_count=n)))
         if largest:
-            return f"{_BATCHING}-block-count {largest} would do"
+            return f"give {_BATCHING}-block-count {largest}"
     else:
         buffer = batching.buffer_gb_on(device_type)
         largest = _largest(
@@ -60,7 +60,7 @@ def advice_that_fits(
             lambda n: size(dataclasses.replace(batching, buffer_size_gb=n / _HUNDREDTHS)),
         )
         if largest:
-            return f"{_BATCHING}-buffer-size-gb {largest / _HUNDREDTHS:g} would do"
+            return f"give {_BATCHING}-buffer-size-gb {largest / _HUNDREDTHS:g}"
     return _beside_the_blocks(batching, cache, limit, size)
 
 
@@ -87,20 +87,20 @@ def _beside_the_blocks(
     """Return advice if even one block does not fit together with the running states and snapshots."""
     smallest = dataclasses.replace(batching, block_count=1, buffer_size_gb=None)
     none = dataclasses.replace(cache, snapshot_buffer_gb=None, snapshot_slots=0)
-    one_block = f"{_BATCHING}-block-count 1 at least, and"
+    one_block = f"give {_BATCHING}-block-count 1 and"
     if size(smallest, none) <= limit:
         slots = _largest(
             cache.snapshot_slots or batching.effective_max_requests,
             limit,
             lambda n: size(smallest, dataclasses.replace(none, snapshot_slots=n)),
         )
-        return f"{one_block} {_BATCHING}-prefix-caching-mamba-slots {slots} would do"
+        return f"{one_block} {_BATCHING}-prefix-caching-mamba-slots {slots}"
     largest = _largest(
         batching.effective_max_requests, limit, lambda n: size(dataclasses.replace(smallest, max_requests=n), none)
     )
     if largest:
         without = f"{_BATCHING}-prefix-caching-mamba-slots 0"
-        return f"{one_block} {without} with {_BATCHING}-max-requests {largest} would do"
+        return f"{one_block} {without} with {_BATCHING}-max-requests {largest}"
     return (
         "not even one request fits: free some memory, use a smaller model, or fewer tokens in a step "
         f"({_BATCHING}-max-tokens)"

@@ -90,7 +90,7 @@ def process_capacities() -> list[int]:
 
 def enough_for_the_embedded_model() -> str:
     """Return a text with `ulimit` values that are enough for the embedded model."""
-    return " and ".join(f"ulimit {flag} {kilobytes}" for flag, kilobytes in ENOUGH.items()) + " would do"
+    return " and ".join(f"ulimit {flag} {kilobytes}" for flag, kilobytes in ENOUGH.items()) + " are enough"
 
 
 def check_address_space() -> None:

@@ -99,7 +99,7 @@ def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: i
     if needed > available_bytes:
         halved = dtype.itemsize > 2 and needed * 2 / dtype.itemsize <= available_bytes
         smaller = "a smaller --hidden-size, fewer layers or a smaller --vocab-size"
-        advice = "--bf16 would do" if halved else f"{needed / GIB:.2f} GB free would do, or {smaller}"
+        advice = "give --bf16" if halved else f"{needed / GIB:.2f} GB must be free; or give {smaller}"
         free = f"{available_bytes / GIB:.2f} GB of memory are free for this process"
         raise ConfigError(f"{described(config, dtype, share)}, and {free}; {advice}")
 

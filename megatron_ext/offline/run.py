@@ -249,7 +249,7 @@ class _Offline:
         if problem or run.output_path is None:
             return None
         is_all = run.inference_repeat_n == 1 or run.output_format == FULL_FORMAT
-        return f"{'all' if is_all else 'those of the last pass'} are in {printable(run.output_path)}"
+        return f"{'all' if is_all else 'results of the last pass'} are in {printable(run.output_path)}"
 
     def _end_if_asked(self, passes: Sequence[Pass], problem: str | None, what: str = "") -> None:
         """End here if a signal has come; from now on a signal ends the program at once, since all results are saved.

@@ -41,7 +41,7 @@ def check(wanted: str, device: torch.device, shapes: OperatorShapes | None = Non
     if wanted in LIBRARIES:
         problem = LIBRARIES[wanted].problem(device, shapes)
     if problem is not None:
-        raise ConfigError(f"--operator-backend {wanted}: {problem}; {AUTO} or reference would do")
+        raise ConfigError(f"--operator-backend {wanted}: {problem}; {AUTO} and reference work here")
 
 
 def reserve(wanted: str, device: torch.device) -> None:

@@ -50,7 +50,7 @@ class Package:
         try:
             found = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
-            return f"{self.distribution} is not installed, which pip install '{wanted}' would do"
+            return f"{self.distribution} is not installed (pip install '{wanted}')"
         if not SpecifierSet(self.versions).contains(found, prereleases=True):
             return f"{self.distribution} {found} is installed, and only {self.versions} is supported"
         try:

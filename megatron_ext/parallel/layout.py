@@ -105,7 +105,7 @@ def _check(flag: str, size: int, misfits: Callable[[int], Iterator[str]]) -> Non
         return
     fitting = [str(other) for other in range(1, _MAX_TRIED) if next(misfits(other), None) is None]
     shown = ", ".join(fitting[:_MAX_SHOWN]) + (", ..." if len(fitting) > _MAX_SHOWN else "")
-    raise ConfigError(f"{problem} cannot be split over {flag} {size} ranks; for this model {shown} would do")
+    raise ConfigError(f"{problem} cannot be split over {flag} {size} ranks; this model can be split over {shown}")
 
 
 def _tensor_misfits(config: ModelConfig, size: int) -> Iterator[str]:

@@ -44,7 +44,7 @@ def split_layers(layers: int, parallel: ParallelConfig) -> tuple[Stage, ...]:
     size = parallel.pipeline_model_parallel_size
     require(
         layers >= size,
-        f"{layers} layers cannot be split over --pipeline-model-parallel-size {size} stages; at most {layers} would do",
+        f"{layers} layers cannot be split over --pipeline-model-parallel-size {size} stages; give at most {layers}",
     )
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     given = (first or 0) + (last or 0)
@@ -80,7 +80,7 @@ def _check_given(layers: int, parallel: ParallelConfig, others: int, given: int)
     require(
         left >= others,
         f"{' and '.join(flags)} of {layers} layers leave {max(0, left)} for {others} other stages, which need one "
-        f"each; at most {layers - others} in all would do",
+        f"each; together they must be at most {layers - others}",
     )
 
 

@@ -211,7 +211,7 @@ class BlockIndex:
         parents = [parent for parent in self._parents.values() if parent is not None]
         assert self._blocks.keys() >= {*parents}, "the parent of a block is not indexed"
         assert Counter(parents) == self._children, "children miscounted"
-        assert self._hits.keys() <= self._blocks.keys(), "hits of what is not indexed"
+        assert self._hits.keys() <= self._blocks.keys(), "hits of a block that is not indexed"
         for block_hash, parent in self._parents.items():
             depth = 1 if parent is None else self._depths[parent] + 1
             assert self._depths[block_hash] == depth, f"block {self._blocks[block_hash]} is at the wrong depth"

@@ -89,8 +89,8 @@ def _split(costs: EntryCosts, settings: Settings) -> tuple[int, int | None]:
     blocks = int((total - (slots or 0) * costs.state_bytes) / costs.block_bytes)
     if blocks < 1:
         raise ConfigError(
-            f"{settings.memory_gib:g} GiB, {share:g} of it for snapshots, hold no block of {costs.block_bytes} bytes; "
-            f"{costs.block_bytes / GIB / max(1e-9, 1 - share):.2g} would do"
+            f"{settings.memory_gib:g} GiB, {share:g} of it for snapshots, cannot hold one block of {costs.block_bytes} "
+            f"bytes; give at least {costs.block_bytes / GIB / max(1e-9, 1 - share):.2g} GiB"
         )
     return blocks, slots
 

@@ -75,7 +75,7 @@ class Ids:
         """
         self._next += count
         if self._next > MAX_IDS:
-            raise ConfigError(f"the trace has more than {MAX_IDS} different tokens; fewer or shorter requests would do")
+            raise ConfigError(f"the trace has more than {MAX_IDS} different tokens; give fewer or shorter requests")
         return range(self._next - count, self._next)
 
 

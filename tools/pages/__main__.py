@@ -16,7 +16,7 @@ def main() -> int:
         Exit code: 0 done, 1 a link leads nowhere.
     """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder of the sources; what is there is removed")
+    parser.add_argument("folder", type=Path, help="folder of the sources; its contents are removed first")
     try:
         count = stage(parser.parse_args().folder)
     except BrokenLinkError as error:

@@ -156,7 +156,7 @@ def eviction() -> Drawing:
     drawing.arrow(260, 100, 294, 100)
     drawing.arrow(446, 100, 480, 100)
     drawing.note(110, 150, "A block that a request uses never goes; a snapshot goes with its block or earlier.")
-    drawing.note(110, 170, "With --prefix-cache-dir what goes is written to disk first.")
+    drawing.note(110, 170, "With --prefix-cache-dir evicted entries are written to disk first.")
     return drawing
 
 
@@ -210,7 +210,7 @@ def replicas() -> Drawing:
         drawing.note(512, y + 39, own)
         drawing.arrow(340, 100, 498, y + 25, dashed=index == 1)
     drawing.note(400, 62, "the request", "middle")
-    drawing.note(30, 180, "Replicas tell the router what they cache, as KV events, and their load.")
+    drawing.note(30, 180, "Replicas tell the router their cached blocks, as KV events, and their load.")
     return drawing
 
 

@@ -143,7 +143,7 @@ def rotary_frequencies(model: nn.Module, config: ModelConfig) -> Tensor | None:
     found, expected = embedding.inv_freq.detach(), rotary_embedding(config).inv_freq
     if found.shape != expected.shape or not _is_close(found.cpu(), expected):
         raise ConfigError(
-            "the model's rotary_pos_emb.inv_freq has frequencies other than those of rotary_base, rotary_percent and "
+            "the frequencies in the model's rotary_pos_emb.inv_freq do not follow from rotary_base, rotary_percent and "
             "rope_scaling; such a model cannot be attached"
         )
     return found

@@ -65,7 +65,7 @@ def family_of(raw: Fields) -> Family:
         ConfigError: The family is not supported.
     """
     if raw.get("format") == "megatron_ext":
-        raise ConfigError("config.json is that of a checkpoint which this package saved; try --load")
+        raise ConfigError("config.json belongs to a checkpoint that this package saved; give --load")
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(f"{name!r} ({family.architecture})" for name, family in FAMILIES.items())

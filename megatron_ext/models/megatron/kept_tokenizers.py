@@ -59,7 +59,7 @@ def read_kept_tokenizer(directory: Path) -> LibraryTokenizer:
     raw = read_json(directory / KEPT_FILE)
     kind = raw.get(_KIND)
     if not isinstance(kind, str) or kind not in _FILES:
-        raise ConfigError(f"{directory / KEPT_FILE} has {_KIND} = {kind!r}; one of {', '.join(_FILES)} would do")
+        raise ConfigError(f"{directory / KEPT_FILE} has {_KIND} = {kind!r}, which must be one of {', '.join(_FILES)}")
     known = {_KIND, *((_PATTERN, _SPECIAL, _SIZE) if kind == TIKTOKEN_TOKENIZER else ())}
     if set(raw) != known:
         raise ConfigError(f"{directory / KEPT_FILE} has fields {', '.join(raw)}; a {kind} has {', '.join(known)}")

@@ -55,7 +55,7 @@ class WeightsRoot:
         path = Path(os.path.realpath(given))
         if not path.is_dir():
             raise ConfigError(
-                f"--weights-root {given} is not a directory; give the one that checkpoints are written below"
+                f"--weights-root {given} is not a directory; give the directory that new checkpoints are written to"
             )
         return cls(path)
 

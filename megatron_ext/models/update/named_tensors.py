@@ -58,5 +58,5 @@ def require_weight(name: str, tensor: object) -> Tensor:
         raise ConfigError(f"{name} is {str(tensor.layout).removeprefix('torch.')}; give a dense tensor")
     if tensor.dtype not in FLOATING_TYPES:
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
-        raise ConfigError(f"{name} is of type {str(tensor.dtype).removeprefix('torch.')}; one of {kinds} would do")
+        raise ConfigError(f"{name} is of type {str(tensor.dtype).removeprefix('torch.')}; it must be one of {kinds}")
     return tensor.detach()

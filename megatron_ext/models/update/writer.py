@@ -84,7 +84,7 @@ class WeightWriter:
         """
         if self._naming is None:
             raise ConfigError(
-                "the weights are those of the attached model; write them there, in place, or give each rank's part to "
+                "the weights belong to the attached model; write them there, in place, or give each rank's part to "
                 "update_weights_from_shards"
             )
         return self._naming

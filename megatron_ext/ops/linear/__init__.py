@@ -42,7 +42,7 @@ def choose(weight: Tensor) -> LinearBackend:
         found = str(weight.dtype).removeprefix("torch.")
         raise ConfigError(
             f"--operator-backend {backend.name} packs weights of {types} on CPUs, and the model's are {found} on "
-            f"{weight.device.type}; auto or reference would do"
+            f"{weight.device.type}; auto and reference work here"
         )
     return backend
 

@@ -94,7 +94,7 @@ class DiskIndex:
                 raise sqlite3.DatabaseError("it is empty, and the data file is not")
             self._create()
         elif schema != [_SCHEMA.encode()] or (application, version) != (APPLICATION_ID, FORMAT):
-            raise sqlite3.DatabaseError("its schema is not that of an index")
+            raise sqlite3.DatabaseError("its schema differs from an index's")
         elif connection.execute("PRAGMA quick_check(1)").fetchall() != [(b"ok",)]:
             raise sqlite3.DatabaseError("its structure is damaged")
 

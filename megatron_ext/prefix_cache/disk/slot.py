@@ -216,7 +216,7 @@ def take_all_slots(directory: Path) -> tuple[list[SlotDirectory], list[SlotHeldE
 def _place(name: str) -> tuple[int, int]:
     """Return the place of a slot's name in the order of slots."""
     found = _SLOT_NAME.fullmatch(name)
-    assert found is not None, "the name is that of a slot"
+    assert found is not None, f"{name} is not the name of a slot"
     return int(found[1]), int(found[2] or 0)
 
 
@@ -247,7 +247,7 @@ def _require_marker(root: int, directory: Path, *, creates: bool) -> None:
     names = os.listdir(root)
     if MARKER not in names and (names or not creates):
         why = f"has other files and no {MARKER}" if names else f"has no {MARKER}"
-        raise ConfigError(f"{directory} {why}: it is no directory of a prefix cache; name an empty one or a new one")
+        raise ConfigError(f"{directory} {why}, so no prefix cache was kept there; name an empty or a new directory")
     handle = _open_file(root, MARKER)
     try:
         text = os.read(handle, 100)

@@ -194,7 +194,7 @@ class DiskStore:
         Returns:
             False if it was not stored: there is no room, or the store is off.
         """
-        assert entry.is_genuine, "the block hash is not that of the tokens"
+        assert entry.is_genuine, "the block hash does not match the tokens"
         with self._use.writing():
             return self._guarded(lambda: self._put(entry, buffers), False)
 

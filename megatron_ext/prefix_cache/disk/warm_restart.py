@@ -35,7 +35,7 @@ from megatron_ext.prefix_cache.lower_tier import CachedEntry
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-NO_ANSWER = "prefix cache on disk: the disk does not answer; what was not written is left out"
+NO_ANSWER = "prefix cache on disk: the disk does not answer; entries that are not written yet are left out"
 
 RANK_SECONDS = 1e-5  # each entry counts as used this much before the next more valuable entry
 DRAIN_WINDOW = 64  # entries after which ranks agree on going on

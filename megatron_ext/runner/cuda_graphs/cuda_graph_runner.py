@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _EMPTY = ScheduledStep((), 0)
 _EVERYTHING = SamplerNeeds(is_processed=True, has_mask=True, is_drawn=True, is_scored=True)
 _LESS = (
-    "a smaller --inference-dynamic-batching-buffer-size-gb or --inference-dynamic-batching-max-requests would do, "
+    "give a smaller --inference-dynamic-batching-buffer-size-gb or --inference-dynamic-batching-max-requests, "
     "or --cuda-graph-impl none"
 )
 

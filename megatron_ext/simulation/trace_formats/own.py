@@ -77,5 +77,5 @@ def _tokens(value: object) -> Sequence[int]:
     if not tokens:
         raise ValueError("a list of tokens is empty")
     if max(tokens) >= FIRST_SYNTHETIC_ID:
-        raise ValueError(f"token {max(tokens)} is too large; ids below {FIRST_SYNTHETIC_ID} would do")
+        raise ValueError(f"token {max(tokens)} must be below {FIRST_SYNTHETIC_ID}")
     return tokens

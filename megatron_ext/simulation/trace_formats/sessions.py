@@ -92,7 +92,7 @@ class SessionFormat:
         for entry in entries:
             t = time_of(entry["t"], "t")
             if t < before_t:
-                raise ValueError(f"t {t:g} is before that of the request before it, {before_t:g}")
+                raise ValueError(f"t {t:g} must be at least the previous request's, {before_t:g}")
             if "requests" in entry:
                 distance, parent = (start + t, beside) if before is None else (t - before_t, before)
                 turns += self._thread(session, objects_of(entry["requests"]), distance, parent)

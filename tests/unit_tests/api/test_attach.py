@@ -317,7 +317,7 @@ class TestWeights:
 
     def test_they_are_written_in_the_model(self, attach) -> None:
         engine = attach(models.build("llama"))
-        with pytest.raises(ConfigError, match=r"^the weights are those of the attached model"):
+        with pytest.raises(ConfigError, match=r"^the weights belong to the attached model"):
             engine.update_weights({})
 
 

@@ -104,12 +104,12 @@ def test_fields_do_not_hide_flags():
         ({"tokenizer_model": "/nowhere"}, "tokenizer /nowhere does not exist; give a directory or a tokenizer.json"),
         (
             {"inference_dynamic_batching_buffer_size_gb": 1e9},
-            "GB of memory are free for this process; --inference-dynamic-batching-buffer-size-gb",
+            "GB of memory are free for this process; give --inference-dynamic-batching-buffer-size-gb",
         ),
     ],
 )
 def test_refused_in_one_line(settings, message):
-    """PY-2: the setting, its value, and what would do."""
+    """PY-2: the setting, its value, and a remedy."""
     with pytest.raises(ConfigError) as caught:
         load_engine(**settings)
     assert message in str(caught.value)

@@ -106,7 +106,7 @@ def test_a_layer_that_fails_costs_its_drafts(load, predicting, monkeypatch, capl
 
 
 def test_a_model_without_such_a_layer_is_refused(load, predicting, tmp_path):
-    """SP-10: with what would do."""
+    """SP-10: with a remedy."""
     settings = {"speculative_method": "mtp", "num_speculative_tokens": 2}
     config = ModelConfig(hybrid_override_pattern="M*-", hidden_size=64, vocab_size=64, mamba_head_dim=16)
     save_dist_checkpoint(tmp_path / "plain", build_model(config, seed=1), config)
@@ -118,7 +118,7 @@ def test_a_model_without_such_a_layer_is_refused(load, predicting, tmp_path):
 
 
 def test_layouts_that_cannot_draft_are_refused():
-    """SP-13: with what would do; all else goes on."""
+    """SP-13: with a remedy; all else goes on."""
     speculation = SpeculationConfig(speculative_method="mtp", num_speculative_tokens=2)
     parallel = ParallelConfig(expert_model_parallel_size=2)
     loaded, with_experts = (

@@ -259,10 +259,10 @@ def test_parts_of_streams_have_versions(new, load):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"in_flight": "wait"}, "in_flight is 'wait'; one of recompute, "),
-        ({"weights_version": -1}, "weights_version is -1; an integer from 0"),
-        ({"weights_version": True}, "weights_version is True; an integer from 0"),
-        ({"weights_version": 1.0}, "weights_version is 1.0; an integer from 0"),
+        ({"in_flight": "wait"}, "in_flight 'wait' must be one of recompute, "),
+        ({"weights_version": -1}, "weights_version -1 must be"),
+        ({"weights_version": True}, "weights_version True must be"),
+        ({"weights_version": 1.0}, "weights_version 1.0 must be"),
     ],
 )
 def test_settings_of_an_update(load, settings, told):

@@ -62,7 +62,7 @@ REFUSED = [
     (ModelConfig, SIGMOID | {"moe_router_pre_softmax": True}, ["--moe-router-pre-softmax", "softmax scores"]),
     (ModelConfig, {"hybrid_override_pattern": "M-", "num_layers": 3}, ["--num-layers 3", "'M-'", "2 layers"]),
     (ModelConfig, {"hybrid_override_pattern": "M" * 4097}, ["4097 layers are too many", "4096"]),
-    (ModelConfig, {"hidden_size": 10**9}, ["--hidden-size 1000000000 is too large", "at most 16777216"]),
+    (ModelConfig, {"hidden_size": 10**9}, ["--hidden-size 1000000000 ", "at most 16777216"]),
     (ModelConfig, {"max_position_embeddings": 10**18}, ["--max-position-embeddings of more than 18 digits"]),
     (ModelConfig, DELTA | {"linear_conv_kernel_dim": 2000}, ["--linear-conv-kernel-dim 2000", "at most 1024"]),
     (ModelConfig, MOE | {"num_experts": 2**19}, ["--num-experts 524288 in each of 1 layers", "at most 262144"]),
@@ -138,8 +138,8 @@ REFUSED = [
     (BatchingConfig, {"decode_share": 1.0}, ["--decode-share 1.0", "0.95"]),
     (BatchingConfig, {"decode_share": -0.1}, ["--decode-share -0.1", "0.95"]),
     (BatchingConfig, {"decode_share": float("nan")}, ["--decode-share nan", "0.95"]),
-    (BatchingConfig, {"block_count": 10**12}, ["block count 1000000000000 is too large", "at most 16777216"]),
-    (CacheConfig, {"snapshot_slots": 10**12}, ["-mamba-slots 1000000000000 is too many", "at most 16777216"]),
+    (BatchingConfig, {"block_count": 10**12}, ["block count 1000000000000 ", "at most 16777216"]),
+    (CacheConfig, {"snapshot_slots": 10**12}, ["-mamba-slots 1000000000000 ", "at most 16777216"]),
     (BatchingConfig, {"max_requests": -1}, ["max requests -1", "positive"]),
     (BatchingConfig, {"max_tokens": 0}, ["max tokens 0", "positive"]),
     (BatchingConfig, {"block_count": 0}, ["block count 0", "positive"]),
@@ -332,7 +332,7 @@ def lines_of_require(module: types.ModuleType) -> set[int]:
         (ParallelConfig, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}),
         (ParallelConfig, EXPERTS | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
         (BatchingConfig, {}),
-        (BatchingConfig, {"buffer_size_gb": 0.0}),  # too small, which the budget says with the number that would do
+        (BatchingConfig, {"buffer_size_gb": 0.0}),  # the budget refuses it, and names a larger number
         (BatchingConfig, {"max_tokens": 9, "max_requests": 9}),
         (BatchingConfig, {"paused_buffer_size_gb": 0.0}),
         (RequestParams, {}),

@@ -236,7 +236,7 @@ class TestSmallPools:
                 assert f"the KV pool has {blocks}, for {16 * blocks} tokens" in record.error
 
     @pytest.mark.parametrize(("kind", "config"), [("hybrid", HYBRID), ("attention_only", ATTENTION_ONLY)])
-    def test_no_budget_is_an_error_with_the_number_that_would_do(self, get_oracle, kind, config):
+    def test_no_budget_is_an_error_with_the_number_to_give(self, get_oracle, kind, config):
         def build(gigabytes: float):
             batching = BatchingConfig(buffer_size_gb=gigabytes, block_size=16, max_requests=3)
             model = get_oracle(kind).model
@@ -245,7 +245,7 @@ class TestSmallPools:
         with pytest.raises(ConfigError) as caught:
             build(0)
         assert "\n" not in str(caught.value)
-        enough = float(re.search(r"([\d.]+) GB would do", str(caught.value))[1])
+        enough = float(re.search(r"at least ([\d.]+) GB", str(caught.value))[1])
         assert build(enough).geometry.blocks >= 1
         with pytest.raises(ConfigError):
             build(enough * 0.9)

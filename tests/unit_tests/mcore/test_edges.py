@@ -274,7 +274,7 @@ def test_graphs_are_refused():
     [
         (
             BatchingConfig(buffer_size_gb=10**6),
-            "GB of memory are free for this process; --inference-dynamic-batching-buffer-size-gb [0-9.]+ would do",
+            "GB of memory are free for this process; give --inference-dynamic-batching-buffer-size-gb [0-9.]+",
         ),
     ],
 )

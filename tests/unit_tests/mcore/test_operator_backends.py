@@ -165,12 +165,12 @@ def test_the_chosen_backends_are_named(get_driver):
 def test_triton_where_it_cannot_run_is_refused(monkeypatch, device, why):
     """CU-3: the setting is refused before anything is allocated, and the message names what would work."""
     monkeypatch.setattr(triton, "is_interpreted", lambda: False)
-    with pytest.raises(ConfigError, match=rf"--operator-backend triton: .*{why}.*; auto or reference would do"):
+    with pytest.raises(ConfigError, match=rf"--operator-backend triton: .*{why}.*; auto and reference work here"):
         backend_selection.check("triton", torch.device(device))
 
 
 def test_without_triton_it_is_refused_and_auto_is_not(monkeypatch):
     monkeypatch.setattr(triton, "_import_problem", lambda: "triton cannot be imported (there is none)")
-    with pytest.raises(ConfigError, match=r"cannot be imported \(there is none\); auto or reference would do"):
+    with pytest.raises(ConfigError, match=r"cannot be imported \(there is none\); auto and reference work here"):
         backend_selection.check("triton", torch.device("cuda"))
     backend_selection.check("auto", torch.device("cuda"))

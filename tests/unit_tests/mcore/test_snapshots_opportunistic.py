@@ -79,7 +79,7 @@ def test_a_checkpoint_at_the_end_of_the_prompt(get_oracle, oracle):
     driver.sight(0, prompt, cache_checkpoint=(len(prompt),))
     assert driver.sight(1, [*prompt, 3]) == 4 * BLOCK
     assert_equals_oracle(driver, 1, oracle)
-    with pytest.raises(ConfigError, match=f"cache_checkpoint {len(prompt) + 1} is beyond the prompt"):
+    with pytest.raises(ConfigError, match=f"cache_checkpoint {len(prompt) + 1} must be at most the {len(prompt)} "):
         driver.add(2, prompt, cache_checkpoint=(len(prompt) + 1,))
 
 

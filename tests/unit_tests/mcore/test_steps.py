@@ -195,7 +195,7 @@ class TestBlockSizes:
             assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
     def test_others_are_refused_for_a_hybrid(self, get_driver):
-        with pytest.raises(ConfigError, match=r"block size 24 is not a multiple of 16.*would do"):
+        with pytest.raises(ConfigError, match=r"block size 24 is not a multiple of 16"):
             get_driver(block_size=24)
 
     @pytest.mark.parametrize("block_size", [1, 5, 24])

@@ -35,8 +35,8 @@ def plan(
     return plan_memory(model, BatchingConfig(**batching), cache, device_type)
 
 
-def number_that_would_do(error: ConfigError, unit: str = " GB") -> float:
-    return float(re.search(rf"([0-9.]+){unit} would do", str(error)).group(1))
+def number_to_give(error: ConfigError, unit: str = " GB") -> float:
+    return float(re.search(rf"give (?:at least )?([0-9.]+){unit}", str(error)).group(1))
 
 
 class TestByHand:
@@ -105,11 +105,11 @@ class TestByHand:
 
 class TestTooSmall:
     @pytest.mark.parametrize("model", [HYBRID, ATTENTION, RECURRENT])
-    def test_the_number_that_would_do_does(self, model: ModelMemory):
+    def test_the_number_to_give_does(self, model: ModelMemory):
         with pytest.raises(ConfigError) as caught:
             plan(model, buffer_size_gb=1e-9)
         assert "\n" not in str(caught.value)
-        enough = number_that_would_do(caught.value)
+        enough = number_to_give(caught.value)
         assert plan(model, buffer_size_gb=enough).blocks >= 1
         with pytest.raises(ConfigError):  # and little less would not
             plan(model, buffer_size_gb=enough - 2e-6)
@@ -129,7 +129,7 @@ class TestTooSmall:
             return
         with pytest.raises(ConfigError) as caught:
             plan(model, buffer_size_gb=0.0, **batching)
-        enough = number_that_would_do(caught.value)
+        enough = number_to_give(caught.value)
         assert plan(model, buffer_size_gb=enough, **batching).blocks >= 1
         assert (enough - 1e-6) * GIB < needed
 
@@ -164,7 +164,7 @@ class TestBlockSize:
         with pytest.raises(ConfigError) as caught:
             plan(HYBRID, block_size=block_size)
         assert f"block size {block_size}" in str(caught.value)
-        assert number_that_would_do(caught.value, unit="") == fitting
+        assert number_to_give(caught.value, unit="") == fitting
         assert plan(HYBRID, block_size=fitting).block_size_tokens == fitting
 
     def test_attention_takes_any(self):
@@ -186,14 +186,14 @@ class TestBlockSize:
 def test_pools_that_do_not_fit_the_machine_are_refused_before_they_are_allocated():
     geometry = plan(HYBRID, block_count=99, max_requests=3)
     assert geometry.pool_bytes == 100 * 64 * 1024 + 3 * 100_000
-    check_fits(geometry, geometry.pool_bytes, "5 would do")
-    with pytest.raises(ConfigError, match="GB of memory are free for this process; 5 would do"):
-        check_fits(geometry, geometry.pool_bytes - 1, "5 would do")
+    check_fits(geometry, geometry.pool_bytes, "set 5")
+    with pytest.raises(ConfigError, match="GB of memory are free for this process; set 5"):
+        check_fits(geometry, geometry.pool_bytes - 1, "set 5")
 
 
 def test_more_blocks_than_can_be_counted():
     """Blocks without attention cost nothing on the device, but still need entries in lists."""
-    with pytest.raises(ConfigError, match=r"104857600 blocks are too many; .*-block-count 16777216 would do"):
+    with pytest.raises(ConfigError, match=r"104857600 blocks are too many; .*-block-count must be at most 16777216"):
         plan(dataclasses.replace(RECURRENT, state_bytes=1, max_sequence_length=2**24), max_requests=100, block_size=16)
     assert plan(RECURRENT, block_count=2**24).blocks == 2**24
 
@@ -237,7 +237,7 @@ class TestSnapshots:
             ConfigError, match=r"mamba-gb 0\.0005 is too small for one snapshot of 1048576 bytes"
         ) as caught:
             self.slots(snapshot_buffer_gb=0.0005)
-        number = float(re.search(r"([0-9.]+) would do", str(caught.value)).group(1))
+        number = float(re.search(r"at least ([0-9.]+)", str(caught.value)).group(1))
         assert self.slots(snapshot_buffer_gb=number) == 1
 
     def test_no_slots_where_nothing_is_cached_or_nothing_recurs(self):

@@ -11,7 +11,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import ModelMemory, plan_memory
 from megatron_ext.memory.capacity import Capacity, agree
 from megatron_ext.memory.world_sizes import world_kv_cache_config
-from tests.unit_tests.memory.test_budget import number_that_would_do
+from tests.unit_tests.memory.test_budget import number_to_give
 
 MODEL = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
 DRAFTING = dataclasses.replace(MODEL, speculative_tokens=5)
@@ -32,10 +32,10 @@ def test_attention_needs_none():
 
 
 def test_a_buffer_that_is_too_small():
-    """The error says what they take, and its number would do."""
+    """The error names their size, and a number that fits."""
     with pytest.raises(ConfigError, match=r"64 requests, each with 5 more after drafts.*--num-speculative") as caught:
         plan_memory(DRAFTING, BatchingConfig(buffer_size_gb=0.03), OFF, "cpu")
-    enough = number_that_would_do(caught.value)
+    enough = number_to_give(caught.value)
     plan_memory(DRAFTING, BatchingConfig(buffer_size_gb=enough), OFF, "cpu")
 
 

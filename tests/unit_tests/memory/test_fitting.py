@@ -1,4 +1,4 @@
-"""SE-4: pools that do not fit are refused with the number that would do, and that number does."""
+"""SE-4: pools that do not fit are refused with a number that fits, and that number does fit."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def test_sizes_that_fit_are_unchanged():
     assert plan_within(HYBRID, batching, ON, "cpu", geometry.pool_bytes) == geometry
     message = refusal(HYBRID, batching, ON, geometry.pool_bytes - 1)
     assert f"{geometry.pool_bytes / GIB:.3f}"[:4] in message
-    assert "GB of memory are free for this process; --inference-dynamic-batching-block-count" in message
+    assert "GB of memory are free for this process; give --inference-dynamic-batching-block-count" in message
 
 
 @pytest.mark.parametrize(
     ("batching", "cache", "available", "flag"),
     [
-        (BatchingConfig(), ON, GIB // 2, "-buffer-size-gb 0.32 would do"),  # 0.8 * 0.5 GB, and a quarter for snapshots
-        (BatchingConfig(buffer_size_gb=8.0), CacheConfig(enable_prefix_caching=False), GIB, "-buffer-size-gb 0.8 "),
-        (BatchingConfig(block_count=10_000), CacheConfig(snapshot_slots=0), 2**28, "-block-count 3178 would do"),
-        (BatchingConfig(), CacheConfig(snapshot_slots=9000), 2**28, "-mamba-slots 2082 would do"),
-        (BatchingConfig(max_requests=9000), ON, 2**28, "-max-requests 2146 would do"),
+        (BatchingConfig(), ON, GIB // 2, "-buffer-size-gb 0.32"),  # 0.8 * 0.5 GB, and a quarter for snapshots
+        (BatchingConfig(buffer_size_gb=8.0), CacheConfig(enable_prefix_caching=False), GIB, "-buffer-size-gb 0.8"),
+        (BatchingConfig(block_count=10_000), CacheConfig(snapshot_slots=0), 2**28, "-block-count 3178"),
+        (BatchingConfig(), CacheConfig(snapshot_slots=9000), 2**28, "-mamba-slots 2082"),
+        (BatchingConfig(max_requests=9000), ON, 2**28, "-max-requests 2146"),
         # Sizes are suggested in hundredths: 0.019 is cut to the 0.01 that fit.
         (
             BatchingConfig(buffer_size_gb=0.019),
             CacheConfig(enable_prefix_caching=False),
             int(0.0135 * GIB),
-            "-buffer-size-gb 0.01 would do",
+            "-buffer-size-gb 0.01",
         ),
     ],
 )

@@ -95,13 +95,13 @@ def test_ulimit(monkeypatch: pytest.MonkeyPatch, limit: str, kind: str):
     [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError("CUDA out of memory.")],
 )
 def test_an_allocation_that_fails_is_one_line(error: Exception):
-    with pytest.raises(ConfigError) as caught, allocating("what", lambda: "5 would do"):
+    with pytest.raises(ConfigError) as caught, allocating("what", lambda: "set 5"):
         raise error
-    assert str(caught.value) == "not enough memory for what, although enough seemed to be free; 5 would do"
+    assert str(caught.value) == "not enough memory for what, although enough seemed to be free; set 5"
 
 
 def test_other_errors_pass_unchanged():
-    with pytest.raises(RuntimeError, match="shapes differ"), allocating("what", lambda: "5 would do"):
+    with pytest.raises(RuntimeError, match="shapes differ"), allocating("what", lambda: "set 5"):
         raise RuntimeError("shapes differ")
 
 
@@ -113,5 +113,5 @@ def test_the_tools_say_when_not_even_the_libraries_fit(tool: str, flag: str):
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{tool}.py: error: ulimit {flag} 400000 is too small: the libraries alone take ")
-    assert done.stderr.endswith("would do\n")
+    assert done.stderr.endswith("are enough\n")
     assert done.stderr.count("\n") == 1

@@ -253,7 +253,7 @@ def test_forms_are_told_apart_by_files(saved: Path, hf_copy: Path) -> None:
 def test_the_other_kind_of_checkpoint(saved: Path, hf_copy: Path) -> None:
     with pytest.raises(ConfigError, match="try --load-hf"):
         load_model(SourceConfig(load=str(hf_copy)), {}, device=CPU)
-    with pytest.raises(ConfigError, match="try --load"):
+    with pytest.raises(ConfigError, match="give --load"):
         load_model(SourceConfig(load_hf=str(saved)), {}, device=CPU)
 
 

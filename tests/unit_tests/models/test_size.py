@@ -98,7 +98,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line():
 
 def test_16_bits_are_named_where_they_would_do():
     needed = 4 * matrix_parameter_count(TINY)
-    for available, advice in ((needed // 2, "; --bf16 would do"), (needed // 2 - 1, "fewer layers")):
+    for available, advice in ((needed // 2, "; give --bf16"), (needed // 2 - 1, "fewer layers")):
         with pytest.raises(ConfigError) as caught:
             check_model_fits(TINY, torch.float32, available)
         assert advice in str(caught.value)

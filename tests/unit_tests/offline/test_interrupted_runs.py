@@ -149,7 +149,7 @@ def test_without_the_full_format_the_last_pass_that_began_is_kept(prompt_file, t
     output = tmp_path / "out.json"
     assert main([*TINY, "--prompt-file", prompt_file, "--output-path", str(output), "--inference-repeat-n", "3"]) == 130
     line = capfd.readouterr().err.splitlines()[-1]
-    assert line.endswith(f"requests: 6 completed, 6 aborted; those of the last pass are in {output}")
+    assert line.endswith(f"requests: 6 completed, 6 aborted; results of the last pass are in {output}")
     results = json.loads(output.read_text())
     assert [results[key]["status"] for key in "0123"] == ["COMPLETED"] * 2 + ["ABORTED"] * 2
     assert len(results["3"]["generated_tokens"]) > 0

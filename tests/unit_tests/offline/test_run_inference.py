@@ -137,7 +137,7 @@ def test_batches_are_drained(prompt_file, tmp_path):
         ("--prompts 64", "--prompts, prompt 1: '64' is not a token id"),
         ("--prompts 1 --inference-dynamic-batching-block-size 20", "block size 20 is not a multiple of 16"),
         ("--prompts 1 --hidden-size 10000000", "a model of hidden size 10000000, 4 layers and 64 vocabulary"),
-        ("--prompts 1 --vocab-size 1000000000000", "--vocab-size 1000000000000 is too large; at most"),
+        ("--prompts 1 --vocab-size 1000000000000", "--vocab-size 1000000000000 must be at most"),
     ],
 )
 def test_bad_usage(error_line, argv, expected):

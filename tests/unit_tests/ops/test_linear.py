@@ -378,7 +378,7 @@ class TestChoice:
         "weight", [torch.empty(4, 4, dtype=torch.bfloat16), torch.empty(4, 4, device="meta")], ids=["type", "device"]
     )
     def test_what_cannot_be_packed_is_refused_where_packing_is_asked_for(self, weight):
-        with preferring("onednn"), pytest.raises(ConfigError, match=r"--operator-backend onednn .*float32.*; auto or"):
+        with preferring("onednn"), pytest.raises(ConfigError, match=r"--operator-backend onednn .*float32.*; auto and"):
             choose(weight)
 
     def test_identities_differ_by_instruction_set_type_and_limits(self, monkeypatch):

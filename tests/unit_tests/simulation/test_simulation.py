@@ -86,7 +86,7 @@ class TestFiles:
             ({"tokens": [1]}, "'time' is missing"),
             ({"time": 0, "tokens": []}, "empty"),
             ({"time": 0, "tokens": [-1]}, "line 1"),
-            ({"time": 0, "tokens": [2**32 - 1]}, "too large"),
+            ({"time": 0, "tokens": [2**32 - 1]}, "token 4294967295"),
             ({"time": -1, "tokens": [1]}, "zero or more"),
             ({"time": 0, "tokens": [1], "session": "a", "reply": True}, "without an earlier request"),
             ({"time": 0, "tokens": [1], "sesion": "a"}, "unknown field 'sesion'"),
@@ -119,7 +119,7 @@ class TestReplays:
             assert 4 * GIB - limits.costs.block_bytes < taken <= 4 * GIB
 
     def test_memory_that_holds_nothing(self):
-        with pytest.raises(ConfigError, match="hold no block"):
+        with pytest.raises(ConfigError, match="cannot hold one block"):
             limits_of(HYBRID, Settings(1e-4, 0.5), Batch())
 
     def test_a_session_goes_on_after_a_turn_that_was_refused(self):

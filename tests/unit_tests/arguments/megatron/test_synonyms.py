@@ -210,7 +210,7 @@ def test_parsers_of_answers(argv, reasoning, tools):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("--parsers json", "parsers json is unknown; one of deepseek-r1-reasoning, qwen3-coder-tool"),
+        ("--parsers json", "parsers json must be one of deepseek-r1-reasoning, qwen3-coder-tool"),
         ("--parsers qwen3-coder-tool --tool-call-parser hermes", "--parsers and --tool-call-parser hermes contradict"),
     ],
 )

@@ -131,7 +131,7 @@ def test_python_s_spelling_of_infinity(tmp_path: Path) -> None:
         ({"conv_kernel": True}, "conv_kernel = True"),
         ({"num_key_value_heads": 5}, "num_key_value_heads = 5 .* must divide num_attention_heads = 32"),
         ({"n_groups": 7}, "n_groups = 7 .* must divide mamba_num_heads = 128"),
-        ({"format": "megatron_ext"}, "which this package saved; try --load"),
+        ({"format": "megatron_ext"}, "that this package saved; give --load"),
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are 'nemotron_h' .*'llama'"),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["NemotronHModel"]}, "architectures .*'NemotronHForCausalLM'"),

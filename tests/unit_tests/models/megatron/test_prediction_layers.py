@@ -395,7 +395,7 @@ def test_arguments_of_a_hybrid(changes, expected):
         ({"hybrid_override_pattern": "M*-", "mtp_num_layers": 1}, "needs --mtp-hybrid-override-pattern"),
         ({"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "*P"}, "has the letter 'P'; supported are M, "),
         ({"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "M*"}, "has recurrent layers, and '.*' has none"),
-        ({"mtp_num_layers": 33}, "66 layers of multi-token prediction are too many; at most 64"),
+        ({"mtp_num_layers": 33}, "66 layers of multi-token prediction are too many; there must be at most 64"),
         ({"mtp_num_layers": 0}, "--mtp-num-layers 0 must be positive"),
         ({"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "*E"}, "which need --num-experts"),
     ],

@@ -228,7 +228,7 @@ class TestRefused:
         (lambda new: new | {TestRefused.NORM: torch.ones(1, 32)}, "weight has shape (1, 32); the model's has (32,)"),
         (
             lambda new: new | {TestRefused.NORM: torch.ones(32).int()},
-            "weight is of type int32; one of float32",
+            "weight is of type int32; it must be one of float32",
         ),
         (lambda new: new | {TestRefused.NORM: [1.0] * 32}, "weight is of type list; give a tensor"),
         (lambda new: new | {TestRefused.NORM: None}, "weight is of type NoneType; give a tensor"),
