@@ -82,7 +82,7 @@ class InputProcessor:
             matcher = self._settings.matcher(params.response_format)
             if not ends:
                 raise ConfigError("response_format needs a token that ends the answer; leave ignore_eos out")
-            try:
+            try:  # now: a grammar without any output must be refused, not fail in the first step
                 matcher.allowed(ends)
             except ValueError as refused:
                 raise ConfigError(f"response_format: no output can begin: {refused}") from None

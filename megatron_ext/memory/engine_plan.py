@@ -176,6 +176,7 @@ def plan_engine(
         activation_bytes=_activation_bytes(shape, config, batching, longest, device_type, speculative_tokens),
         log_prob_bytes=shape.log_prob_bytes(batching.block_size) if cache.keeps_log_probs else 0,
     )
+    # All ranks schedule the same steps, so they agree on numbers that fit the memory of each of them.
     capacities = peers.gather(partial(_capacity, memory, batching, cache, device_type, available_bytes))
     agreed = agree(capacities, slots_within_blocks=cache.snapshot_slots is None)
     world = world_kv_cache_config([capacity.geometry for capacity in agreed], peers.replica)

@@ -67,6 +67,7 @@ class Proposals:
             )
             errors.append(DraftError(late))
         drafts = {}
+        # Any drafter may be plugged in, so its answer may have any type: compare it instead of testing its truth.
         for request in requests if answers != {} else ():
             try:
                 given = self._checked(request, answers)

@@ -132,6 +132,7 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
         fields |= _positions_and_window(known)
         fields |= known.given(("qk_layernorm",))
         fields["recurrent_layer"] = known.get("experimental_attention_variant", ModelConfig.recurrent_layer)
+    # Experts without a size of their own have the size of an MLP.
     if "-" in pattern or ("E" in pattern and known.get("moe_ffn_hidden_size") is None):
         fields["ffn_hidden_size"] = known.required("ffn_hidden_size")
     if "E" in pattern:

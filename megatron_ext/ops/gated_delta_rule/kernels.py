@@ -261,6 +261,7 @@ def delta_prefill(
             queries = load_keys(q, row, q_row, head // heads_per_group, key_dim, is_token, K=K)
             ask = tl.load(asks + token, mask=is_token, other=0.0)
             weights = tl.load(mixed + token[:, None] * TILE + place[None, :], mask=is_token[:, None], other=0.0)
+            # One tile ahead, so that its loads overlap with the products of this one.
             following = load_tile(
                 k, v, solved, reads, writes, k_row, v_row, key_dim, value_dim, start + TILE, end, head, heads,
                 heads_per_group, value, TILE=TILE, K=K,

@@ -83,6 +83,7 @@ def selective_prefill(
                 u, delta, B, C, u_row, delta_row, b_row, c_row, first, until, d, n, is_d, is_n, TOKENS=TOKENS
             )
             for _ in range(begin, until, TOKENS):
+                # One group ahead, so that its loads overlap with the recurrence of this one.
                 following = _load_group(
                     u, delta, B, C, u_row, delta_row, b_row, c_row, first + TOKENS, until, d, n, is_d, is_n,
                     TOKENS=TOKENS,

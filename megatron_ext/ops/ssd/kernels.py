@@ -97,6 +97,7 @@ def ssd_prefill(
             tl.store(target, outputs, mask=is_input)
             while stop <= start + TILE:
                 until = tl.sum(tl.where(place == stop - start - 1, elapsed, 0.0), 0)
+                # Exponents of later tokens are positive and could overflow, although their weights are masked.
                 weights = tl.where(place < stop - start, steps * tl.exp(tl.minimum(until - elapsed, 0.0)), 0.0)
                 there = state * tl.exp(until) + _added(inputs, b, weights)
                 store_kept(

@@ -126,6 +126,7 @@ class WarmRestart:
         self.tier, count = tier, _ = tier_of(self._cache, self._ranks, own, self._thread)
         if self._is_closed:
             tier.turn_off()
+        # Entries that another rank lacks can never be loaded: they would only take room.
         elif incomplete := [key for key in own if key not in tier]:
             self._thread.run(lambda store: store.forget(incomplete, INCOMPLETE))
         if is_start:
