@@ -28,7 +28,11 @@ SERVER = FlagGroup(
         Flag("access_log", "Log a line for each request when it ends: counts and times, never texts"),
         Flag("strict_fields", "Refuse unknown fields of bodies; default: they are ignored, and named in the log once"),
         Flag("dry_run", "Print bytes of weights, blocks and snapshots, and how many requests fit; load nothing"),
-        Flag("profile", "Directory for a trace of the first 100 steps with named phases", metavar="DIR"),
+        Flag(
+            "profile",
+            "Directory for a trace of the first 100 steps with named phases; ui.perfetto.dev shows it",
+            metavar="DIR",
+        ),
     ),
 )
 
@@ -94,7 +98,7 @@ KV_EVENTS = FlagGroup(
 )
 
 ACCESS = FlagGroup(
-    "access (see docs/server.md and SECURITY.md)",
+    "access (see docs/operating.md and SECURITY.md)",
     ServerConfig,
     (
         Flag(

@@ -1,1 +1,1 @@
-"""OpenAI's API over an engine in a thread of its own; see docs/server.md."""
+"""OpenAI's API over an engine in a thread of its own; see docs/server.md and docs/operating.md."""

@@ -77,7 +77,7 @@ def test_every_page_is_in_the_navigation_once():
 # First words of pages: what can be done after reading.
 VERBS = set(
     "Add Build Choose Compute Connect Control Decide Decode Find Install Keep Know Let Load Look Measure Predict Read"
-    " Run Send Serve Set Tell Understand".split()
+    " Run Send Serve Set Start Tell Understand Watch".split()
 )
 OPENING = re.compile(r"\A# .+\n\n(\S+)")
 
@@ -179,7 +179,7 @@ class TestStaging:
     @pytest.mark.parametrize(
         ("source", "target", "expected"),
         [
-            ("README.md", "docs/server.md#metrics", "server.md#metrics"),
+            ("README.md", "docs/server.md#errors", "server.md#errors"),
             ("docs/scale.md", "../benchmarks/RESULTS.md", "results.md"),
             ("docs/scale.md", "server.md", "server.md"),
             ("README.md", "LICENSE", None),
@@ -233,8 +233,9 @@ class TestReference:
 
     def test_metrics(self):
         text = reference.metrics()
-        for name in ("requests_running", "prefix_cache_hits_total", "time_to_first_token_seconds"):
+        for name in ("requests_running", "prefix_cache_disk_on", "time_to_first_token_seconds"):
             assert f"| `megatron_ext_{name}` |" in text
+        assert "| `outcome`: stop, length, failed, aborted |" in text
         assert "__" not in text
 
     def test_routes(self):

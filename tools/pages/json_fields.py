@@ -26,7 +26,7 @@ def json_fields() -> str:
     """
     text = (
         "# JSON fields\n\nLook up a field of results, records, bodies and answers. This page is made from the code; "
-        "[run prompts](../running.md#output) says which file has what, [the server](../server.md) what bodies mean.\n\n"
+        "[run prompts](../running.md#output) says which file has what, [the API](../server.md) what bodies mean.\n\n"
         "## Results of a request\n\nThe file of `--output-path` has these for each request, and Megatron's counts of "
         "the run.\n\n"
     )

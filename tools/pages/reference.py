@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import ast
+import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from tools.pages.json_fields import described
 from tools.pages.markdown import plain, table
-
-ROOT = Path(__file__).resolve().parents[2]
-METRICS = "megatron_ext/server/monitoring/metrics.py"
-FAMILIES = {
-    "Counter": "counter",
-    "CounterMetricFamily": "counter",
-    "Histogram": "histogram",
-    "_histogram": "histogram",
-    "GaugeMetricFamily": "gauge",
-    "_GAUGES": "gauge",
-}
 
 
 def flags() -> str:
@@ -86,7 +77,7 @@ def routes() -> str:
             rows.append([f"`{method.upper()} {path}`", key, text.split("\n\n")[0], fields])
     return (
         "# Routes\n\nLook up a route of the server and the fields of its body. This page is made from the routes; "
-        "`/docs` of a running server has types, defaults and examples, [the server](../server.md) what they mean. "
+        "`/docs` of a running server has types, defaults and examples, [the API](../server.md) what they mean. "
         "Keys are asked for where the server has some.\n\n"
         + table(["route", "key", "meaning", "fields of the body"], rows)
     )
@@ -105,40 +96,52 @@ def metrics() -> str:
     """Return the page of the metrics."""
     text = (
         "# Metrics\n\nLook up a metric of `/metrics`. This page is made from the code; "
-        "[the server](../server.md#metrics) has those that are named at run time, too.\n\n"
+        "[monitoring](../monitoring.md) says which ones to watch. Metrics of audits, of the disk and of drafts by "
+        "position exist only where these are switched on.\n\n"
     )
-    rows = [[f"`{name}`", kind, said] for name, kind, said in sorted(set(metric_rows(ROOT / METRICS)))]
-    return text + table(["name", "type", "meaning"], rows)
+    rows = [
+        [f"`{metric_name(family)}`", family.type, labels_of(family), plain(family.documentation)]
+        for family in sorted(metric_families(), key=lambda family: family.name)
+    ]
+    return text + table(["name", "type", "labels", "meaning"], rows)
 
 
-def metric_rows(source: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield name, type and description of each metric that a module declares: in calls, and in its tables."""
-    tree = ast.parse(source.read_text("utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and len(node.args) > 1:
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            yield from metric_row(FAMILIES.get(called), node.args)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            table_name = getattr(node.targets[0], "id", "")
-            kind = FAMILIES.get(table_name, "counter" if table_name.endswith("COUNTERS") else None)
-            for row in node.value.elts:
-                if isinstance(row, ast.Tuple) and len(row.elts) > 2:
-                    yield from metric_row(kind, row.elts)
+def metric_families() -> list[Metric]:
+    """Return what `/metrics` shows on a server with audits, entries on disk, drafts and an explained request."""
+    from megatron_ext.engine.cache_audit import AuditCounts
+    from megatron_ext.engine.statistics import EngineStatistics
+    from megatron_ext.prefix_cache.cache_use import CacheUse
+    from megatron_ext.prefix_cache.disk.store_use import DiskUse, StoreUse
+    from megatron_ext.prefix_cache.disk.tier_load import TierCounts
+    from megatron_ext.scheduling.counters import Counters
+    from megatron_ext.scheduling.explanation import Explanation, MissReason
+    from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse
+    from megatron_ext.server.monitoring.metrics import Metrics
+
+    no_use = CacheUse(**{field.name: 0 for field in dataclasses.fields(CacheUse)})
+    disk = DiskUse(StoreUse(limit_bytes=0), loaded=0, left_out=0, tier=vars(TierCounts()))
+    drafts = SpeculationUse(max_drafts=1, verifications=0, drafted=(0,), accepted=(0,))
+    served = Metrics("NAME")
+    served.state = EngineStatistics(0, 0, 0, 0, 0, True, no_use, Counters(), drafts, AuditCounts(), disk)
+    served.observe_explanation(Explanation(MissReason.PARTED.value, 0, 0, most=1, block_size=1, agreeing=1))
+    text = served.render().decode()
+    return [family for family in text_string_to_metric_families(text) if not family.name.endswith("_created")]
 
 
-def metric_row(kind: str | None, words: list[ast.expr]) -> Iterator[tuple[str, str, str]]:
-    """Yield a metric, if the first two of the words are a name and a description."""
-    name, said = (literal(word) for word in words[:2])
-    if kind is not None and name.strip("_") and said[:1].isalpha():
-        full = f"megatron_ext_{name.removeprefix('_')}"
-        yield full + ("_total" if kind == "counter" and not full.endswith("_total") else ""), kind, said
+def metric_name(family: Metric) -> str:
+    """Return the name under which queries find a metric."""
+    return family.name + ("_total" if family.type == "counter" else "")
 
 
-def literal(word: ast.expr) -> str:
-    """Return the constant text of an expression, without what an f-string puts in, or an empty text."""
-    if isinstance(word, ast.JoinedStr):
-        return "".join(str(part.value) for part in word.values if isinstance(part, ast.Constant))
-    return word.value if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""
+def labels_of(family: Metric) -> str:
+    """Return the labels of a metric, with their values where a new server has them all."""
+    values: dict[str, list[str]] = {}
+    for sample in family.samples:
+        for label, value in sample.labels.items():
+            if label != "le" and value not in values.setdefault(label, []):
+                values[label].append(value)
+    shown = [f"`{label}`" + (f": {', '.join(known)}" if len(known) > 1 else "") for label, known in values.items()]
+    return "; ".join(shown)
 
 
 def python() -> str:

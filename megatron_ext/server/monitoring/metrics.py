@@ -1,4 +1,4 @@
-"""Prometheus metrics. Their names are an interface; `docs/server.md` explains them."""
+"""Prometheus metrics. Their names are an interface; their help is what the reference of the site shows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DEPTHS = (64, 256, 1024, 4096, 16384)  # tokens that agree: a date near the top 
 
 # name, help, where the value is
 _GAUGES = (
-    ("requests_running", "Requests that run", "running"),
+    ("requests_running", "Requests in the batch", "running"),
     ("requests_waiting", "Requests that wait for admission", "waiting"),
     ("requests_paused", "Requests without a block for their next token", "paused"),
     ("kv_blocks", "KV blocks that there is room for; with slabs, at this moment", "use.blocks_total"),
     ("kv_blocks_in_use", "KV blocks referenced by requests", "use.blocks_in_use"),
-    ("kv_blocks_cached", "KV blocks indexed for matches, in use or not", "use.blocks_cached"),
+    ("kv_blocks_cached", "KV blocks that can be found by their contents, in use or not", "use.blocks_cached"),
     ("kv_blocks_evictable", "Cached KV blocks that no request uses", "use.blocks_evictable"),
     ("prefix_cache_bytes", "Bytes of cached KV blocks and snapshots in memory, on all ranks", "cached_bytes"),
     ("state_slots", "Slots for snapshots of recurrent states; with slabs, at this moment", "use.slots_total"),
@@ -41,7 +41,7 @@ _GAUGES = (
     ("state_slots_used", "Slots with a snapshot that is not opportunistic", "use.slots_used"),
     (
         "state_slots_provisional",
-        "Slots with an opportunistic checkpoint that no request has used yet",
+        "Slots with an opportunistic snapshot, which gives way to any other",
         "use.provisional_slots",
     ),
 )
@@ -50,31 +50,31 @@ _COUNTERS = (
     ("prefix_cache_blocks_matched", "KV blocks found in the cache", "counters.blocks_matched"),
     (
         "coordination_waits",
-        "Requests that waited for a prefix that another request computed",
+        "Requests that waited for another request's prefix, or for the end of another sample's prefill",
         "counters.coordination_waits",
     ),
-    ("kv_blocks_evicted", "Cached KV blocks evicted", "use.blocks_evicted"),
+    ("kv_blocks_evicted", "Cached KV blocks evicted for memory", "use.blocks_evicted"),
     ("snapshots_taken", "Snapshots of recurrent states taken", "use.snapshots_taken"),
     ("snapshots_skipped", "Snapshots not taken for lack of a slot", "use.snapshots_skipped"),
     ("snapshots_evicted", "Snapshots evicted for lack of a slot", "use.slots_evicted"),
     ("snapshots_replaced", "Snapshots of decode replaced by the next one of their request", "use.snapshots_replaced"),
     ("slabs_retyped", "Slabs that changed between blocks and snapshots", "use.slabs_retyped"),
     ("kv_blocks_moved", "KV blocks moved to free a slab", "use.blocks_moved"),
-    ("provisional_taken", "Opportunistic checkpoints taken", "use.provisional_taken"),
-    ("provisional_consumed", "Opportunistic checkpoints that a request resumed from", "use.provisional_consumed"),
+    ("provisional_taken", "Opportunistic snapshots taken", "use.provisional_taken"),
+    ("provisional_consumed", "Opportunistic snapshots that a request resumed from", "use.provisional_consumed"),
     (
         "provisional_given_up",
-        "Opportunistic checkpoints evicted before any request used them",
+        "Opportunistic snapshots evicted before any request used them",
         "use.provisional_given_up",
     ),
     (
         "prompt_tokens_lost_slots",
-        "Prompt tokens computed because their snapshot had been evicted",
+        "Prompt tokens that had been cached, and that more snapshot slots would have saved",
         "counters.lost_slot_tokens",
     ),
     (
         "prompt_tokens_lost_blocks",
-        "Prompt tokens computed because their blocks had been evicted",
+        "Prompt tokens that had been cached, and that more KV blocks would have saved in addition to more slots",
         "counters.lost_block_tokens",
     ),
     ("draft_tokens", "Draft tokens verified", "counters.drafted"),
@@ -89,24 +89,24 @@ _COUNTERS = (
 )
 # of audits of the prefix cache, if there are any
 _AUDIT_COUNTERS = (
-    ("audits_due", "Hits that were to be audited", "audit.due"),
+    ("audits_due", "Hits due for an audit: each N-th, by --prefix-cache-audit N", "audit.due"),
     ("audits_completed", "Audits that compared all entries of their hit", "audit.completed"),
-    ("audits_left_out_busy", "Hits not audited for want of time", "audit.left_out_busy"),
+    ("audits_left_out_busy", "Hits not audited, for want of time", "audit.left_out_busy"),
     ("audits_left_out_evicted", "Hits not audited because their entries were evicted", "audit.left_out_evicted"),
-    ("audits_left_out_memory", "Hits not audited because they take too many blocks", "audit.left_out_memory"),
+    ("audits_left_out_memory", "Hits not audited because an audit would take too many blocks", "audit.left_out_memory"),
     ("audit_tokens", "Tokens that audits computed", "audit.tokens"),
     ("audited_blocks", "Blocks that audits compared", "audit.blocks"),
     ("audited_snapshots", "Snapshots that audits compared", "audit.snapshots"),
     ("audit_wrong_blocks", "Audits that found a wrong block", "audit.wrong_blocks"),
     ("audit_wrong_snapshots", "Audits that found a wrong snapshot", "audit.wrong_snapshots"),
-    ("audit_dropped_blocks", "Blocks dropped because of such findings", "audit.dropped_blocks"),
+    ("audit_dropped_blocks", "Blocks dropped because an audit found a wrong entry", "audit.dropped_blocks"),
 )
 # of the entries on disk, if there is a directory: name, help, key in `prefix_cache_disk`
 _DISK_GAUGES = (
     ("on", "1 while the directory is in use, 0 after it has failed", "is_on"),
     ("blocks", "KV blocks on disk", "blocks"),
     ("snapshots", "Snapshots of recurrent states on disk", "snapshots"),
-    ("bytes", "Bytes of both on disk", "bytes"),
+    ("bytes", "Bytes of KV blocks and snapshots on disk", "bytes"),
     ("limit_bytes", "Limit of the bytes on disk", "limit_bytes"),
     ("other_entries", "Entries on disk of other models or settings", "other_entries"),
 )
@@ -128,7 +128,7 @@ _TIER_COUNTERS = (
     ("loads_slower", "Loads not begun, since computing was estimated to be quicker", "loads_slower"),
     ("load_waits", "Requests that waited for loads", "load_waits"),
     ("load_bytes", "Bytes of the loads that were read", "load_bytes"),
-    ("load_seconds", "Time of reading them", "load_seconds"),
+    ("load_seconds", "Time of reading the loads from disk", "load_seconds"),
 )
 _LOAD_OUTCOMES = ("placed", "failed", "late", "useless")
 
@@ -151,10 +151,12 @@ class Metrics(Collector):
         self.rejected = Counter(
             f"{PREFIX}_requests_rejected", "Requests rejected because the queue was full", registry=registry
         )
-        self._skipped = Counter(f"{PREFIX}_prompt_tokens_skipped", "Prompt tokens skipped", registry=registry)
+        self._skipped = Counter(
+            f"{PREFIX}_prompt_tokens_skipped", "Prompt tokens that no layer computed", registry=registry
+        )
         self._sources = Counter(
             f"{PREFIX}_prompt_tokens_skipped_by_source",
-            "Prompt tokens skipped, by where what saved them had been: in memory since it was computed, or on disk",
+            "Prompt tokens skipped, by source: memory (computed by this process) or disk (put back from there)",
             ["source"],
             registry=registry,
         )
@@ -163,23 +165,30 @@ class Metrics(Collector):
         )
         self._why = Counter(
             f"{PREFIX}_prefix_cache_explanations",
-            "Explanations of requests, by the reason why they skipped no more",
+            "Requests by the reason why they skipped no more, with --explain-prefix-cache",
             ["reason"],
             registry=registry,
         )
         self._near_misses = Counter(
             f"{PREFIX}_prefix_cache_near_misses",
-            "Requests that skipped less than possible, by reason and by matching tokens",
+            "Requests that skipped less than possible, by reason and by depth, the tokens that agree with the nearest "
+            "cached prefix; with --explain-prefix-cache",
             ["reason", "depth"],
             registry=registry,
         )
         self._recomputed = Counter(
-            f"{PREFIX}_tokens_recomputed", "Tokens prefilled again after an eviction", registry=registry
+            f"{PREFIX}_tokens_recomputed",
+            "Tokens prefilled again after an eviction or a failed step",
+            registry=registry,
         )
         self._generated = Counter(f"{PREFIX}_tokens_generated", "Tokens generated", registry=registry)
-        self.step_failures = Counter(f"{PREFIX}_step_failures", "Engine steps that raised", registry=registry)
+        self.step_failures = Counter(
+            f"{PREFIX}_step_failures",
+            "Engine steps that raised; after three in a row the requests are given up",
+            registry=registry,
+        )
         self._first_token = self._histogram("time_to_first_token_seconds", "Time from submission to the first token")
-        self.inter_token = self._histogram("inter_token_seconds", "Time between two tokens of a request")
+        self.inter_token = self._histogram("inter_token_seconds", "Time from one token of a request to its next")
         self._latency = self._histogram("request_seconds", "Time from submission to the end")
         Info(PREFIX, "The server", registry=registry).info({"version": megatron_ext.__version__, "model": model})
         for outcome in OUTCOMES:  # zero is a value too
@@ -204,14 +213,15 @@ class Metrics(Collector):
         for reason, count in record.prefill_reasons.items():
             self._computed.labels(reason).inc(count)
         if record.prefix_cache_explanation is not None:
-            self._observe_explanation(record.prefix_cache_explanation)
+            self.observe_explanation(record.prefix_cache_explanation)
         self._recomputed.inc(record.recomputed_token_count)
         self._generated.inc(len(record.generated_tokens))
         if record.ttft is not None:
             self._first_token.observe(record.ttft)
         self._latency.observe(record.latency)
 
-    def _observe_explanation(self, explanation: Explanation) -> None:
+    def observe_explanation(self, explanation: Explanation) -> None:
+        """Count why a request skipped no more."""
         self._why.labels(explanation.reason).inc()
         if explanation.is_near_miss:
             self._near_misses.labels(explanation.reason, depth_of(explanation.depth)).inc()
@@ -268,7 +278,11 @@ def _disk_metrics(counts: Mapping[str, object]) -> Iterator[Metric]:
     if "loads" in counts:
         for name, text, key in _TIER_COUNTERS:
             yield CounterMetricFamily(f"{PREFIX}_prefix_cache_disk_{name}", text, _number(counts[key]))
-        ends = CounterMetricFamily(f"{PREFIX}_prefix_cache_disk_load_ends", "Ends of loads", labels=["outcome"])
+        text = (
+            "Ends of loads from disk, by outcome: placed (in memory), failed (damaged or gone), late (at the "
+            "deadline), useless (no request waits any more)"
+        )
+        ends = CounterMetricFamily(f"{PREFIX}_prefix_cache_disk_load_ends", text, labels=["outcome"])
         for outcome in _LOAD_OUTCOMES:
             ends.add_metric([outcome], _number(counts[f"loads_{outcome}"]))
         yield ends

@@ -20,8 +20,8 @@ from megatron_ext.server.monitoring.history import INTERVAL, KEPT, History
 from megatron_ext.server.monitoring.metrics import Metrics
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
+from tools.pages import reference
 
-ROOT = Path(__file__).resolve().parents[3]
 PROMPT = make_prompt(40, seed=3)
 
 
@@ -82,14 +82,16 @@ class TestMetrics:
         total, first = (server.metric(f"{name}_sum") for name in ("request_seconds", "time_to_first_token_seconds"))
         assert 0 < first + server.metric("inter_token_seconds_sum") <= total * 1.5
 
-    def test_each_name_is_documented(self, fresh):
-        text = (ROOT / "docs" / "server.md").read_text()
+    def test_each_is_in_the_reference(self, fresh):
+        """With its type and the help that `/metrics` gives."""
+        rows = reference.metrics().splitlines()
         families = list(text_string_to_metric_families(fresh.http.get("/metrics").text))
         assert len(families) > 20
         for family in families:
-            name = family.name + ("_total" if family.type == "counter" else "")
-            if not name.endswith("_created"):
-                assert f"`{name}`" in text, name
+            if not family.name.endswith("_created"):
+                begin = f"| `{reference.metric_name(family)}` | {family.type} |"
+                (row,) = [row for row in rows if row.startswith(begin)]
+                assert family.documentation in row.replace("\\", "")
 
     def test_the_type_of_the_text(self, fresh):
         assert fresh.http.get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")

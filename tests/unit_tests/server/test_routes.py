@@ -21,7 +21,6 @@ from megatron_ext.server.api_keys import Keys
 from megatron_ext.server.http.request_parts import SENDER_HEADER
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engine, tiny_engine
-from tests.unit_tests.support.source import ROOT
 
 KEY = "the-only-key"
 OPEN = ("/ping", "/version", "/health", "/docs", "/openapi.json")
@@ -287,12 +286,3 @@ class TestOtherOrigins:
     def test_refuses_invalid_origins(self, origin):
         with pytest.raises(ConfigError, match="--cors-allowed-origins"):
             ServerConfig(cors_allowed_origins=(origin,))
-
-
-def test_the_promql_of_the_document():
-    """Terms with other labels than their neighbours make an empty vector, so every rate is summed."""
-    text = (ROOT / "docs" / "server.md").read_text("utf-8")
-    queries = [one for one in re.findall(r"`([^`]*\brate\([^`]*)`", text) if "/" in one]
-    assert queries
-    for query in queries:
-        assert query.count("rate(") == query.count("sum(rate(") >= 3, query
