@@ -235,7 +235,7 @@ class TestReference:
         text = reference.metrics()
         for name in ("requests_running", "prefix_cache_disk_on", "time_to_first_token_seconds"):
             assert f"| `megatron_ext_{name}` |" in text
-        assert "| `outcome`: stop, length, failed, aborted |" in text
+        assert ". Labels: `outcome`: stop, length, failed, aborted |" in text
         assert "__" not in text
 
     def test_routes(self):

@@ -100,10 +100,10 @@ def metrics() -> str:
         "position exist only where these are switched on.\n\n"
     )
     rows = [
-        [f"`{metric_name(family)}`", family.type, labels_of(family), plain(family.documentation)]
+        [f"`{metric_name(family)}`", family.type, plain(family.documentation) + labels_of(family)]
         for family in sorted(metric_families(), key=lambda family: family.name)
     ]
-    return text + table(["name", "type", "labels", "meaning"], rows)
+    return text + table(["name", "type", "meaning"], rows)
 
 
 def metric_families() -> list[Metric]:
@@ -134,14 +134,14 @@ def metric_name(family: Metric) -> str:
 
 
 def labels_of(family: Metric) -> str:
-    """Return the labels of a metric, with their values where a new server has them all."""
+    """Return a sentence on the labels of a metric, with their values where a new server has them all."""
     values: dict[str, list[str]] = {}
     for sample in family.samples:
         for label, value in sample.labels.items():
             if label != "le" and value not in values.setdefault(label, []):
                 values[label].append(value)
     shown = [f"`{label}`" + (f": {', '.join(known)}" if len(known) > 1 else "") for label, known in values.items()]
-    return "; ".join(shown)
+    return f". Labels: {'; '.join(shown)}" if shown else ""
 
 
 def python() -> str:

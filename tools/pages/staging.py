@@ -31,6 +31,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference/routes.md": reference.routes,
     "reference/python.md": reference.python,
 }
+ASSETS = ("site.css", "iframe-worker.js")
 FENCE = re.compile(r"^ *```")
 LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(`[^`]*`)")
@@ -61,7 +62,8 @@ def stage(folder: Path) -> int:
         (folder / address).parent.mkdir(parents=True, exist_ok=True)
         (folder / address).write_text(text, "utf-8")
     shutil.copytree(ROOT / "docs/images", folder / "images")
-    shutil.copy(ROOT / "tools/pages/site.css", folder)
+    for asset in ASSETS:
+        shutil.copy(ROOT / "tools/pages" / asset, folder)
     return len(texts)
 
 
