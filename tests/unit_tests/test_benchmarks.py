@@ -50,7 +50,7 @@ def test_documents_name_existing_cases():
     documents = [path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md")]
     in_commands = [name for text in documents for name in re.findall(rf"-m benchmarks ({CASE})", text)]
     assert len(in_results) > 20
-    assert len(in_commands) > 10
+    assert len(in_commands) > 3
     assert sorted({*in_results, *in_commands} - set(CASES)) == []
 
 
