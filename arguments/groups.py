@@ -72,7 +72,7 @@ MODEL = FlagGroup(
         Flag("attention_output_gate", "Gate attention outputs with a sigmoid of the layer's input"),
         Flag("add_qkv_bias", "Add biases to queries, keys and values"),
         Flag("num_experts", "Number of experts of each MoE layer (E)"),
-        Flag("moe_ffn_hidden_size", "Intermediate size of an expert; default: that of an MLP"),
+        Flag("moe_ffn_hidden_size", "Intermediate size of an expert; default: the size of an MLP"),
         Flag(
             "moe_shared_expert_intermediate_size", "Intermediate size of the shared experts; default: no shared experts"
         ),
@@ -303,7 +303,7 @@ CACHE = FlagGroup(
         ),
         Flag(
             "explain_prefix_cache",
-            "Explain for each request why it skipped no more: where it diverged from the cache, or what was evicted",
+            "Explain for each request why it skipped no more: where it diverged from the cache, or which entry is gone",
         ),
         Flag(
             "prefix_cache_log_probs",
@@ -311,7 +311,7 @@ CACHE = FlagGroup(
         ),
         Flag(
             "audit_interval",
-            "Compute every N-th hit once more without the cache, when there is time, and compare what was cached; "
+            "Compute every N-th hit once more without the cache, when there is time, and compare the cached entries; "
             "0: never",
             name="--prefix-cache-audit",
         ),
@@ -332,10 +332,13 @@ CACHE = FlagGroup(
             "Go on without --prefix-cache-dir, with a warning, if it cannot be used; default: an error",
         ),
         Flag("prefix_cache_disk_gb", "GiB of the files in --prefix-cache-dir, of each process"),
-        Flag("prefix_cache_drain_seconds", "Seconds at the end to write what is worth most; a second signal ends it"),
+        Flag(
+            "prefix_cache_drain_seconds",
+            "Seconds at the end to write the most valuable entries; a second signal ends it",
+        ),
         Flag(
             "prefix_cache_load_seconds",
-            "Seconds that a request waits at most for what memory had to give up and the directory has; 0: it does not",
+            "Maximum seconds that a request waits for evicted entries to be loaded from the directory; 0: never",
         ),
     ),
 )

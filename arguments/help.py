@@ -72,7 +72,7 @@ class HelpAction(argparse.Action):
         names = ", ".join(_name(group) for group in self._groups)
         return (
             f"{_help_of(parser, by_task, with_description=True)}\nexamples:\n{examples}\n"
-            f"--help={ALL} shows every flag, --help=WORD those that mention it, --help=GROUP a group:\n{names}\n"
+            f"--help={ALL} shows every flag, --help=WORD the flags that mention it, --help=GROUP a group:\n{names}\n"
             "Numbers may end in k, m or g (32k is 32,000), or in K, M or G (32K is 32,768).\n"
         )
 

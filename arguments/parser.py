@@ -250,7 +250,7 @@ def _parse(parser: CommandLine, words: Sequence[str] | None, *, takes_folder: bo
 def _completed(
     given: ParsedFlags, parser: CommandLine, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]
 ) -> ParsedFlags:
-    """Translate flags into this package's, and add those of the YAML file that they name."""
+    """Translate flags into this package's, and add the flags of the YAML file that they name."""
     given = translate(given)
     if "model-config" in given.values:
         megatrons = {normalize_key(flag.name): flag for flag in records(table) if not flag.is_family}

@@ -24,7 +24,7 @@ _BEFORE_AND_AFTER = re.compile(r"\(?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*\)?")
 
 
 def describe_attention(given: ParsedFlags) -> None:
-    """Replace Megatron's flags of windows and of yarn by those of a pattern and of rope, in place.
+    """Replace Megatron's flags of windows and yarn by flags of a pattern and rope, in place.
 
     The flags come from both the command line and the file; the pattern is known.
 

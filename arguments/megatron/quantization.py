@@ -32,5 +32,5 @@ def require_16_bits(given: ParsedFlags) -> None:
         names = ", ".join(flag.name for flag in found)
         given.without_effect.warnings.append(
             f"--{_KEY}: {names}: nothing is computed in 8 bits; parameters and products of all layers are in {kind}, "
-            "so log-probs differ from those of 8 bits"
+            "so log-probs differ from 8-bit results"
         )

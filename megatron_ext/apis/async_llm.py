@@ -66,7 +66,7 @@ class MegatronAsyncLLM(MegatronLLMBase):
         await asyncio.to_thread(self._lifecycle.unpause)
 
     async def suspend(self) -> None:
-        """Free the pools of a paused engine; its requests recompute what they lose.
+        """Free the pools of a paused engine; its requests compute lost keys, values and states again.
 
         Raises:
             RuntimeError: After `shutdown`, or if the engine is not paused.

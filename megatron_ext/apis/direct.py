@@ -37,7 +37,7 @@ class DirectCalls:
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, serve: Serve | None) -> Results:
         """Return the results of this rank's prompts.
 
-        The ranks of a replica must give the same prompts; those of different replicas may differ.
+        The ranks of a replica must give the same prompts; different replicas may have different prompts.
 
         Args:
             prompts: Prompts of this rank.

@@ -170,7 +170,7 @@ def _states(config: object) -> dict[str, Setting]:
 
 
 def _groups(collection: object) -> dict[str, Setting]:
-    """Check that process groups are those of Megatron's global state, which the engine uses."""
+    """Check that process groups equal the groups of Megatron's global state, which the engine uses."""
     from megatron.core import parallel_state
 
     if collection is None or not parallel_state.model_parallel_is_initialized():
@@ -183,7 +183,7 @@ def _groups(collection: object) -> dict[str, Setting]:
         given = getattr(collection, name, None)
         if given is not None and dist.get_process_group_ranks(given) != dist.get_process_group_ranks(group):
             raise ConfigError(
-                f"InferenceConfig.pg_collection: its group {name} is not that of megatron.core.parallel_state; leave "
+                f"InferenceConfig.pg_collection: its group {name} differs from megatron.core.parallel_state's; leave "
                 "pg_collection out"
             )
     return {}

@@ -55,7 +55,7 @@ class MegatronLLM(MegatronLLMBase):
         self._lifecycle.unpause()
 
     def suspend(self) -> None:
-        """Free the pools of a paused engine; its requests recompute what they lose.
+        """Free the pools of a paused engine; its requests compute lost keys, values and states again.
 
         Raises:
             RuntimeError: In direct mode, after `shutdown`, or if the engine is not paused.

@@ -139,7 +139,7 @@ class MegatronLLMBase:
 
 
 def _check_coordinator(use_coordinator: bool, host: str | None, port: int | None) -> None:
-    """Check the arguments that concern the coordinator, and say once what has no effect.
+    """Check the arguments that concern the coordinator, and say once which have no effect.
 
     Raises:
         ValueError: They contradict each other, or the mode does not support the layout of the ranks.

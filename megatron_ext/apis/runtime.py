@@ -71,7 +71,7 @@ class EngineRuntime:
         return Generation(self._loaded.client, requests, params, self._conversion)
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[DynamicInferenceRequest]:
-        """Serve prompts to the end; the errors are those of `begin` and of `Generation.wait`."""
+        """Serve prompts to the end; raises the errors of `begin` and of `Generation.wait`."""
         return self.begin(prompts, params).wait() if prompts else []
 
     # Lifecycle

@@ -52,7 +52,7 @@ class ContextView:
 
     Args:
         facts: See `context_facts`.
-        counted: The engine's counts; those of a rank without requests stay zero.
+        counted: The engine's counts; all stay zero on a rank without requests.
     """
 
     unified_memory_level = 0

@@ -146,7 +146,7 @@ class InferenceEngine(Engine):
     def reset(self) -> None:
         """Drop all requests (cancelling their futures), the cache and counters; allocate freed pools again.
 
-        What the cache had is kept on disk for the next start, where there is a store, and so will be what comes next.
+        Where there is a store, entries of the cache are kept on disk for the next start; later entries will be, too.
         """
         disk = None
         weights_version = self.core.weights_version if hasattr(self, "core") else 0

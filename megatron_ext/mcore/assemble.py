@@ -75,7 +75,7 @@ def build_engine(
         speculative_tokens: Maximum draft tokens per request that a step verifies; the same on all ranks.
         drafter: Proposes draft tokens; on rank 0 only.
         speculation: Replaces the previous two: speculation settings, which also select the drafter.
-        packs_weights: Let packed weights replace those of linear layers, see `packed_weights`.
+        packs_weights: Let packed weights replace the weights of linear layers, see `packed_weights`.
         routing: Policy that chooses among replicas; on rank 0 only.
         phase: Returns the context of a phase of the start by its name: plan; on CUDA also warm-up and profile run.
 

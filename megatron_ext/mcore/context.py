@@ -104,7 +104,7 @@ class InferenceContext(Context):
     # Pools
 
     def allocate_all_tensors(self, *, is_init: bool) -> None:
-        """Allocate the pools, uninitialised or with what was offloaded; a no-op if they are allocated.
+        """Allocate the pools, uninitialised or with their offloaded contents; a no-op if they are allocated.
 
         Raises:
             ConfigError: There is less memory than seemed to be free; no pool is kept then.
@@ -192,7 +192,7 @@ class InferenceContext(Context):
             operators: Backend name of the operators, which restores and snapshots are, too; or None.
 
         Raises:
-            RestoreError: A snapshot is not the one that its request was to resume from.
+            RestoreError: A slot does not hold the snapshot that a request needs.
         """
         with torch.inference_mode(), preferring(operators):
             try:
@@ -204,7 +204,7 @@ class InferenceContext(Context):
                 self.clear_step()
 
     def stage(self, step: ScheduledStep) -> None:
-        """Make `step` the one that the next eager or recorded forward computes."""
+        """Let the next eager or recorded forward compute `step`."""
         self._rotation = None
         recorded = None if self.recorded_steps is None else self.recorded_steps.stage(step)
         tokens = None if self.cuda_graph_runner is None else self.cuda_graph_runner.prev_sampled_token_ids
@@ -225,7 +225,7 @@ class InferenceContext(Context):
             self.drafting.notice_new_weights()
 
     def begin(self, staged: ModelInput) -> None:
-        """Make an already staged step the one that the next forward computes."""
+        """Let the next forward compute a step that is staged already."""
         self._rotation, self.step = None, staged
 
     def clear_step(self) -> None:

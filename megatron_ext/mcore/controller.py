@@ -56,8 +56,8 @@ def compute_idle_token(model: MegatronModule) -> None:
 class InferenceController(Controller):
     """`TextGenerationController` that samples every request with a generator of its own.
 
-    Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are those of the raw logits, before
-    penalties and the like (`runner.logits_processors`).
+    Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are computed from the raw logits,
+    before penalties and the like (`runner.logits_processors`).
 
     Args:
         wrapper: Inference wrapper of the model.

@@ -1,9 +1,9 @@
 """Conditions under which several ranks capture CUDA graphs together.
 
 A captured step has the all-reduces and gathers of tensor parallelism inside: NCCL can be captured, gloo, which computes
-on the host, cannot. All ranks of a model capture the same graphs in the same order: those of the start before the first
-request, later ones in the step that needs them, and all of them drop their graphs at the same commands. Otherwise one
-rank would wait in a collective operation of a capture that the others never enter.
+on the host, cannot. All ranks of a model capture the same graphs in the same order, most before the first request and
+later ones in the step that needs them, and all of them drop their graphs at the same commands. Otherwise one rank would
+wait in a collective operation of a capture that the others never enter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Messages:
 
     @classmethod
     def here(cls, device: torch.device) -> Messages:
-        """Return those of Megatron's groups."""
+        """Return the messages of Megatron's process groups on this rank."""
         backend = torch.distributed.get_backend(parallel_state.get_tensor_model_parallel_group())
         has_nccl = device.type == "cuda" and torch.distributed.is_nccl_available()
         version = torch.cuda.nccl.version() if has_nccl else None

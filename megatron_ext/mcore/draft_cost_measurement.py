@@ -59,8 +59,8 @@ def _step_seconds(
 ) -> dict[int, float]:
     """Return the seconds of the fastest step in which `requests` requests decode, by the drafts of each of them.
 
-    The minimum excludes delays from other load on the machine. A number of drafts is missing if no step had so many,
-    since the pools do not hold so many requests, or too few tokens of each.
+    The minimum excludes delays from other load on the machine. A number of drafts is missing if no step had it, since
+    the pools do not hold all the requests, or too few tokens of each.
     """
     engine.reset()
     probe, end = drafting.probe(), clock() + SIZE_SECONDS
@@ -87,7 +87,7 @@ def _step_seconds(
 
 
 def _add_requests(engine: InferenceEngine, requests: int, tokens: int) -> None:
-    """Queue requests that generate so many tokens each, or as many as the engine allows."""
+    """Queue requests that generate `tokens` tokens each, or as many as the engine allows."""
     prompt = min(_PROMPT, engine.context.max_sequence_length // 2)
     params = RequestParams(
         num_tokens_to_generate=min(tokens, engine.context.max_sequence_length - prompt),

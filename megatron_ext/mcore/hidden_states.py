@@ -31,7 +31,7 @@ class HiddenStates:
         requests: Maximum number of requests in a step.
         captured_tokens: Maximum number of tokens of a captured step, padding included; 0 if none is captured.
         recorded_tokens: Maximum number of tokens of a recorded step, which has no padding; 0 if none is recorded.
-        watches: Whether the stack's outputs are kept; else those that are written.
+        watches: Whether the stack's outputs are kept; else only states that the caller writes.
 
     Attributes:
         hook: Id of the forward hook on the stack; see `KeptOutputs`.
@@ -57,7 +57,7 @@ class HiddenStates:
         self._like = parameter.new_empty(0)
         self._width = model.config.hidden_size
         self._slots = RunningSlots(requests)
-        self._places: dict[int, tuple[RunningSlot, range]] = {}  # those of the last steps at the end
+        self._places: dict[int, tuple[RunningSlot, range]] = {}  # requests of the last steps at the end
         self._rows: Tensor | None = None
         self.allocate()
         take = weakref.WeakMethod(self._take)  # the model may live longer
@@ -155,7 +155,7 @@ class HiddenStates:
     def _places_of(
         self, chunks: Sequence[ScheduledChunk]
     ) -> tuple[list[int], list[int], dict[int, tuple[RunningSlot, range]]]:
-        """Return the tokens of a step to keep, the rows for them, and what is kept of each request after the step."""
+        """Return the tokens of a step to keep, the rows for them, and each request's kept positions after the step."""
         running, first = {chunk.request_id for chunk in chunks}, 0
         sources: list[int] = []
         targets: list[int] = []
@@ -174,13 +174,13 @@ class HiddenStates:
         return sources, targets, places
 
     def _keep(self, places: Mapping[int, tuple[RunningSlot, range]]) -> None:
-        """Note what is kept after a step, those of the last steps at the end."""
+        """Note the kept positions after a step, with its requests at the end."""
         for request_id, place in places.items():
             self._places.pop(request_id, None)
             self._places[request_id] = place
 
     def _slot(self, running: set[int]) -> RunningSlot:
-        """Return a free slot, if need be that of the request that was computed the longest ago."""
+        """Return a free slot; if all are in use, the slot of the least recently computed request."""
         if not self._slots.free_count:
             self.forget(next(one for one in self._places if one not in running))
         return self._slots.take()

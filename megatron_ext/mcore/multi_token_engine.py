@@ -29,7 +29,7 @@ from megatron_ext.speculation.multi_token import ChunkInput, LayeredDrafter, Mul
 
 @dataclass(frozen=True)
 class PredictionParts:
-    """Model with layers of multi-token prediction, and what its drafter is built from.
+    """Model with layers of multi-token prediction, and the settings to build its drafter.
 
     Attributes:
         model: Model in eval mode, with the layers on this stage.
@@ -105,7 +105,7 @@ class _Buffers:
 
     @classmethod
     def of(cls, tokens: int, like: Tensor) -> _Buffers:
-        """Return buffers for so many tokens."""
+        """Return buffers for `tokens` tokens."""
         width = like.shape[1]
         shifts = torch.zeros(tokens, dtype=torch.int64, device=like.device)
         return cls(like.new_empty(tokens, width), shifts, like.new_empty(tokens, width))
@@ -173,7 +173,7 @@ class MultiTokenEngine(MultiTokenDrafter):
         self._hidden.allocate()
 
     def forget(self, request_id: int) -> None:
-        """Free what is kept of a request."""
+        """Free all memory of a request."""
         super().forget(request_id)
         self._read_outputs.pop(request_id, None)
         self._outputs.pop(request_id, None)

@@ -4,9 +4,9 @@ A parameter has its values, or its layer has a packed weight that replaces them,
 embeddings, which rows are read of, and all weights of an attached model keep their values beside the packed ones.
 
     built or loaded          dense
-    before each step         `refresh` packs what is dense, and again what has changed
+    before each step         `refresh` packs dense weights, and changed weights again
     saved, updated, loaded   `unpack_weights`, by `model_tensors` and by each layer's state dict: dense until the next
-                             step; what was written is noticed as ever, by `WeightsWatch`
+                             step; `WeightsWatch` notices writes, as ever
     freed                    `release`, when an engine is suspended or closed: packed weights beside values are dropped
 """
 
@@ -56,8 +56,8 @@ class PackedWeights:
 
     Args:
         model: Model in eval mode. Layers that are packed and not chosen are unpacked. An attached model keeps every
-            original weight beside the packed one, which takes that memory again; changes are noticed as those of tied
-            embeddings are.
+            original weight beside the packed one, which takes that memory again; changes are noticed as in tied
+            embeddings.
         operators: Backend name of the operators, or None; see `ops.backend_selection`.
         with_experts: Whether experts of MoE layers may be packed; `mcore.layers.dense_moe` reads their parameters.
         quantizes: Quantize every weight to int8, whatever the operators' backend.
@@ -129,7 +129,7 @@ class PackedWeights:
             )
 
     def refresh(self) -> None:
-        """Pack what is not packed, and what has changed beside its packed weight; before each step."""
+        """Pack dense weights, and weights that changed beside their packed ones; before each step."""
         marks = weights_version(self._model)
         if marks != self._marks:  # values may have changed without an edit being counted
             self._marks = marks

@@ -48,7 +48,7 @@ class StepExecutor:
             last one.
 
         Raises:
-            RestoreError: A snapshot is not the one that its request was to resume from.
+            RestoreError: A slot does not hold the snapshot that a request needs.
         """
         return self.launch(step).result()
 

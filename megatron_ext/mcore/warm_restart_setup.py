@@ -1,4 +1,4 @@
-"""Warm restart of an engine: the identity of what its cache holds, and the store that outlives the process."""
+"""Warm restart of an engine: the identity of its cached entries, and the store that outlives the process."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 Phase = Callable[[str], AbstractContextManager[None]]
 PHASE, PROFILE = "warm-up", "profile run"
-_LESS = "a smaller --inference-dynamic-batching-buffer-size-gb would do"
+_LESS = "give a smaller --inference-dynamic-batching-buffer-size-gb"
 
 
 def unreported(name: str) -> AbstractContextManager[None]:
@@ -80,7 +80,7 @@ class WarmUpPart:
 
     def _compute(self, step: ScheduledStep) -> None:
         self.run(step)
-        if self.context.snapshots is not None:  # what they hold is of no request
+        if self.context.snapshots is not None:  # their contents belong to no request
             self.context.snapshots.open([one.slot for chunk in step.chunks for one in chunk.snapshots])
 
 
@@ -90,7 +90,7 @@ def warm_up(parts: Sequence[WarmUpPart], phase: Phase = unreported, *, is_visibl
     All ranks of a world call this together, before any request: the steps communicate like others.
 
     Args:
-        parts: Models of this rank, first the one that answers requests.
+        parts: Models of this rank, the model that answers requests first.
         phase: Returns the context of a phase by its name.
         is_visible: Whether this process may draw a progress bar.
 

@@ -42,7 +42,7 @@ class WeightSamples:
         self.take()
 
     def take(self) -> None:
-        """Replace the samples: the present values are the ones that results are computed with.
+        """Replace the samples by the present values, which results are computed with from now on.
 
         Raises:
             SilentWeightChange: The caller's model has another tensor in the place of a shared one.

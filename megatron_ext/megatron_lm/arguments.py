@@ -20,8 +20,8 @@ _KNOWN_BY_THE_MODEL = frozenset(
 class ContextArguments:
     """Keywords of 0.16.1's `DynamicInferenceContext` and `DynamicInferenceEngine` that are settings of an engine.
 
-    Names are those of `InferenceConfig`, which has most of them since 0.17. A value of None stands for the default of
-    this package.
+    Names equal the fields of `InferenceConfig`, which has most of them since 0.17. A value of None stands for the
+    default of this package.
     """
 
     block_size_tokens: int = 256

@@ -1,7 +1,7 @@
 """Context, inference wrapper, controller and engine under Megatron's names, for scripts that construct them by hand.
 
-Megatron allocates memory with the context, before there is a model. Here the first three keep what they are given, and
-the engine, which is constructed last, attaches to the model; from then on their attributes are those of its parts.
+Megatron allocates memory with the context, before there is a model. Here the first three keep their arguments, and the
+engine, which is constructed last, attaches to the model; from then on each stands for the engine's own part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEFAULT_SEED = 42  # of `TransformerConfig.inference_sampling_seed`, which 0.16
 
 
 class Part:
-    """Object whose attributes, but for its own ones, are those of a part of an engine that is constructed later."""
+    """Object that stands for a part of an engine constructed later, and passes on all attributes but its own."""
 
     _part: object = None
 
@@ -94,7 +94,7 @@ class ScriptWrapper(Part):
         arguments: The context; with 0.16.1 after a configuration of the wrapper, which is not used.
         inference_wrapper_config: The same configuration, not used.
         inference_context: The context as a keyword.
-        pg_collection: Process groups; those of Megatron's global state are used.
+        pg_collection: Process groups, not used: Megatron's global groups are.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ScriptController(Part):
     Args:
         inference_wrapped_model: The model.
         tokenizer: Tokenizer of megatron-core or of this package.
-        pp_group: Pipeline group; that of Megatron's global state is used.
+        pp_group: Pipeline group, not used: Megatron's global group is.
     """
 
     def __init__(self, inference_wrapped_model: ScriptWrapper, tokenizer: Tokenizer, pp_group: object = None) -> None:
@@ -145,7 +145,7 @@ class ScriptEngine(Part):
         ConfigError: As `attach_engine`.
     """
 
-    settings: ClassVar[Mapping[str, Setting]] = {}  # of `attach_engine`, beside those of the context
+    settings: ClassVar[Mapping[str, Setting]] = {}  # of `attach_engine`, beside the context's settings
     attached: ClassVar[list[AttachedEngine]] = []  # that have not been closed
 
     def __init__(

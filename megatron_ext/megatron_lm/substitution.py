@@ -1,4 +1,4 @@
-"""Substitution of names in Megatron's modules by those of this package, before a script imports them."""
+"""Substitution of names in Megatron's modules by this package's objects, before a script imports them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class WaitingTokensPolicy:
 
 
 def replica_loads(context: ScalingContext) -> list[ReplicaLoad]:
-    """Return the loads of the replicas that have reported: averages of the look-back period, and what was spared in it.
+    """Return the loads of the replicas that have reported: averages over the look-back period, and spared tokens.
 
     Args:
         context: Context of Ray's autoscaler.

@@ -1,8 +1,8 @@
 """Log of one cache's KV events in its replica, read by routers of Ray Serve with actor calls.
 
-A router asks for the events after those that it has. The log keeps a bounded number of events; a router that asks for
-older ones, or for those of another process, gets the whole contents of the cache instead. Pending changes are bounded
-by the cache itself (`kv_events/changes.py`), so a replica without any router keeps no more than that.
+A router asks for the events after its last one. The log keeps a bounded number of events; a router that asks for older
+events, or for another process's, gets the whole contents of the cache instead. Pending changes are bounded by the cache
+itself (`kv_events/changes.py`), so a replica without any router keeps no more than that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CacheReport:
     Attributes:
         position: Position after these events, for the next call.
         events: Events of blocks and states, in order.
-        is_whole: Whether the events describe the whole contents, and begin with clearing what was known before.
+        is_whole: Whether the events describe the whole contents, and begin with clearing the reader's state.
     """
 
     position: LogPosition

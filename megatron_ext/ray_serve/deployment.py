@@ -1,7 +1,7 @@
 """Deployment of Ray Serve whose replicas each own an engine and serve OpenAI's routes.
 
 A replica is an actor with the engine client in its process. It serves the application of `server/app.py`, so routes,
-keys, limits, streams, errors and metrics are those of `megatron-ext serve`; there is no second server. Either Ray's
+keys, limits, streams, errors and metrics equal `megatron-ext serve`; there is no second server. Either Ray's
 proxy calls the application, or an ingress does, which knows the tokens of a prompt before it is routed: Ray chooses the
 replica of an HTTP request before its body is read.
 """
@@ -193,7 +193,7 @@ class Replica(ReplicaHooks):
 class RoutedReplica(Replica):
     """Replica behind an ingress and its router.
 
-    Args and errors are those of `Replica`.
+    See `Replica` for arguments and errors.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it

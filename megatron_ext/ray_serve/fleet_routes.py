@@ -1,4 +1,4 @@
-"""Routes of an ingress that concern all replicas, and what is made of their answers. Needs neither Ray nor torch.
+"""Routes of an ingress that concern all replicas, and combine their answers. Needs neither Ray nor torch.
 
 Every replica answers by the routes of its own application, so keys, hosts and origins are checked there.
 """

@@ -33,7 +33,7 @@ ATTEMPTS = 3  # replicas that a request is sent to
 _LEAVING = 10.0  # seconds for an application to end after its client has left
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
 _ADDRESSES = ("client", "server")
-SENDER = uuid.uuid4().hex  # of the router in this process: replicas tell its requests from those of other routers
+SENDER = uuid.uuid4().hex  # id of the router in this process, by which replicas tell routers apart
 _SENDER_HEADER = SENDER_HEADER.encode()
 Result = TypeVar("Result")
 

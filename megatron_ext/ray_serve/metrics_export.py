@@ -1,7 +1,7 @@
 """Export of a server's metrics as gauges of another system, such as Ray's endpoint. Needs neither Ray nor torch.
 
 Every sample of `/metrics` becomes a gauge of the same name with the same labels. So buckets, counts and sums are exact,
-their names are those of `/metrics`, and an export costs one call for each sample, however many requests there were.
+their names stay the same, and an export costs one call for each sample, however many requests there were.
 Ray's counters and histograms would be one call for each event, and stay in its endpoint after their replica has gone.
 """
 

@@ -108,7 +108,7 @@ class PrefixRouting:
         return next((name for name, member in self._members.items() if member.facts.tag == tag), None)
 
     def note_load(self, replica: str, report: LoadReport) -> None:
-        """Note the load of a replica, which has other requests than those of this router; unknown ones are ignored."""
+        """Note the load of a replica, which includes other routers' requests; unknown replicas are ignored."""
         member = self._members.get(replica)
         if member is None:
             return
@@ -132,7 +132,7 @@ class PrefixRouting:
     def apply(self, replica: str, report: CacheReport, rank: int = 0) -> Iterator[None]:
         """Apply a report of a replica's cache; yield where other tasks may run, after which the replica may be gone.
 
-        A report that contradicts earlier ones, or exceeds the cache's pool, counts as a fault: what is known of that
+        A report that contradicts earlier ones, or exceeds the cache's pool, counts as a fault: everything known of that
         cache is forgotten, and the next report is to be the whole contents.
         """
         member = self._members.get(replica)
@@ -172,7 +172,7 @@ class PrefixRouting:
 
         Args:
             prompt: Prompt of the request.
-            candidates: Names of replicas that may be chosen; those that have not joined are ignored.
+            candidates: Names of replicas that may be chosen; names that have not joined are ignored.
 
         Returns:
             The decision; None if no candidate has joined.

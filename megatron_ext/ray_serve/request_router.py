@@ -50,7 +50,7 @@ class PrefixRequestRouter(RequestRouter):
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()  # by internal request id
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the set of replicas: read the caches of new ones, and forget those that have gone."""
+        """Follow the set of replicas: read the caches of new ones, and forget replicas that are gone."""
         super().update_replicas(replicas)
         by_name = {_name(one.replica_id): one for one in replicas}
         for name in set(self._readers) - set(by_name):

@@ -25,7 +25,7 @@ class ScalingConfig:
         downscale_delay: Seconds for which fewer replicas must be wanted.
         num_ingress_replicas: Number of ingresses.
         max_surge_percent: Extra replicas during an update, as a percentage of the replicas; 0 for none.
-        weights: Directory of weights below `weights_root` that replace those of the model.
+        weights: Directory below `weights_root` with weights that replace the model's.
     """
 
     max_replicas: int | None = None

@@ -41,7 +41,7 @@ class PrefillLedger:
         self._lacking = Reason.PROMPT_LOGPROBS  # reason for matched blocks that are not usable
         self.matched_blocks: int | None = None  # at the first admission
         self.skipped = 0
-        self.skipped_from_disk = 0  # those of them that entries put back from disk have saved
+        self.skipped_from_disk = 0  # skipped tokens that entries from disk have saved
         self.recomputed = 0
         self.reasons: Counter[str] = Counter()
         self.explanation: Explanation | None = None  # of the first admission, if explanations are on

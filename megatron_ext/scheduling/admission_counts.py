@@ -1,4 +1,4 @@
-"""Notes and counts of what an admission finds in the cache, and of what it would have found with more memory."""
+"""Notes and counts of an admission's cached tokens, and of tokens that more memory would have kept for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def note_use(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, 
 def _tokens_from_disk(admission: Admission, cache: PrefixCache, block_size: int) -> int:
     """Return the prompt tokens that an admission skips for the first time because of entries put back from disk."""
     request, ledger = admission.request, admission.request.sequence.ledger
-    if not admission.matched:  # it skips nothing, or what its source computes
+    if not admission.matched:  # it skips nothing, or only tokens that its source computes
         return 0
     end = min(admission.chunk.start, ledger.prompt_length)
     matched = request.block_hashes[: len(admission.matched)]

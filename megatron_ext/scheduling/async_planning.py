@@ -48,7 +48,7 @@ class AsyncPlanner:
         hashing: Block hasher of the scheduler; goes on in steps that are planned ahead, too.
         counters: Counters of the scheduler; steps launched ahead are counted there.
         disk_loads: Loads from disk that waiting requests wait for.
-        grow: Allocates blocks for chunks that outgrow those of their requests.
+        grow: Allocates blocks for chunks that outgrow their requests' blocks.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AsyncPlanner:
         self._grow = grow
         first = (
             0 if cache.states is None else limits.first_apart_slot(cache.states.total) + limits.draft_states + 1
-        )  # the slot before is that of padding rows
+        )  # the slot before is for padding rows
         self._slots = DraftSlots(first, limits.async_states)
         self._planned: tuple[Chunk, ...] = ()
         self._lent: dict[Position, Snapshot] = {}
@@ -86,7 +86,7 @@ class AsyncPlanner:
         return found
 
     def plan_next(self, computed: Sequence[Chunk], *, holds_prefills: bool = False) -> StepPlan | None:
-        """Plan the step after the one that computes `computed`, and allocate for it; None if it is not certain.
+        """Plan the step that follows the chunks `computed`, and allocate for it; None if it is not certain.
 
         Allocated blocks stay with their requests whatever becomes of the step. If no block is free, one is evicted, as
         planning the step would do; if the request ends before, the next request that needs a block finds that one free.
@@ -143,7 +143,7 @@ class AsyncPlanner:
     def _reserve(self, chunks: Sequence[Chunk]) -> list[Snapshot]:
         """Reserve the snapshots of the step under their block hashes, as if it were planned now.
 
-        A slot that the index reserves becomes a slot for steps launched ahead, and the one that is written becomes the
+        A slot that the index reserves becomes a slot for steps launched ahead, and the written slot becomes the
         index's, or its states are copied (see `StateIndex.exchange`).
 
         Returns:
@@ -226,8 +226,8 @@ def _take_back(computed: Sequence[Chunk], yielding: Sequence[bool]) -> None:
 def _is_simple(chunk: Chunk, yields_token: bool) -> bool:
     """Return whether the request's next chunk follows from the plan alone.
 
-    Not if the logits processors of the next token read the one that the chunk yields, if the next chunk scores prompt
-    tokens, if the token mask of a structured output is not known, or if an audit compares what the chunk computes.
+    Not if the logits processors of the next token read the chunk's token, if the next chunk scores prompt tokens, if
+    the token mask of a structured output is not known, or if an audit compares the chunk's entries.
     """
     request = chunk.request
     if chunk.drafts or request.audit is not None:

@@ -31,7 +31,7 @@ class AuditTarget:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cached entries that a step compares with what its audit has computed up to the end of its chunk.
+    """Cached entries that a step compares with its audit's own, computed up to the end of its chunk.
 
     Attributes:
         first: Index of the first pair's block in the sequence.
@@ -51,7 +51,7 @@ class Differences:
     """Result of a comparison: the largest difference over the largest value computed, within any one layer.
 
     Attributes:
-        comparison: What was compared.
+        comparison: Entries that were compared.
         blocks: Difference of each pair of blocks.
         states: Difference of the states; None if they were not compared.
         bound: Largest difference that rounding explains, for the type of the parameters.

@@ -21,7 +21,7 @@ class Counters:
     lost_requests: int = 0  # admissions that would have skipped more with unlimited memory (SI-6)
     lost_slot_tokens: int = 0  # prompt tokens that more snapshot slots would have saved these requests
     lost_block_tokens: int = 0  # prompt tokens that more blocks would have saved in addition
-    lost_ago: int = 0  # requests admitted since the eviction of what was missing; summed over `lost_requests`
+    lost_ago: int = 0  # requests admitted since the eviction of the missing entry; summed over `lost_requests`
     drafted: int = 0  # draft tokens verified
     accepted: int = 0  # draft tokens accepted
     launched_ahead: int = 0  # steps that were launched before the tokens of the one before were known

@@ -96,7 +96,7 @@ class PlaceLoad:
 
 @dataclass(frozen=True)
 class EndLoad:
-    """End of a load that is given up; `progress` is that of one that a rank could not read."""
+    """End of a load that is given up; `progress` is set if a rank could not read it."""
 
     number: int
     progress: int | None = None

@@ -25,7 +25,7 @@ def explain_admission(admission: Admission, cache: PrefixCache, block_size: int)
 
 
 def note_end(request: Request, cache: PrefixCache, block_size: int) -> None:
-    """Note where the final tokens of a request end, to explain those that continue it, if explanations are on."""
+    """Note where the final tokens of a request end, if explanations are on: later requests may continue it."""
     known, chain, tokens = cache.cached_token_ids, request.sequence.chain, request.sequence.tokens
     if known is not None and chain is not None and request.generated_count:  # its prompt was computed
         complete = (len(tokens) - 1) // block_size  # the last token never is

@@ -23,7 +23,7 @@ class Reason(str, enum.Enum):
 
 
 class MissReason(str, enum.Enum):
-    """Reason why no more was skipped: the first that applies, apart from those of `Reason` for a whole prompt."""
+    """Reason why no more was skipped: the first that applies, unless a `Reason` applies to the whole prompt."""
 
     TOO_SHORT = "too_short"  # the prompt has no block that could be skipped
     SKIPPED_ALL = "skipped_all"  # all that can be skipped of a prompt of this length
@@ -165,7 +165,7 @@ class Explanation:
             MissReason.NO_SLOTS: f"{self.matched} tokens are cached, and there are no slots for their states",
             MissReason.SNAPSHOT_GIVEN_UP: f"{self.matched} tokens are cached; states before {self._goal()} were "
             f"evicted{when} {self._missing_slots_text()}; computing began at {self.skipped}",
-            MissReason.NO_SNAPSHOT: f"{self.matched} tokens are cached, and there is no snapshot of states between "
+            MissReason.NO_SNAPSHOT: f"{self.matched} tokens are cached, and no snapshot of states lies between "
             f"{self.skipped} and {self._goal()}",
             MissReason.BLOCK_EVICTED: f"the block after token {self.matched}{_marked(excerpt)} was evicted{when} to "
             f"free memory; computing began at {self.skipped}",

@@ -1,8 +1,8 @@
 """Data kept with cached blocks: requests that need it resume where it ends, and add their own.
 
-Of the matched blocks, [0, shared_end), those up to `known_end` have all data that the request needs. The request
-resumes there, or before it where there are no states, and leaves what it computes with the blocks after it. Which
-blocks have data follows from plans and commits alone, so that all ranks agree on it.
+Of the matched blocks, [0, shared_end), the blocks up to `known_end` have all data that the request needs. The request
+resumes there, or before it where there are no states, and keeps new data with the blocks after it. Which blocks have
+data follows from plans and commits alone, so that all ranks agree on it.
 
 The log-prob of the token at `known_end` is computed from the hidden state at the position before it: kept with the
 block if the request resumes there, else computed.
@@ -21,8 +21,8 @@ from megatron_ext.scheduling.request import Request
 def usable_blocks(request: Request, matched: int, cache: PrefixCache) -> int:
     """Return how many of the first `matched` blocks, which are cached, a request need not compute.
 
-    Without recurrent layers these are skipped; with them, those up to the last snapshot. A request that needs data kept
-    with blocks can use those that have it.
+    Without recurrent layers these are skipped; with them, the blocks up to the last snapshot. A request that needs data
+    kept with blocks can use only blocks that have it.
     """
     return cache.kept.run(request.block_hashes[:matched], needed) if (needed := request.needed_data) else matched
 
@@ -39,8 +39,8 @@ def lacking_data(request: Request, matched: int, cache: PrefixCache) -> DataKind
 def note_kept(request: Request, before: Sequence[BlockId], cache: PrefixCache, block_size: int) -> None:
     """Note the blocks whose data the last step has completed; they are published by now.
 
-    Routing rows are kept with all blocks. Log-probs are kept with those of the prompt, unless another request has
-    published equal blocks before: the log-probs lie in the rows of blocks that nothing finds.
+    Routing rows are kept with all blocks. Log-probs are kept with the blocks of the prompt, unless another request has
+    published equal blocks before: then they lie in the rows of blocks that are not indexed.
 
     Args:
         request: Request that the step has computed a chunk of.

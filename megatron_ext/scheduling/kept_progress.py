@@ -13,7 +13,7 @@ class KeptProgress:
     """Data of a request that is kept with blocks; only the scheduler writes it.
 
     Attributes:
-        kinds: Kinds that the request reads with cached blocks, and leaves with those that it computes.
+        kinds: Kinds that the request reads with cached blocks, and keeps with computed ones.
         resume_position: First position computed since the request was admitted.
         known_end: Position up to which the matched blocks had all data then.
         blocks: Blocks from its start that had all data then, or have been completed since.

@@ -63,7 +63,7 @@ class SchedulerLimits:
         return -(-tokens // self.block_size)
 
     def first_apart_slot(self, slots: int) -> int:
-        """Return the first slot after those of the snapshot index, which has `slots` of them."""
+        """Return the first slot after the `slots` slots of the snapshot index."""
         return slots if self.slabs is None else self.slabs.first_apart_slot
 
     def prefill_limit(self, decodes: int, *, is_held: bool) -> int | None:

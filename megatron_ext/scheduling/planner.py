@@ -36,7 +36,7 @@ class AwaitedLoads(Protocol):
     """Loads from disk that waiting requests may wait for."""
 
     def awaited_by(self, request: Request, matched: int) -> int | None:
-        """Return the number of a load that lets a request with so many matched blocks resume further, or None."""
+        """Return the number of a load that lets a request resume after its `matched` blocks, or None."""
 
 
 def reason_to_refuse(request: Request, limits: SchedulerLimits) -> str | None:
@@ -127,22 +127,22 @@ def plan_step(
 
 @dataclass
 class _Growth:
-    """Requests in the batch, sorted by what becomes of them in this step."""
+    """Requests in the batch, sorted by their part in this step."""
 
     prefilling: list[Request]
     decoding: list[Request]
     paused: list[Request]
     preempted: list[Request]
     free_blocks: int
-    held: int  # requests that keep what they own and are left out until their token masks are known
+    held: int  # requests that keep their blocks and slots and are left out until their token masks are known
 
 
 def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, leaving: Collection[Request]) -> _Growth:
     """Distribute free blocks among the requests in the batch that need one for their next token.
 
-    A request that finds no free block is paused and keeps what it owns. The youngest paused request is preempted while
-    the paused ones keep more than their budget, or while no other request could run. The oldest goes on: no request
-    outgrows the pool (see `Request.end_within`).
+    A request that finds no free block is paused and keeps its blocks and slot. The youngest paused request is preempted
+    while the paused ones keep more than their budget, or while no other request could run. The oldest goes on: no
+    request outgrows the pool (see `Request.end_within`).
     """
     growing: list[Request] = []
     prefilling: list[Request] = []
@@ -168,7 +168,7 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, le
 
 
 def _missing_blocks(request: Request, limits: SchedulerLimits) -> int:
-    """Return the number of blocks that the request's tokens need in addition to those that it owns."""
+    """Return the number of blocks that the request's tokens need in addition to its block table."""
     sequence = request.sequence
     missing = len(sequence.tokens) - len(sequence.block_table) * limits.block_size
     return limits.blocks_for(missing) if missing > 0 else 0

@@ -16,7 +16,7 @@ def publish_blocks(
 ) -> None:
     """Publish the blocks that a request has completed, unless it was admitted in an earlier cache epoch.
 
-    Log-probs and routing rows that it has computed are kept with those of its blocks that others can find from now on.
+    Log-probs and routing rows that it has computed are kept with the newly published blocks.
     """
     before = request.sequence.block_table
     _publish(request, block_size, cache, pending_blocks, waiting)

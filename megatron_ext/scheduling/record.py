@@ -87,7 +87,7 @@ class RequestRecord:
 
     # Versions of the weights: (version, tokens) of consecutive generated tokens; (version, 0) if none was generated
     weights_version: Runs = ()  # that made the tokens
-    prefix_weights_version: Runs = ()  # that computed what they rest on; others after `in_flight="continue"` only
+    prefix_weights_version: Runs = ()  # that computed the tokens before; differ after `in_flight="continue"` only
 
     # Log-probs; None if they were not requested
     prompt_log_probs: tuple[float, ...] | None = None  # entry i belongs to prompt token i + 1
@@ -108,7 +108,7 @@ class RequestRecord:
     # Account of the prompt tokens (EX-2)
     matched_block_count: int
     skipped_prefill_token_count: int
-    skipped_from_disk_token_count: int = 0  # those of them that entries put back from disk have saved
+    skipped_from_disk_token_count: int = 0  # skipped tokens that entries from disk have saved
     computed_prefill_token_count: int
     recomputed_token_count: int
     prefill_reasons: dict[str, int]  # reason of EX-2 -> tokens

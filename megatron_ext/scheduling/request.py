@@ -1,6 +1,6 @@
 """Request from submission to its end, in parts with one writer each.
 
-inputs       what was requested, and what the engine has derived from it   immutable
+inputs       prompt and parameters, and values derived from them     immutable
 sequence     tokens, intervals, blocks, running state slot, snapshots         the scheduler
 kept         progress of the data that is kept with blocks                    the scheduler
 timeline     events, times, steps                                    the scheduler; the end, by the code that ends it
@@ -162,7 +162,7 @@ class Request:
 
     @property
     def needed_data(self) -> tuple[DataKind, ...]:
-        """Kinds of data that cached blocks must have to be skipped; log-probs are those of the prompt only."""
+        """Kinds of data that cached blocks must have to be skipped; log-probs count for the prompt only."""
         kinds = self.kept.kinds
         if not kinds or not self.sequence.generated_count:
             return kinds

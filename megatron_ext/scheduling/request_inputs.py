@@ -18,7 +18,7 @@ class RequestInputs:
         prompt_text: Text of the prompt, for the record; None if it was given as token ids.
         continued: Record of an earlier request of this prompt, whose output is continued; None for a new output.
         retokenized: Positions [start, end) at which an earlier turn of the conversation has other tokens for the same
-            text; None if there are none.
+            text; None if all tokens agree.
     """
 
     prompt_tokens: tuple[int, ...]

@@ -32,6 +32,6 @@ class RequestRng:
             self._generator.random()
 
     def advance(self, count: int = 1) -> None:
-        """Go on to the number of the token after those that were generated."""
+        """Go on to the number of the next token, after `count` generated ones."""
         if self._next:
             del self._next[:count]

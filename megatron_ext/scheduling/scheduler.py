@@ -191,7 +191,7 @@ class Scheduler:
         self._hashing.begin_slice()
 
     def _grow(self, chunks: Iterable[Chunk]) -> None:
-        """Allocate blocks for tokens that outgrow those of their requests; admissions allocate theirs at once."""
+        """Allocate blocks for chunks that outgrow their requests' blocks; admissions allocate all blocks at once."""
         size = self.limits.block_size
         for chunk in chunks:
             sequence = chunk.request.sequence
@@ -227,7 +227,7 @@ class Scheduler:
         request.timeline.note(EventType.ADD_CONTEXT)
 
     def _reserve_snapshots(self, wanted: Sequence[SnapshotRequest]) -> None:
-        """Reserve slots for the snapshots of the step's plan, all at once; those that get no slot are left out."""
+        """Reserve slots for the snapshots of the step's plan, all at once; snapshots without a slot are left out."""
         if wanted:
             reserve_snapshots(wanted, self._states)
 
@@ -320,7 +320,7 @@ class Scheduler:
         error: str | None = None,
         is_fault: bool = False,
     ) -> None:
-        """End a request outside of a step; what it owned is free at once."""
+        """End a request outside of a step; its blocks and slots are free at once."""
         self._end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
 
     def _end(
@@ -356,7 +356,7 @@ class Scheduler:
         self.queues.waiting.forget()
 
     def drop_kept_data(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Drop what is kept with blocks, since log-probs or routing rows that were noted have not been written."""
+        """Drop the data kept with blocks, since log-probs or routing rows that were noted have not been written."""
         self.cache.kept.drop(block_hashes)
 
     def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
@@ -364,7 +364,7 @@ class Scheduler:
 
         Args:
             block_hash: Hash of the block whose keys and values, or states at the end, are wrong.
-            states_only: Whether only the snapshot is wrong, and what was computed from it.
+            states_only: Whether the block's keys and values are sound, and only its snapshot is wrong.
         """
         blocks = self.cache.continuations(block_hash, itself=not states_only)
         dropped = set(blocks)

@@ -30,7 +30,7 @@ Masks = tuple[bytes, ...]  # a bit for each token id, the lowest first; see `Seq
 
 
 class Sequence:
-    """Tokens of a request and what they own; only the scheduler writes it.
+    """Tokens of a request with their blocks and slots; only the scheduler writes it.
 
     Args:
         prompt_tokens: Tokens of the prompt.
@@ -48,7 +48,7 @@ class Sequence:
         running_slot: Running state slot; None while the request waits.
         restore: Snapshot to copy into the running state slot before the first chunk.
         snapshots: Snapshots with reserved slots that are not taken yet.
-        snapshot_plan: Planned snapshots beyond those that follow from its position.
+        snapshot_plan: Planned snapshots that do not follow from its position alone.
         draft_states: Slots of the states after its tokens while drafts are verified; then the one to continue from,
             unless that is the running state (`restore` says so, too).
         ledger: Account of prompt tokens.

@@ -142,7 +142,7 @@ class ScheduledStep:
         chunks: Chunks of the step, at most one per request.
         num_decode: Number of decodes, which come first.
         changes: Changes of the arena before the step, and their order.
-        comparison: Cached entries to compare, after the step, with what its audit has computed; None without an audit.
+        comparison: Cached entries to compare, after the step, with its audit's own; None without an audit.
         num_forks: Number of forks, which come last.
     """
 
@@ -225,7 +225,7 @@ def describe_ahead(
     """Return the message of a step launched ahead: a request decodes the token that the current step samples for it.
 
     Args:
-        chunks: Chunks that begin where those of the current step end; decodes come first (see `AsyncPlanner`).
+        chunks: Chunks that continue the current step's chunks; decodes come first (see `AsyncPlanner`).
         block_size: Tokens of a block.
         states: Request id -> slots of the states to keep, if any; their names are not block hashes.
         changes: Changes of the arena before the step.
@@ -302,7 +302,7 @@ def _scoring(chunk: Chunk, block_size: int) -> Scoring | None:
     if not request.params.wants_prompt_log_probs or request.generated_count:
         return None
     kept_end, is_first = kept.known_end, chunk.start == kept.resume_position
-    resumes_there = is_first and chunk.start == kept_end > 0  # the state before it is that of a position not computed
+    resumes_there = is_first and chunk.start == kept_end > 0  # the hidden state before it is kept, not computed
     end = min(chunk.end, length - 1)
     start = min(end, max(kept_end - 1, chunk.start - resumes_there))
     ends = range(max(chunk.start, kept_end) // block_size, min(chunk.end, length) // block_size)

@@ -1,4 +1,4 @@
-"""Versions of the weights that made a request's tokens, and of those that computed what the tokens rest on."""
+"""Versions of the weights that sampled a request's tokens, and of the weights that computed their prefixes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TokenVersions:
     """Versions of one request's generated tokens; only its replica writes them.
 
     A token rests on the keys, values and states of all tokens before it. These are of one version too, the token's own,
-    unless requests were to continue at a change of the weights: then their version is that of the oldest part.
+    unless requests were to continue at a change of the weights: then the version of the oldest part counts.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,9 @@ class TokenVersions:
         self._starts.append((generated, version, self._prefix))
 
     def runs(self, start: int, end: int) -> tuple[Runs, Runs]:
-        """Return the versions of the generated tokens [start, end), and those of their prefixes.
+        """Return the versions of the generated tokens [start, end), and the versions of their prefixes.
 
-        Without tokens, each has one run of none, by the weights that computed the last chunk; none if no chunk was.
+        Without tokens, each has one empty run with the version that computed the last chunk, or no run before a chunk.
         """
         ends = [*(first for first, _, _ in self._starts[1:]), end]
         own: list[tuple[int, int]] = []
@@ -64,7 +64,7 @@ class TokenVersions:
 
 
 def part_of(runs: Runs, start: int, end: int) -> Runs:
-    """Return the runs of the tokens [start, end) of those that `runs` are of."""
+    """Return the part of `runs` that covers the tokens [start, end)."""
     found: list[tuple[int, int]] = []
     first = 0
     for version, count in runs:

@@ -101,7 +101,7 @@ def load_keys(settings: ServerConfig, environment: Mapping[str, str] | None = No
 
     Args:
         settings: Key settings; their files are read once, now.
-        environment: Environment variables; by default those of the process.
+        environment: Environment variables; by default the process's own.
 
     Raises:
         ConfigError: API keys come from two sources, a key file is unreadable or malformed, or admin routes have no key.

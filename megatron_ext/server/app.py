@@ -37,7 +37,7 @@ def create_app(
 
     Args:
         serving: State of the routes.
-        routers: More routes, which replace those of equal paths.
+        routers: More routes, which replace routes of equal paths.
         admin_paths: Paths of these routes that are for administrators.
         tasks: Functions that run beside the engine until the application stops.
         answers_ids: See `install_middleware`.

@@ -103,7 +103,7 @@ def loaded_serving(
 ) -> Iterator[Serving]:
     """Load a model for serving: its engine, its KV events and a profile, as the settings say, until the block ends.
 
-    The arguments and errors are those of `build_serving`. Addresses of KV events are bound before the model is loaded.
+    See `build_serving` for arguments and errors. Addresses of KV events are bound before the model is loaded.
     """
     replicas = 1 if parallel_context is None else parallel_context.replicas
     with CacheEvents(settings.server.kv_events, replicas) as cache_events:
@@ -130,7 +130,7 @@ def build_serving(
 
     Args:
         settings: Settings of the whole server.
-        keys: API keys; by default those that the settings name.
+        keys: API keys; by default the keys that the settings name.
         parallel_context: All ranks, of which this is the first; None for a world of one.
         phase: See `EngineArgs`.
 
@@ -196,7 +196,7 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(handle_loop_error)
         await super().startup(sockets)
-        assert sockets, "this server is given what it listens to"
+        assert sockets, "this server is given its sockets"
         for listener in sockets:  # asyncio also accepts up to uvicorn's backlog at once
             listener.listen(LISTEN_BACKLOG)
         host, port = sockets[0].getsockname()[:2]
@@ -252,7 +252,7 @@ class _Server(uvicorn.Server):
         )
 
     async def _end_requests(self) -> None:
-        """End what is in flight after the grace period, first with errors; then clients are not waited for."""
+        """End requests in flight after the grace period with errors, then close connections without waiting."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._grace_is_over.wait(), self._serving.settings.shutdown_timeout)
         self._cancelled = len(self.server_state.tasks)

@@ -53,7 +53,7 @@ class Serving:
         engine: Model with its engine.
         model: Name that the model is served under; the settings may have others.
         settings: Limits and access settings.
-        keys: API keys; by default those that the settings name.
+        keys: API keys; by default the keys that the settings name.
         root: Directory of the model's tokenizer, for clients on this machine; by default the model's name.
         updater: Reader of new weights; None if not enabled.
         defaults: The model's values of `RequestParams` fields that a body leaves out.

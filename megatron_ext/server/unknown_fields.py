@@ -56,7 +56,7 @@ _REMEDIES = {
 
 
 def check_unknown(value: Mapping[str, object], known: Collection[str], *, answers: bool) -> None:
-    """Check the fields of an object that are not known; note those that are ignored.
+    """Check the unknown fields of an object, and note ignored ones.
 
     Args:
         value: Object of a body.

@@ -40,7 +40,7 @@ class WeightsUpdater:
 
         Args:
             path: Path of the checkpoint's directory, below the root.
-            in_flight: What becomes of requests in flight.
+            in_flight: Treatment of requests in flight.
             version: Number of the new weights; one more than the last if missing.
 
         Returns:

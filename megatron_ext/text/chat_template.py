@@ -63,7 +63,7 @@ class ChatOptions:
     verbosity: str | None = None
 
     def known_to(self, template: str) -> tuple[dict[str, object], list[str]]:
-        """Return the variables that a template is rendered with, and the names of those that it does not mention."""
+        """Return the variables that a template is rendered with, and the names of variables it does not mention."""
         given = dict(self.variables)
         mentioned = _words_of(template)
         unknown = [name for name in given if name not in mentioned]
@@ -92,7 +92,7 @@ class ChatOptions:
         if odd is not None:
             shown = f"{odd[:LONGEST_VARIABLE]!r}{'...' * (len(odd) > LONGEST_VARIABLE)}"
             raise ConfigError(
-                f"chat_template_kwargs: {shown} is no name of a variable; give letters, digits and _, at most "
+                f"chat_template_kwargs: {shown} is not the name of a variable; give letters, digits and _, at most "
                 f"{LONGEST_VARIABLE} characters"
             )
         reserved = sorted(_RESERVED & set(self.variables))

@@ -3,8 +3,8 @@
 A conversation that spells none is rendered and tokenized as usual. Otherwise it is rendered with stand-ins
 (`control_tokens`) and tokenized by a copy of the tokenizer whose special tokens have secret random names. Special
 tokens spelled in the rendered text are replaced by these names; stand-ins are replaced by their texts, which match no
-token any more. Normalizers, the spaces that tokens absorb, and the tokens added around a text are those of the
-original, so the copy gives the ids of the original for a text without stand-ins.
+token any more. Normalizers, the spaces that tokens absorb, and the tokens added around a text stay as in the original,
+so the copy gives the ids of the original for a text without stand-ins.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ChatTokens:
 
     Args:
         tokenizer: Tokenizer of `tokenizers` or of transformers, as loaded.
-        special: Additional special tokens, beside those that the tokenizer marks, as texts and ids.
+        special: Special tokens, as texts and ids, in addition to tokens that the tokenizer marks as special.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: Collection[str | int | None]) -> None:

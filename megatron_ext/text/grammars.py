@@ -169,7 +169,7 @@ def _refused(response_format: ResponseFormat, reason: str) -> ConfigError:
 
 
 def _alternatives(texts: Sequence[str]) -> str:
-    """Return the grammar of one of several texts, whose strings are those of JSON."""
+    """Return the grammar of one of several texts; its strings are written as in JSON."""
     return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 

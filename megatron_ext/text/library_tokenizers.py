@@ -26,13 +26,13 @@ _BYTES = 256  # the first tokens of a TikTokenizer's file
 class TikTokenizer:
     """Byte pair tokenizer with a splitting pattern; `</s>`, token 2, ends a document.
 
-    Special tokens have the first ids, before those of the file. A text that spells a special token is encoded as that
+    Special tokens have the first ids, before the file's ids. A text that spells a special token is encoded as that
     token, as in Megatron.
 
     Args:
         path: JSON list of objects with `rank`, `token_bytes` in base64, and `token_str`.
         pattern: Pattern that splits a text before pairs are merged, `v1` or `v2`.
-        special_tokens: Number of ids before those of the file.
+        special_tokens: Number of ids before the file's ids.
         vocab_size: Maximum number of ids; further entries of the file are dropped.
 
     Raises:
@@ -61,7 +61,7 @@ class TikTokenizer:
                 str(path), num_special_tokens=special_tokens, pattern=pattern, vocab_size=size
             )
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # it asserts
-            raise ConfigError(f"{path} is no vocabulary of a TikTokenizer: {_reason(error)}") from error
+            raise ConfigError(f"{path} is not a vocabulary for a TikTokenizer: {_reason(error)}") from error
         self.files, self.pattern, self.special_tokens = (path,), pattern, special_tokens
         self.vocab_size, self.token_ids = size, range(size)
         self.eod: int | None = self._wrapped.eos_id
@@ -197,15 +197,15 @@ def _require_file(path: Path) -> None:
 def _entries(path: Path) -> int:
     """Return the tokens of a TikTokenizer's file."""
     if path.suffix != ".json":
-        raise ConfigError(f"{path} is no vocabulary of a TikTokenizer; Megatron reads those that end with .json")
+        raise ConfigError(f"{path} is not a vocabulary for a TikTokenizer; Megatron reads names that end with .json")
     try:
         listed: object = json.loads(read_text(path, LONGEST_FILE))
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} is no vocabulary of a TikTokenizer: not JSON: {_reason(error)}") from error
+        raise ConfigError(f"{path} is not a vocabulary for a TikTokenizer: not JSON: {_reason(error)}") from error
     if not isinstance(listed, Sequence) or isinstance(listed, str):
-        raise ConfigError(f"{path} is no vocabulary of a TikTokenizer: not a list of tokens")
+        raise ConfigError(f"{path} is not a vocabulary for a TikTokenizer: not a list of tokens")
     return len(listed)
 
 

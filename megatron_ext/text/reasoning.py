@@ -108,7 +108,7 @@ class ReasoningReader:
         return thinking, answer
 
     def _taken(self, end: int, *, is_last: bool) -> str:
-        """Return the thinking up to the closing marker at `end`, or up to what may belong to it."""
+        """Return the thinking up to the closing marker at `end`, or up to text that may begin the marker."""
         if self._skips:
             length = len(self._held)
             self._held = self._held.lstrip()

@@ -57,7 +57,7 @@ def _supported_part(source: str) -> tuple[Mapping[str, Any], Sequence[Unsupporte
 
 
 def _kept(node: Mapping[str, Any], root: Mapping[str, Any], path: tuple[str, ...], found: list[Unsupported]) -> Any:
-    """Return a part of a schema without what is not supported: first of the schemas inside, then of its keywords."""
+    """Return a part of a schema without unsupported keywords: first in the schemas inside, then its own."""
     kept = {
         key: _mapped(key, value, lambda inner, one: _kept(one, root, (*path, *inner), found))
         for key, value in node.items()

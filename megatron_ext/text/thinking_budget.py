@@ -1,4 +1,4 @@
-"""Budget of thinking: after so many tokens a matcher allows only the marker that ends thinking."""
+"""Budget of thinking: after this number of tokens a matcher allows only the marker that ends thinking."""
 
 from __future__ import annotations
 

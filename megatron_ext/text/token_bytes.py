@@ -68,7 +68,7 @@ def bytes_of_piece(piece: str) -> bytes | None:
 
 
 def _byte_symbols() -> dict[str, int]:
-    """Return the byte of each character in vocabularies of byte-level pairs: those that cannot be seen are moved."""
+    """Return the byte of each character in vocabularies of byte-level pairs; invisible bytes get other characters."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(0x100) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}

@@ -59,7 +59,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy a tokenizer's files from a directory (what it has of them), or one file as `tokenizer.json`."""
+    """Copy a tokenizer's files, as far as they exist, from a directory, or one file as `tokenizer.json`."""
     if source.is_file():
         shutil.copyfile(source, target / TOKENIZER_FILE)
         return

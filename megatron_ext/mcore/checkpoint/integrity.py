@@ -19,7 +19,7 @@ from megatron_ext.mcore.checkpoint.checkpoint_metadata import is_file_name
 MANIFEST_FILE = "integrity.json"
 _ALGORITHM = "sha256"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LONGEST_MANIFEST = 64 * 1024**2  # bytes; that of 100,000 files is 10 MB
+_LONGEST_MANIFEST = 64 * 1024**2  # bytes; a manifest of 100,000 files has 10 MB
 _CHUNK = 16 * 1024**2  # bytes that are read at a time
 
 

@@ -109,9 +109,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def writable_tensors(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
-    """Return those of a model's checkpoint tensors that are about to be written completely, by name.
+    """Return the checkpoint tensors of these names, which the caller overwrites completely, by name.
 
-    Packed and quantized weights among them are given up: they are packed again, from what is written, before the next
+    Packed and quantized weights among them are given up: they are packed again, from the new values, before the next
     step. May be called as `model_tensors`.
     """
     make_writable(model, names)

@@ -52,7 +52,7 @@ def problem_of(experts: nn.Module) -> str | None:
         return f"experts of an MoE layer are {type(experts).__name__}"
     config = experts.config
     if config.activation_func_clamp_value is not None or config.glu_linear_offset != 0.0:
-        return "experts of an MoE layer clamp or shift what they compute"
+        return "experts of an MoE layer clamp or shift their activations"
     if config.use_te_activation_func or config.bias_activation_fusion or config.add_bias_linear:
         return "experts of an MoE layer have biases or fused activations"
     if config.moe_expert_capacity_factor is not None:

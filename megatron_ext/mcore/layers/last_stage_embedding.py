@@ -22,7 +22,7 @@ from megatron_ext.mcore.layers.layer_config import LayerConfig
 
 
 class OutputRows(nn.Module):
-    """Embedding whose rows are those of an output layer, which has the parameter.
+    """Embedding that reads its rows from an output layer, which has the parameter.
 
     Args:
         output_layer: Output layer of a tied model, with equal parts of the vocabulary on tensor-parallel ranks.

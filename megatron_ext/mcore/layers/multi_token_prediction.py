@@ -6,8 +6,8 @@ final norm, is depth 0:
     x = eh_proj([enorm(embedding(token t + d)) | hnorm(hidden state t)])
     hidden state t of depth d = final_layernorm(layers(x))
 
-Embedding and output layer are the model's. Names are those of megatron-core's hybrid models; `models/megatron` maps
-those of its GPT models, whose layer is one transformer layer.
+Embedding and output layer are the model's. Names equal megatron-core's hybrid models; `models/megatron` maps the names
+in its GPT models, whose layer is one transformer layer.
 """
 
 from __future__ import annotations

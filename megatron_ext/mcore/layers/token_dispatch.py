@@ -1,8 +1,8 @@
 """Token dispatch to experts of other ranks and back: any number of tokens per rank, each sent once.
 
-Ranks of an expert-tensor-parallel group share each of their experts; those of an expert-parallel group have different
+Ranks of an expert-tensor-parallel group share each of their experts; ranks of an expert-parallel group have different
 ones. Tensor-parallel ranks of a layer have the same tokens, as nothing is sequence parallel here. Upstream would send,
-gather and compute each token once for every such rank. Here these ranks divide the tokens: those that share experts
+gather and compute each token once for every such rank. Here these ranks divide the tokens: ranks that share experts
 take the same tokens and send them to their peers in other expert-parallel ranks. The result is one rank's channels of
 one share of the tokens, and the sum over the tensor-parallel ranks is the layer's output.
 

@@ -24,7 +24,7 @@ BlockAllocator = KVBlockAllocator
 
 
 class Context(DynamicInferenceContext):
-    """`DynamicInferenceContext` without its initializer; `config` tells upstream's classes what they ask."""
+    """`DynamicInferenceContext` without its initializer; upstream's classes read their settings from `config`."""
 
     num_speculative_tokens = 0  # drafts of multi-token prediction layers, which are not built
 

@@ -115,10 +115,10 @@ class PrefixLeaders:
         return leader, leader.computed_end
 
     def disturbed(self, admitted: Request, leaders: Iterable[int]) -> list[int]:
-        """Return those of `leaders` whose followers may have to follow the newly `admitted` request instead.
+        """Return the `leaders` whose followers may have to follow the newly `admitted` request instead.
 
         These are the leaders that have their next block in common with `admitted`. With recurrent layers, the states of
-        `admitted` may be of more or less use to a follower than those that it sleeps for.
+        `admitted` may be of more or less use to a follower than its leader's states.
         """
         return [one for one in leaders if self._has_next_block_of(admitted, self.running[one])]
 
@@ -226,10 +226,10 @@ def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_
     for request, prefix_wait in queues.waiting.sleepers():
         name, leader = f"sleeping {request.request_id}", running.get(prefix_wait.leader)
         assert leader is not None, f"{name} waits for a request that does not run"
-        assert leader.sequence.cache_epoch == cache.epoch, f"{name} waits for what will not be published"
+        assert leader.sequence.cache_epoch == cache.epoch, f"{name} waits for a block that will not be published"
         assert leader.computed_end < prefix_wait.blocks * block_size, f"{name} waits for a block that is cached"
         assert request.block_hashes[prefix_wait.blocks - 1] == prefix_wait.block_hash, (
-            f"{name} waits for what it cannot use"
+            f"{name} waits for another sequence's block"
         )
         if cache.states is None:
             assert pending_blocks.computes(prefix_wait.leader, prefix_wait.block_hash), (

@@ -23,7 +23,7 @@ def check_aligned(limits: SchedulerLimits) -> None:
     if limits.max_tokens < limits.block_size:
         raise ConfigError(
             f"{_MODE} computes a block of {limits.block_size} tokens in a step; {_MAX_TOKENS} {limits.max_tokens} "
-            f"is less; {limits.block_size} would do"
+            f"must be at least {limits.block_size}"
         )
 
 
@@ -35,5 +35,5 @@ def describe_tight_budget(limits: SchedulerLimits) -> str | None:
     return (
         f"{_MODE}: {_MAX_TOKENS} {limits.max_tokens} is less than a block of {limits.block_size} tokens and "
         f"{_MAX_REQUESTS} {limits.max_requests} together: beside decodes prefill chunks may end inside a block, "
-        f"and prompts take more steps; {enough} would do"
+        f"and prompts take more steps; give {enough}"
     )

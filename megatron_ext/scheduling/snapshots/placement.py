@@ -1,7 +1,7 @@
 """Placement of opportunistic checkpoints: boundaries of a prompt at which other requests may diverge (SI-1).
 
 A request that shares some blocks with a prompt resumes at the last snapshot before it diverges. Where that will be is
-not known, so checkpoints are spread evenly over the prompt, after those that the request itself declares.
+not known, so checkpoints are spread evenly over the prompt, after the positions that the request itself declares.
 """
 
 from __future__ import annotations

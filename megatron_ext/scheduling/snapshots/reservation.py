@@ -13,7 +13,7 @@ Placing = Callable[[SnapshotRequest, SlotId], SlotId]
 
 
 def reserve_snapshots(wanted: Sequence[SnapshotRequest], states: StateIndex, place: Placing | None = None) -> None:
-    """Reserve slots for the snapshots of a step, all at once; those that get no slot are left out.
+    """Reserve slots for the snapshots of a step, all at once; snapshots without a slot are left out.
 
     Args:
         wanted: Snapshots in order of priority.

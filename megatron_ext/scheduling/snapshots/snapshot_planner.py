@@ -26,7 +26,7 @@ def plan_snapshots(
     Args:
         chunks: Chunks of the step, decodes first.
         admissions: Admissions of the step, with the cached blocks that they share.
-        deferrals: Deferrals of the step; those of followers name the snapshots that their leaders are to take.
+        deferrals: Deferrals of the step; followers' deferrals name the snapshots that their leaders are to take.
         limits: Limits of the engine.
         cache: Prefix cache; says whether there are states at all, and the current epoch.
     """

@@ -36,7 +36,7 @@ class SnapshotPlan:
     end_on_disk: int = 0
 
     def cached_end(self, matched: int) -> int:
-        """Return the end, in blocks, of the cached run of a request that matches so many in memory.
+        """Return the end, in blocks, of the cached run of a request that matches `matched` blocks in memory.
 
         There it diverges from the sequence that wrote the run, whether the run's end was evicted meanwhile or not.
         """

@@ -13,7 +13,7 @@ _NAME_BYTES = 8  # shorter than a block hash, so that the two cannot be confused
 
 
 class DraftSlots:
-    """Rows of the snapshot pool after those that the snapshot index begins with; reserved for a step or two.
+    """Rows of the snapshot pool after the snapshot index's initial rows; reserved for a step or two.
 
     A state that becomes a snapshot stays in place: the index takes its slot and gives another one in exchange
     (`StateIndex.exchange`). So the set of rows changes, and their number does not.

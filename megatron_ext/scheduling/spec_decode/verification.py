@@ -87,7 +87,7 @@ def with_drafts(
         chunks: All chunks of the step.
         admissions: Admissions of the step, which take blocks.
         draft_budget: Proposed drafts, of which at most `max_drafts` are used, and slots for their states, in addition
-            to those that the requests hold from the step before.
+            to slots that the requests hold from the step before.
         limits: Limits of the engine.
         cache: Prefix cache, with the free blocks.
     """

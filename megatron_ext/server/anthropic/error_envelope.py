@@ -1,7 +1,7 @@
 """Errors of the Messages API, and the middleware for its clients.
 
-Every error of this server or of an ingress is an `ApiError`, with OpenAI's error object; those of the
-paths of the Messages API get Anthropic's envelope where they leave.
+Every error of this server or of an ingress is an `ApiError`, with OpenAI's error object; on the paths of the Messages
+API it gets Anthropic's envelope as it leaves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def error_event(error: ApiError, path: str = MESSAGES_PATH) -> bytes:
 
     Args:
         error: Error.
-        path: Path of the route, perhaps after a prefix: that of the Messages API, or another one.
+        path: Path of any route, perhaps after a prefix.
     """
     content = error.to_dict()
     if not path.endswith(MESSAGES_PATH):

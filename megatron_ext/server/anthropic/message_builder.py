@@ -31,7 +31,7 @@ class MessageBuilder(AnswerBuilder):
     Args:
         model: Name of the model, as the client has given it.
         vocabulary: Vocabulary that decodes tokens.
-        answer_format: Format of the answer: what is thinking, and what is a tool call.
+        answer_format: Format of the answer's thinking and tool calls.
     """
 
     def __init__(self, model: str, vocabulary: Vocabulary, answer_format: AnswerFormat) -> None:

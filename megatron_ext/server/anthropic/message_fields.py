@@ -33,7 +33,7 @@ _MAX_BETAS = 32  # of a header that are logged
 
 
 class _Object(BaseModel):
-    """Base of objects in a body: strict types; unknown fields are ignored, as those that clients copy from answers."""
+    """Base of objects in a body: strict types; unknown fields are ignored, since clients copy some from answers."""
 
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
@@ -295,7 +295,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def refuse_threads(body: CountTokensRequest) -> None:
-    """Refuse a request in a thread: only what is new comes with the next one, and conversations are not kept here.
+    """Refuse a request in a thread: the next one would bring new messages only, and conversations are not kept here.
 
     The SDK then sends whole conversations.
 

@@ -19,8 +19,8 @@ from megatron_ext.server.unknown_fields import IS_STRICT
 
 MAX_QUOTES = 500_000
 CONTAINERS, VALUES, FRACTIONS = "lists and objects", "values", "numbers with a fraction or an exponent, true and false"
-# Marks outside of strings and their maximum number, by what they stand for: parsing, which blocks the event loop, takes
-# at most 0.1 s for each of them.
+# Marks outside of strings and their maximum number, by their meaning: parsing, which blocks the event loop, takes at
+# most 0.1 s for each of them.
 LIMITS = {
     "quotation marks of texts": (b'"', MAX_QUOTES),
     CONTAINERS: (b"[{", 100_000),

@@ -174,7 +174,7 @@ class GuardedProtocol(H11Protocol):
         self._watch()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Answer what has arrived whole: HTTP lets a client end its side before the answer.
+        """Answer complete requests: HTTP lets a client end its side before the answer.
 
         Returns:
             Whether the connection stays open for the answer.

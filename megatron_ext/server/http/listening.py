@@ -45,7 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def announce(url: str) -> None:
-    """Print that the server is ready: in the words of this package, and in those that Megatron's scripts wait for."""
+    """Print that the server is ready, once as Megatron's scripts expect it and once in this package's words."""
     print(f"Running on {url}\nready: {url}", flush=True)
 
 

@@ -24,7 +24,7 @@ CORS_SECONDS = 600  # for which a browser caches a preflight response
 
 
 def include_routers(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Add routes to an application, and note them for its errors: FastAPI's own list does not show what it includes."""
+    """Add routes to an application, and note them for its errors: FastAPI's own list does not show included routes."""
     found = list(app.routes)
     for router in routers:
         app.include_router(router)

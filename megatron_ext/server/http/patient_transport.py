@@ -13,7 +13,7 @@ class PatientTransport:
     """Wrapper of asyncio's transport, which does whatever is not defined here.
 
     A connection that is closed with unread bytes is reset, and the reset can overtake the answer. So `close` only ends
-    the server's side where the client may still send; its protocol drops what comes, and aborts in the end.
+    the server's side where the client may still send; its protocol drops further data, and aborts in the end.
 
     Args:
         transport: asyncio's transport.

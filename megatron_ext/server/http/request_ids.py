@@ -1,4 +1,4 @@
-"""Ids of requests: those that clients and proxies give in `X-Request-Id`, or new ones; in answers and log lines."""
+"""Ids of requests in answers and log lines: given by clients and proxies in `X-Request-Id`, or new ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RequestIds:
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; what is logged meanwhile in its tasks carries its id."""
+        """Pass the request on; lines that its tasks log meanwhile carry its id."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -85,7 +85,7 @@ class AnswerReader:
         return self._thinking is not None and self._thinking.is_inside
 
     def parts(self, text: str, reason: str | None) -> list[Thinking | Content | CallPart]:
-        """Return what has become certain with a new piece of text, in the order in which the model wrote it.
+        """Return the parts that a new piece of text makes certain, in the order in which the model wrote them.
 
         Args:
             text: New text since the last call.

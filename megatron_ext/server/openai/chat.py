@@ -28,8 +28,8 @@ class ChatFormat:
     Args:
         tokenizer: Tokenizer with or without a chat template.
         parse_control: Whether special tokens spelled in messages become these tokens; they stay text otherwise.
-        tool_calls: Name of the format of tool calls, or "auto" for that of the chat template.
-        reasoning_name: Name of the format of thinking, "auto" for that of the chat template, or "none".
+        tool_calls: Name of the format of tool calls, or "auto" to find it in the chat template.
+        reasoning_name: Name of the format of thinking, "auto" to find it in the chat template, or "none".
 
     Raises:
         ConfigError: A format of this name is not known.

@@ -137,7 +137,7 @@ def _choices(
 
 
 def _common(body: GenerationRequest, caller: Caller, defaults: FieldValues) -> dict[str, Any]:
-    """Return the fields of `RequestParams` that both routes share: those of the body, else those of the model.
+    """Return the fields of `RequestParams` that both routes share: from the body, else the model's defaults.
 
     OpenAI's top_p 0 is greedy and 1 is off, vLLM's top_k -1 is off; the engine's 0 is off for both.
     """

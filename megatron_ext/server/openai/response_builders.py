@@ -79,7 +79,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         return prompt_scores(first) if self.has_scores and self._echoes is not None else []
 
     def _log_probs(self, index: int, pieces: Sequence[Piece]) -> dict[str, object]:
-        """Return the log-probs of all tokens, also those that the text does not show: clients count them."""
+        """Return the log-probs of all tokens, even of tokens that the text does not show: clients count them."""
         offsets: list[int] = []
         length = self._lengths.get(index, 0)
         for piece in pieces:
@@ -114,7 +114,7 @@ class ChatResponseBuilder(ResponseBuilder):
         choices: Choices of the conversation.
         has_scores: Whether log-probs were requested.
         shows_ids: Whether token ids are returned as well.
-        answer_format: Format of the answers: what is thinking, and what is a tool call.
+        answer_format: Format of the answers' thinking and tool calls.
     """
 
     def __init__(

@@ -140,11 +140,11 @@ class AnswerBuilder:
     Args:
         answer_id: Id of the answer.
         vocabulary: Vocabulary that decodes tokens.
-        answer_format: Format of the answer: what is thinking, and what is a tool call.
+        answer_format: Format of the answer's thinking and tool calls.
         choices: Choices of each prompt.
 
     Attributes:
-        shows_cache: Whether the usage says what was cached.
+        shows_cache: Whether the usage has the number of cached tokens.
         explains: Decoder of the text in prefix cache explanations; None for no explanations.
         thinking_token: First token of thinking; None if the model does not think.
     """

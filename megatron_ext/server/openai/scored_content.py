@@ -37,7 +37,7 @@ def scored_parts(vocabulary: Vocabulary, scores: Sequence[Scored], text: str) ->
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """Piece of an answer, taken apart: what has become certain with it, in order.
+    """Piece of an answer, divided into the parts that it makes certain, in order.
 
     Attributes:
         parts: Thinking, contents and calls, each content with its scored tokens.
@@ -90,7 +90,7 @@ class ScoredReader(AnswerReader):
         self._waiting: list[ScoredPart] = []  # of text that is neither content nor anything else so far
 
     def read(self, piece: Piece) -> AnswerPiece:
-        """Return what has become certain with a new piece; with scores it has the tokens that its text came with."""
+        """Return the parts that a new piece makes certain; with scores, each content has the tokens of its text."""
         scores = scored_parts(self._vocabulary, piece.scores, piece.text)
         found: list[tuple[Thinking | Content | CallPart, list[ScoredPart]]] = []
         texts = list(_by_characters(scores)) if scores else [(piece.text, [])]

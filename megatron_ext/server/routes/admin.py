@@ -157,6 +157,6 @@ async def update_weights_from_disk(serving: ServerDependency, body: UpdateReques
         raise ApiError(400, "this server cannot read new weights; start it with --weights-root DIR", param="model_path")
     count = await serving.updater.update(body.model_path, InFlight(body.in_flight), body.weights_version)
     serving.weights_hash = serving.updater.weights_hash
-    message = f"{count} tensors are those of {body.model_path}"
+    message = f"{count} tensors were read from {body.model_path}"
     version = serving.engine.weights_version
     return {"success": True, "message": message, "tensors": count, "weights_version": version}

@@ -149,14 +149,14 @@ async def run_requests(
     builder: AnswerBuilder,
     on_result: OnResult,
 ) -> RequestGroup:
-    """Run the requests to their end, or those of a stream to the first token, so that earlier failures have a status.
+    """Run the requests to their end, or a stream's to the first token, so that earlier failures have a status.
 
     Args:
         request: HTTP request; the engine's requests are aborted if its client leaves.
         serving: State of the server.
         body: Body, which says whether the answer is a stream.
         inputs: Inputs of the engine's requests, prompt by prompt.
-        builder: Builder of the answer, which is told here what it may show.
+        builder: Builder of the answer; this sets which details it may show.
         on_result: Called with each record that completes.
 
     Raises:

@@ -99,13 +99,13 @@ async def retrieve_response(response_id: ShortPath, request: Request, serving: S
 
 @router.delete("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
 async def delete_response(response_id: ShortPath, request: Request, serving: ServerDependency) -> dict[str, object]:
-    """Delete a stored response; those that continue it keep its turn."""
+    """Delete a stored response; responses that continue it keep its turn."""
     serving.response_store.delete((_tenant(request), response_id))
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 def _warning(kinds: Sequence[str]) -> str:
-    """Return the header that says what has been left out of a request, and note it once."""
+    """Return the header that names the parts of a request that were left out, and note them once."""
     shown = ", ".join(ascii(printable(kind, LONGEST_NAME))[1:-1].replace('"', "") for kind in kinds[:_MAX_WARNED])
     for kind in kinds:
         note_ignored(f"tools and items of type {kind}")

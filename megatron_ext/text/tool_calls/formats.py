@@ -16,7 +16,7 @@ from megatron_ext.text.tool_calls.xml_calls import XmlCalls
 
 
 class CallSyntax(Protocol):
-    """Syntax of what stands between the markers of a format."""
+    """Syntax of the calls between the markers of a format."""
 
     def parse(self, source: Source, functions: dict[str, Function]) -> Parser:
         """Parse the calls; see `Source` for the protocol.
@@ -55,7 +55,7 @@ class ToolCallFormat:
 HERMES = ToolCallFormat(
     "hermes", JsonCalls(space="\n"), "<tool_call>", "</tool_call>", template="<tool_call>", between="\n"
 )
-# In the order in which templates are searched: <tool_call> is in those of several families.
+# In the order in which templates are searched: several families' templates have <tool_call>.
 FORMATS = (
     ToolCallFormat("qwen3_coder", XmlCalls(), "<tool_call>", "</tool_call>", template="<function=", between="\n"),
     ToolCallFormat("nemotron", JsonCalls(is_list=True), "<TOOLCALL>", "</TOOLCALL>", template="<TOOLCALL>"),
@@ -77,7 +77,7 @@ NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
 
 
 def format_named(name: str, template: str | None = None) -> ToolCallFormat:
-    """Return the format of a name; of several, the one that a chat template shows.
+    """Return the format of a name; if several have it, the chat template decides.
 
     Raises:
         ConfigError: The name is not known.
@@ -89,7 +89,7 @@ def format_named(name: str, template: str | None = None) -> ToolCallFormat:
 
 
 def format_of(template: str | None) -> ToolCallFormat:
-    """Return the format that a chat template shows; that of Hermes if it shows none."""
+    """Return the format that a chat template shows; Hermes if it shows none."""
     return _shown(FORMATS, template) or HERMES
 
 

@@ -180,7 +180,7 @@ class _ValueScanner:
             self.is_complete = self._depth == 0 and not self._in_string
             return json.dumps(char)[1:-1] if self._in_string else char, 1
         word = _WORD.match(text, start)
-        if word is not None and word.end() == len(text):
+        if word is not None and word.end() == len(text):  # the next piece of text may continue it
             return None
         self._in_string = char == '"'
         self._depth += _CONTAINERS.get(char, 0)

@@ -108,8 +108,8 @@ def _literal(text: str) -> Any:
 
 
 def _keywords(function: Function, rules: GrammarRules) -> str:
-    """Return the expression of the arguments: those that are required, and any of the others, in order."""
-    first, later = '""', '""'  # what may follow when no argument was written yet, and when one was
+    """Return the expression of the arguments: all required ones, and any of the others, in order."""
+    first, later = '""', '""'  # the rest of the arguments if none was written yet, and if one was
     for name in reversed(list(function.properties)):
         argument = f"{rules.literal(name + '=')} {_literal_of(function, name, rules)}"
         continued = rules.add(later)

@@ -108,7 +108,7 @@ class ToolCallReader:
     def _parsed(self, source: Source) -> Parser:
         """Parse calls and their closing marker.
 
-        Arguments that break off end at the marker, or with the text. What is no call after a whole one is content, or
+        Arguments that break off end at the marker, or with the text. Other text after a whole call is content, or
         dropped up to the marker.
         """
         call_format = self._call_format

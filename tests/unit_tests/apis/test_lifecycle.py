@@ -310,7 +310,7 @@ class TestServer:
 
     @pytest.mark.parametrize(
         ("given", "named"),
-        [({"parsers": ["json"]}, "parsers json is unknown"), ({"frontend_replicas": 0}, "frontend_replicas 0")],
+        [({"parsers": ["json"]}, "parsers json must be"), ({"frontend_replicas": 0}, "frontend_replicas 0")],
     )
     def test_options_that_are_refused(self, start, given, named):
         with pytest.raises(ConfigError, match=named):

@@ -176,7 +176,7 @@ class TestStartUp:
         [
             (
                 {"max_tokens": 15, "max_requests": 4},
-                r"block of 16 tokens in a step; .*-max-tokens 15 is less; 16 would do",
+                r"block of 16 tokens in a step; .*-max-tokens 15 must be at least 16",
             ),
             ({"enable_chunked_prefill": False}, "--no-enable-chunked-prefill forbids; drop one"),
         ],
@@ -192,4 +192,4 @@ class TestStartUp:
         driver.run()
         said = [record.getMessage() for record in caplog.records if "end inside a block" in record.getMessage()]
         assert len(said) == lines
-        assert all("max-tokens 19" in line and line.endswith("20 would do") for line in said)
+        assert all("max-tokens 19" in line and line.endswith("give 20") for line in said)

@@ -374,7 +374,7 @@ class TestTool:
         )
         assert explain.main([str(first), str(second)]) == 0
         assert capsys.readouterr().out.splitlines()[0] == (
-            "256 of 527 tokens are skipped: 448 tokens are cached, and there is no snapshot of states between 256 "
+            "256 of 527 tokens are skipped: 448 tokens are cached, and no snapshot of states lies between 256 "
             "and 448. 503 tokens agree with a cached prefix, which diverges in block 7 at token 503: "
             "here 20, there 19"
         )

@@ -109,10 +109,10 @@ class TestTikTokenizer:
             ('["a"]', "leave 1 of"),
             (
                 json.dumps([{"rank": i, "token_bytes": "YQ==", "token_str": "a"} for i in range(256)]),
-                "is no vocabulary of",
+                "is not a vocabulary",
             ),
-            (json.dumps([{"rank": i} for i in range(300)]), "is no vocabulary of a TikTokenizer"),
-            (json.dumps([3] * 300), "is no vocabulary of a TikTokenizer"),
+            (json.dumps([{"rank": i} for i in range(300)]), "is not a vocabulary"),
+            (json.dumps([3] * 300), "is not a vocabulary"),
         ],
         ids=lambda value: value[:20],
     )
@@ -127,7 +127,7 @@ class TestTikTokenizer:
     def test_the_list_is_json(self, tmp_path):
         path = tmp_path / "x.tiktoken"
         path.write_text("")
-        with pytest.raises(ConfigError, match=r"Megatron reads those that end with \.json"):
+        with pytest.raises(ConfigError, match=r"Megatron reads names that end with \.json"):
             TikTokenizer(path)
 
 

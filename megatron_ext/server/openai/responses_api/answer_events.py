@@ -78,7 +78,7 @@ class ResponseAnswer(AnswerBuilder):
 
     Args:
         fields: Fields of the response that repeat the request.
-        answer_format: Format of the answer: what is thinking, and what is a call.
+        answer_format: Format of the answer's thinking and calls.
         vocabulary: Vocabulary that decodes single tokens.
         tag: Tag of this process in ids.
         shows_ids: Whether the response has the token ids as well.
@@ -163,7 +163,7 @@ class ResponseAnswer(AnswerBuilder):
         return event
 
     def _begin(self, item: dict[str, object], kind: _Kind | None) -> Iterator[Event]:
-        """Yield the events of a new item, and those of the end of the one before."""
+        """Yield the events that end the previous item, then the first events of a new item."""
         yield from self._close(COMPLETED)
         place: dict[str, object] = {"item_id": item["id"], "output_index": len(self.output)}
         if kind is not None:

@@ -29,7 +29,7 @@ class Conversation:
 
 
 def conversation_of(body: ResponsePrompt, store: ResponseStore, tenant: str) -> Conversation:
-    """Return the conversation of a request, with what it continues.
+    """Return the conversation of a request, including the earlier turns that it continues.
 
     Args:
         body: Request.
@@ -37,7 +37,7 @@ def conversation_of(body: ResponsePrompt, store: ResponseStore, tenant: str) -> 
         tenant: Tenant of the request.
 
     Raises:
-        ApiError: What it names is not stored, it is no conversation, or it is too long.
+        ApiError: A response or item that it names is not stored, or the conversation is invalid or too long.
     """
     name = body.previous_response_id
     before = None if name is None else store.get((tenant, name), "previous_response_id")

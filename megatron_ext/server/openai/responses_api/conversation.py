@@ -136,7 +136,7 @@ _HOSTED = frozenset(get_args(HostedItem.model_fields["type"].annotation))
 
 
 def _kind_of(value: object) -> object:
-    """Return the type of an item; those of messages and references may be left out."""
+    """Return the type of an item; messages and references may leave theirs out."""
     if isinstance(value, HostedItem):
         return value.type
     if isinstance(value, InputItem):

@@ -70,7 +70,7 @@ def _is_hosted(tool: object) -> bool:
 
 
 def tool_choice(value: object) -> ToolChoice:
-    """Return a tool choice, in the flat form of the Responses API or in that of chat completions.
+    """Return a tool choice, given in the flat form of the Responses API or in the form of chat completions.
 
     Raises:
         ValueError: The value has another form, or forces a tool that this server does not have.

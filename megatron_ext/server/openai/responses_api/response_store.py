@@ -61,7 +61,7 @@ class ResponseStore:
         max_conversation: Maximum bytes of a conversation that is continued: what a body may have.
 
     Attributes:
-        used_bytes: Size of the stored responses, those that only others refer to included.
+        used_bytes: Size of the stored responses, dropped ones included while others continue them.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ResponseStore:
         return found.output[key[1]]
 
     def delete(self, key: Key) -> None:
-        """Drop a stored response; those that follow it keep its turn.
+        """Drop a stored response; later responses keep its turn.
 
         Raises:
             ApiError: As in `get`.

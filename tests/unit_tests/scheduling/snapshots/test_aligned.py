@@ -121,4 +121,4 @@ def test_a_budget_that_holds_a_block_beside_all_decodes():
         line = describe_tight_budget(dataclasses.replace(ONE_BLOCK, max_tokens=budget))
         assert f"-max-tokens {budget} is less than a block of 64 tokens" in line
         assert "-max-requests 16 together" in line
-        assert line.endswith("80 would do")
+        assert line.endswith("give 80")

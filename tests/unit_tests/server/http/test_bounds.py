@@ -114,7 +114,7 @@ LONG = "a" * (LONGEST_NAME + 1)
         (CHAT, {"model": ""}, "model", "at least 1 character"),
         (COMPLETIONS, {"model": "a" * 4097}, "model", "4096"),
         (CHAT, {"chat_template_kwargs": {"a" * 65: 1}}, None, "at most 64 characters"),
-        (CHAT, {"chat_template_kwargs": {"a-b": 1}}, None, "'a-b' is no name of a variable"),
+        (CHAT, {"chat_template_kwargs": {"a-b": 1}}, None, "'a-b' is not the name of a variable"),
         (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [1] * 129}}}, "tool_choice", "128"),
     ],
     ids=str,
