@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_ext.ops.libraries import LIBRARIES
 from tests.unit_tests.support.source import PACKAGE, ROOT, imported_modules, parse
 from tools import pins
-from tools.check_python import platform_problem, python_problem, supported
+from tools.check_python import OLDEST_GLIBC, platform_problem, python_problem, supported
 from tools.pins import Wheel
 
 PROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
@@ -105,6 +105,14 @@ class TestInterpreter:
     def test_the_bounds_are_those_of_the_project(self):
         assert supported() == self.BOUNDS
         assert pins.pythons() == ["3.10", "3.11", "3.12", "3.13"]
+
+    def test_documents_name_the_same_c_library(self):
+        """`make` installs the extra `grammar`, whose wheels need more than the package does."""
+        needed = ".".join(map(str, OLDEST_GLIBC))
+        package = re.search(r"glibc ([\d.]+) or newer", PROJECT)
+        assert f"glibc {needed} or newer" in (ROOT / "README.md").read_text("utf-8")
+        expected = f"glibc {package[1]} or newer; {needed} with the extra `grammar`"
+        assert expected in (ROOT / "docs/install.md").read_text("utf-8")
 
     @pytest.mark.parametrize("version", [(3, 10), (3, 13)])
     def test_supported(self, version):

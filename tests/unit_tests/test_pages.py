@@ -103,7 +103,12 @@ def test_a_page_that_begins_with_a_description_is_seen():
 def test_nothing_is_fetched_by_readers():
     assert "font: false" in CONFIG
     assert "strict: true" in CONFIG
-    assert not re.search(r"https?://|@import", (ROOT / "tools/pages/site.css").read_text("utf-8"))
+    for asset in staging.ASSETS:
+        assert not re.search(r"https?://|@import", (ROOT / "tools/pages" / asset).read_text("utf-8"))
+    assert "plugins: [offline, search]" in CONFIG
+    (polyfills,) = re.findall(r"polyfills: \[(.*)\]", CONFIG)
+    assert "iframe-worker" in polyfills, "the plugin offline fetches one unless it finds this name"
+    assert set(polyfills.split(", ")) <= set(staging.ASSETS)
 
 
 BLOCK_THAT_RUNS = re.compile(r"<!-- runnable -->\n```(\w*)\n(.*?)```", re.DOTALL)
