@@ -32,7 +32,14 @@ from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
 from megatron_ext.ray_serve.callers import Callers
 from megatron_ext.ray_serve.fleet_calls import FleetCalls
 from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, FleetRoutes, WholeAnswer, whole_answer
-from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError, respond
+from megatron_ext.ray_serve.forwarded import (
+    ForwardedRequest,
+    IngressApp,
+    PromptRequest,
+    ReadPrompt,
+    ReplicaLostError,
+    respond,
+)
 from megatron_ext.ray_serve.liveness import LOOKS, Liveness, watching
 from megatron_ext.ray_serve.metrics_export import MetricsExport
 from megatron_ext.ray_serve.process import joined_world, prepare_process
@@ -46,6 +53,7 @@ from megatron_ext.server.access import AccessLog
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.http.request_ids import RequestIds
 from megatron_ext.server.log import set_up_logging
+from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.openai.responses_api.response_ids import tag_of
 
 if TYPE_CHECKING:
@@ -224,11 +232,11 @@ class RoutedReplica(Replica):
         """Answer a request that every replica gets."""
         return await whole_answer(self._app, request, self._name)
 
-    async def read_prompt(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
+    async def read_prompt(self, request: PromptRequest) -> ReadPrompt:
         """Tokenize the prompts of a request; see `read_prompt`."""
         from megatron_ext.ray_serve.prompts import read_prompt
 
-        return await read_prompt(self._serving, path, authorization, body)
+        return await read_prompt(self._serving, request)
 
     def record_replica_metadata(self) -> dict[str, object]:
         """Return what routers learn of a replica once it is ready; see `ReplicaFacts`."""
@@ -263,12 +271,15 @@ class Ingress:
     Args:
         replicas: Handle of the replicas.
         max_body_bytes: Maximum size of a body.
+        answers_bytes: Maximum size of the remembered answers of all replicas.
         log_level: See `set_up_logging`.
         access_log: Whether each request is logged.
     """
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int, log_level: str, access_log: bool) -> None:
-        self._replicas = replicas
+    def __init__(
+        self, replicas: DeploymentHandle, max_body_bytes: int, answers_bytes: int, log_level: str, access_log: bool
+    ) -> None:
+        self._replicas, self._answers = replicas, AnswerMemory(answers_bytes)
         self._limit, self._logs = max_body_bytes, access_log
         set_up_logging(log_level)
         warn_if_absent()
@@ -276,13 +287,13 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application that Ray's proxy calls."""
-        app: ASGIApp = IngressApp(self._read, self._forward, self._limit)
+        app: ASGIApp = IngressApp(self._read, self._forward, self._limit, self._answers)
         app = AnthropicClients(FleetRoutes(app, FleetCalls(self._replicas).ask_all, self._limit))
         return RequestIds(AccessLog(app) if self._logs else app, answers=False)  # Ray's proxy does
 
-    async def _read(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
+    async def _read(self, request: PromptRequest) -> ReadPrompt:
         with _naming_lost_replicas():
-            prompt: ReadPrompt = await self._replicas.read_prompt.remote(path, authorization, body)
+            prompt: ReadPrompt = await self._replicas.read_prompt.remote(request)
         return prompt
 
     async def _forward(self, request: ForwardedRequest) -> AsyncIterator[Message]:
@@ -340,4 +351,6 @@ def deploy(settings: AppSettings) -> Application:
         graceful_shutdown_timeout_s=timeout + LONGER,
         graceful_shutdown_wait_loop_s=WAIT_LOOP,
     )(serve.ingress()(Ingress))
-    return ingress.bind(replicas.bind(*arguments), server.limits.body_bytes, server.log_level, server.access_log)
+    limits = server.limits
+    settings_here = limits.body_bytes, limits.answers_bytes, server.log_level, server.access_log
+    return ingress.bind(replicas.bind(*arguments), *settings_here)

@@ -10,26 +10,34 @@ from __future__ import annotations
 import asyncio
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.ray_serve.first_token import FirstToken
-from megatron_ext.server.anthropic.error_envelope import MESSAGES_PATH, error_event
+from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH, error_event
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
 from megatron_ext.server.http.body import parse_json, read_body
 from megatron_ext.server.http.request_parts import SENDER_HEADER
 from megatron_ext.server.openai.responses_api.response_ids import owner_named, owner_tag
 from megatron_ext.server.openai.streaming import while_connected
-from megatron_ext.server.scope import HANDED_ON, route_path
+from megatron_ext.server.scope import HandedOn, hand_on, route_path
 
-_RESPONSES = "/v1/responses"
-GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions", MESSAGES_PATH, _RESPONSES))
+COMPLETIONS_PATH, CHAT_PATH, RESPONSES_PATH = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TOKENIZE_PATH = "/tokenize"
+GENERATION_PATHS = frozenset((COMPLETIONS_PATH, CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH))
+PROMPT_PATHS = GENERATION_PATHS | {TOKENIZE_PATH, COUNT_PATH, f"{RESPONSES_PATH}/input_tokens"}
+if TYPE_CHECKING:
+    from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember
+    from megatron_ext.server.openai.chat_prompt import ChatPrompt
+
 _CONTINUES = (b"previous_response_id", b"item_reference")  # names in bodies that are worth to be parsed
 ATTEMPTS = 3  # replicas that a request is sent to
+_MOST_KNOWN = 1 << 20  # bytes of answers that a conversation may continue: the latest are tried first
+ANSWERED = "megatron_ext.answered"  # type and key of a message with an answer to remember
 _LEAVING = 10.0  # seconds for an application to end after its client has left
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
 _ADDRESSES = ("client", "server")
@@ -47,20 +55,43 @@ class BrokenAnswerError(Exception):
 
 
 @dataclass(frozen=True)
+class PromptRequest:
+    """Request whose prompts a replica is to read.
+
+    Attributes:
+        path: Path of the route.
+        authorization: Authorization header; empty without one.
+        body: Body of the request.
+        owner: See `ForwardedRequest`.
+        known: Remembered answers that a conversation may continue, by their keys; None to ask for the keys.
+    """
+
+    path: str
+    authorization: bytes
+    body: bytes
+    owner: str | None = None
+    known: Mapping[bytes, AnsweredChat] | None = None
+
+
+@dataclass(frozen=True)
 class ReadPrompt:
-    """Prompts of a request, tokenized by a replica; without tokens if the request is not valid.
+    """Prompts of a request, tokenized by a replica; without tokens if the request is not valid or generates nothing.
 
     Attributes:
         tokens: Packed token ids of each prompt.
         salt: Salt of the prompts' keys, bound to the caller.
         new_tokens: Maximum number of generated tokens of all choices.
         is_shared: Whether the request may find a prompt cached.
+        chat: Prompt of a conversation; None for other requests.
+        keys: Keys of the answers in a conversation, the last one first, which is to be read again with those known.
     """
 
     tokens: tuple[array[int], ...] = ()
     salt: str | None = None
     new_tokens: int = 0
     is_shared: bool = True
+    chat: ChatPrompt | None = None
+    keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +101,7 @@ class ForwardedRequest:
     Attributes:
         scope: Fields of the ASGI scope that are the client's.
         body: Body of the request.
-        prompt: Prompts of the request; None if it generates nothing.
+        prompt: Prompts of the request; None if it has none.
         first_token: Signal of its first token.
         owner: Tag of the only replica that can answer, in the ids that it has given; None if all can.
     """
@@ -95,9 +126,9 @@ class ForwardedRequest:
 
 def owner_of(path: str, body: bytes) -> str | None:
     """Return the tag of the replica that has stored what a request names; None without one."""
-    if path.startswith(f"{_RESPONSES}/") and not body:
+    if path.startswith(f"{RESPONSES_PATH}/") and not body:
         return owner_tag(path.rpartition("/")[2])
-    if not path.startswith(_RESPONSES) or not any(name in body for name in _CONTINUES):
+    if not path.startswith(RESPONSES_PATH) or not any(name in body for name in _CONTINUES):
         return None
     try:
         content = parse_json(body)
@@ -135,9 +166,12 @@ async def respond(
         finally:
             messages.put_nowait(None)
 
+    def remember(*answer: object) -> None:
+        messages.put_nowait({"type": ANSWERED, ANSWERED: answer})
+
     scope: Scope = {**request.scope, "asgi": {"version": "3.0"}, "state": {}, "extensions": {}}
-    if request.prompt is not None and request.prompt.tokens:
-        scope[HANDED_ON] = request.prompt.tokens
+    prompt = request.prompt or ReadPrompt()
+    hand_on(scope, HandedOn(prompt.tokens, prompt.chat, remember))
     running = asyncio.create_task(run())
     try:
         while (message := await messages.get()) is not None:
@@ -154,18 +188,20 @@ class IngressApp:
     """ASGI application that forwards requests to replicas.
 
     Args:
-        read: Returns the prompts of a generation request, by its path, Authorization header and body.
+        read: Returns the prompts of a request.
         forward: Sends a request to a replica and yields its answer.
         max_body_bytes: Maximum size of a body.
+        answers: Memory of the answers of all replicas.
     """
 
     def __init__(
         self,
-        read: Callable[[str, bytes, bytes], Awaitable[ReadPrompt]],
+        read: Callable[[PromptRequest], Awaitable[ReadPrompt]],
         forward: Callable[[ForwardedRequest], AsyncIterator[Message]],
         max_body_bytes: int,
+        answers: AnswerMemory,
     ) -> None:
-        self._read, self._forward, self._limit = read, forward, max_body_bytes
+        self._read, self._forward, self._limit, self._answers = read, forward, max_body_bytes, answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or take part in the server's life."""
@@ -186,12 +222,26 @@ class IngressApp:
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         prompt, path = None, route_path(scope)
-        if scope["method"] == "POST" and path in GENERATION_PATHS and body:
+        owner = owner_of(path, body)
+        if scope["method"] == "POST" and path in PROMPT_PATHS and body:
             authorization = dict(scope["headers"]).get(b"authorization", b"")
-            prompt = await self._tried(lambda: self._read(path, authorization, body))
-        request = ForwardedRequest.of(scope, body, prompt, owner_of(path, body))
-        answer = Answer(send, path)
+            prompt = await self._prompt(PromptRequest(path, authorization, body, owner))
+        request = ForwardedRequest.of(scope, body, prompt, owner)
+        answer = Answer(send, path, self._answers.put)
         await self._tried(lambda: answer.take(self._forward(request)))
+
+    async def _prompt(self, request: PromptRequest) -> ReadPrompt:
+        """Return the prompts of a request; a conversation's with the answers that are remembered here."""
+        if not len(self._answers):
+            request = replace(request, known={})
+        prompt = await self._tried(lambda: self._read(request))
+        if not prompt.keys:
+            return prompt
+        informed = replace(request, known=self._answers.find(prompt.keys, _MOST_KNOWN))
+        prompt = await self._tried(lambda: self._read(informed))
+        if prompt.chat is not None and prompt.chat.answer is not None:
+            self._answers.use(prompt.chat.answer)
+        return prompt
 
     async def _tried(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Run work that may lose its replica, several times at most.
@@ -214,14 +264,15 @@ class Answer:
     Args:
         send: Sends a message to the client.
         path: Path of the route.
+        remember: Remembers an answer of a chat.
 
     Attributes:
         has_begun: Whether the client has a part of it.
         is_complete: Whether the client has all of it.
     """
 
-    def __init__(self, send: Send, path: str) -> None:
-        self._send = send
+    def __init__(self, send: Send, path: str, remember: Remember = lambda *_: None) -> None:
+        self._send, self._remember = send, remember
         self._path = path
         self._head: Message | None = None
         self.has_begun = self.is_complete = False
@@ -235,7 +286,10 @@ class Answer:
         """
         try:
             async for message in messages:
-                await self.send(message)
+                if message["type"] == ANSWERED:
+                    self._remember(*message[ANSWERED])
+                else:
+                    await self.send(message)
         except ReplicaLostError as error:
             if not self.is_complete:
                 await self.lose(error)

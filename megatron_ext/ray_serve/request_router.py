@@ -21,7 +21,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.ray_serve import forwarded as this_process
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
-from megatron_ext.ray_serve.forwarded import ForwardedRequest
+from megatron_ext.ray_serve.forwarded import ForwardedRequest, PromptRequest
 from megatron_ext.ray_serve.load_report import LoadReport
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.ray_serve.replica_facts import ReplicaFacts
@@ -85,8 +85,9 @@ class PrefixRequestRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # if all of them are full
         by_name = {_name(one.replica_id): one for one in candidate_replicas}
-        forwarded = _forwarded(pending_request)
-        owner = None if forwarded is None or forwarded.owner is None else self._routing.owner(forwarded.owner)
+        asked = _argument(pending_request)
+        tag = asked.owner if isinstance(asked, ForwardedRequest | PromptRequest) else None
+        owner = None if tag is None else self._routing.owner(tag)
         if owner is not None and owner in by_name:
             return [[by_name[owner]]]  # no other one has what the request continues
         decision = self._routing.choose(self._prompt(pending_request), by_name)
@@ -188,5 +189,9 @@ def _name(replica_id: ReplicaID) -> str:
 
 def _forwarded(pending: PendingRequest) -> ForwardedRequest | None:
     """Return the request that an ingress forwards; None for other calls."""
-    given = pending.args[0] if pending.args else None
+    given = _argument(pending)
     return given if isinstance(given, ForwardedRequest) else None
+
+
+def _argument(pending: PendingRequest) -> object:
+    return pending.args[0] if pending.args else None

@@ -69,7 +69,8 @@ _ADVICE: dict[str, str] = {
     MissReason.RETOKENIZED: "Send the answer back as it came, thinking and spaces included, or with its token ids; "
     "what a chat template changes in it, and what follows, is computed again.",
     MissReason.PARTED: "Keep the beginning of prompts the same to the character, and put what changes, such as "
-    "a date or an id, after it.",
+    "a date or an id, after it; an answer that the server no longer remembers may have other tokens unless it is "
+    "sent back with its token ids.",
     MissReason.TURN_ENDED: "Nothing needs to change: each turn computes the tokens after the last complete "
     "block again.",
     MissReason.NOT_CACHED: "Send this prompt's beginning again with the same key and cache_salt: it is cached "

@@ -4,16 +4,45 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-HANDED_ON = "megatron_ext.prompt_tokens"
+if TYPE_CHECKING:
+    from megatron_ext.server.openai.answer_memory import Remember
+    from megatron_ext.server.openai.chat_prompt import ChatPrompt
+
+_HANDED_ON = "megatron_ext.handed_on"
 
 
-def handed_on_tokens(scope: Scope) -> Sequence[array[int]]:
-    """Return the token ids of a request's prompts that a router has handed on; none if they are to be tokenized."""
-    tokens: Sequence[array[int]] = scope.get(HANDED_ON, ())
-    return tokens
+@dataclass(frozen=True)
+class HandedOn:
+    """Parts of a request that a router has had read.
+
+    Attributes:
+        tokens: Token ids of the prompts; none if they are to be tokenized.
+        chat: Prompt of a conversation; None if it is to be tokenized.
+        remember: Remembers answers of chats for the router; None without a router.
+    """
+
+    tokens: Sequence[array[int]] = ()
+    chat: ChatPrompt | None = None
+    remember: Remember | None = None
+
+
+_NOTHING = HandedOn()
+
+
+def hand_on(scope: Scope, given: HandedOn) -> None:
+    """Hand parts of a request on to its route."""
+    scope[_HANDED_ON] = given
+
+
+def handed_on_to(scope: Scope) -> HandedOn:
+    """Return the parts of a request that a router has handed on."""
+    given: HandedOn = scope.get(_HANDED_ON, _NOTHING)
+    return given
 
 
 def route_path(scope: Scope) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,22 +22,20 @@ from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import not_explained, unknown_model
 from megatron_ext.server.api_keys import Keys, load_keys
+from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.history import History
 from megatron_ext.server.monitoring.metrics import Metrics
-from megatron_ext.server.openai.answer_memory import (
-    AnswerMemory,
-    hash_message,
-    read_answer,
-)
+from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember, read_answer
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.chat_prompt import ChatPrompt, common_length
+from megatron_ext.server.openai.chat_prompt import ChatPrompt, Conversation, common_length
 from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
 from megatron_ext.server.openai.tokenization import TextEncoder
 from megatron_ext.server.request_manager import RequestManager
+from megatron_ext.server.scope import handed_on_to
 from megatron_ext.server.weight_updater import WeightsUpdater
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.control_tokens import ASSISTANT
@@ -107,43 +105,56 @@ class Serving:
         """Return all names that the model is served under."""
         return (self.model, *self.aliases)
 
-    async def tokenize_chat(
+    async def chat_prompt(
         self,
+        request: Request,
         messages: Sequence[Message],
-        options: ChatOptions | None = None,
-        scope: str | None = None,
+        options: ChatOptions,
+        salt: str | None,
         *,
         reads_sent_ids: bool = True,
     ) -> ChatPrompt:
-        """Tokenize a conversation that is rendered with its template options.
+        """Return the prompt of a request's conversation: as a router has handed it on, or else tokenized here.
 
         Args:
+            request: HTTP request.
             messages: The conversation.
             options: Template options.
-            scope: Tenant and cache salt, whose answers are continued.
+            salt: Cache salt.
             reads_sent_ids: Whether token ids that the last message of the assistant carries are used.
 
         Raises:
-            ApiError: See `TextEncoder.encode`.
-            ConfigError: See `ChatFormat.render` and `ChatPrompt.tokenize`.
+            ApiError: See `conversation` and `read_chat`.
+            ConfigError: See `conversation` and `read_chat`.
         """
-        prompt = await self.chat_prompt(messages, options or ChatOptions(), scope, reads_sent_ids=reads_sent_ids)
-        remembered = self.answers.among(prompt.messages, prompt.hashes)
-        await self.text_encoder.run(prompt.chat.text, lambda _: prompt.tokenize(remembered))
-        if prompt.answer is not None:
-            self.answers.use(prompt.answer)
-        return prompt
+        handed_on = handed_on_to(request.scope).chat
+        if handed_on is not None:
+            return handed_on
+        scope = request.scope[CALLER].bind(salt)
+        return await self.read_chat(await self.conversation(messages, options, scope, reads_sent_ids=reads_sent_ids))
 
-    async def chat_prompt(
+    async def conversation(
         self,
         messages: Sequence[Message],
         options: ChatOptions,
         scope: str | None,
-        ids: Sequence[int] = (),
         *,
-        reads_sent_ids: bool = False,
-    ) -> ChatPrompt:
-        """Return the rendered prompt of a conversation, which is not tokenized yet; see `tokenize_chat`."""
+        reads_sent_ids: bool = True,
+        renders_answered: bool = True,
+    ) -> Conversation:
+        """Return a conversation, to be tokenized by `read_chat`.
+
+        Args:
+            messages: The conversation.
+            options: Template options.
+            scope: Tenant and cache salt, whose answers it may continue.
+            reads_sent_ids: See `chat_prompt`.
+            renders_answered: Whether it is rendered here if it has answers.
+
+        Raises:
+            ApiError: Arguments of tool calls exceed the limits of one request.
+            ConfigError: There is no template, it refuses the messages, or token ids are out of range.
+        """
         answers = [
             (i, one.prompt_token_ids, one.generation_token_ids)
             for i, one in enumerate(messages)
@@ -156,39 +167,79 @@ class Serving:
             self.vocabulary.check_prompt(before)
             self.vocabulary.check_prompt(own)
 
-        def rendered() -> ChatPrompt:
-            prompt = ChatPrompt(self.chat_format.dicts_of(messages), scope, self.chat_format, options, sent, ids)
-            prompt.digest  # noqa: B018  # rendered here, in a thread
-            return prompt
+        def read() -> Conversation:
+            found = Conversation(self.chat_format.dicts_of(messages), scope, self.chat_format, options, sent)
+            if renders_answered or not found.places:
+                found.chat  # noqa: B018  # rendered here, in a thread
+            return found
 
-        return await asyncio.to_thread(rendered)
+        return await asyncio.to_thread(read)
 
-    def remember(self, prompt: ChatPrompt, answer_format: AnswerFormat, record: RequestRecord) -> None:
-        """Remember the token ids of an answer for the next turn of its conversation."""
+    async def read_chat(
+        self, conversation: Conversation, known: Mapping[bytes, AnsweredChat] | None = None
+    ) -> ChatPrompt:
+        """Return the prompt of a conversation.
+
+        Args:
+            conversation: The conversation.
+            known: Answers that it may continue, by their keys; by default those that this server remembers.
+
+        Raises:
+            ApiError: See `TextEncoder.encode`.
+            ConfigError: See `Conversation.tokenize`.
+        """
+        answers = self.answers.find(conversation.places.values()) if known is None else known
+        prompt = await self.text_encoder.run(conversation.chat.text, lambda _: conversation.tokenize(answers))
+        if prompt.answer is not None:
+            self.answers.use(prompt.answer)
+        return prompt
+
+    def remember(self, prompt: ChatPrompt, answer_format: AnswerFormat, put: Remember, record: RequestRecord) -> None:
+        """Remember the token ids of an answer for the next turn of its conversation.
+
+        Args:
+            prompt: Prompt of the answer.
+            answer_format: Format of the answer.
+            put: Called with the answered conversation.
+            record: The answer.
+        """
         if self.answers.is_on:
             _, content, calls = read_answer(record.generated_text, record.finish_reason, answer_format)
-            key = hash_message(prompt.hashes[-1], ASSISTANT, content, calls).digest()
-            self.answers.put(key, prompt.answered(record.generated_tokens), prompt.answer)
+            chat = prompt.answered(record.generated_tokens, self.chat_format)
+            put(prompt.key(content, calls), chat, prompt.answer)
 
-    async def marked_positions(self, body: ChatRequest, prompt: Sequence[int], scope: str | None = None) -> list[int]:
+    async def marked_positions(
+        self,
+        body: ChatRequest,
+        prompt: Sequence[int],
+        scope: str | None = None,
+        known: Mapping[bytes, AnsweredChat] | None = None,
+    ) -> tuple[int, ...]:
         """Return the positions of a chat's `cache_control` marks in its prompt, the last one first.
 
         A mark is where the prompt ends having tokens in common with the conversation up to the mark. A template that
         refuses to render such a part of a conversation gives no position.
+
+        Args:
+            body: The chat.
+            prompt: Token ids of its prompt.
+            scope: See `conversation`.
+            known: See `read_chat`.
 
         Raises:
             ApiError: See `TextEncoder.encode`.
         """
         prefixes = body.marked_prefixes
         if not prefixes:
-            return []
+            return ()
         options = replace(body.chat_options, add_generation_prompt=False, continue_final_message=False)
         positions: set[int] = set()
         for messages in prefixes:
             with suppress(ConfigError):
-                marked = await self.tokenize_chat(messages, options, scope, reads_sent_ids=body.reads_sent_ids)
-                positions.add(common_length(array("i", prompt), array("i", marked.ids)))
-        return sorted(positions - {0}, reverse=True)
+                marked = await self.conversation(messages, options, scope, reads_sent_ids=body.reads_sent_ids)
+                ids = (await self.read_chat(marked, known)).ids
+                positions.add(common_length(array("i", prompt), array("i", ids)))
+        return tuple(sorted(positions - {0}, reverse=True))
 
     def decoder(self, params: RequestParams) -> Callable[..., str]:
         """Return the decoder of a request's tokens."""

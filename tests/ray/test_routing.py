@@ -60,6 +60,27 @@ def check_conversations(client: httpx.Client) -> None:
     assert found >= SHARE * RECORDED
 
 
+def test_turns_begin_with_the_tokens_of_those_before(fleet: httpx.Client):
+    """SA-15: whichever replica reads or answers them."""
+    differ = 0
+    for chat in range(4):
+        messages: list[dict[str, str]] = []
+        known: list[int] = []
+        for turn in range(4):
+            messages.append({"role": "user", "content": f"Naïve question {turn} of chat {chat}?"})
+            body = {"messages": messages, "max_tokens": 16, "temperature": 1.0, "seed": 4 * chat + turn}
+            answer = (
+                fleet.post("/v1/chat/completions", json=body | {"return_token_ids": True}).raise_for_status().json()
+            )
+            (choice,), prompt = answer["choices"], answer["prompt_token_ids"]
+            assert prompt[: len(known)] == known
+            salted = fleet.post("/tokenize", json={"messages": messages, "cache_salt": "other"}).raise_for_status()
+            differ += salted.json()["tokens"] != prompt
+            known = prompt + choice["token_ids"][:-1]  # the last one may end the answer
+            messages.append({"role": "assistant", "content": choice["message"]["content"]})
+    assert differ, "the tokenizer writes all answers as they were generated"
+
+
 def test_a_prompt_is_no_load_after_its_first_token(fleet: httpx.Client):
     """RP-2: one long prompt that is computed weighs less than two answers under way; events do not tell of it."""
     with ExitStack() as streams:

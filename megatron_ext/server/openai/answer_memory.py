@@ -11,37 +11,43 @@ from __future__ import annotations
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TypeAlias
 
 from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking
-from megatron_ext.text.control_tokens import ASSISTANT
 from megatron_ext.text.raw_arguments import INVALID_JSON
 from megatron_ext.text.tool_calls.events import Content
 
 _OVERHEAD = 512  # bytes of an entry beside its ids
 _DOMAIN = b"mext.answers"
+_HASH_BYTES = 32
 
 Calls = Sequence[tuple[str, object]]
 """Names and arguments of tool calls; arguments that are no JSON object are one with the key `INVALID_JSON`."""
 
 
-def hash_messages(scope: str | None, messages: Sequence[Mapping[str, object]]) -> list[blake2b]:
+def hash_messages(before: bytes, messages: Sequence[Mapping[str, object]]) -> list[bytes]:
     """Return the hash through each message.
 
     Spaces around contents, thinking, ids of calls and the spelling of arguments do not count: the rendered text tells
     whether they matter.
 
     Args:
-        scope: Tenant and cache salt; None without either.
+        before: Hash of the scope.
         messages: Messages as for the chat template, with arguments of calls as objects.
     """
-    hashes, last = [], _extended(blake2b(digest_size=32, person=_DOMAIN), scope)
+    hashes = []
     for message in messages:
-        last = hash_message(last, str(message.get("role")), *content_and_calls(message))
-        hashes.append(last)
+        before = hash_message(before, str(message.get("role")), *content_and_calls(message))
+        hashes.append(before)
     return hashes
+
+
+def hash_scope(scope: str | None) -> bytes:
+    """Return the hash of a tenant with a cache salt; `scope` is None without either."""
+    return _hash(bytes(_HASH_BYTES), scope)
 
 
 def content_and_calls(message: Mapping[str, object]) -> tuple[str, Calls]:
@@ -51,16 +57,14 @@ def content_and_calls(message: Mapping[str, object]) -> tuple[str, Calls]:
     return content if isinstance(content, str) else "", called
 
 
-def hash_message(before: blake2b, role: str, content: str, calls: Calls) -> blake2b:
+def hash_message(before: bytes, role: str, content: str, calls: Calls) -> bytes:
     """Return the hash through one more message."""
-    return _extended(before, [role, content.strip(), list(calls)])
+    return _hash(before, [role, content.strip(), list(calls)])
 
 
-def _extended(before: blake2b, value: object) -> blake2b:
+def _hash(before: bytes, value: object) -> bytes:
     text = json.dumps(value, sort_keys=True, default=str).encode()
-    new = before.copy()
-    new.update(len(text).to_bytes(8, "little") + text)
-    return new
+    return blake2b(before + text, digest_size=_HASH_BYTES, person=_DOMAIN).digest()
 
 
 def _call_of(call: object) -> tuple[str, object]:
@@ -101,7 +105,7 @@ def _arguments(text: str) -> object:
 
 def digest_of(text: str) -> bytes:
     """Return the digest of a rendered text."""
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES).digest()
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,10 @@ class AnsweredChat:
     def size(self) -> int:
         """Bytes that it takes."""
         return len(self.ids) * self.ids.itemsize + 4 * len(self.answer) + _OVERHEAD
+
+
+Remember: TypeAlias = Callable[[bytes, AnsweredChat, bytes | None], None]
+"""See `AnswerMemory.put`."""
 
 
 class AnswerMemory:
@@ -175,13 +183,24 @@ class AnswerMemory:
         if key in self._entries:
             self._entries.move_to_end(key)
 
-    def among(
-        self, messages: Sequence[Mapping[str, object]], hashes: Sequence[blake2b]
-    ) -> list[tuple[int, AnsweredChat]]:
-        """Return the remembered answers among messages with their indices, the last one first."""
-        places = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
-        found = [(index, self._entries.get(hashes[index].digest())) for index in reversed(places)]
-        return [(index, chat) for index, chat in found if chat is not None]
+    def find(self, keys: Iterable[bytes], most: int | None = None) -> dict[bytes, AnsweredChat]:
+        """Return the remembered answers among keys, in their order.
+
+        Args:
+            keys: Keys of answers.
+            most: Size of the answers together, of which the first is returned in any case; None for all.
+        """
+        found: dict[bytes, AnsweredChat] = {}
+        for key in keys:
+            chat = self._entries.get(key)
+            if chat is None:
+                continue
+            if most is not None:
+                if found and chat.size > most:
+                    break
+                most -= chat.size
+            found[key] = chat
+        return found
 
     def _drop(self, key: bytes) -> None:
         dropped = self._entries.pop(key, None)

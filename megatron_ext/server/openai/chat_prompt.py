@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.answer_memory import (
     AnsweredChat,
+    Calls,
     content_and_calls,
     digest_of,
+    hash_message,
     hash_messages,
+    hash_scope,
     read_answer,
 )
 from megatron_ext.server.openai.answers import AnswerFormat
@@ -31,6 +34,7 @@ from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import MAX_CALLS
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenderedChat
+from megatron_ext.text.control_tokens import ASSISTANT
 from megatron_ext.text.prompt_tokenization import begin_once
 from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function
 
@@ -38,8 +42,46 @@ SentIds: TypeAlias = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of its answer."""
 
 
+@dataclass(frozen=True)
 class ChatPrompt:
-    """Prompt of a conversation, as text and then as token ids.
+    """Prompt of a conversation. A router may have it read by one server, and hand it on to another.
+
+    Attributes:
+        ids: Token ids.
+        before: Hash through the messages before the answer.
+        begun: Content that the answer continues; empty unless the last message is continued.
+        length: Characters of the rendered prompt.
+        digest: Digest of the rendered prompt.
+        answer: Key of the answer whose conversation the ids begin with; None without one.
+        retokenized: Positions [start, end) at which an earlier turn has other tokens; None for no such positions.
+        is_respelled: Whether the ids spell calls of earlier answers in another way than the rendered prompt.
+        marks: Positions of `cache_control` marks, the last one first.
+    """
+
+    ids: Sequence[int]
+    before: bytes
+    begun: str
+    length: int
+    digest: bytes
+    answer: bytes | None = None
+    retokenized: tuple[int, int] | None = None
+    is_respelled: bool = False
+    marks: tuple[int, ...] = ()
+
+    def key(self, content: str, calls: Calls) -> bytes:
+        """Return the key of an answer to this prompt, as the message that a client sends back."""
+        return hash_message(self.before, ASSISTANT, self.begun + content, calls)
+
+    def answered(self, generated: Sequence[int], chat_format: ChatFormat) -> AnsweredChat:
+        """Return the conversation through an answer to this prompt."""
+        written = list(generated[:-1] if generated and generated[-1] in chat_format.ends else generated)
+        text = chat_format.tokenizer.detokenize(written, skip_special_tokens=False)
+        ids = array("i", self.ids) + array("i", written)
+        return AnsweredChat(ids, text, self.length, self.digest, is_respelled=self.is_respelled)
+
+
+class Conversation:
+    """Conversation whose prompt is to be tokenized.
 
     Args:
         messages: Messages as for the chat template.
@@ -47,13 +89,9 @@ class ChatPrompt:
         chat_format: Chat template and tokens of the model.
         options: Template options.
         sent: Token ids that messages of the assistant carry, of the prompt and the answer, by the index of the message.
-        ids: Token ids, if they are known.
 
     Attributes:
-        hashes: Hash through each message.
-        ids: Token ids; empty until `tokenize` has computed them.
-        answer: Key of the answer whose conversation the ids begin with; None without one.
-        retokenized: Positions [start, end) at which an earlier turn has other tokens; None for no such positions.
+        places: Keys of the answers among the messages, by their index, the last one first.
     """
 
     def __init__(
@@ -63,16 +101,13 @@ class ChatPrompt:
         chat_format: ChatFormat,
         options: ChatOptions,
         sent: Mapping[int, SentIds] | None = None,
-        ids: Sequence[int] = (),
     ) -> None:
-        self.messages, self.ids = messages, list(ids)
-        self.hashes = hash_messages(scope, messages)
-        self.answer: bytes | None = None
-        self.retokenized: tuple[int, int] | None = None
-        self._sent = sent or {}
-        self._is_respelled = False
+        self._messages, self._sent = messages, sent or {}
         self._format, self._options = chat_format, options
         self._tokenizer = chat_format.tokenizer
+        self._hashes = [hash_scope(scope), *hash_messages(hash_scope(scope), messages)]
+        places = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
+        self.places = {index: self._hashes[index + 1] for index in reversed(places)}
 
     @cached_property
     def chat(self) -> RenderedChat:
@@ -81,47 +116,31 @@ class ChatPrompt:
         Raises:
             ConfigError: See `ChatFormat.render_dicts`.
         """
-        return self._format.render_dicts(self.messages, self._options)
+        return self._format.render_dicts(self._messages, self._options)
 
-    @cached_property
-    def digest(self) -> bytes:
-        """Digest of the rendered conversation."""
-        return digest_of(self.chat.text)
-
-    def answered(self, generated: Sequence[int], prompt: Sequence[int] | None = None) -> AnsweredChat:
-        """Return the conversation through an answer to this prompt.
+    def tokenize(self, known: Mapping[bytes, AnsweredChat]) -> ChatPrompt:
+        """Return the prompt.
 
         Args:
-            generated: Tokens of the answer.
-            prompt: Tokens of the prompt, if others were read than `ids`.
-        """
-        written = list(generated[:-1] if generated and generated[-1] in self._format.ends else generated)
-        text = self._tokenizer.detokenize(written, skip_special_tokens=False)
-        ids = self.ids if prompt is None else prompt
-        return AnsweredChat(
-            array("i", [*ids, *written]), text, len(self.chat.text), self.digest, is_respelled=self._is_respelled
-        )
-
-    def tokenize(self, remembered: Sequence[tuple[int, AnsweredChat]]) -> None:
-        """Compute the ids.
-
-        Args:
-            remembered: Answered conversations that it may continue, by the index of the answer, the last one first.
+            known: Answered conversations that it may continue, by the key of the answer.
 
         Raises:
             ConfigError: Token ids that the last message of the assistant carries do not read as the conversation before
                 it, or do not give its fields.
         """
+        remembered = [(index, known[key]) for index, key in self.places.items() if key in known]
         answered = [*self._sent_chat(remembered), *remembered]
-        for index, known in answered:
-            ids = self._continued(index, known)
-            if ids is not None:
-                self.ids, self.answer = ids, self.hashes[index].digest()
-                break
-        else:
-            self.ids = begin_once(self.chat.ids(), self._tokenizer.bos)
-        if answered and (self.answer is None or known is not answered[0][1]):
-            self.retokenized = _retokenized(self.ids, answered[0][1])
+        prompts = (self._continued(index, chat) for index, chat in answered)
+        found = next((one for one in prompts if one is not None), None)
+        if found is None:
+            found = self._prompt(begin_once(self.chat.ids(), self._tokenizer.bos))
+        return replace(found, retokenized=_retokenized(found.ids, answered[0][1])) if answered else found
+
+    def _prompt(self, ids: Sequence[int], answer: bytes | None = None, *, is_respelled: bool = False) -> ChatPrompt:
+        text, before, begun = self.chat.text, self._hashes[-1], ""
+        if self._options.continue_final_message:
+            before, begun = self._hashes[-2], content_and_calls(self._messages[-1])[0]
+        return ChatPrompt(ids, before, begun, len(text), digest_of(text), answer, is_respelled=is_respelled)
 
     def _sent_chat(self, remembered: Sequence[tuple[int, AnsweredChat]]) -> list[tuple[int, AnsweredChat]]:
         """Return the conversation through the last answer whose token ids were sent; empty without such ids."""
@@ -150,18 +169,19 @@ class ChatPrompt:
             return None
         prompt, generated = self._sent[index]
         options = replace(self._options, add_generation_prompt=True, continue_final_message=False)
-        before = ChatPrompt(self.messages[:index], None, self._format, options)
+        before = Conversation(self._messages[:index], None, self._format, options)
+        found = before._prompt(prompt)
         if self._read(list(prompt)) != before.chat.text:
-            before.tokenize([one for one in known if one[0] < index])
-            if before.ids != list(prompt):
+            found = before.tokenize({before.places[i]: chat for i, chat in known if i < index})
+            if found.ids != list(prompt):
                 return None
-        return before.answered(generated, prompt)
+        return found.answered(generated, self._format)
 
     def _check_fields(self, index: int) -> None:
         """Check that the ids of an answer give the fields of its message, by the parsers that read answers."""
         prompt, generated = self._sent[index]
         text = self._tokenizer.detokenize(list(generated), skip_special_tokens=not self._format.reads_special)
-        message = self.messages[index]
+        message = self._messages[index]
         content, calls = content_and_calls(message)
         functions = tuple(map(_function_of, self._options.tools))
         inside = self._format.ends_inside_thinking(prompt)
@@ -173,8 +193,8 @@ class ChatPrompt:
                 return
         raise ConfigError(f"messages.{index}.generation_token_ids do not give the fields of the message")
 
-    def _continued(self, index: int, known: AnsweredChat) -> list[int] | None:
-        """Return the ids that continue an answered conversation; None if it is not the rendered one."""
+    def _continued(self, index: int, known: AnsweredChat) -> ChatPrompt | None:
+        """Return the prompt that continues an answered conversation; None if it is not the rendered one."""
         text, prompt_end = self.chat.text, known.prompt_length
         if digest_of(text[:prompt_end]) != known.prompt_digest:
             return None
@@ -189,8 +209,7 @@ class ChatPrompt:
         # What respelled calls read as was verified when the conversation was continued through them.
         if not (read.endswith(known.answer + text[start:]) if is_respelled else read == text):
             return None
-        self._is_respelled = is_respelled
-        return ids
+        return self._prompt(ids, self.places[index], is_respelled=is_respelled)
 
     def _after_calls(self, index: int, prompt_end: int, answer: str) -> int | None:
         """Return where the rendered text continues after an answer whose calls it spells in another way.
@@ -199,11 +218,11 @@ class ChatPrompt:
         None if anything else differs.
         """
         calls, end_of_turn = self._format.tool_calls, self._format.end_of_turn
-        if end_of_turn is None or not self.messages[index].get("tool_calls"):
+        if end_of_turn is None or not self._messages[index].get("tool_calls"):
             return None
         end = self._tokenizer.detokenize([end_of_turn], skip_special_tokens=False)
         options = replace(self._options, add_generation_prompt=False, continue_final_message=False)
-        through = self._format.render_dicts(self.messages[: index + 1], options).text
+        through = self._format.render_dicts(self._messages[: index + 1], options).text
         if not self.chat.text.startswith(through):
             return None
         shown = through[prompt_end:]

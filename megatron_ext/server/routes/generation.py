@@ -27,7 +27,7 @@ from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from megatron_ext.server.openai.responses import AnswerBuilder, ResponseBuilder, finished, whole
 from megatron_ext.server.openai.streaming import EventStream, StreamOptions, events, source_of, while_connected
-from megatron_ext.server.scope import handed_on_tokens
+from megatron_ext.server.scope import handed_on_to
 from megatron_ext.server.serving import ServerDependency, Serving
 
 router = APIRouter(route_class=JsonRoute)
@@ -42,7 +42,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     choices = body.n or 1
     check_count(len(body.prompts), choices, serving.requests.capacity)
     await serving.structured_outputs.check(body.enforced_format)
-    prompts: Sequence[Sequence[int]] = handed_on_tokens(request.scope) or [
+    prompts: Sequence[Sequence[int]] = handed_on_to(request.scope).tokens or [
         await serving.text_encoder.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
     ]
     inputs = completion_inputs(body, prompts, serving.limits, request.scope[CALLER], serving.defaults)
@@ -93,15 +93,9 @@ async def prepare_chat(
     check_count(1, body.n or 1, serving.requests.capacity)
     checks = serving.structured_outputs
     await checks.check(body.enforced_format)  # before any text is tokenized: a bad schema is refused at little cost
-    caller = request.scope[CALLER]
-    scope = caller.bind(body.cache_salt)
-    handed_on = handed_on_tokens(request.scope)
-    if handed_on:
-        chat = await serving.chat_prompt(body.messages, body.chat_options, scope, handed_on[0])
-    else:
-        sent = body.reads_sent_ids
-        chat = await serving.tokenize_chat(body.messages, body.chat_options, scope, reads_sent_ids=sent)
-    prompt = chat.ids
+    caller, sent = request.scope[CALLER], body.reads_sent_ids
+    chat = await serving.chat_prompt(request, body.messages, body.chat_options, body.cache_salt, reads_sent_ids=sent)
+    handed_on, prompt = handed_on_to(request.scope), chat.ids
     answer = answer_format_of(body, prompt, serving.chat_format)
     # The grammar has the supported part of the functions' schemas; the reader of the answer gets the whole ones.
     functions = await checks.supported(answer.functions, must_call=body.tool_choice.mode == "required")
@@ -109,7 +103,9 @@ async def prepare_chat(
     response_format = constrained_format(body, guided, serving.chat_format)
     if response_format != body.enforced_format:  # a grammar that has calls or thinking as well
         await checks.check(response_format)
-    marks = await serving.marked_positions(body, prompt, scope)
+    marks = chat.marks
+    if handed_on.chat is None:
+        marks = await serving.marked_positions(body, prompt, caller.bind(body.cache_salt))
     inputs = chat_inputs(
         body,
         prompt,
@@ -121,7 +117,8 @@ async def prepare_chat(
         marks,
         chat.retokenized,
     )
-    return inputs, answer, partial(serving.remember, chat, answer)
+    put = handed_on.remember or serving.answers.put
+    return inputs, answer, partial(serving.remember, chat, answer, put)
 
 
 async def _answer(

@@ -10,7 +10,6 @@ from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PA
 from megatron_ext.server.anthropic.message_builder import MessageBuilder, message_events
 from megatron_ext.server.anthropic.message_fields import CountTokensRequest, MessagesRequest, note_betas, refuse_threads
 from megatron_ext.server.api_errors import ContextExceeded
-from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.openai.responses import finished
 from megatron_ext.server.openai.streaming import EventStream
@@ -44,8 +43,7 @@ async def count_message_tokens(body: CountTokensRequest, request: Request, servi
     serving.check_name(body.model)
     chat = as_chat(body)
     try:
-        scope = request.scope[CALLER].bind(body.cache_salt)
-        prompt = await serving.tokenize_chat(chat.messages, chat.chat_options, scope)
+        prompt = await serving.chat_prompt(request, chat.messages, chat.chat_options, body.cache_salt)
     except ContextExceeded as error:
         raise in_messages_words(error) from None
     return {"input_tokens": len(prompt.ids)}

@@ -84,8 +84,8 @@ async def count_input_tokens(body: ResponsePrompt, request: Request, serving: Se
     """Return the number of tokens of a conversation, and with `return_token_ids` the tokens."""
     serving.check_name(body.model)
     conversation = conversation_of(body, serving.response_store, _tenant(request))
-    scope = request.scope[CALLER].bind(body.cache_salt)
-    tokens = (await serving.tokenize_chat(conversation.messages, body.chat_options, scope)).ids
+    chat = await serving.chat_prompt(request, conversation.messages, body.chat_options, body.cache_salt)
+    tokens = list(chat.ids)
     shown = {"prompt_token_ids": tokens} if body.return_token_ids else {}
     return {"object": "response.input_tokens", "input_tokens": len(tokens), **shown}
 

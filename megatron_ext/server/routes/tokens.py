@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 
 from megatron_ext.server.api_errors import ApiError
-from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import only_queries
 from megatron_ext.server.openai.protocol import Message, TemplateFields
@@ -75,9 +74,9 @@ async def tokenize(body: TokenizeRequest, request: Request, serving: ServerDepen
 
 async def _tokens(body: TokenizeRequest, request: Request, serving: Serving) -> list[int]:
     if body.messages is not None:
-        scope = request.scope[CALLER].bind(body.cache_salt)
-        sent = body.reads_sent_ids
-        return (await serving.tokenize_chat(body.messages, body.chat_options, scope, reads_sent_ids=sent)).ids
+        options, sent = body.chat_options, body.reads_sent_ids
+        chat = await serving.chat_prompt(request, body.messages, options, body.cache_salt, reads_sent_ids=sent)
+        return list(chat.ids)
     assert body.prompt is not None, "the body has been checked"
     tokenizer = serving.tokenizer
     if body.add_special_tokens is False and isinstance(tokenizer, TextTokenizer):

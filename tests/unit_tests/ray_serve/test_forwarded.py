@@ -19,13 +19,15 @@ from megatron_ext.ray_serve.forwarded import (
     BrokenAnswerError,
     ForwardedRequest,
     IngressApp,
+    PromptRequest,
     ReadPrompt,
     ReplicaLostError,
     respond,
 )
 from megatron_ext.server.http.request_parts import SENDER_HEADER
+from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.openai.streaming import EventStream
-from megatron_ext.server.scope import handed_on_tokens
+from megatron_ext.server.scope import HandedOn, handed_on_to
 
 PROMPT = ReadPrompt((array("I", [1, 2]),), "salt", 4)
 PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
@@ -56,11 +58,11 @@ class Backend:
         self.app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         self.app.add_api_route("/stream", self.stream, methods=["POST"])
         self.app.add_api_route("/parts", self.parts, methods=["POST"])
-        self.ingress = IngressApp(self._read, self._forward, max_body_bytes=1000)
+        self.ingress = IngressApp(self._read, self._forward, 1000, AnswerMemory(0))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.ingress), base_url="http://x")
 
     async def complete(self, request: Request) -> Response:
-        tokens = [list(one) for one in handed_on_tokens(request.scope)]
+        tokens = [list(one) for one in handed_on_to(request.scope).tokens]
         body = (await request.body()).decode()
         return JSONResponse({"tokens": tokens, "body": body, "key": request.headers.get("authorization")}, 201)
 
@@ -82,8 +84,8 @@ class Backend:
         await request.body()
         return EventStream(self.group, events())
 
-    async def _read(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
-        self.read.append((path, authorization, body))
+    async def _read(self, request: PromptRequest) -> ReadPrompt:
+        self.read.append((request.path, request.authorization, request.body))
         return PROMPT
 
     async def _forward(self, request: ForwardedRequest) -> AsyncIterator[Message]:
@@ -116,7 +118,7 @@ async def test_tokens_are_never_the_clients():
     answer = await anext(respond(Backend().app, ForwardedRequest.of(scope("POST", "/v1/completions"), b"", None)))
     assert answer["status"] == 201
     assert ForwardedRequest.of(
-        scope("POST", "/") | {"megatron_ext.prompt_tokens": PROMPT.tokens}, b""
+        scope("POST", "/") | {"megatron_ext.handed_on": HandedOn(PROMPT.tokens)}, b""
     ).scope.keys() == {
         *("type", "method", "path", "query_string", "headers"),
     }

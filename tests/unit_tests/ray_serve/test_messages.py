@@ -7,10 +7,11 @@ import pytest
 
 from megatron_ext.config import ServerConfig
 from megatron_ext.models.llm_engine import LLMEngine
-from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError
+from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt, ReplicaLostError
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.http.request_ids import RequestIds
+from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.messages import MESSAGES, check_envelope, contents, events_of
 from tests.unit_tests.support.server import embedded_engine
@@ -31,12 +32,11 @@ async def test_the_prompt_is_that_of_the_chat(serving):
             b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 7, "cache_salt": "s"}',
         ),
     ):
-        found.append(await read_prompt(serving, path, b"Bearer k", content))
+        found.append(await read_prompt(serving, PromptRequest(path, b"Bearer k", content)))
     assert found[0] == found[1]
     assert found[0].tokens
-    assert await read_prompt(serving, MESSAGES, b"Bearer k", b'{"messages": [{"role": "user", "content": "Hi"}]}') == (
-        ReadPrompt()
-    )
+    unlimited = PromptRequest(MESSAGES, b"Bearer k", b'{"messages": [{"role": "user", "content": "Hi"}]}')
+    assert await read_prompt(serving, unlimited) == ReadPrompt()
 
 
 class Ingress:
@@ -45,12 +45,12 @@ class Ingress:
     def __init__(self, losses: int) -> None:
         self.losses = losses
         self.read: list[tuple[str, bytes]] = []
-        app = AnthropicClients(IngressApp(self._read, self._forward, max_body_bytes=1000))
+        app = AnthropicClients(IngressApp(self._read, self._forward, 1000, AnswerMemory(0)))
         transport = httpx.ASGITransport(RequestIds(app))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://x")
 
-    async def _read(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
-        self.read.append((path, authorization))
+    async def _read(self, request: PromptRequest) -> ReadPrompt:
+        self.read.append((request.path, request.authorization))
         return ReadPrompt()
 
     async def _forward(self, request: ForwardedRequest):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import tracemalloc
 from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -13,10 +14,10 @@ import torch
 
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory
+from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, digest_of
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.chat_prompt import ChatPrompt
+from megatron_ext.server.openai.chat_prompt import ChatPrompt, Conversation
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.chat_template import ChatOptions
@@ -36,9 +37,14 @@ def roomy(serve) -> LiveServer:
     return serve(embedded_engine(explain_prefix_cache=True), "embedded")
 
 
+@pytest.fixture
+def server(roomy) -> LiveServer:
+    return roomy
+
+
 @pytest.mark.parametrize("chats", long_except([6], [6, 200]))
-def test_each_turn_resumes_where_the_last_one_ended(roomy, chats):
-    counts = play_all(roomy, chats)
+def test_each_turn_resumes_where_the_last_one_ended(server, chats):
+    counts = play_all(server, chats)
     assert counts["resumed"] >= 4 * chats, counts
     rest = counts["retokenized after length"] + counts["a special token"]  # calls cut off; in the middle of a text
     assert counts["resumed"] + rest == (TURNS - 1) * chats, counts
@@ -58,7 +64,10 @@ class Chats:
         self.options = ChatOptions(tools=TOOLS)
 
     def prompt(self, messages: list[dict], scope: str | None = None) -> ChatPrompt:
-        return asyncio.run(self.serving.tokenize_chat([Message(**one) for one in messages], self.options, scope))
+        return asyncio.run(self.serving.read_chat(self.conversation(messages, scope)))
+
+    def conversation(self, messages: list[dict], scope: str | None = None) -> Conversation:
+        return asyncio.run(self.serving.conversation([Message(**one) for one in messages], self.options, scope))
 
     def plain(self, messages: list[dict]) -> list[int]:
         """The ids without a memory."""
@@ -74,7 +83,9 @@ class Chats:
         functions = tuple(Function(one["function"]["name"], one["function"]["parameters"]) for one in TOOLS)
         form = AnswerFormat(HERMES, functions, 9, self.serving.chat_format.reasoning)
         fields = {"prompt_tokens": tuple(prompt.ids), "generated_tokens": tuple(ids)}
-        self.serving.remember(prompt, form, SimpleNamespace(**fields, generated_text=text, finish_reason="stop"))
+        self.serving.remember(
+            prompt, form, self.serving.answers.put, SimpleNamespace(**fields, generated_text=text, finish_reason="stop")
+        )
         return prompt.ids + ids[: len(ids) - bool(end)]
 
     def text(self, ids: list[int]) -> str:
@@ -143,6 +154,19 @@ class TestSplices:
         assert self.continued(chats, known, [FIRST, said(SENTENCE), MORE], one)
         assert not self.continued(chats, known, [FIRST, said(SENTENCE), MORE], two)
 
+    @pytest.mark.parametrize("begun", [["Naïve ca"], ["Naïve c", "a"]], ids=["client's", "cut answer"])
+    def test_an_answer_that_continues_a_message(self, chats, begun):
+        """Content that a client has begun, or the beginning of an answer that was cut, with its ids."""
+        whole, known = "", []
+        for text in begun:
+            known = chats.answer(text, [FIRST, said(whole)] if whole else [FIRST], end="") if begun[1:] else []
+            whole += text
+            chats.options = ChatOptions(tools=TOOLS, add_generation_prompt=False, continue_final_message=True)
+        assert chats.prompt([FIRST, said(whole)]).ids[: len(known)] == known
+        known = chats.answer("ts.", [FIRST, said(whole)])
+        chats.options = ChatOptions(tools=TOOLS)
+        assert self.continued(chats, known, [FIRST, said("Naïve cats."), MORE])
+
     def test_a_chosen_answer_of_several_decides(self, chats):
         both = {text: chats.answer(text) for text in (SENTENCE, "Cats.")}
         for text, known in both.items():
@@ -206,11 +230,10 @@ class TestSplices:
     def test_a_rest_that_reads_otherwise_is_not_used(self, chats):
         """Tokenizer that writes a space before each text."""
         chats.answer(SENTENCE)
-        messages = [Message(**one) for one in (FIRST, said(SENTENCE), MORE)]
-        prompt = asyncio.run(chats.serving.chat_prompt(messages, chats.options, None))
-        whole, tokenize = prompt.chat, chats.serving.tokenizer.tokenize_plain
-        prompt.chat = dataclasses.replace(whole, ids_from=lambda start: tokenize(" " + whole.text[start:]))
-        prompt.tokenize(chats.serving.answers.among(prompt.messages, prompt.hashes))
+        conversation = chats.conversation([FIRST, said(SENTENCE), MORE])
+        whole, tokenize = conversation.chat, chats.serving.tokenizer.tokenize_plain
+        conversation.chat = dataclasses.replace(whole, ids_from=lambda start: tokenize(" " + whole.text[start:]))
+        prompt = asyncio.run(chats.serving.read_chat(conversation))
         assert prompt.answer is None
         assert prompt.ids == whole.ids()
 
@@ -234,13 +257,13 @@ def test_tokenizers(tmp_path, name):
     before = tokenizer.render_chat(question)
     text = tokenizer.render_chat(messages[:2], False).text.removeprefix(before.text)
     answer = text[: text.index("dog")]
-    start = ChatPrompt(question, None, ChatFormat(tokenizer), ChatOptions())
-    start.tokenize([])
+    form = ChatFormat(tokenizer)
+    start = Conversation(question, None, form, ChatOptions()).tokenize({})
     written = [token for part in (answer, "d", "og") for token in tokenizer.tokenize_plain(part)]
     known = [*start.ids, *written]
-    prompt = ChatPrompt(messages, None, ChatFormat(tokenizer), ChatOptions())
-    prompt.tokenize([(1, start.answered(written))])
-    whole = prompt.chat
+    conversation = Conversation(messages, None, form, ChatOptions())
+    prompt = conversation.tokenize({conversation.places[1]: start.answered(written, form)})
+    whole = conversation.chat
     read = tokenizer.detokenize(prompt.ids, skip_special_tokens=False)
     assert (prompt.ids[: len(known)] == known) is (prompt.answer is not None)
     assert (prompt.answer is not None) is (name in ("Llama 3", "Llama 3, turns", "embedded")), (read, whole.text)
@@ -249,19 +272,19 @@ def test_tokenizers(tmp_path, name):
     )
 
 
-def test_all_routes_agree(roomy):
+def test_all_routes_agree(server):
     """Chat, completions' tokens, Responses and Messages count the same prompt after an answer of the model's."""
-    choice, prompt, _ = ask(roomy, MESSAGES, 3, cache_salt="routes")
+    choice, prompt, _ = ask(server, MESSAGES, 3, cache_salt="routes")
     text, more = choice["message"]["content"], {"role": "user", "content": "More."}
     chat = [*MESSAGES, sent_back(choice), more]
-    ids = post(roomy, "/tokenize", {"messages": chat, "cache_salt": "routes"})["tokens"]
+    ids = post(server, "/tokenize", {"messages": chat, "cache_salt": "routes"})["tokens"]
     assert ids[: len(prompt) + len(choice["token_ids"])] == prompt + choice["token_ids"]
-    assert post(roomy, "/tokenize", {"messages": chat})["tokens"] != ids
+    assert post(server, "/tokenize", {"messages": chat})["tokens"] != ids
     body = {"input": chat, "cache_salt": "routes", "return_token_ids": True}
-    assert post(roomy, "/v1/responses/input_tokens", body)["prompt_token_ids"] == ids
+    assert post(server, "/v1/responses/input_tokens", body)["prompt_token_ids"] == ids
     body = {"system": MESSAGES[0]["content"], "messages": chat[1:], "cache_salt": "routes"}
-    assert post(roomy, "/v1/messages/count_tokens", body)["input_tokens"] == len(ids)
-    assert ask(roomy, chat, 4, cache_salt="routes")[1] == ids
+    assert post(server, "/v1/messages/count_tokens", body)["input_tokens"] == len(ids)
+    assert ask(server, chat, 4, cache_salt="routes")[1] == ids
     assert text
 
 
@@ -281,13 +304,13 @@ def test_logits_are_those_of_the_same_ids(roomy):
     torch.testing.assert_close(*map(torch.tensor, both), rtol=0, atol=1e-4)
 
 
-def test_a_retokenized_answer_is_explained(roomy):
+def test_a_retokenized_answer_is_explained(server):
     """A client that strips an answer: what follows is computed, and the count and the explanation say why."""
-    roomy.reset_cache()
-    choice, prompt, _ = ask(roomy, MESSAGES, 1, stop=[" "], max_tokens=90, min_tokens=40)
+    server.reset_cache()
+    choice, prompt, _ = ask(server, MESSAGES, 1, stop=[" "], max_tokens=90, min_tokens=40)
     known = prompt + choice["token_ids"]
     turns = [*MESSAGES, sent_back(choice), {"role": "user", "content": "More. " * 20}]
-    after, ids, details = ask(roomy, turns, 2)
+    after, ids, details = ask(server, turns, 2)
     place = next(i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b)
     assert details["computed_tokens_by_reason"]["retokenized"] > 0
     explanation = after["prefix_cache_explanation"]
@@ -317,6 +340,30 @@ class TestMemory:
         memory.put(b"e", self.entry(100), None)
         assert set(memory._entries) == {b"a", b"d", b"e"}
 
+    @pytest.mark.parametrize(("size", "text"), [(0, ""), (100, "🙂" * 50)], ids=["small", "larger"])
+    def test_counts_at_least_what_python_allocates(self, size, text):
+        memory, count = AnswerMemory(2**30), 2000
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(count):
+            ids, digest = array("i", [1] * size), digest_of(f"prompt {number}")
+            memory.put(digest_of(str(number)), AnsweredChat(ids, f"{text}{number}", number, digest), None)
+        taken = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert 0.8 * memory.used_bytes < taken <= memory.used_bytes
+
+    def test_the_latest_are_found_up_to_a_size(self):
+        memory, size = AnswerMemory(2**20), self.entry(100).size
+        for key in (b"a", b"b", b"c"):
+            memory.put(key, self.entry(100), None)
+        keys = (b"c", b"none", b"b", b"a")
+        assert [list(memory.find(keys, most)) for most in (0, size, 2 * size, None)] == [
+            [b"c"],
+            [b"c"],
+            [b"c", b"b"],
+            [b"c", b"b", b"a"],
+        ]
+
     def test_an_answer_is_counted_once(self):
         memory = AnswerMemory(3 * self.entry(100).size)
         for _ in range(9):
@@ -336,20 +383,20 @@ def test_turned_off(serve):
 class TestSentIds:
     """Megatron's fields: a conversation carries the token ids of its last answer."""
 
-    def answered(self, roomy: LiveServer) -> tuple[list[dict], list[int]]:
-        choice, prompt, _ = ask(roomy, MESSAGES, 5, cache_salt="trainer", tools=TOOLS, tool_choice="none")
+    def answered(self, server: LiveServer) -> tuple[list[dict], list[int]]:
+        choice, prompt, _ = ask(server, MESSAGES, 5, cache_salt="trainer", tools=TOOLS, tool_choice="none")
         message = choice["message"]
         assert message["prompt_token_ids"] == choice["prompt_token_ids"] == prompt
         assert message["generation_token_ids"] == choice["generation_token_ids"] == choice["token_ids"]
         return [*MESSAGES, message, {"role": "user", "content": "More."}], prompt + choice["token_ids"]
 
-    def tokens(self, roomy: LiveServer, messages: list[dict], **fields: object) -> list[int]:
-        return post(roomy, "/tokenize", {"messages": messages, "tools": TOOLS, **fields})["tokens"]
+    def tokens(self, server: LiveServer, messages: list[dict], **fields: object) -> list[int]:
+        return post(server, "/tokenize", {"messages": messages, "tools": TOOLS, **fields})["tokens"]
 
-    def test_are_used_without_a_memory(self, roomy):
-        messages, known = self.answered(roomy)
-        assert self.tokens(roomy, messages)[: len(known)] == known
-        assert self.tokens(roomy, messages, prevent_retokenization=False)[: len(known)] != known
+    def test_are_used_without_a_memory(self, server):
+        messages, known = self.answered(server)
+        assert self.tokens(server, messages)[: len(known)] == known
+        assert self.tokens(server, messages, prevent_retokenization=False)[: len(known)] != known
 
     @pytest.mark.parametrize(
         ("field", "change"),
@@ -359,10 +406,10 @@ class TestSentIds:
             ("generation_token_ids", lambda ids: [*ids[:3], 10**9]),
         ],
     )
-    def test_other_ids_are_refused_by_name(self, roomy, field, change):
-        messages, _ = self.answered(roomy)
+    def test_other_ids_are_refused_by_name(self, server, field, change):
+        messages, _ = self.answered(server)
         messages[-2] = {**messages[-2], field: change(messages[-2][field])}
-        answer = roomy.http.post("/tokenize", json={"messages": messages, "tools": TOOLS})
+        answer = server.http.post("/tokenize", json={"messages": messages, "tools": TOOLS})
         assert answer.status_code == 400
         assert field in answer.text or "1000000000" in answer.text
 
@@ -389,8 +436,8 @@ class TestSentIds:
         with pytest.raises(ConfigError, match=r"messages.5.prompt_token_ids do not read"):
             chats.prompt(messages)
 
-    def test_a_cut_answer_is_no_message_to_send_back(self, roomy):
+    def test_a_cut_answer_is_no_message_to_send_back(self, server):
         """A stop string cuts text that the ids have."""
-        choice, _, _ = ask(roomy, MESSAGES, 1, stop=["e", "a", " "], max_tokens=60)
+        choice, _, _ = ask(server, MESSAGES, 1, stop=["e", "a", " "], max_tokens=60)
         assert "generation_token_ids" in choice
         assert ("generation_token_ids" in choice["message"]) is (choice["finish_reason"] == "length")

@@ -216,7 +216,7 @@ class TestMarks:
         decode = serving.tokenizer.detokenize
         assert decode(prompt[:first], skip_special_tokens=False).strip().endswith("in one word.")
         assert decode(prompt[:last], skip_special_tokens=False).strip().endswith(("wet?", "<|end|>"))
-        assert asyncio.run(serving.marked_positions(ChatRequest(messages=[user("Hi")]), prompt)) == []
+        assert asyncio.run(serving.marked_positions(ChatRequest(messages=[user("Hi")]), prompt)) == ()
 
 
 @pytest.mark.parametrize("fields", [{"prompt_cache_key": "k"}, {"cache_hints": {"session": "s", "replaces": "s"}}])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from megatron_ext.config import ServerLimits
-from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, owner_of
+from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt, owner_of
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.openai.responses_api.response_ids import new_id, owner_named, owner_tag
 from megatron_ext.server.openai.responses_api.response_store import LONGEST_AGE, ResponseStore
 from tests.on_request import long_except
@@ -296,7 +298,8 @@ class TestRay:
     async def test_the_ingress_names_the_owner(self):
         named, owners = new_id("resp", "a" * 8), []
 
-        async def read(path: str, authorization: bytes, body: bytes) -> ReadPrompt:
+        async def read(request: PromptRequest) -> ReadPrompt:
+            owners.append(request.owner)
             return ReadPrompt()
 
         async def forward(request: ForwardedRequest):
@@ -304,20 +307,21 @@ class TestRay:
             yield {"type": "http.response.start", "status": 200, "headers": []}
             yield {"type": "http.response.body", "body": b"", "more_body": False}
 
-        transport = httpx.ASGITransport(IngressApp(read, forward, max_body_bytes=1000))
+        transport = httpx.ASGITransport(IngressApp(read, forward, 1000, AnswerMemory(0)))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             await client.post(RESPONSES, json={"previous_response_id": named, "input": "x"})
             await client.get(f"{RESPONSES}/{named}")
             await client.post("/v1/chat/completions", json={"messages": [], "previous_response_id": named})
-        assert owners == ["a" * 8, "a" * 8, None]
+        assert owners == ["a" * 8] * 3 + [None] * 2
 
     async def test_prompts_are_those_that_the_route_computes(self, storing):
         """RP-2: a follow-up is read by the replica that has what it continues, and by no other."""
         first = create(storing, input=QUESTION, max_output_tokens=2)
         body = {"previous_response_id": first["id"], "input": NEXT, "max_output_tokens": 3}
-        read = await read_prompt(storing.serving, RESPONSES, b"", json.dumps(body).encode())
+        asked = PromptRequest(RESPONSES, b"", json.dumps(body).encode(), known={})
+        read = await read_prompt(storing.serving, asked)
         computed = create(storing, **body, return_token_ids=True)
         assert [list(one) for one in read.tokens] == [computed["prompt_token_ids"]]
         assert read.new_tokens == 3
         unknown = json.dumps(body | {"previous_response_id": "resp_x"}).encode()
-        assert (await read_prompt(storing.serving, RESPONSES, b"", unknown)).tokens == ()
+        assert (await read_prompt(storing.serving, replace(asked, body=unknown))).tokens == ()
