@@ -75,5 +75,6 @@ TOKENIZER = FlagGroup(
             "use_tokenizer_model_from_checkpoint_args",
             "Without a tokenizer beside the checkpoint, use the one that its arguments name, if it exists",
         ),
+        Flag("chat_template", "Jinja file of the chat template; default: the tokenizer's", metavar="FILE"),
     ),
 )

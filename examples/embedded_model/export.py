@@ -30,7 +30,7 @@ from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.export import save_hf_checkpoint
 from megatron_ext.models.load import load_model
-from megatron_ext.text.chat_template import read_chat_template
+from megatron_ext.text.template_files import read_chat_templates
 
 CARD = "README.md"
 TOKENIZER_FILES = ("chat_template.jinja", "tokenizer_config.json")  # of the shipped model; written by hand
@@ -112,7 +112,7 @@ def agreement(model: HybridModel, inputs: torch.Tensor) -> float:
 
 def tools(directory: Path) -> list[Row]:
     """Return scores of tool calls on held-out prompts, without and with thinking."""
-    template = read_chat_template(directory)
+    template = read_chat_templates(directory).chosen(has_tools=True)
     assert template is not None
     exchanges = list(held_out_exchanges(held_out_documents(), TOOL_PROMPTS))
     rows: list[Row] = []

@@ -39,7 +39,7 @@ from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights
-from megatron_ext.text.chat_template import read_chat_template
+from megatron_ext.text.template_files import read_chat_templates
 
 VOCABULARY = 4096
 SPECIAL_TOKENS = ("<|endoftext|>", SYSTEM, USER, ASSISTANT, END)  # ids 0 to 4
@@ -202,7 +202,7 @@ def train_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> Tokenizer
 
 def training_tokens(tokenizer: Tokenizer, documents: list[Document], recipe: Recipe) -> Tensor:
     """Return the documents and all conversations in one row, in random order."""
-    template = read_chat_template(EMBEDDED_MODEL_DIR)
+    template = read_chat_templates(EMBEDDED_MODEL_DIR).chosen(has_tools=True)
     assert template is not None
     more = training_conversations(
         documents, template, recipe.tool_conversations, thinking=recipe.thinking_chats, plain=recipe.plain_chats

@@ -20,6 +20,7 @@ from megatron_ext.parallel.world import world_of_environment
 from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError, prepare_directory, unusable
 from megatron_ext.server.api_keys import load_keys
+from megatron_ext.text.template_files import read_template_file
 
 
 def check_paths(settings: InferenceSettings | ServerSettings) -> None:
@@ -47,6 +48,8 @@ def _check_source(source: SourceConfig) -> None:
             folder = require_model_folder(flag, given)
             if flag == "--load-hf":
                 check_fixed(read_fields(folder, source.hf_overrides), FIXED_IN_ALL)
+    if source.chat_template is not None:
+        read_template_file(Path(source.chat_template))
     if source.save is not None:
         try:
             require_place(Path(source.save).resolve())

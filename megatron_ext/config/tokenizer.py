@@ -23,6 +23,7 @@ TIKTOKEN_PATTERNS = ("v1", "v2")
 _OF_KIND = {
     TIKTOKEN_TOKENIZER: ("tiktoken_pattern", "tiktoken_num_special_tokens"),
     GPT2_TOKENIZER: ("vocab_file", "merge_file"),
+    HUGGING_FACE_TOKENIZER: ("chat_template",),
 }
 
 
@@ -37,6 +38,7 @@ class TokenizerConfig:
     tiktoken_pattern: str | None = None  # for TikTokenizer; default: v2
     tiktoken_num_special_tokens: int | None = None  # the same; default: 1000
     use_tokenizer_model_from_checkpoint_args: bool = True
+    chat_template: str | None = None  # file of the chat template; default: the tokenizer's
 
     def __post_init__(self) -> None:
         kind = self.tokenizer_type

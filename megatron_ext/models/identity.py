@@ -49,8 +49,10 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
         step = max(1, tokenizer.vocab_size // _LARGEST_LISTED)
         known = [one for one in range(0, tokenizer.vocab_size, step) if one in tokenizer.token_ids]
         serialized = "\0".join(tokenizer.detokenize([one], skip_special_tokens=False) for one in known)
+    template: object
     try:
-        template = tokenizer.chat_template if isinstance(tokenizer, TextTokenizer) else None
+        named = tokenizer.chat_templates.named if isinstance(tokenizer, TextTokenizer) else {}
+        template = dict(named) if len(named) > 1 else next(iter(named.values()), None)
     except ConfigError as error:
         template = str(error)
     special = tokenizer.vocab_size, tokenizer.bos, tokenizer.eod, ends_of(tokenizer)

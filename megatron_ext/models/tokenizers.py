@@ -27,8 +27,8 @@ from megatron_ext.text.library_tokenizers import (
     SentencePieceTokenizer,
     TikTokenizer,
 )
-from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, Tokenizer
-from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, has_tokenizer
+from megatron_ext.text.tokenizer import MissingTokenizer, NullTokenizer, TextTokenizer, Tokenizer
+from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, has_tokenizer, no_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,16 @@ def choose_tokenizer(
     Raises:
         ConfigError: The tokenizer cannot be loaded, or the request contradicts itself.
     """
+    tokenizer = _chosen(source, directory, ids, trained)
+    if source.chat_template is not None and not isinstance(tokenizer, TextTokenizer):
+        raise ConfigError(
+            f"--chat-template {source.chat_template} needs a tokenizer of Hugging Face, the model's is a "
+            f"{type(tokenizer).__name__}; give --tokenizer-model, or leave it out"
+        )
+    return tokenizer
+
+
+def _chosen(source: SourceConfig, directory: Path | None, ids: Ids, trained: TrainingFacts | None) -> Tokenizer:
     kind = source.tokenizer_type
     if kind == NULL_TOKENIZER:
         _require_nothing_else(source)
@@ -80,6 +90,11 @@ def choose_tokenizer(
             raise ConfigError(
                 f"--tokenizer-type {kind} needs tokenizer files, {directory} has none; give --tokenizer-model"
             )
+        if source.load_hf is not None and directory is not None:
+            return _missing(directory, ids)
+        if directory is not None and trained is None:
+            ids_as_texts = "texts are token ids separated by spaces, unless --tokenizer-model is given"
+            _say(f"{no_tokenizer(directory)}; {ids_as_texts}", logging.INFO)
         return _as_trained(source, ids, trained) or _null(ids)
     assert kind is not None
     return _of_kind(kind, source, ids, trained)
@@ -94,10 +109,24 @@ def _require_nothing_else(source: SourceConfig) -> None:
 
 
 def _null(ids: Ids) -> Tokenizer:
+    return NullTokenizer(_size(ids))
+
+
+def _size(ids: Ids) -> int:
     size = ids.asked or ids.model
     if size is None:
         raise ConfigError(f"--tokenizer-type {NULL_TOKENIZER} needs --vocab-size")
-    return NullTokenizer(size)
+    return size
+
+
+def _missing(directory: Path, ids: Ids) -> Tokenizer:
+    """Return the tokenizer of a published folder that has none, and say so."""
+    problem = (
+        f"{no_tokenizer(directory)}; copy them from where the model was published, or give --tokenizer-model; "
+        "prompts of token ids need none"
+    )
+    _say(problem, logging.WARNING)
+    return MissingTokenizer(_size(ids), problem)
 
 
 def _kind_of_file(source: SourceConfig, trained: TrainingFacts | None) -> str | None:
@@ -112,8 +141,10 @@ def _kind_of_file(source: SourceConfig, trained: TrainingFacts | None) -> str | 
 
 def _hugging_face(source: SourceConfig, directory: Path | None) -> Tokenizer | None:
     if source.tokenizer_model is not None:
-        return TextTokenizer(_local(source.tokenizer_model))
-    return TextTokenizer(directory) if directory is not None and has_tokenizer(directory) else None
+        directory = _local(source.tokenizer_model)
+    elif directory is None or not has_tokenizer(directory):
+        return None
+    return TextTokenizer(directory, source.chat_template)
 
 
 def _as_trained(source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -> Tokenizer | None:
@@ -135,7 +166,7 @@ def _as_trained(source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -
     _say(f"tokenizer of the checkpoint's arguments: {kind} {where}", logging.INFO)
     if kind == HUGGING_FACE_TOKENIZER:
         assert trained.tokenizer_model is not None
-        return TextTokenizer(trained.tokenizer_model)
+        return TextTokenizer(trained.tokenizer_model, source.chat_template)
     return _of_kind(kind, source, ids, trained)
 
 

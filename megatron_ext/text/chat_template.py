@@ -8,38 +8,32 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.files import read_json, read_text
+from megatron_ext.text.control_tokens import ASSISTANT
+from megatron_ext.text.generic_tools import spell_out
 from megatron_ext.text.raw_arguments import with_placeholders, with_texts
+from megatron_ext.text.template_files import SPECIAL_TOKENS
 from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.template_worker import Rendering
 
 logger = logging.getLogger(__name__)
 
 REASONING_EFFORT, ENABLE_THINKING, VERBOSITY = "reasoning_effort", "enable_thinking", "verbosity"
-TEMPLATE_FILE = "chat_template.jinja"
-_LONGEST_TEMPLATE = 1024**2  # bytes
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_SPECIAL_TOKEN_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json")
-_SPECIAL_TOKENS = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_DEFAULT_TEMPLATE = "default"  # name of the default of several
 # Template variables that callers cannot set.
 _RESERVED = frozenset(
     (
         *("messages", "conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
         *("add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
-        *_SPECIAL_TOKENS,
+        *SPECIAL_TOKENS,
     )
 )
 LONGEST_VARIABLE = 64  # characters
 _WORD = re.compile(r"\w+")
+_PROBE = "Answer in verse."  # a system message
 
 
 @dataclass(frozen=True)
@@ -81,12 +75,11 @@ class ChatOptions:
                 unknown.append(VERBOSITY)
         return given, unknown
 
-    def check(self, template: str) -> None:
-        """Check that the template accepts these options.
+    def check(self) -> None:
+        """Check names and ends.
 
         Raises:
-            ConfigError: There are tools but the template takes none, variables that are reserved or no identifiers, or
-                two contradictory ends.
+            ConfigError: There are variables that are reserved or no identifiers, or two contradictory ends.
         """
         odd = next((name for name in self.variables if not name.isidentifier() or len(name) > LONGEST_VARIABLE), None)
         if odd is not None:
@@ -98,50 +91,10 @@ class ChatOptions:
         reserved = sorted(_RESERVED & set(self.variables))
         if reserved:
             raise ConfigError(f"chat_template_kwargs: {reserved[0]} is reserved; leave it out")
-        if self.tools and "tools" not in _words_of(template):
-            raise ConfigError("tools: the model's chat template does not support tools; leave them out")
         if self.add_generation_prompt and self.continue_final_message:
             raise ConfigError(
                 "continue_final_message and add_generation_prompt contradict each other; give one of them"
             )
-
-
-def read_chat_template(directory: Path) -> str | None:
-    """Return the template of a directory: a separate file, else from `tokenizer_config.json`; None without one.
-
-    Raises:
-        ConfigError: The value is not a template, or there are several without a default.
-    """
-    file, config = directory / TEMPLATE_FILE, directory / _TOKENIZER_CONFIG
-    if os.path.lexists(file):
-        return read_text(file, _LONGEST_TEMPLATE)
-    template = read_json(config).get("chat_template") if os.path.lexists(config) else None
-    if isinstance(template, list):
-        template = _default_of(template, config)
-    if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{config}: chat_template is not a text")
-    return template
-
-
-def _default_of(templates: list[Any], config: Path) -> Any:
-    named = {item["name"]: item.get("template") for item in templates if isinstance(item, dict) and "name" in item}
-    if _DEFAULT_TEMPLATE not in named:
-        raise ConfigError(f"{config}: none of the chat templates {', '.join(named)} is named {_DEFAULT_TEMPLATE!r}")
-    return named[_DEFAULT_TEMPLATE]
-
-
-def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Return the texts of special tokens that templates may use, as {"bos_token": "<s>", ...}."""
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL_TOKEN_FILES:
-        fields = read_json(directory / name) if os.path.lexists(directory / name) else {}
-        for role in _SPECIAL_TOKENS:
-            token = fields.get(role)
-            if isinstance(token, dict):
-                token = token.get("content")
-            if isinstance(token, str):
-                tokens.setdefault(role, token)
-    return tokens
 
 
 def render_chat(
@@ -163,17 +116,43 @@ def render_chat(
             broken, recurses without end, takes more than 5 s of CPU time, or makes more than 64 MB of text.
     """
     chat = _checked(messages)
-    options.check(template)
-    settings = {
-        "tools": [dict(tool) for tool in options.tools] or None,
-        "add_generation_prompt": options.add_generation_prompt,
-        "continue_final_message": options.continue_final_message,
-    }
+    options.check()
     variables, unknown = options.known_to(template)
     for name in unknown:
         _note_unknown(name)
     chat, raw = with_placeholders(chat)
+    tools = [dict(tool) for tool in options.tools]
+    if not takes_tools(template) and (tools or _has_unknown_calls(template, chat)):
+        in_system = bool(tools) and _shows_system(template, tuple(special_tokens.items()))
+        chat, tools = spell_out(chat, tools, in_system=in_system), []
+    settings = {
+        "tools": tools or None,
+        "add_generation_prompt": options.add_generation_prompt,
+        "continue_final_message": options.continue_final_message,
+    }
     return with_texts(RENDERER.render(Rendering(template, chat, settings, {**special_tokens, **variables})), raw)
+
+
+def takes_tools(template: str) -> bool:
+    """Return whether a template shows the tools of a request; `generic_tools` spells them out for others."""
+    return "tools" in _words_of(template)
+
+
+def _has_unknown_calls(template: str, chat: Sequence[Mapping[str, object]]) -> bool:
+    """Return whether the assistant has called tools, and the template would leave that out."""
+    calls = any(message["role"] == ASSISTANT and message.get("tool_calls") for message in chat)
+    return calls and "tool_calls" not in _words_of(template)
+
+
+@functools.lru_cache(maxsize=4)
+def _shows_system(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
+    """Return whether a template shows system messages; some refuse them."""
+    turns = (("system", _PROBE), ("user", "Hello"))
+    probe: list[dict[str, object]] = [{"role": role, "content": text} for role, text in turns]
+    try:
+        return _PROBE in RENDERER.render(Rendering(template, probe, {}, dict(special_tokens)))
+    except ConfigError:
+        return False
 
 
 @functools.lru_cache(maxsize=4)

@@ -33,14 +33,14 @@ class Rendering:
 
     Attributes:
         template: Jinja template.
-        messages: Messages as checked by `render_chat`.
+        messages: Messages as checked by `render_chat`; None to compile the template only.
         options: Other arguments of transformers' `render_jinja_template`.
         variables: Variables of the template.
         cpu_seconds: CPU time after which the process is killed.
     """
 
     template: str
-    messages: list[dict[str, object]]
+    messages: list[dict[str, object]] | None
     options: Mapping[str, object]
     variables: Mapping[str, object] = field(default_factory=dict)
     cpu_seconds: float = CPU_SECONDS
@@ -52,8 +52,9 @@ def render(request: Rendering) -> tuple[int, str]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        (text,), _ = render_jinja_template(
-            [request.messages], chat_template=request.template, **request.options, **request.variables
+        conversations = [] if request.messages is None else [request.messages]
+        texts, _ = render_jinja_template(
+            conversations, chat_template=request.template, **request.options, **request.variables
         )
     except jinja2.TemplateSyntaxError as error:
         return REFUSED, f"the chat template is broken, line {error.lineno}: {_reason(error)}"
@@ -68,7 +69,7 @@ def render(request: Rendering) -> tuple[int, str]:
         return NO_MEMORY, ""
     except Exception as error:  # compiling Jinja's Python code may raise anything
         return REFUSED, f"the chat template is broken: {type(error).__name__}: {_reason(error)}"
-    return TEXT, text
+    return TEXT, "".join(texts)
 
 
 def _reason(error: BaseException) -> str:

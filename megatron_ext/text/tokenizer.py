@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.chat_template import ChatOptions, read_chat_template, read_special_tokens, render_chat
+from megatron_ext.text.chat_template import ChatOptions, render_chat
 from megatron_ext.text.chat_tokens import ChatTokens, Messages, RenderedChat, marked_special
 from megatron_ext.text.special_ids import special_ids
+from megatron_ext.text.template_files import ChatTemplates, read_chat_templates, read_special_tokens, read_template_file
 from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.tokenizer_backends import AutoBackend, FastBackend
 from megatron_ext.text.tokenizer_files import TOKENIZER_FILE
@@ -83,19 +84,41 @@ class NullTokenizer:
         return " ".join(str(token_id) for token_id in ids)
 
 
+class MissingTokenizer(NullTokenizer):
+    """Tokenizer of a model whose folder has none: prompts are token ids, and texts are refused.
+
+    Args:
+        vocab_size: Exclusive upper bound of ids.
+        problem: Error of each text: which files are missing, and what to do.
+    """
+
+    def __init__(self, vocab_size: int, problem: str) -> None:
+        super().__init__(vocab_size)
+        self.problem = problem
+
+    def tokenize(self, text: str) -> list[int]:
+        """Refuse any text.
+
+        Raises:
+            ConfigError: In any case.
+        """
+        raise ConfigError(self.problem)
+
+
 class TextTokenizer:
     """Hugging Face tokenizer: `tokenizer.json` through `tokenizers`, other formats through `transformers`.
 
     Args:
         path: Directory, or a `tokenizer.json` with the files of its special tokens next to it.
+        template_file: File of a chat template in place of the directory's; None for these.
 
     Raises:
-        ConfigError: The path does not exist, or has no tokenizer.
+        ConfigError: The path does not exist, or has no tokenizer; or the file is no template.
     """
 
     _chat_tokens: ChatTokens | None = None  # created with the first conversation
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, template_file: str | Path | None = None) -> None:
         self.path = path = Path(path)
         if not path.exists():
             raise ConfigError(f"tokenizer {path} does not exist; give a directory or a {TOKENIZER_FILE}")
@@ -115,7 +138,9 @@ class TextTokenizer:
         self.eod, self.bos, self.ends = special.eod, special.bos, special.ends
         # Read now: the directory may later hold another tokenizer.
         self._special_tokens = read_special_tokens(directory)
-        self._chat_template = _chat_template_or_error(directory)
+        self._templates = (
+            _templates_or_error(directory) if template_file is None else read_template_file(Path(template_file))
+        )
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, with the special tokens that the tokenizer itself adds."""
@@ -147,19 +172,28 @@ class TextTokenizer:
         return self._backend.longest_token
 
     @property
-    def chat_template(self) -> str | None:
-        """Jinja template of the tokenizer; None if the model is not a chat model.
+    def chat_templates(self) -> ChatTemplates:
+        """Jinja templates of the tokenizer; none if the model is not a chat model.
 
         Raises:
-            ConfigError: See `read_chat_template`.
+            ConfigError: See `read_chat_templates`.
         """
-        if isinstance(self._chat_template, ConfigError):
-            raise self._chat_template
-        return self._chat_template
+        if isinstance(self._templates, ConfigError):
+            raise self._templates
+        return self._templates
+
+    @property
+    def chat_template(self) -> str | None:
+        """Template of conversations without tools; None if the model is not a chat model.
+
+        Raises:
+            ConfigError: See `read_chat_templates` and `ChatTemplates.chosen`.
+        """
+        return self.chat_templates.chosen(has_tools=False)
 
     def prepare_chat(self) -> None:
         """Start the process that renders conversations if there is a template, without waiting for it."""
-        if isinstance(self._chat_template, str):
+        if isinstance(self._templates, ChatTemplates) and self._templates.named:
             RENDERER.start()
 
     def apply_chat_template(
@@ -178,10 +212,11 @@ class TextTokenizer:
         Raises:
             ConfigError: There is no template, or messages are invalid or refused by it.
         """
-        if self.chat_template is None:
-            raise ConfigError(f"{self._directory} has no chat template; give the prompt as text")
         chosen = options or ChatOptions(add_generation_prompt)
-        return render_chat(self.chat_template, messages, self._special_tokens, chosen)
+        template = self.chat_templates.chosen(has_tools=bool(chosen.tools))
+        if template is None:
+            raise ConfigError(f"{self._directory} has no chat template; give the prompt as text, or --chat-template")
+        return render_chat(template, messages, self._special_tokens, chosen)
 
     def tokenize_chat(
         self,
@@ -232,9 +267,9 @@ class TextTokenizer:
         )
 
 
-def _chat_template_or_error(directory: Path) -> str | ConfigError | None:
-    """Return the template or its error, which matters only for chats."""
+def _templates_or_error(directory: Path) -> ChatTemplates | ConfigError:
+    """Return the templates or their error, which matters only for chats."""
     try:
-        return read_chat_template(directory)
+        return read_chat_templates(directory)
     except ConfigError as error:
         return error

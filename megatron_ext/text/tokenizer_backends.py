@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 from megatron_ext.text.rust_panics import CANNOT_DECODE, CANNOT_ENCODE, panics_as_errors
-from megatron_ext.text.tokenizer_files import LONGEST_FILE, VOCABULARIES, check_files, has_tokenizer
+from megatron_ext.text.tokenizer_files import LONGEST_FILE, check_files, has_tokenizer, no_tokenizer
 
 
 class _Backend:
@@ -74,8 +74,7 @@ class AutoBackend(_Backend):
 
     def __init__(self, directory: Path) -> None:
         if not has_tokenizer(directory):
-            wanted = ", ".join(VOCABULARIES)
-            raise ConfigError(f"{directory} has no tokenizer: none of {wanted}")
+            raise ConfigError(no_tokenizer(directory))
         brings_code = check_files(directory)
         from transformers import AutoTokenizer
 

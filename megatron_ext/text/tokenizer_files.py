@@ -10,12 +10,12 @@ from typing import Protocol
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular, read_json
-from megatron_ext.text.chat_template import TEMPLATE_FILE
+from megatron_ext.text.template_files import ADDITIONAL_TEMPLATES, PROCESSOR_TEMPLATE, TEMPLATE_FILE
 
 TOKENIZER_FILE = "tokenizer.json"
 _DESCRIPTION = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"  # the model's, with the tokens that end a document
-# All files of a tokenizer: saved with a checkpoint, and sufficient to rebuild it.
+# Patterns of all files of a tokenizer: saved with a checkpoint, and sufficient to rebuild it.
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     _DESCRIPTION,
@@ -26,6 +26,8 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     TEMPLATE_FILE,
+    PROCESSOR_TEMPLATE,
+    ADDITIONAL_TEMPLATES,
     GENERATION_FILE,
 )
 # A directory with one of these has a tokenizer; other files only describe it.
@@ -58,14 +60,22 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in VOCABULARIES)
 
 
+def no_tokenizer(directory: Path) -> str:
+    """Return the problem of a directory that holds no vocabulary."""
+    return f"{directory} has no tokenizer: none of {', '.join(VOCABULARIES)}"
+
+
 def copy_tokenizer_files(source: Path, target: Path) -> None:
     """Copy a tokenizer's files, as far as they exist, from a directory, or one file as `tokenizer.json`."""
     if source.is_file():
         shutil.copyfile(source, target / TOKENIZER_FILE)
         return
     for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+        for file in source.glob(name):
+            if file.is_file():
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
 
 
 def describe_tokenizer(directory: Path, tokenizer: Describable) -> None:

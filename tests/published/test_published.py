@@ -1,4 +1,4 @@
-"""FA-5: SmolLM2-135M-Instruct beside transformers: alone, together, cached, drafted, in fewer bits, served."""
+"""FA-5: SmolLM2-135M-Instruct beside transformers: alone, together, cached, drafted, quantized, served, with tools."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.run import build_serving
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.on_request import long_except
+from tests.unit_tests.support.agent_loop import check_brief_cache, play_briefly
 from tests.unit_tests.support.chat_turns import TURNS, play_all
 from tests.unit_tests.support.server import LiveServer
 
@@ -239,3 +240,18 @@ def test_each_turn_resumes_where_the_last_one_ended(chats: int) -> None:
     print(dict(counts))
     assert counts["resumed"] + counts["a special token"] == (TURNS - 1) * chats, counts
     assert counts["a special token"] <= chats // 10
+
+
+def test_an_agents_loop(tokenizer: PreTrainedTokenizerBase) -> None:
+    """S15: two tools and three turns with forced calls, although the model's template has no tools."""
+    pools = ["--inference-dynamic-batching-block-count", "100", "--inference-dynamic-batching-block-size", "16"]
+    server = LiveServer(build_serving(parse_server_arguments(["--load-hf", str(MODEL), *pools])))
+    try:
+        turns = play_briefly(server.url, parallel_tool_calls=False)  # it would call and call
+    finally:
+        server.stop()
+    check_brief_cache(turns, 16, [END])
+    shown = tokenizer.decode(turns[2].prompt)
+    assert shown.count("<|im_start|>assistant\n<tool_call>\n") == 2
+    assert shown.count("<|im_start|>user\n<tool_response>\n") == 2
+    assert tokenizer.decode(turns[2].answer).strip()

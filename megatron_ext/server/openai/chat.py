@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -10,15 +11,25 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.server.http.body import JsonReader
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.text import reasoning
-from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.chat_template import ChatOptions, takes_tools
 from megatron_ext.text.chat_tokens import RenderedChat
-from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
+from megatron_ext.text.tokenizer import MissingTokenizer, TextTokenizer, Tokenizer, ends_of
 from megatron_ext.text.tool_calls import formats
+
+logger = logging.getLogger(__name__)
 
 _MAX_TURNS = 8  # turns whose ends get snapshots: more would evict those of other conversations
 _ANSWER = "0123456789"
 _TAIL = 16  # tokens of a prompt's end that may be a marker
 AUTO, NONE = "auto", "none"
+_GENERIC = (
+    "the chat template has no tools: requests with tools get them described in the system message, and calls are read "
+    "as by --tool-call-parser hermes; --chat-template FILE gives another template"
+)
+_REFUSED = (
+    "the chat template has no tools, and --tool-call-parser %s reads no calls of the generic form: requests with tools "
+    "are refused; leave it out, or give --chat-template FILE"
+)
 _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
 
 
@@ -40,13 +51,21 @@ class ChatFormat:
     ) -> None:
         self._tokenizer = tokenizer
         self._parse_control = parse_control
-        template = _template_of(tokenizer)
+        template = _template_of(tokenizer, has_tools=True)
+        self._refuses_tools = False
+        if template is not None and not takes_tools(template):
+            self._refuses_tools = tool_calls not in (AUTO, formats.HERMES.name)
+            if self._refuses_tools:
+                logger.warning(_REFUSED, tool_calls)
+            else:
+                logger.info(_GENERIC)
+            template = None  # what it shows of calls is not used
         self.tool_calls = (
             formats.format_of(template) if tool_calls == AUTO else formats.format_named(tool_calls, template)
         )
         self.reasoning: reasoning.ReasoningFormat | None = None
         if reasoning_name == AUTO:
-            self.reasoning = reasoning.format_of(template)
+            self.reasoning = reasoning.format_of(_template_of(tokenizer, has_tools=False))
         elif reasoning_name != NONE:
             self.reasoning = reasoning.format_named(reasoning_name)
         if isinstance(tokenizer, TextTokenizer):
@@ -74,10 +93,14 @@ class ChatFormat:
         """Return the prompt of messages in the form of chat templates.
 
         Raises:
-            ConfigError: There is no template, or it refuses the messages.
+            ConfigError: There is no template, or it refuses the messages or the tools.
         """
+        if isinstance(self._tokenizer, MissingTokenizer):
+            raise ConfigError(self._tokenizer.problem)
         if not isinstance(self._tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
+        if self._refuses_tools and options is not None and options.tools:
+            raise ConfigError("tools: the model's chat template has none, and its --tool-call-parser is not hermes")
         rendered = self._tokenizer.render_chat(messages, parse_control=self._parse_control, options=options)
         self.end_of_turn  # noqa: B018  # rendered here, since the property is read on the event loop later
         return rendered
@@ -172,11 +195,11 @@ class ChatFormat:
         return tuple(token for token in ends_of(self._tokenizer) if token != self.end_of_turn)
 
 
-def _template_of(tokenizer: Tokenizer) -> str | None:
+def _template_of(tokenizer: Tokenizer, *, has_tools: bool) -> str | None:
     """Return the chat template; None without one, and if it cannot be read, which its first use reports."""
     if not isinstance(tokenizer, TextTokenizer):
         return None
     try:
-        return tokenizer.chat_template
+        return tokenizer.chat_templates.chosen(has_tools=has_tools)
     except ConfigError:
         return None

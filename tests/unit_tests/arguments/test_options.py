@@ -28,6 +28,7 @@ OPTIONS = """
 --dtype --bf16 --no-bf16 --fp16 --no-fp16 --seed
 --tokenizer-type --tokenizer-model --vocab-file --merge-file --tiktoken-pattern --tiktoken-num-special-tokens
 --use-tokenizer-model-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
+--chat-template
 --spec --hybrid-override-pattern --hybrid-layer-pattern --recurrent-layer
 --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels

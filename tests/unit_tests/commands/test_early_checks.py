@@ -25,6 +25,11 @@ COMMANDS = [
     ("run --prefix-cache-dir file/x", "--prefix-cache-dir file/x: Not a directory"),
     ("run --prefix-cache-dir folder", "folder has other files and no prefix_cache_marker"),
     ("run --prefix-cache-audit 1 --prefix-cache-audit-dir file/x", "--prefix-cache-audit-dir"),
+    ("run --chat-template nowhere", "--chat-template nowhere: No such file or directory"),
+    (
+        "serve --chat-template broken.jinja --dry-run",
+        "broken.jinja: the chat template is broken, line 2",
+    ),
     ("serve --load-hf nowhere", "--load-hf nowhere does not exist"),
     ("serve --api-key-file nowhere", "--api-key-file nowhere cannot be read"),
     ("serve --prefix-cache-dir file/x", "--prefix-cache-dir file/x: Not a directory"),
@@ -43,6 +48,7 @@ print(json.dumps(found))
 
 def test_bad_paths_are_told_before_torch_is_imported(tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "broken.jinja").write_text("{{ messages }}\n{% if %}")
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.gguf").touch()

@@ -19,7 +19,7 @@ from examples.embedded_model.conversations import (
 from examples.embedded_model.corpus import Document, Entry
 from examples.embedded_model.tool_evaluation import parsed_calls, score
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.text.chat_template import read_chat_template
+from megatron_ext.text.template_files import read_chat_templates
 
 DOCUMENTS = [Document("m", tuple(Entry(f"m.f{i}", f"m.f{i}()", f"Does the thing number {i}.") for i in range(5)))]
 ENTRIES = [(entry.name, entry.text) for entry in DOCUMENTS[0].entries]
@@ -28,7 +28,7 @@ SHORT = 15  # arguments that are numbers or names of the documentation are split
 
 @cache
 def template() -> str:
-    found = read_chat_template(EMBEDDED_MODEL_DIR)
+    found = read_chat_templates(EMBEDDED_MODEL_DIR).chosen(has_tools=True)
     assert found is not None
     return found
 

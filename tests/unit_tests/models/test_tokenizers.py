@@ -15,6 +15,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.models import load
 from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
+from megatron_ext.server.openai.chat import ChatFormat
+from megatron_ext.server.openai.protocol import Message
 from megatron_ext.text.library_tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, TikTokenizer
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 from tests.unit_tests.support.vocabularies import write_gpt2, write_sentencepiece, write_tiktoken
@@ -95,7 +97,7 @@ def test_files_are_saved_with_a_model(files, flags, tiny_model, tiny_config, tmp
 
 
 SPOILED = {
-    "has tokenizer_type = 'BertTokenizer'; one of TikTokenizer, ": {"tokenizer_type": "BertTokenizer"},
+    "has tokenizer_type = 'BertTokenizer', which must be one of TikTokenizer, ": {"tokenizer_type": "BertTokenizer"},
     "has tokenizer_type = None": {"tokenizer_type": None},
     "has fields tokenizer_type, .*, more": {"more": 1},
     "a tiktoken_pattern, .* that is not valid: 'v3', 8, 269": {"tiktoken_pattern": "v3"},
@@ -184,6 +186,53 @@ def test_names_missing_files(files, caplog):
     assert line.endswith(
         "gone.model, which is not on this machine: texts are shown as token ids; give --tokenizer-model"
     )
+
+
+def test_a_published_folder_without_a_tokenizer(files, caplog):
+    """U2: the start and each text say which files were looked for; token ids need no tokenizer."""
+    found = choose_tokenizer(SourceConfig(load_hf=str(files / "empty")), files / "empty", ANY)
+    problem = (
+        f"{files}/empty has no tokenizer: none of tokenizer.json, tokenizer.model, vocab.json, vocab.txt; copy them "
+        "from where the model was published, or give --tokenizer-model; prompts of token ids need none"
+    )
+    assert caplog.messages == [problem]
+    for text in ("The quick", "17 4 4"):
+        with pytest.raises(ConfigError) as caught:
+            found.tokenize(text)
+        assert str(caught.value) == problem
+    with pytest.raises(ConfigError) as caught:
+        ChatFormat(found).render([Message(role="user", content="1")])
+    assert str(caught.value) == problem
+    assert (found.vocab_size, found.detokenize([17, 4])) == (2000, "17 4")
+    caplog.clear()
+    asked = SourceConfig(load_hf=str(files / "empty"), tokenizer_type="NullTokenizer")
+    assert choose_tokenizer(asked, files / "empty", ANY).tokenize("17 4 4") == [17, 4, 4]
+    assert not caplog.messages
+
+
+def test_a_checkpoint_of_megatrons_without_a_tokenizer(files, caplog):
+    """Texts are token ids, since Megatron trains such models, too; the start says which files were looked for."""
+    caplog.set_level("INFO")
+    found = choose_tokenizer(SourceConfig(load=str(files / "empty")), files / "empty", ANY)
+    assert found.tokenize("17 4") == [17, 4]
+    (line,) = caplog.messages
+    assert line.startswith(f"{files}/empty has no tokenizer: none of tokenizer.json, ")
+    assert line.endswith("; texts are token ids separated by spaces, unless --tokenizer-model is given")
+
+
+def test_a_chat_template_of_a_flag(files, tmp_path):
+    file = tmp_path / "given.jinja"
+    file.write_text("given")
+    found = choose_tokenizer(SourceConfig(chat_template=str(file)), EMBEDDED_MODEL_DIR, ANY)
+    assert found.apply_chat_template([{"role": "user", "content": "1"}]) == "given"
+    facts = TrainingFacts(True, 2000, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=EMBEDDED_MODEL_DIR)
+    assert choose_tokenizer(SourceConfig(chat_template=str(file)), files / "empty", ANY, facts).chat_template == "given"
+    for flags in ({"tokenizer_type": "NullTokenizer"}, {"tokenizer_type": "Llama2Tokenizer"}):
+        with pytest.raises(ConfigError, match=r"--chat-template .* is for --tokenizer-type HuggingFaceTokenizer, not"):
+            SourceConfig(chat_template=str(file), **flags)
+    for flags in ({}, {"load_hf": str(files / "empty")}):
+        with pytest.raises(ConfigError, match=r"needs a tokenizer of Hugging Face, the model's is a \w+; give"):
+            choose_tokenizer(SourceConfig(chat_template=str(file), **flags), files / "empty", ANY)
 
 
 @pytest.mark.parametrize(

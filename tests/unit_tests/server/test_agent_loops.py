@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,14 +18,25 @@ from megatron_ext.server.openai.response_builders import ChatResponseBuilder
 from megatron_ext.server.openai.responses import Piece
 from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
 from megatron_ext.text import reasoning
+from megatron_ext.text.template_files import ChatTemplates
 from megatron_ext.text.tool_calls.formats import format_named
 from megatron_ext.text.tool_calls.functions import Function
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.on_request import long_except
 from tests.unit_tests.parallel.test_failures import be_patient
 from tests.unit_tests.parallel.test_server import stop
-from tests.unit_tests.support.agent_loop import COMPACTION, TURNS, check_cache, play
+from tests.unit_tests.support.agent_loop import (
+    COMPACTION,
+    SEVERAL,
+    TURNS,
+    WITHOUT_TOOLS,
+    check_brief_cache,
+    check_cache,
+    play,
+    play_briefly,
+)
 from tests.unit_tests.support.ranks import run_world
+from tests.unit_tests.support.server import embedded_engine
 from tests.unit_tests.text.tool_calls.test_tool_calls import ARGUMENTS, BARE, PARAMETERS, written
 
 BLOCK = 16
@@ -42,6 +54,20 @@ def test_one_process(trained):
     assert [turn.answer for turn in again] == [turn.answer for turn in first[:3]]
     assert all(turn.cached == (len(turn.prompt) - 1) // BLOCK * BLOCK for turn in again)
     assert [turn.calls for turn in first] == [2] * COMPACTION + [1] * (TURNS - COMPACTION - 1) + [0]
+
+
+def test_a_template_without_tools(serve):
+    """The generic form: calls are forced, several at once, and the next turn begins with the tokens of the last one."""
+    engine = embedded_engine(is_whole=True)
+    engine.controller.tokenizer._templates = ChatTemplates.only(WITHOUT_TOOLS, Path())
+    server = serve(engine, "embedded")
+    turns = play_briefly(server.url, **SEVERAL)
+    check_brief_cache(turns, BLOCK, server.serving.chat_format.ends)
+    assert turns[0].calls >= 2
+    shown = server.serving.vocabulary.detokenize(turns[2].prompt, skip_special_tokens=False)
+    assert shown.count("<|system|>") == 1
+    assert shown.count("<tool_call>") == turns[0].calls + turns[1].calls + 2  # and in the instructions
+    assert shown.count("<|user|><tool_response>") == 2, "results of a turn are one message"
 
 
 # Writes arguments as JSON and each of their members, as templates do the one or the other.
@@ -87,7 +113,7 @@ NOTHING_ELSE |= {"skipped_prefill_token_count": 0, "prefill_reasons": {}, "param
 def test_an_answer_cut_anywhere_is_accepted_back(embedded, monkeypatch, name):
     """Arguments that are no JSON are shown as the model wrote them, the same on all routes."""
     tokenizer, vocabulary = embedded.serving.tokenizer, embedded.serving.vocabulary
-    monkeypatch.setattr(tokenizer, "_chat_template", BOTH_WAYS)
+    monkeypatch.setattr(tokenizer, "_templates", ChatTemplates.only(BOTH_WAYS, Path()))
     calls = [("weather", ARGUMENTS["unicode"]), ("time-now", {"a": [{"b": None}]})]
     text = THOUGHT + written(name, calls, "" if name in BARE else "I look.")
     ids = tokenizer.tokenize(text)
@@ -112,7 +138,7 @@ def test_an_answer_cut_anywhere_is_accepted_back(embedded, monkeypatch, name):
 def test_arguments_that_are_no_object_are_shown_as_they_are(embedded, monkeypatch, arguments):
     """A template that writes JSON shows the text itself; one that writes members has one for it."""
     tokenizer = embedded.serving.tokenizer
-    monkeypatch.setattr(tokenizer, "_chat_template", BOTH_WAYS)
+    monkeypatch.setattr(tokenizer, "_templates", ChatTemplates.only(BOTH_WAYS, Path()))
     function = {"name": "f", "arguments": arguments}
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
     items = [{"type": "function_call", "call_id": "c"} | function]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from tokenizers import Regex, decoders, pre_tokenizers
 
+from megatron_ext.text.template_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support.server import LiveServer
@@ -43,7 +45,7 @@ def wrapped(embedded):
 )
 def test_templates(embedded, monkeypatch, caplog, template, said):
     with monkeypatch.context() as patch:
-        patch.setattr(embedded.serving.tokenizer, "_chat_template", template)
+        patch.setattr(embedded.serving.tokenizer, "_templates", ChatTemplates.only(template, Path()))
         for path in (CHAT, "/tokenize") if template == RECURSIVE else (CHAT,):
             error = check_error(embedded.http.post(path, json={"messages": QUESTION}, timeout=120.0), 400)
             assert said in error["message"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from megatron_ext.server.http.request_ids import LONGEST_ID
 from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.template_files import ChatTemplates
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support.server import embedded_engine, tiny_engine
 
@@ -194,7 +196,7 @@ class TestVerbosity:
 
     def test_is_rendered(self, serve):
         engine = embedded_engine()
-        engine.controller.tokenizer._chat_template = self.TEMPLATE
+        engine.controller.tokenizer._templates = ChatTemplates.only(self.TEMPLATE, Path())
         server = serve(engine, "embedded")
         counts = []
         for fields in ({}, {"verbosity": "low"}):

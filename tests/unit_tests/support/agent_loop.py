@@ -9,7 +9,7 @@ import itertools
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 TURNS = 12
@@ -37,6 +37,9 @@ TOOLS = [
 CLOCK = {"type": "function", "function": {"name": "clock"}}  # a call without any choice of the model's
 ANSWER = {"type": "object", "properties": {"city": {"enum": CITIES}, "level": {"enum": LEVELS}}}
 ANSWER |= {"required": ["city", "level"], "additionalProperties": False}
+# A template of the embedded model's that knows neither tools nor calls.
+WITHOUT_TOOLS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor -%}
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 SYSTEM = {"role": "system", "content": "You plan journeys. Look up the weather, and take notes of what matters."}
 
 
@@ -105,6 +108,42 @@ def play(url: str, name: str = "", turns: int = TURNS) -> list[Turn]:
             result = run(call["function"]["name"], json.loads(call["function"]["arguments"]), fails=place == 1)
             messages.append({"role": "tool", "content": result, "tool_call_id": call["id"]})
     return played
+
+
+def play_briefly(url: str, **fields: object) -> list[Turn]:
+    """Play three turns with two tools: a call of any, a call of one by its name, an answer after both."""
+    messages = [SYSTEM, {"role": "user", "content": "Should I go to Oslo?"}]
+    note = {"type": "function", "function": {"name": "note"}}
+    played: list[Turn] = []
+    for choice in ("required", note, "none"):
+        body = {"messages": messages, "tools": TOOLS[:2], "tool_choice": choice, "max_tokens": 120, "temperature": 0}
+        content = post(url, body | {"return_token_ids": True} | fields)
+        (answer,), usage = content["choices"], content["usage"]
+        calls = answer["message"].get("tool_calls", [])
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        played.append(Turn(content["prompt_token_ids"], answer["token_ids"], cached, len(calls)))
+        assert answer["finish_reason"] == "tool_calls" or choice == "none", answer
+        assert choice != note or {call["function"]["name"] for call in calls} == {"note"}
+        messages = [*messages, {name: answer["message"][name] for name in ("role", "content")}]
+        if calls:
+            messages[-1]["tool_calls"] = calls
+        for call in calls:
+            result = run(call["function"]["name"], json.loads(call["function"]["arguments"]), fails=False)
+            messages.append({"role": "tool", "content": result, "tool_call_id": call["id"]})
+    return played
+
+
+def check_brief_cache(turns: Sequence[Turn], block: int, ends: Collection[int]) -> None:
+    """Check that each turn begins with the tokens of the turn before, and has skipped all whole blocks of them."""
+    assert len(turns) == 3
+    assert turns[0].calls >= 1
+    assert turns[1].calls >= 1
+    assert turns[2].calls == 0
+    for before, turn in itertools.pairwise(turns):
+        is_ended = before.answer[-1] in ends
+        known = [*before.prompt, *(before.answer[:-1] if is_ended else before.answer)]
+        assert turn.prompt[: len(known)] == known
+        assert turn.cached == (len(before.prompt) + len(before.answer) - 1) // block * block > 0
 
 
 def run(name: str, arguments: dict, *, fails: bool) -> str:

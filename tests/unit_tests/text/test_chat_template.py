@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ProcessorMixin
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.chat_template import LONGEST_VARIABLE, ChatOptions
@@ -112,7 +112,8 @@ def test_literally(tmp_path: Path) -> None:
 
 def test_messages_of_tools(directory: Path) -> None:
     """A call of a tool has no content, and parts of a content are up to the template."""
-    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{#- tool_calls -#}"
+    (directory / "chat_template.jinja").write_text(template)
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look_up"}]}
     parts = {"role": "tool", "content": [{"type": "text", "text": "Paris"}]}
     assert TextTokenizer(directory).apply_chat_template([call, parts]) == (
@@ -134,7 +135,7 @@ def test_arguments_that_are_no_object_are_shown_as_they_are(directory: Path) -> 
 @pytest.mark.parametrize("name", ["a-b", "a" * (LONGEST_VARIABLE + 1), "bos_token"])
 def test_names_that_a_variable_cannot_have(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^chat_template_kwargs: '?{name[:LONGEST_VARIABLE]}"):
-        ChatOptions(variables={name: 1}).check("")
+        ChatOptions(variables={name: 1}).check()
 
 
 def test_where_the_template_is(directory: Path) -> None:
@@ -153,6 +154,83 @@ def test_where_the_template_is(directory: Path) -> None:
     assert TextTokenizer(directory).apply_chat_template(QUESTION) == "usual"
     (directory / "chat_template.jinja").write_text("file\n")
     assert template() == "file\n"
+
+
+USUAL, TOOLS, RAG = "usual {{ messages | length }}", "tools {{ tools | length }}", "rag"
+LISTED = [{"name": name, "template": text} for name, text in (("tool_use", TOOLS), ("default", USUAL))]
+LAYOUTS: dict[str, tuple[object, dict[str, str]]] = {  # template of the configuration, and files
+    "one": (USUAL, {}),
+    "list": (LISTED, {}),
+    "list without default": (LISTED[:1], {}),
+    "files": (None, {"chat_template.jinja": USUAL, "additional_chat_templates/tool_use.jinja": TOOLS}),
+    "files and list": (LISTED, {"chat_template.jinja": RAG}),
+    "files without default": (USUAL, {"additional_chat_templates/tool_use.jinja": TOOLS}),
+    "other names": (None, {"chat_template.jinja": USUAL, "additional_chat_templates/rag.jinja": RAG}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_named_templates_are_chosen_as_by_transformers(layout: str, directory: Path, tmp_path: Path) -> None:
+    """S16: with and without tools; a copy has the same ones."""
+    template, files = LAYOUTS[layout]
+    write_template(directory, template)
+    for name, text in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+    (copy := tmp_path / "copy").mkdir()
+    copy_tokenizer_files(directory, copy)
+    theirs = AutoTokenizer.from_pretrained(directory)
+    chosen = []
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        options = ChatOptions(tools=tools or ())
+        for path in (directory, copy):
+            ours = TextTokenizer(path)
+            try:
+                expected = theirs.get_chat_template(tools=tools)
+            except ValueError:
+                expected = None
+                with pytest.raises(ConfigError, match=r"none of the chat templates .* is named 'default'"):
+                    ours.apply_chat_template(QUESTION, options=options)
+            else:
+                assert ours.chat_templates.chosen(has_tools=bool(tools)) == expected
+                rendered = theirs.apply_chat_template(QUESTION, tools=tools, tokenize=False)
+                if expected == TOOLS:
+                    assert ours.apply_chat_template(QUESTION, options=options) == rendered
+        chosen.append(expected)
+    assert len(set(chosen)) == 1 + (TOOLS in chosen)
+
+
+def test_a_template_of_a_processor(directory: Path) -> None:
+    """`chat_template.json` is read as processors read it, if there is no other template."""
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": USUAL}))
+    theirs = ProcessorMixin.get_processor_dict(directory)[0]["chat_template"]
+    assert TextTokenizer(directory).chat_template == theirs == USUAL
+    write_template(directory, RAG)
+    assert TextTokenizer(directory).chat_template == AutoTokenizer.from_pretrained(directory).chat_template == RAG
+
+
+def test_many_additional_templates(directory: Path) -> None:
+    (directory / "additional_chat_templates").mkdir()
+    for index in range(65):
+        (directory / f"additional_chat_templates/{index}.jinja").write_text("")
+    with pytest.raises(ConfigError, match="65 chat templates; at most 64 are read"):
+        TextTokenizer(directory).apply_chat_template(QUESTION)
+
+
+def test_a_template_that_a_user_gives(directory: Path, tmp_path: Path) -> None:
+    """It serves all conversations; what is no template is refused with the tokenizer."""
+    write_template(directory, LISTED)
+    file = tmp_path / "given.jinja"
+    with pytest.raises(ConfigError, match=rf"^--chat-template {file}: No such file"):
+        TextTokenizer(directory, file)
+    for text in ("{% if %}", "{{ x | no_such_filter }}", "{% for %}{% generation %}"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=rf"^--chat-template {file}: the chat template is broken, line 1: "):
+            TextTokenizer(directory, file)
+    file.write_text("{% generation %}given{% endgeneration %}")
+    tokenizer = TextTokenizer(directory, file)
+    for options in (ChatOptions(), ChatOptions(tools=[{}])):
+        assert tokenizer.apply_chat_template(QUESTION, options=options) == "given"
 
 
 def test_template_goes_with_the_tokenizer(directory: Path, tmp_path: Path) -> None:
@@ -203,7 +281,9 @@ def refused(directory: Path, template: str | None, messages: object) -> str:
 
 
 def test_no_template(directory: Path) -> None:
-    assert refused(directory, None, QUESTION) == f"{directory} has no chat template; give the prompt as text"
+    assert refused(directory, None, QUESTION) == (
+        f"{directory} has no chat template; give the prompt as text, or --chat-template"
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,19 +324,16 @@ def test_templates_that_refuse(template: str, expected: str, directory: Path) ->
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (5, "chat_template is not a text"),
+        (5, "chat_template is neither a text nor a list of names and texts"),
         ([{"name": "tool_use", "template": "x"}], "none of the chat templates tool_use is named 'default'"),
-        ([{"name": "default"}, "x"], None),
+        ([{"name": "default"}, "x"], "chat_template is neither a text nor a list of names and texts"),
     ],
     ids=str,
 )
-def test_configuration_without_a_template(template: object, expected: str | None, directory: Path) -> None:
+def test_configuration_without_a_template(template: object, expected: str, directory: Path) -> None:
     """Texts can be tokenized all the same."""
     write_template(directory, template)
     tokenizer: Callable = TextTokenizer(directory)
     assert tokenizer.tokenize("the")
-    if expected is None:
-        assert tokenizer.chat_template is None
-    else:
-        with pytest.raises(ConfigError, match=expected):
-            tokenizer.apply_chat_template(QUESTION)
+    with pytest.raises(ConfigError, match=expected):
+        tokenizer.apply_chat_template(QUESTION)

@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from megatron_ext.server import unknown_fields
 from megatron_ext.server.anthropic.chat_translation import as_chat
 from megatron_ext.server.anthropic.message_fields import MessagesRequest
+from megatron_ext.text.template_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
 from tests.unit_tests.server.test_errors import CHAT
@@ -53,7 +55,7 @@ TEXT_BLOCK = {"type": "text", "text": "Look here."}
 def thinker(serve) -> LiveServer:
     """The embedded model, with a template that thinks."""
     engine = embedded_engine()
-    engine.controller.tokenizer._chat_template = TEMPLATE
+    engine.controller.tokenizer._templates = ChatTemplates.only(TEMPLATE, Path())
     return serve(engine, "embedded")
 
 
@@ -316,7 +318,8 @@ class TestThinking:
     def test_a_model_that_does_not_think_answers_all_the_same(self, embedded, monkeypatch):
         monkeypatch.setattr(embedded.serving.chat_format, "reasoning", None)
         tokenizer = embedded.serving.tokenizer
-        monkeypatch.setattr(tokenizer, "_chat_template", tokenizer._chat_template.replace("enable_thinking", "false"))
+        template = tokenizer.chat_template.replace("enable_thinking", "false")
+        monkeypatch.setattr(tokenizer, "_templates", ChatTemplates.only(template, Path()))
         fields = {"messages": contents(QUESTION), "thinking": {"type": "enabled", "budget_tokens": 8}}
         assert text_of(create(embedded, **fields)) == text_of(create(embedded, messages=contents(QUESTION)))
 

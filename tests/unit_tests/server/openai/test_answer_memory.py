@@ -7,6 +7,7 @@ import dataclasses
 import tracemalloc
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +22,11 @@ from megatron_ext.server.openai.chat_prompt import ChatPrompt, Conversation
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.template_files import ChatTemplates
 from megatron_ext.text.tool_calls.formats import HERMES
 from megatron_ext.text.tool_calls.functions import Function
 from tests.on_request import long_except
-from tests.unit_tests.support.agent_loop import TOOLS
+from tests.unit_tests.support.agent_loop import TOOLS, WITHOUT_TOOLS
 from tests.unit_tests.support.chat_turns import TURNS, ask, play_all, post, sent_back
 from tests.unit_tests.support.server import LiveServer, embedded_engine
 from tests.unit_tests.text.test_control_tokens import KINDS, Kind
@@ -93,9 +95,15 @@ class Chats:
 
 
 @pytest.fixture
-def chats(roomy, monkeypatch) -> Chats:
+def chats(roomy, monkeypatch, request) -> Chats:
+    """Conversations with the embedded model's template, or with that of a parameter."""
+    if (template := getattr(request, "param", None)) is not None:
+        monkeypatch.setattr(roomy.serving.tokenizer, "_templates", ChatTemplates.only(template, Path()))
     monkeypatch.setattr(roomy.serving, "answers", AnswerMemory(2**20))
     return Chats(roomy.serving)
+
+
+TEMPLATES = pytest.mark.parametrize("chats", [None, WITHOUT_TOOLS], ids=["own", "without tools"], indirect=True)
 
 
 def said(text: str | None, **fields: object) -> dict:
@@ -184,12 +192,13 @@ class TestSplices:
     def test_no_token_crosses_an_edge(self, chats, monkeypatch):
         """An answer that ends with a line break, in a template that continues with one."""
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{{ tools and '' }}assistant: "
-        monkeypatch.setattr(chats.serving.tokenizer, "_chat_template", template)
+        monkeypatch.setattr(chats.serving.tokenizer, "_templates", ChatTemplates.only(template, Path()))
         known = chats.answer("Yes.\n", end="")
         messages = [FIRST, said("Yes.\n"), MORE]
         assert chats.plain(messages)[: len(known)] != known
         assert self.continued(chats, known, messages)
 
+    @TEMPLATES
     def test_calls_in_another_spelling(self, chats):
         known = chats.answer(f"I look.\n{SPELLED}")
         told = {"role": "tool", "content": "cold"}
@@ -203,6 +212,7 @@ class TestSplices:
             call = {"type": "function", "function": {"name": "lookup", "arguments": arguments}}
             assert not self.continued(chats, known, [FIRST, said("I look.", tool_calls=[call]), told])
 
+    @TEMPLATES
     def test_turns_after_calls_in_another_spelling(self, chats):
         """The chain goes on through each of them, and ends where an earlier turn is edited."""
         messages, known = [FIRST], []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.server.openai.chat import ChatFormat
+from megatron_ext.text.template_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.test_errors import CHAT, check_error
 from tests.unit_tests.support.server import LiveServer, embedded_engine
@@ -47,7 +49,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 def thinker(serve) -> LiveServer:
     """The embedded model, with a template that thinks."""
     engine = embedded_engine(explain_prefix_cache=True)
-    engine.controller.tokenizer._chat_template = TEMPLATE
+    engine.controller.tokenizer._templates = ChatTemplates.only(TEMPLATE, Path())
     return serve(engine, "embedded")
 
 

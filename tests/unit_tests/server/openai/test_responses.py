@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from pathlib import Path
 from typing import Literal
 
 import openai
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
+from megatron_ext.text.template_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
 from tests.unit_tests.server.test_errors import CHAT, check_error
@@ -34,7 +36,7 @@ BASE = {"model": "embedded", "max_output_tokens": 120, "temperature": 0.0}
 def thinker(serve) -> LiveServer:
     """The embedded model, with a template that thinks."""
     engine = embedded_engine()
-    engine.controller.tokenizer._chat_template = TEMPLATE
+    engine.controller.tokenizer._templates = ChatTemplates.only(TEMPLATE, Path())
     return serve(engine, "embedded")
 
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
+from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.errors import ConfigError
 from megatron_ext.server import unknown_fields
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.engine_requests import chat_inputs
 from megatron_ext.server.openai.guided_answers import answer_format_of, constrained_format
 from megatron_ext.server.openai.protocol import ChatRequest
+from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.template_files import ChatTemplates
 from megatron_ext.text.tokenizer import TextTokenizer
+from megatron_ext.text.tool_calls.formats import HERMES
 from tests.on_request import long_except
 from tests.unit_tests.scheduling.builders import make_limits
 from tests.unit_tests.server.test_errors import CHAT, check_error
+from tests.unit_tests.support.agent_loop import WITHOUT_TOOLS
 from tests.unit_tests.support.server import LiveServer
 
 WEATHER = {
@@ -340,10 +347,53 @@ def test_refused_by_name(embedded, fields, named, param):
     assert error["param"] == param
 
 
-def test_a_template_that_takes_no_tools(embedded, monkeypatch):
-    monkeypatch.setattr(embedded.serving.tokenizer, "_chat_template", "{{ messages[0].content }}")
-    body = {"messages": QUESTION, "tools": [WEATHER], "max_tokens": 1}
-    assert "does not support tools" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+class TestTemplateWithoutTools:
+    """S15: the generic form."""
+
+    @pytest.fixture(autouse=True)
+    def template(self, embedded, trained, monkeypatch):
+        for server in (embedded, trained):
+            monkeypatch.setattr(server.serving.tokenizer, "_templates", ChatTemplates.only(WITHOUT_TOOLS, Path()))
+
+    def test_calls_are_read(self, says, stream):
+        text = f"I look it up.\n{CALL}\n{OTHER}"
+        assert ask(says(text), stream=stream) == [("I look it up.", [WEATHER_CALL, TIME_CALL], "tool_calls")]
+        assert ask(says(text), stream=stream, parallel_tool_calls=False)[0][1] == [WEATHER_CALL]
+        assert ask(says(CALL), stream=stream, tool_choice="none") == [(CALL, [], "stop")]
+
+    def test_calls_are_forced(self, trained, stream):
+        named = {"type": "function", "function": {"name": "forecast"}}
+        for choice in ("required", named):
+            tools = [FORECAST] if choice == "required" else [CLOCK, FORECAST]
+            fields = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+            ((content, calls, reason),) = ask(trained, stream=stream, **fields)
+            assert (content, [name for name, _ in calls], reason) == (None, ["forecast"], "tool_calls")
+            assert calls[0][1]["city"] in ("Oslo", "Rome")
+
+
+def test_the_start_says_which_form_tools_have(caplog, tmp_path):
+    """Once; a parser of other calls than the generic ones refuses tools by name."""
+    (tmp_path / "tokenizer.json").write_bytes((EMBEDDED_MODEL_DIR / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(WITHOUT_TOOLS + "[TOOL_CALLS]")
+    caplog.set_level(logging.INFO)
+    tokenizer = TextTokenizer(tmp_path)
+    options = ChatOptions(tools=[WEATHER])
+    for name in ("auto", "hermes"):
+        chat = ChatFormat(tokenizer, tool_calls=name)
+        assert chat.tool_calls is HERMES
+        for _ in range(2):
+            assert '"name": "weather"' in chat.render_dicts(QUESTION, options).text
+        assert [line.startswith("the chat template has no tools: requests") for line in caplog.messages] == [True]
+        caplog.clear()
+    chat = ChatFormat(tokenizer, tool_calls="mistral")
+    assert "--tool-call-parser mistral reads no calls of the generic form" in caplog.text
+    assert "Oslo" in chat.render_dicts(QUESTION).text
+    with pytest.raises(ConfigError, match=r"^tools: .* --tool-call-parser is not hermes"):
+        chat.render_dicts(QUESTION, options)
+    caplog.clear()
+    ChatFormat(TextTokenizer(EMBEDDED_MODEL_DIR))
+    assert not caplog.messages
 
 
 def test_marks_that_are_special_tokens_are_seen(tmp_path):
