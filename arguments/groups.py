@@ -36,6 +36,7 @@ from megatron_ext.config.batching import (
     MAX_DECODE_SHARE,
     OPERATOR_BACKENDS,
     PREFILL_TOKENS_BESIDE_DECODES,
+    SUSPEND_LEVELS,
     WEIGHT_QUANTIZATIONS,
 )
 from megatron_ext.config.checks import flags_of
@@ -252,6 +253,13 @@ BATCHING = FlagGroup(
             "num_cuda_graphs",
             "With --cuda-graph-impl local: number of decode batch sizes, up to the maximum of requests; -1: default",
             name=f"{_BATCHING}-num-cuda-graphs",
+        ),
+        Flag(
+            "kv_cache_management_mode",
+            "What a suspended engine does with its pools: keep them (persist), move them to host memory and back "
+            "(offload), or free them and compute again (recompute)",
+            name="--rl-kv-cache-management-mode",
+            choices=tuple(SUSPEND_LEVELS),
         ),
         Flag(
             "moe_enable_routing_replay",

@@ -23,13 +23,17 @@ class MegatronAsyncLLM(MegatronLLMBase):
     _needs_coordinator = True
 
     async def generate(
-        self, prompts: str | list[int] | list[str] | list[list[int]], sampling_params: SamplingParams | None = None
+        self,
+        prompts: str | list[int] | list[str] | list[list[int]],
+        sampling_params: SamplingParams | None = None,
+        multi_modal_data: object = None,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Serve one prompt or several; requests in flight are aborted if the task is cancelled.
 
         Args:
             prompts: A text, a list of token ids, or a list of those.
             sampling_params: Parameters of all prompts; Megatron's defaults if missing.
+            multi_modal_data: Must be None.
 
         Returns:
             The request of a single prompt; for a list of prompts the list of their requests, in order.
@@ -41,7 +45,7 @@ class MegatronAsyncLLM(MegatronLLMBase):
             EngineSuspended: The engine is suspended, and its memory is freed.
             EngineClosed: The engine has been shut down.
         """
-        self._check_primary()
+        self._check_primary(multi_modal_data)
         several, is_list = listed(prompts)
         if not several:
             return []
@@ -98,7 +102,7 @@ class MegatronAsyncLLM(MegatronLLMBase):
 
     async def shutdown(self) -> None:
         """Stop the server and the engine, and free all resources. Further calls do nothing."""
-        await asyncio.to_thread(self._runtime.close)
+        await asyncio.to_thread(self._close)
 
     async def wait_for_shutdown(self) -> None:
         """Wait for the end of the engine.

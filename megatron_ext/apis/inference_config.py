@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.api.settings import Setting
 from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.sampling_params import default_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ _SETTINGS = {
     "prefix_caching_eviction_policy": "eviction_policy",
     "prefix_caching_mamba_gb": "snapshot_buffer_gb",
     "logging_step_interval": "inference_logging_step_interval",
+    "kv_cache_management_mode": "kv_cache_management_mode",
 }
 """Setting of the engine for each field that has one."""
 _SPEED = "it affects speed only, and this engine has its own way"
@@ -42,6 +44,7 @@ _ANY_VALUE = {
     "cuda_graph_all_prefills": _SPEED,
     "cuda_graph_max_tokens": _SPEED,
     "use_flashinfer_fused_rope": _SPEED,
+    "static_kv_memory_pointers": "graphs are captured again after resume() if the pools have moved",
     "sampling_backend": _SPEED,
     "use_synchronous_zmq_collectives": _SPEED,
     "disable_ep_consensus": _SPEED,
@@ -51,15 +54,14 @@ _ANY_VALUE = {
 _REFUSED = {
     "mamba_memory_ratio": "running states have room beside the KV blocks; leave it out, and set max_requests",
     "unified_memory_level": "pools are in device memory; set it to 0",
-    "static_kv_memory_pointers": "graphs are captured again after resume(); leave it out",
     "num_speculative_tokens": "layers of multi-token prediction of a model in memory are left out; set it to 0",
     "metrics_writer": "nothing is sent to Weights & Biases; leave it out, and read the server's /metrics",
     "logprobs_mode": "log-probs are of the model's logits, before temperature and filters; set 'raw_logprobs'",
+    "image_preprocessing_config": "prompts are text; leave it out",
     "request_metadata_types": "requests have no other metadata; leave it out",
 }
 """Fields that are refused unless they have their default, each with the reason."""
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_PERSIST, _RECOMPUTE = "persist", "recompute"
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,11 @@ class EngineOptions:
 
     Attributes:
         settings: Settings of `attach_engine`.
-        keeps_pools: Whether a suspended engine keeps its memory and what is in it.
         has_pause_events: Whether the events of a request include pauses.
         has_token_events: Whether the events of a request include one for each generated token.
     """
 
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    keeps_pools: bool = False
     has_pause_events: bool = True
     has_token_events: bool = False
 
@@ -123,7 +123,7 @@ def read_inference_config(config: object) -> EngineOptions:
             settings[_SETTINGS[one.name]] = value.value if isinstance(value, Enum) else value
         elif one.name in _CONVERSIONS:
             settings |= _CONVERSIONS[one.name](value)
-        elif one.name not in _ELSEWHERE and value != _default(one):
+        elif one.name not in _ELSEWHERE and value != default_of(one):
             if one.name not in _ANY_VALUE:
                 reason = _REFUSED.get(one.name, "it has no counterpart here; leave it out")
                 raise ConfigError(f"InferenceConfig.{one.name} {_shown(value)}: {reason}")
@@ -132,21 +132,9 @@ def read_inference_config(config: object) -> EngineOptions:
         logger.info("fields of InferenceConfig without effect: %s", "; ".join(without_effect))
     return EngineOptions(
         {name: value for name, value in settings.items() if value is not None},
-        keeps_pools=_keeps_pools(config),
         has_pause_events=getattr(config, "track_paused_request_events", True),
         has_token_events=getattr(config, "track_generated_token_events", False),
     )
-
-
-def _keeps_pools(config: object) -> bool:
-    mode = getattr(config, "kv_cache_management_mode", _RECOMPUTE)
-    name = mode.value if isinstance(mode, Enum) else mode
-    if name not in (_PERSIST, _RECOMPUTE):
-        raise ConfigError(
-            f"InferenceConfig.kv_cache_management_mode {name!r}: KV is not moved to the host; set {_PERSIST!r} to keep "
-            f"it, or {_RECOMPUTE!r} to free its memory"
-        )
-    return bool(name == _PERSIST)
 
 
 def _graphs(count: object) -> dict[str, Setting]:
@@ -214,11 +202,7 @@ _CONVERSIONS: dict[str, Callable[[object], dict[str, Setting]]] = {
     "prefix_caching_coordinator_policy": _policy,
     "prefix_caching_routing_alpha": _alpha,
 }
-_ELSEWHERE = frozenset({"kv_cache_management_mode", "track_paused_request_events", "track_generated_token_events"})
-
-
-def _default(one: dataclasses.Field[object]) -> object:
-    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+_ELSEWHERE = frozenset({"track_paused_request_events", "track_generated_token_events"})
 
 
 def _shown(value: object) -> str:

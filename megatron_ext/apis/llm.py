@@ -19,13 +19,17 @@ class MegatronLLM(MegatronLLMBase):
     """
 
     def generate(
-        self, prompts: str | list[int] | list[str] | list[list[int]], sampling_params: SamplingParams | None = None
+        self,
+        prompts: str | list[int] | list[str] | list[list[int]],
+        sampling_params: SamplingParams | None = None,
+        multi_modal_data: object = None,
     ) -> list[DynamicInferenceRequest]:
         """Serve one prompt or several; return their requests in order, always in a list.
 
         Args:
             prompts: A text, a list of token ids, or a list of those.
             sampling_params: Parameters of all prompts; Megatron's defaults if missing.
+            multi_modal_data: Must be None.
 
         Raises:
             RuntimeError: This rank takes no requests.
@@ -34,7 +38,7 @@ class MegatronLLM(MegatronLLMBase):
             EngineSuspended: The engine is suspended, and its memory is freed.
             EngineClosed: The engine has been shut down.
         """
-        self._check_primary()
+        self._check_primary(multi_modal_data)
         several, _ = listed(prompts)
         return self._generate(several, sampling_params)
 
@@ -87,7 +91,7 @@ class MegatronLLM(MegatronLLMBase):
 
     def shutdown(self) -> None:
         """Stop the server and the engine, and free all resources. Further calls do nothing."""
-        self._runtime.close()
+        self._close()
 
     def wait_for_shutdown(self) -> None:
         """Wait for the end of the engine; returns at once in direct mode.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
@@ -15,6 +16,7 @@ from torch import nn
 
 import megatron_ext
 from megatron_ext.api.engine import LoadedEngine
+from megatron_ext.apis.background_loop import BackgroundLoop
 from megatron_ext.apis.direct import DirectCalls
 from megatron_ext.apis.following import FollowingRuntime
 from megatron_ext.apis.generation import Generation, Prompt
@@ -29,6 +31,8 @@ from megatron_ext.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron_ext.api.attached import EngineFollower
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,7 @@ class MegatronLLMBase:
             raise ConfigError(f"inference_wrapper_cls {inference_wrapper_cls!r}: the engine has its own; leave it out")
         options = read_inference_config(inference_config)
         self._use_coordinator = use_coordinator
+        self._loop = BackgroundLoop()
         self._runtime = _start(_attach(model, tokenizer, options), options, tokenizer)
         try:
             is_direct_world = not use_coordinator and dist.get_world_size() > 1
@@ -79,7 +84,7 @@ class MegatronLLMBase:
             self._runtime.close()
             raise
         if isinstance(self._runtime, EngineRuntime):  # the other ranks end with it
-            weakref.finalize(self, _close_lost, self._runtime).atexit = False
+            weakref.finalize(self, _close_lost, self._runtime, self._loop).atexit = False
 
     @property
     def is_primary_rank(self) -> bool:
@@ -101,6 +106,33 @@ class MegatronLLMBase:
         """Tokenizer, under the names of `TextGenerationController`."""
         return self._runtime.engine.controller
 
+    def submit(self, coro: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Schedule a coroutine in an event loop of the engine, in a thread of its own; callable from any thread.
+
+        `shutdown` cancels the coroutines that have not ended.
+
+        Raises:
+            RuntimeError: In direct mode, or after `shutdown`.
+        """
+        self._check_coordinator(coro)
+        return self._loop.submit(coro)
+
+    def run_sync(self, coro: Coroutine[Any, Any, Result]) -> Result:
+        """Schedule a coroutine as `submit`, and wait for its result.
+
+        Raises:
+            RuntimeError: In direct mode, after `shutdown`, or in a coroutine of that loop.
+        """
+        self._check_coordinator(coro)
+        return self._loop.run_sync(coro)
+
+    def _close(self) -> None:
+        """Stop the server and the engine, and cancel the coroutines of `submit`."""
+        try:
+            self._runtime.close()
+        finally:
+            self._loop.close()
+
     def _begin(self, prompts: list[Prompt], params: SamplingParams | None) -> Generation:
         assert isinstance(self._runtime, EngineRuntime), "this rank takes requests"
         return self._runtime.begin(prompts, SamplingParams() if params is None else params)
@@ -112,7 +144,9 @@ class MegatronLLMBase:
         serve = self._runtime.generate if isinstance(self._runtime, EngineRuntime) else None
         return self._direct_calls.generate(prompts, SamplingParams() if params is None else params, serve)
 
-    def _check_primary(self) -> None:
+    def _check_primary(self, multi_modal_data: object) -> None:
+        if multi_modal_data is not None:
+            raise ConfigError("multi_modal_data: prompts are text; leave it out")
         if not self.is_primary_rank:
             raise RuntimeError("generate() is for the primary rank in coordinator mode; ask is_primary_rank first")
 
@@ -123,9 +157,14 @@ class MegatronLLMBase:
         Raises:
             RuntimeError: The mode is direct.
         """
-        if not self._use_coordinator:
-            raise RuntimeError("this method needs use_coordinator=True")
+        self._check_coordinator()
         return self._runtime
+
+    def _check_coordinator(self, unused: Coroutine[Any, Any, object] | None = None) -> None:
+        if not self._use_coordinator:
+            if unused is not None:
+                unused.close()
+            raise RuntimeError("this method needs use_coordinator=True")
 
     def _serve(self, config: ServeConfig) -> None:
         if not self._use_coordinator:
@@ -171,8 +210,9 @@ def _start(
         raise
 
 
-def _close_lost(runtime: EngineRuntime) -> None:
+def _close_lost(runtime: EngineRuntime, loop: BackgroundLoop) -> None:
     """Close the runtime of a collected object; in the background if this may be the engine's own thread."""
+    loop.close()
     if threading.current_thread() is threading.main_thread():
         runtime.close()
     else:

@@ -104,7 +104,7 @@ class EngineRuntime:
                 self._become(State.RUNNING)
 
     def suspend(self) -> None:
-        """Free the pools of a paused engine, unless its options keep them.
+        """Suspend a paused engine, at the level of its options.
 
         Raises:
             RuntimeError: The engine is not paused.
@@ -115,8 +115,7 @@ class EngineRuntime:
             if self._state is State.RUNNING:
                 raise RuntimeError("the engine runs; call pause() before suspend()")
             if self._state is State.PAUSED:
-                if not self._options.keeps_pools:
-                    self._loaded.suspend()
+                self._loaded.suspend()
                 self._become(State.SUSPENDED)
 
     def resume(self) -> None:
@@ -128,8 +127,7 @@ class EngineRuntime:
         with self._changing:
             self._check_open()
             if self._state is State.SUSPENDED:
-                if not self._options.keeps_pools:
-                    self._loaded.resume()
+                self._loaded.resume()
                 self._become(State.PAUSED)
 
     def serve(self, config: ServeConfig) -> None:

@@ -41,10 +41,11 @@ class Counted(Protocol):
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """Numbers of KV blocks: in total, and for running requests."""
+    """Numbers of KV blocks: in total, for running requests, and in the pool with the dummy block."""
 
     total_count: int
     active_count: int
+    pool_size: int
 
 
 class ContextView:
@@ -65,7 +66,7 @@ class ContextView:
         self.block_size_tokens = facts["block_size_tokens"]
         self.enable_prefix_caching = facts["enable_prefix_caching"]
         self.is_hybrid_model = facts["is_hybrid_model"]
-        self.kv_block_allocator = BlockCounts(facts["blocks"], facts["blocks"])
+        self.kv_block_allocator = BlockCounts(facts["blocks"], facts["blocks"], facts["blocks"] + 1)
 
     @property
     def step_count(self) -> int:

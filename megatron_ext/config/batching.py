@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_ext.config.checks import require
 
@@ -46,6 +48,15 @@ class SnapshotMode(str, enum.Enum):
     ALIGN = "align"  # prefill chunks end on the boundary, and the running states are copied
 
 
+SuspendLevel = Literal["keep", "offload", "drop"]
+"""Level of a suspend: the pools stay, go to host memory and come back, or are freed with their contents.
+
+After "drop" the cache is empty, and requests compute their tokens again.
+"""
+# By the names of Megatron's modes.
+SUSPEND_LEVELS: Mapping[str, SuspendLevel] = {"persist": "keep", "offload": "offload", "recompute": "drop"}
+
+
 @dataclass(frozen=True)
 class BatchingConfig:
     """Memory and batch limits of the dynamic engine."""
@@ -69,6 +80,7 @@ class BatchingConfig:
     cpu_weight_quantization: str = WEIGHT_QUANTIZATIONS[0]  # of linear layers, on CPUs; docs/operators.md
     cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; "local" pads steps on a CPU, too
     moe_enable_routing_replay: bool = False  # records have the experts of each token
+    kv_cache_management_mode: str = "recompute"  # of a suspended engine; see `SUSPEND_LEVELS`
     num_cuda_graphs: int = DEFAULT_GRAPHS  # batch sizes of decode graphs; -1 is the default number, as in Megatron
 
     def __post_init__(self) -> None:
@@ -110,12 +122,19 @@ class BatchingConfig:
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
             require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
+        mode, known = self.kv_cache_management_mode, ", ".join(SUSPEND_LEVELS)
+        require(mode in SUSPEND_LEVELS, f"--rl-kv-cache-management-mode {mode!r} is unknown; one of {known}")
         graphs, known = self.cuda_graph_impl, ", ".join(GRAPH_IMPLS)
         require(graphs in GRAPH_IMPLS, f"--cuda-graph-impl {graphs!r} is unknown; one of {known}")
         sizes = self.num_cuda_graphs
         flag = "--inference-dynamic-batching-num-cuda-graphs"
         valid_sizes = sizes == -1 or 1 <= sizes <= MAX_UNITS
         require(valid_sizes, f"{flag} {sizes} must be 1 to {MAX_UNITS}, or -1 for {DEFAULT_GRAPHS}")
+
+    @property
+    def suspend_level(self) -> SuspendLevel:
+        """Level of a suspend that names none."""
+        return SUSPEND_LEVELS[self.kv_cache_management_mode]
 
     @property
     def has_input_buffers(self) -> bool:

@@ -9,6 +9,7 @@ from heapq import nlargest
 from operator import attrgetter
 from typing import TypeVar
 
+from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.decode_share import DecodeShare
@@ -24,7 +25,7 @@ from megatron_ext.engine.resources import ModelResources
 from megatron_ext.engine.statistics import EngineStatistics, total
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.step_log import StepLog
-from megatron_ext.engine.suspending import SuspendLevel, Suspension
+from megatron_ext.engine.suspending import Suspension
 from megatron_ext.engine.workers import Workers
 from megatron_ext.errors import ConfigError, EngineSuspended, WeightUpdateError
 from megatron_ext.prefix_cache.block_index import CachedPrefix
@@ -394,9 +395,9 @@ class EngineCore:
         self.workers.meet()
         self.resources.use_new_weights()
 
-    def suspend(self, level: SuspendLevel = "drop") -> None:
-        """Stop stepping until `resume`, and free the pools' memory as the level says; errors are of `Suspension`."""
-        self._suspension.suspend(level)
+    def suspend(self, level: SuspendLevel | None = None) -> SuspendLevel:
+        """Stop stepping until `resume`, and free the pools' memory as the level says; see `Suspension`."""
+        return self._suspension.suspend(level)
 
     def resume(self) -> None:
         """Allocate the pools again; requests recompute dropped keys, values and states, and continue."""

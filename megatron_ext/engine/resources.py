@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from megatron_ext.config.batching import SuspendLevel
+
 
 class ModelResources:
-    """Weights and pools of the model on this rank; this base class serves engines without a model."""
+    """Weights and pools of the model on this rank; this base class serves engines without a model.
+
+    Attributes:
+        suspend_level: Level of a suspend that names none.
+    """
+
+    suspend_level: SuspendLevel = "drop"
 
     def has_new_weights(self) -> bool:
         """Return whether the weights changed since the last call."""

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
+from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.engine.replica import Replica
 from megatron_ext.engine.resources import ModelResources
 from megatron_ext.engine.workers import Workers
 from megatron_ext.errors import ConfigError
-
-SuspendLevel = Literal["keep", "offload", "drop"]
-"""Level of a suspend: the pools stay, go to host memory and come back, or are freed with their contents.
-
-After "drop" the cache is empty, and requests compute their tokens again.
-"""
 
 
 class Suspension:
@@ -35,16 +30,23 @@ class Suspension:
         self._resources = resources
         self.level: SuspendLevel | None = None
 
-    def suspend(self, level: SuspendLevel) -> None:
+    def suspend(self, level: SuspendLevel | None) -> SuspendLevel:
         """Suspend the core; do nothing if it is suspended at this level.
+
+        Args:
+            level: Level; None for the resources' own, or the one that is in force.
+
+        Returns:
+            The level.
 
         Raises:
             ConfigError: There is no such level, another one is in force, or it does not work with several ranks.
             RuntimeError: There is too little host memory to offload the pools. The core is not suspended.
         """
+        level = level or self.level or self._resources.suspend_level
         self._check(level)
         if self.level is not None:
-            return
+            return level
         for replica in self._replicas:
             if level == "drop":
                 replica.suspend()
@@ -57,6 +59,7 @@ class Suspension:
         elif level == "offload":
             self._resources.free(offloads=True)
         self.level = level
+        return level
 
     def resume(self) -> None:
         """Allocate the pools again, unless they were kept; do nothing if the core is not suspended."""
@@ -74,5 +77,5 @@ class Suspension:
             raise ConfigError(
                 f"the engine is suspended at level {self.level}; resume it before it is suspended at {level}"
             )
-        if self._workers.heartbeat is not None and level != "drop":
-            raise ConfigError(f"level {level} works with one rank; with several only drop does")
+        if self._workers.heartbeat is not None and level == "offload":
+            raise ConfigError("level offload works with one rank; with several keep and drop do")

@@ -378,11 +378,11 @@ class InferenceEngine(Engine):
     # Pool lifecycle
 
     def suspend(self) -> None:
-        """Free the pools' memory. Living requests keep their tokens and wait; no step runs until `resume`."""
+        """Stop until `resume`, at the level of `kv_cache_management_mode`. Living requests keep their tokens."""
         self.core.suspend()
 
     def resume(self) -> None:
-        """Allocate the pools again; the requests recompute their tokens and continue."""
+        """Allocate the pools again; the requests recompute what was dropped, and continue."""
         self.core.resume()
         self._wake_up()
 

@@ -263,6 +263,10 @@ def _build_controller(
             "its owner uses as well; leave it out, or load the model here"
         )
     if parallel_context is not None:
+        if batching.suspend_level == "offload":
+            raise ConfigError(
+                "--rl-kv-cache-management-mode offload works with one rank; give persist or recompute for several"
+            )
         check_ranks(batching, Messages.here(device), device)
     compile_operators(model, batching)
     packed, identity = pack_weights(model, batching, parallel_context) if packs_weights else (None, "")
@@ -282,6 +286,7 @@ def _build_controller(
         linear=identity,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
+    context.suspend_level = batching.suspend_level
     assert config.vocab_size is not None, "the model was built with one"
     controller = InferenceController(wrap(model.eval(), context, config.vocab_size), tokenizer, config.vocab_size)
     controller.operators = backend_selection.preferred(batching.operator_backend)

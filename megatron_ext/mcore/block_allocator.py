@@ -17,15 +17,24 @@ class PoolBlockAllocator(BlockAllocator):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.total_count = scheduler.cache.pool.total + 1  # upstream counts the dummy block
+        self.total_count = self.pool_size = scheduler.cache.pool.total + 1  # upstream counts the dummy block
         self.dummy_block_idx = scheduler.cache.pool.total
-        self.paused_count = scheduler.limits.paused_blocks or 0
+        self.paused_count = self.paused_limit = scheduler.limits.paused_blocks or 0
         self.active_count = scheduler.cache.pool.total
 
     @property
     def total_avail(self) -> int:
         """Number of blocks that could be allocated now: free blocks, and cached blocks without references."""
         return self._scheduler.cache.available_count
+
+    @property
+    def pool_avail(self) -> int:
+        """Number of blocks that could be allocated now (0.20's name)."""
+        return self.total_avail
+
+    def get_allocatable_count(self) -> int:
+        """Return the number of blocks that could be allocated now."""
+        return self.total_avail
 
     def get_active_used(self) -> int:
         """Return the number of blocks in the tables of running requests."""

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.layers.layer_map import LayerPlaces
@@ -60,6 +61,8 @@ class InferenceContext(Context):
     cuda_graph_batch_dimensions_list: Sequence[object] = ()
     request_metadata_types: Sequence[object] = ()
 
+    suspend_level: SuspendLevel = "drop"  # of a suspend that names none
+
     def __init__(
         self, plan: EnginePlan, layer_places: LayerPlaces, device: torch.device, token_rounder: int = 1
     ) -> None:
@@ -100,6 +103,11 @@ class InferenceContext(Context):
     def attach(self, core: EngineCore) -> None:
         """Attach the engine core, whose scheduler and counters answer upstream's questions."""
         self._core, self.block_allocator = core, PoolBlockAllocator(core.scheduler)
+
+    @property
+    def kv_block_allocator(self) -> PoolBlockAllocator | None:
+        """Counts of blocks (0.17's name of `block_allocator`)."""
+        return self.block_allocator
 
     # Pools
 

@@ -120,6 +120,7 @@ class ContextResources(ModelResources):
 
     def __init__(self, context: InferenceContext, controller: InferenceController) -> None:
         self._context = context
+        self.suspend_level = context.suspend_level
         self._model = controller.inference_wrapped_model.model
         self._packed = controller.packed
         self._weights = WeightsWatch(self._model)

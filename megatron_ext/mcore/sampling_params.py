@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_ext.config import RequestParams
@@ -22,17 +24,25 @@ _REFUSED = {
 _COPIED = frozenset(RequestParams.__dataclass_fields__) - _CONVERTED  # fields of ours, also by `add_attributes`
 
 
+def default_of(one: dataclasses.Field[object]) -> object:
+    """Return the default of a dataclass's field; `MISSING` without one."""
+    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+
+
 def check_known(params: SamplingParams) -> None:
-    """Check that every field, and every attribute that a caller has added, is honoured.
+    """Check that every field, and every attribute that a caller has added, is honoured or has its default.
 
     Raises:
-        ConfigError: One is not; names it.
+        ConfigError: One does not; names it.
     """
+    defaults = {one.name: default_of(one) for one in dataclasses.fields(params)}  # of a newer version, too
     for name, value in vars(params).items():
         if name in _REFUSED:
             if value:
                 raise ConfigError(f"{name} {value!r}: {_REFUSED[name]}")
-        elif name not in _COPIED | _CONVERTED | _HONOURED_ELSEWHERE:
+        elif name not in _COPIED | _CONVERTED | _HONOURED_ELSEWHERE and value != defaults.get(
+            name, dataclasses.MISSING
+        ):
             raise ConfigError(f"{name} {value!r} is not a sampling parameter here; leave it out")
 
 

@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from typing import TypeVar
 
+from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.engine.step_counts import StepCounts
-from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.errors import EngineClosed
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.update.writer import WeightWriter
@@ -192,18 +192,22 @@ class LLMEngine:
 
     # Memory
 
-    def suspend(self, level: SuspendLevel = "drop") -> None:
+    def suspend(self, level: SuspendLevel | None = None) -> SuspendLevel:
         """Stop until `resume`. Requests in flight wait and keep their tokens; new ones are refused.
 
         Args:
             level: "drop" frees the pools' memory, and the cache is empty; "offload" moves the pools to host memory, and
-                "keep" leaves them where they are: nothing is computed again after these two.
+                "keep" leaves them where they are: nothing is computed again after these two. None for the level of the
+                setting `kv_cache_management_mode`, which is "drop" by default.
+
+        Returns:
+            The level.
 
         Raises:
-            ConfigError: There is no such level, the engine is suspended at another one, or has several ranks, which
-                only drop.
+            ConfigError: There is no such level, the engine is suspended at another one, or has several ranks, which do
+                not offload.
         """
-        self._call(self._core.suspend, level)
+        return self._call(self._core.suspend, level)
 
     def resume(self) -> None:
         """Allocate the pools again; requests in flight recompute the KV and states that were dropped, and continue."""

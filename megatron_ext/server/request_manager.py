@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakValueDictionary
 
+from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.error_isolation import ErrorIsolation
-from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -210,12 +210,12 @@ class RequestManager:
         statistics, _ = await asyncio.to_thread(self._engine.counts)
         return statistics.prefix_cache()
 
-    async def sleep(self, level: SuspendLevel = "drop") -> None:
-        """Suspend the engine after the step in flight. Requests in flight wait; new ones are refused."""
+    async def sleep(self, level: SuspendLevel | None = None) -> SuspendLevel:
+        """Suspend the engine after the step in flight, and return the level; see `LLMEngine.suspend`."""
         async with self._falling_asleep:
             before, self.is_asleep = self.is_asleep, True
             try:
-                await asyncio.to_thread(self._engine.suspend, level)
+                return await asyncio.to_thread(self._engine.suspend, level)
             except Exception:
                 self.is_asleep = before
                 raise

@@ -31,11 +31,6 @@ class Context(DynamicInferenceContext):
     def __init__(self, **settings: object) -> None:
         BaseInferenceContext.__init__(self, InferenceConfig(**settings))
 
-    @property
-    def kv_block_allocator(self) -> KVBlockAllocator:
-        """Counts of blocks, under this version's name."""
-        return self.block_allocator
-
 
 class Controller(TextGenerationController):
     """`TextGenerationController` with the text interface of these versions."""

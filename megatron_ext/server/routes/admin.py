@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query
 from pydantic import ConfigDict, Field, model_validator
 
+from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.config.in_flight import MAX_VERSION, InFlight
 from megatron_ext.engine.pausing import PauseMode
-from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.runner.out_of_memory import is_out_of_memory
 from megatron_ext.server.api_errors import ApiError, aborted, no_memory, no_such_answer
 from megatron_ext.server.http.body import JsonRoute
@@ -72,12 +72,16 @@ class UpdateRequest(Order):
 async def sleep(
     serving: ServerDependency,
     body: Nothing | None = None,
-    level: Annotated[Level, Query(description="0 or keep; offload: to host memory; 1 or drop. Weights stay")] = "drop",
+    level: Annotated[
+        Level | None,
+        Query(
+            description="0 or keep; offload: to host memory; 1 or drop. Weights stay. "
+            "Default: of --rl-kv-cache-management-mode, drop without it"
+        ),
+    ] = None,
 ) -> dict[str, object]:
     """Free the pools' memory as the level says. Requests in flight wait and keep their tokens; new ones get a 503."""
-    name = _LEVELS[level]
-    await serving.requests.sleep(name)
-    logger.info("asleep at level %s", name)
+    logger.info("asleep at level %s", await serving.requests.sleep(None if level is None else _LEVELS[level]))
     return {"is_sleeping": True}
 
 

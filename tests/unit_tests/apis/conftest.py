@@ -26,6 +26,7 @@ class Config:
     enable_chunked_prefill: bool = False
     enable_prefix_caching: bool = False
     kv_cache_management_mode: str = "persist"
+    static_kv_memory_pointers: bool = False
     num_speculative_tokens: int = 0
     cuda_graph_max_tokens: int = 512
     track_paused_request_events: bool = False

@@ -66,6 +66,7 @@ DEFAULTS = {
     "enable_prefix_caching": False,
     "eviction_policy": "ref_zero",
     "inference_logging_step_interval": 0,
+    "kv_cache_management_mode": "persist",
 }
 
 
@@ -74,7 +75,7 @@ def test_none_leaves_the_engines_own_settings():
 
 
 def test_defaults_are_megatrons():
-    assert read_inference_config(Config()) == EngineOptions(DEFAULTS, keeps_pools=True, has_pause_events=False)
+    assert read_inference_config(Config()) == EngineOptions(DEFAULTS, has_pause_events=False)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_defaults_are_megatrons():
         ({"prefix_caching_mamba_gb": 1.5}, {"snapshot_buffer_gb": 1.5}),
         ({"num_cuda_graphs": 4}, {"cuda_graph_impl": "local", "num_cuda_graphs": 4}),
         ({"logging_step_interval": 5}, {"inference_logging_step_interval": 5}),
+        ({"kv_cache_management_mode": Mode.OFFLOAD}, {"kv_cache_management_mode": "offload"}),
     ],
 )
 def test_settings(given, settings):
@@ -116,18 +118,11 @@ def test_events():
     assert (options.has_pause_events, options.has_token_events) == (True, True)
 
 
-def test_memory_of_a_suspended_engine():
-    assert not read_inference_config(Config(kv_cache_management_mode=Mode.RECOMPUTE)).keeps_pools
-    with pytest.raises(ConfigError, match="kv_cache_management_mode 'offload'"):
-        read_inference_config(Config(kv_cache_management_mode=Mode.OFFLOAD))
-
-
 @pytest.mark.parametrize(
     "given",
     [
         {"mamba_memory_ratio": 0.5},
         {"unified_memory_level": 1},
-        {"static_kv_memory_pointers": True},
         {"num_speculative_tokens": 2},
         {"metrics_writer": object()},
         {"logprobs_mode": "processed_logprobs"},

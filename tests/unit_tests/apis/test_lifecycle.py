@@ -6,7 +6,7 @@ import asyncio
 import gc
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -95,12 +95,13 @@ class TestStates:
         llm.unpause()
         assert llm.generate(PROMPT, GREEDY)[0].generated_tokens == before
 
-    def test_a_suspended_engine_that_persists_keeps_its_memory(self, start):
-        llm = start(use_coordinator=True, kv_cache_management_mode="persist")
+    @pytest.mark.parametrize(("mode", "is_freed"), [("persist", False), ("offload", True)])
+    def test_a_suspended_engine_that_keeps_its_cache(self, start, mode, is_freed):
+        llm = start(use_coordinator=True, kv_cache_management_mode=mode, static_kv_memory_pointers=is_freed)
         llm.generate(PROMPT, GREEDY)
         llm.pause()
         llm.suspend()
-        assert pools(llm) is not None
+        assert (pools(llm).kv.untyped_storage().nbytes() == 0) is is_freed
         llm.resume()
         llm.unpause()
         assert llm.generate(PROMPT, GREEDY)[0].num_cached_tokens == 32
@@ -122,6 +123,56 @@ class TestStates:
                 pass
             llm.unpause()
             assert waiting.result()[0].succeeded()
+
+
+class TestCoroutines:
+    """`submit` and `run_sync`: an event loop beside the engine."""
+
+    def test_they_run_in_one_loop(self, start_async):
+        """Requests of several coroutines are served together, whoever waits."""
+
+        async def serve(tokens: list[int]) -> tuple[object, list[int]]:
+            request = await llm.generate(tokens, GREEDY)
+            return asyncio.get_running_loop(), request.generated_tokens
+
+        async def use() -> None:
+            loop, tokens = llm.run_sync(serve(PROMPT))
+            assert loop is not asyncio.get_running_loop()
+            assert await asyncio.wrap_future(llm.submit(serve(PROMPT))) == (loop, tokens)
+            await llm.shutdown()
+
+        llm = start_async()
+        asyncio.run(use())
+
+    def test_one_that_would_wait_for_itself(self, start):
+        llm = start(use_coordinator=True)
+
+        async def nest() -> None:
+            llm.run_sync(asyncio.sleep(0))
+
+        with pytest.raises(RuntimeError, match="wait forever"):
+            llm.run_sync(nest())
+
+    @pytest.mark.parametrize("name", ["submit", "run_sync"])
+    def test_direct_mode_has_no_loop(self, start, name):
+        with pytest.raises(RuntimeError, match="use_coordinator=True"):
+            getattr(start(), name)(asyncio.sleep(0))
+
+    def test_a_shutdown_cancels_them(self, start):
+        threads, llm = set(threading.enumerate()), start(use_coordinator=True)
+        waiting = llm.submit(asyncio.Event().wait())
+        llm.shutdown()
+        assert waiting.cancelled()
+        assert set(threading.enumerate()) <= threads
+        with pytest.raises(EngineClosed):
+            llm.submit(asyncio.sleep(0))
+
+    def test_a_shutdown_by_one_of_them(self, start_async):
+        llm = start_async()
+        with pytest.raises(CancelledError):
+            llm.run_sync(llm.shutdown())
+        with pytest.raises(EngineClosed):
+            llm.run_sync(asyncio.sleep(0))
 
 
 class TestShutdown:

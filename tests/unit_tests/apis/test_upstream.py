@@ -25,11 +25,11 @@ DEADLINE = 300  # seconds, for a loaded machine
 SCORES = ("prompt_log_probs", "generated_log_probs")
 # What main has, or this package in addition, beyond 0.19.2.
 ADDED = {
-    "MegatronLLM": {"serve"},
-    "MegatronAsyncLLM": set(),
+    "MegatronLLM": {"serve", "submit", "run_sync"},
+    "MegatronAsyncLLM": {"submit", "run_sync"},
     "ServeConfig": {"server_config"},
 }
-ADDED_PARAMETERS = {"inference_wrapper_cls", "sock"}
+ADDED_PARAMETERS = {"inference_wrapper_cls", "multi_modal_data", "sock"}
 
 
 @pytest.fixture(scope="module")

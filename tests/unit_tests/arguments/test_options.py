@@ -73,6 +73,7 @@ OPTIONS = """
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
 --operator-backend --pack-weights --no-pack-weights --cpu-weight-quantization
 --cuda-graph-impl --inference-dynamic-batching-num-cuda-graphs
+--rl-kv-cache-management-mode
 --moe-enable-routing-replay --no-moe-enable-routing-replay
 --inference-dynamic-batching-enable-prefix-caching --no-inference-dynamic-batching-enable-prefix-caching
 --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching

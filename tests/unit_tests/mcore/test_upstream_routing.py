@@ -40,6 +40,7 @@ class Upstream:
         one._pending_counts = np.zeros(ranks, dtype=np.int32)
         one._hash_table, one._hash_assignment_counter = {}, 0
         one.request_id_to_client_id, one.request_id_to_client_request_id, one.request_id_to_rank = {}, {}, {}
+        one.client_request_to_request_id = {}
         one.next_request_id, one.known_clients, one.schedule_records = 0, {CLIENT}, None
         one.block_size_tokens, one.enable_prefix_caching, one.max_requests = SIZE, True, SLOTS
         one.prefix_caching_coordinator_policy = PrefixCachingCoordinatorPolicy(policy)

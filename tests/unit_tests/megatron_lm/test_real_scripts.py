@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+from asyncio import to_thread
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
+import httpx
 import pytest
+import torch
 
+from megatron_ext.apis import MegatronAsyncLLM, ServeConfig
 from megatron_ext.commands import run
 from megatron_ext.mcore.upstream_version import found_version
 from megatron_ext.megatron_lm.run import main
+from tests.unit_tests.megatron_lm import main_scripts
 from tests.unit_tests.megatron_lm.conftest import PROMPTS
 from tests.unit_tests.support import megatron_models
+from tests.unit_tests.support.holding import PATIENCE
 
 ROOT = Path(os.environ["MEGATRON_LM"])
 IS_NEW = found_version() >= (0, 17)
@@ -26,6 +34,7 @@ SCRIPTS = {
     "examples/inference/advanced/gpt_dynamic_inference.py": BY_HAND,
     "examples/inference/offline_inference.py": ALL_AT_ONCE,
 }
+SERVER = "examples/inference/launch_inference_server.py"
 FOUND = [name for name in SCRIPTS if (ROOT / name).exists()]
 COMMON = "--num-tokens-to-generate 8 --top_k 1 --return-log-probs --prompts".split()
 
@@ -43,6 +52,39 @@ def tool_results(checkpoint: Path, output: Path) -> dict:
 
 def test_there_is_a_script_to_play():
     assert FOUND
+
+
+@pytest.mark.skipif(found_version() < (0, 20), reason="the file says what main has")
+def test_the_data_file_of_mains_scripts():
+    known = main_scripts.read()
+    assert main_scripts.used_by(ROOT) == {name: known[name] for name in known if name not in ("version", "commit")}
+
+
+@pytest.mark.skipif(not (ROOT / SERVER).exists(), reason="this version has no such script")
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_the_server_answers_as_our_tool(checkout, checkpoints, tmp_path, monkeypatch, kind):
+    started: Queue[MegatronAsyncLLM] = Queue()
+
+    async def serve(self: MegatronAsyncLLM, config: ServeConfig, **options: bool) -> None:
+        await to_thread(self._serve, config)
+        started.put(self)
+        await self.wait_for_shutdown()
+
+    monkeypatch.setattr(MegatronAsyncLLM, "serve", serve)
+    flags = ["--load", str(checkpoints(kind)), "--vocab-size", "56", "--host", "127.0.0.1", "--port", "0"]
+    flags += ["--model-provider", {"llama": "gpt", "hybrid": "mamba"}[kind]]
+    expected = tool_results(checkpoints(kind), tmp_path / "tool.json")
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)  # the script's last call
+    with megatron_models.stand_ins(), ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(main, [str(ROOT / SERVER), *flags])
+        ended.add_done_callback(lambda _: started.put(None))
+        llm = started.get(timeout=PATIENCE)
+        if llm is not None:
+            body = {"prompt": [int(token) for token in PROMPTS[0].split()], "max_tokens": 8, "temperature": 0}
+            answer = httpx.post(f"{llm._runtime._frontend.url}/v1/completions", json=body, timeout=PATIENCE).json()
+            llm._runtime.close()
+        assert ended.result(PATIENCE) == 0
+    assert answer["choices"][0]["text"].split() == [str(one) for one in expected["0"]["generated_tokens"]]
 
 
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
