@@ -36,13 +36,12 @@ def check_known(params: SamplingParams) -> None:
         ConfigError: One does not; names it.
     """
     defaults = {one.name: default_of(one) for one in dataclasses.fields(params)}  # of a newer version, too
+    known = _COPIED | _CONVERTED | _HONOURED_ELSEWHERE
     for name, value in vars(params).items():
         if name in _REFUSED:
             if value:
                 raise ConfigError(f"{name} {value!r}: {_REFUSED[name]}")
-        elif name not in _COPIED | _CONVERTED | _HONOURED_ELSEWHERE and value != defaults.get(
-            name, dataclasses.MISSING
-        ):
+        elif name not in known and value != defaults.get(name, dataclasses.MISSING):
             raise ConfigError(f"{name} {value!r} is not a sampling parameter here; leave it out")
 
 
