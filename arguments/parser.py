@@ -210,11 +210,6 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         ),
         start=_start(given),
     )
-    if settings.batching.moe_enable_routing_replay:
-        raise ConfigError(
-            "--moe-enable-routing-replay is refused: answers of the server have no routing indices; leave it out, or "
-            "use megatron-ext run, which writes them"
-        )
     _check_whole(settings)
     return settings
 

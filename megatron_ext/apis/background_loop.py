@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._run, args=(platform.device(),), name="coroutines", daemon=True)
         self._is_closed = False
 
-    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+    def submit(self, coroutine: Coroutine[object, object, Result]) -> Future[Result]:
         """Schedule a coroutine.
 
         Raises:
@@ -40,7 +40,7 @@ class BackgroundLoop:
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run_sync(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    def run_sync(self, coroutine: Coroutine[object, object, Result]) -> Result:
         """Schedule a coroutine, and wait for its result.
 
         Raises:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
@@ -106,7 +106,7 @@ class MegatronLLMBase:
         """Tokenizer, under the names of `TextGenerationController`."""
         return self._runtime.engine.controller
 
-    def submit(self, coro: Coroutine[Any, Any, Result]) -> Future[Result]:
+    def submit(self, coro: Coroutine[object, object, Result]) -> Future[Result]:
         """Schedule a coroutine in an event loop of the engine, in a thread of its own; callable from any thread.
 
         `shutdown` cancels the coroutines that have not ended.
@@ -117,7 +117,7 @@ class MegatronLLMBase:
         self._check_coordinator(coro)
         return self._loop.submit(coro)
 
-    def run_sync(self, coro: Coroutine[Any, Any, Result]) -> Result:
+    def run_sync(self, coro: Coroutine[object, object, Result]) -> Result:
         """Schedule a coroutine as `submit`, and wait for its result.
 
         Raises:
@@ -160,7 +160,7 @@ class MegatronLLMBase:
         self._check_coordinator()
         return self._runtime
 
-    def _check_coordinator(self, unused: Coroutine[Any, Any, object] | None = None) -> None:
+    def _check_coordinator(self, unused: Coroutine[object, object, object] | None = None) -> None:
         if not self._use_coordinator:
             if unused is not None:
                 unused.close()

@@ -5,6 +5,7 @@ Numbers are kept as bytes, four per expert; L is the number of MoE layers, k the
 
 from __future__ import annotations
 
+import sys
 from array import array
 from dataclasses import dataclass
 
@@ -37,6 +38,13 @@ class RoutingIndices:
     def up_to(self, count: int) -> RoutingIndices:
         """Return the first tokens, at most `count`."""
         return RoutingIndices(bytes(self.data[: count * self.token_bytes]), self.layers, self.topk)
+
+    def to_int16(self) -> bytes:
+        """Return the numbers as int16, little-endian, which hold those of up to 32,768 experts."""
+        assert sys.byteorder == "little", "as on every platform that this package supports"
+        found = bytearray(len(self.data) // 2)
+        found[0::2], found[1::2] = self.data[0::4], self.data[1::4]
+        return bytes(found)
 
     def to_lists(self) -> list[list[list[int]]]:
         """Return the numbers as lists, [tokens][L][k]."""

@@ -203,6 +203,12 @@ def not_explained(why: str) -> ApiError:
     return ApiError(400, message, param="explain_prefix_cache", code="not_explained")
 
 
+def routing_not_recorded() -> ApiError:
+    """400: the client asks for the experts of its tokens, which this server does not record."""
+    message = "return_routed_experts: the server was started without --moe-enable-routing-replay; leave it out"
+    return ApiError(400, message, param="return_routed_experts", code="routing_not_recorded")
+
+
 class ContextExceeded(ApiError):
     """400: prompt and output exceed the model's context. Frameworks look for the first words, and for the code.
 

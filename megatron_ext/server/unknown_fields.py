@@ -42,7 +42,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
     **dict.fromkeys(("early_stopping", "include_stop_str_in_output", "use_beam_search"), (False,)),
-    **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states", "return_routed_experts"), (False,)),
     **dict.fromkeys(("length_penalty", "typical_p"), (1,)),
     **dict.fromkeys(("add_special_tokens", "spaces_between_special_tokens"), (True,)),
     "logits_processors": ([],),

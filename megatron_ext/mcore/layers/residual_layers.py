@@ -170,11 +170,11 @@ class AttentionLayer(TransformerLayer, Branching):
 
 
 class FeedForwardLayer(MLPLayer, Branching):
-    """Norm and an MLP, or a mixture of experts."""
+    """Norm and an MLP, or a mixture of experts; `is_mtp_layer` of main's stacks only counts in training."""
 
     mlp_bda: AddBuilder
 
-    def __init__(self, config: LayerConfig, *args: object, **options: object) -> None:
+    def __init__(self, config: LayerConfig, *args: object, is_mtp_layer: bool = False, **options: object) -> None:
         super().__init__(config, *args, **options)
         self.factor = config.residual_multiplier * config.mlp_output_multiplier
         self.mlp_bda = scaled_add(self.mlp_bda, self.factor)

@@ -315,6 +315,8 @@ class GenerationRequest(SamplingFields):
     """Options of a stream."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """Most tokens to generate; by default 16 for completions, as many as fit for chats."""
+    return_routed_experts: bool | None = None
+    """Return the experts of each token; with `--moe-enable-routing-replay`; false by default."""
     response_format: Form | None = None
     """Format of the answer: any text, JSON, or a JSON schema."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import base64
 import time
 import uuid
 from collections import Counter
@@ -180,6 +181,7 @@ class ResponseBuilder(AnswerBuilder, abc.ABC):
 
     Attributes:
         shows_versions: Whether choices have the versions of the weights.
+        shows_routing: Whether choices have the experts of their tokens.
     """
 
     def __init__(
@@ -195,6 +197,7 @@ class ResponseBuilder(AnswerBuilder, abc.ABC):
     ) -> None:
         super().__init__(f"{prefix}-{uuid.uuid4().hex}", vocabulary, answer_format, choices)
         self.shows_versions = False
+        self.shows_routing = False
         self.has_scores = has_scores
         self._shows_ids = shows_ids
         self._fields = {"id": self.id, "created": int(time.time()), "model": model}
@@ -253,12 +256,22 @@ def versions_of(builder: ResponseBuilder, source: Progress | RequestRecord, star
     return {name: [list(run) for run in runs] for name, runs in found.items()}
 
 
+def experts_of(builder: ResponseBuilder, record: RequestRecord) -> dict[str, object]:
+    """Return the experts of all tokens but the last, cached ones included, if requested."""
+    rows = record.routing_indices
+    if not builder.shows_routing or rows is None:
+        return {}
+    data = base64.b64encode(rows.to_int16()).decode()
+    return {"routed_experts": {"data": data, "dtype": "int16", "shape": [len(rows), rows.layers, rows.topk]}}
+
+
 def whole(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:
     """Return the whole response."""
     choices = [
         builder.choice(index, record, records[index - index % builder.choices])
         | explained(builder, index, record)
         | versions_of(builder, record, 0, len(record.generated_tokens))
+        | experts_of(builder, record)
         for index, record in enumerate(records)
     ]
     envelope = builder.envelope(is_part=False) | builder.heading(records[0])

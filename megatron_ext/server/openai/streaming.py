@@ -22,6 +22,7 @@ from megatron_ext.server.openai.responses import (
     Piece,
     ResponseBuilder,
     Scored,
+    experts_of,
     explained,
     finished,
     generated_scores,
@@ -163,6 +164,7 @@ class _ChoiceStream:
                 part |= versions_of(self._builder, source, start, self._token_count)
                 if isinstance(source, RequestRecord):
                     part |= explained(self._builder, self._index, source)
+                    part |= experts_of(self._builder, source) if self.is_ended else {}
                 yield {"choices": [part]}
 
 

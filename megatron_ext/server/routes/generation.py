@@ -15,6 +15,7 @@ from starlette.responses import Response
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.access import note_answer
+from megatron_ext.server.api_errors import routing_not_recorded
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
@@ -131,6 +132,9 @@ async def _answer(
 ) -> Response:
     """Run the requests, and return their answer, whole or as a stream."""
     builder.shows_versions = bool(body.return_weights_version)
+    builder.shows_routing = bool(body.return_routed_experts)
+    if builder.shows_routing and not serving.limits.keeps_routing:
+        raise routing_not_recorded()
     group = await run_requests(request, serving, body, inputs, builder, on_result)
     if not body.stream:
         return json_response(whole(builder, [finished(handle) for handle in group.handles]))

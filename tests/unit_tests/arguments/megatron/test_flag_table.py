@@ -125,11 +125,6 @@ def test_16_bits_without_flags_of_8():
     assert not settings.source.bf16
 
 
-def test_the_server_records_no_routing():
-    with pytest.raises(ConfigError, match="--moe-enable-routing-replay is refused: answers of the server"):
-        parse_server_arguments(["--moe-enable-routing-replay"])
-
-
 def test_sinkhorn_is_refused_and_others_are_not():
     assert parse_arguments("--moe-router-load-balancing-type aux_loss seq_aux_loss".split()).start.lines
     with pytest.raises(ConfigError, match="-type aux_loss sinkhorn is refused: sinkhorn is another routing algorithm"):
