@@ -229,6 +229,8 @@ def test_help_about_a_group_a_word_or_everything(capsys):
 
 
 def test_each_flag_that_is_promised_is_there():
-    options = {option for action in build_server_parser()._actions for option in action.option_strings}
-    for document in ("SECURITY.md", "docs/server.md", "docs/operating.md", "docs/monitoring.md"):
-        assert set(re.findall(r"`(--[a-z-]+)", (ROOT / document).read_text("utf-8"))) <= options
+    parsers = build_parser(), build_server_parser()
+    options = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    pages = ("server", "operating", "monitoring", "proxy", "troubleshooting", "bring_a_model")
+    for document in ("SECURITY.md", *(f"docs/{page}.md" for page in pages)):
+        assert set(re.findall(r"`(--[a-z-]+)", (ROOT / document).read_text("utf-8"))) <= options, document
