@@ -38,6 +38,7 @@ from megatron_ext.config import (
     StartNotes,
 )
 from megatron_ext.config.annotations import FieldValues
+from megatron_ext.config.checks import flag_of
 from megatron_ext.config.embedded import check_flags
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.model_folder import is_megatrons, require_model_folder
@@ -174,7 +175,7 @@ def _settings(given: ParsedFlags) -> InferenceSettings:
     if any(flag.key in values for flag in ACCESS.flags):  # a run has no answers to parse
         given.without_effect.note("--parsers")
     settings = InferenceSettings(
-        source=SourceConfig(**fields_of(SOURCE, values), **fields_of(TOKENIZER, values)),
+        source=_source(given),
         model_overrides=fields_of(MODEL, values),
         parallel=ParallelConfig(**fields_of(PARALLEL, values)),
         sampling=RequestParams(**fields_of(SAMPLING, values)),
@@ -195,7 +196,7 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
     given = _given(build_server_parser(prog), argv, SERVER_GROUPS, SERVER_TABLE)
     values = given.values
     settings = ServerSettings(
-        source=SourceConfig(**fields_of(SOURCE, values), **fields_of(TOKENIZER, values)),
+        source=_source(given),
         model_overrides=fields_of(MODEL, values),
         parallel=ParallelConfig(**fields_of(PARALLEL, values)),
         batching=BatchingConfig(**fields_of(BATCHING, values)),
@@ -237,9 +238,12 @@ def _parse(parser: CommandLine, words: Sequence[str] | None, *, takes_folder: bo
     if not takes_folder and _FOLDER in values:
         parser.error(unrecognized([values[_FOLDER]], parser.known, parser.known_without_effect))
     without_effect = values.pop(options.DEST, None) or WithoutEffect()
-    return ParsedFlags(
+    given = ParsedFlags(
         {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, without_effect
     )
+    names = {word.partition("=")[0] for word in (sys.argv[1:] if words is None else words)}
+    given.typed = {flag.key: alias for flag in MODEL.flags for alias in flag.aliases if alias in names}
+    return given
 
 
 def _completed(
@@ -261,6 +265,26 @@ def _completed(
     require_16_bits(given)
     note_no_effect(given)
     return given
+
+
+def _source(given: ParsedFlags) -> SourceConfig:
+    values, fields = given.values, dict(fields_of(SOURCE, given.values))
+    known = known_flags((MODEL, SYNONYMS))
+    names = [normalize_key(str(name)) for name in fields.pop("override_checkpoint_args", ())]
+    for name in names:
+        if name not in known:
+            meant = closest(name, known)
+            hint = f"; did you mean {meant}?" if meant else ""
+            raise ConfigError(f"--override-checkpoint-args {shorten(name)} is not a flag of a model{hint}")
+    allowed = tuple(known[name][1].key for name in names)
+    typed = {
+        flag.field: given.typed.get(flag.key, f"{flag.option} {values[flag.key]}")
+        for flag in MODEL.flags
+        if flag.key in values and (flag.key in given.typed or flag.option != flag_of(flag.field))
+    }
+    return SourceConfig(
+        **fields, **fields_of(TOKENIZER, values), override_checkpoint_args=allowed, typed=tuple(typed.items())
+    )
 
 
 def _start(given: ParsedFlags) -> StartNotes:

@@ -25,7 +25,15 @@ SOURCE = FlagGroup(
         ),
         Flag("save", "Directory to save the model to before it runs", metavar="DIR"),
         Flag("model_config", "YAML file of flags; flags on the command line override it", metavar="FILE.yaml"),
-        Flag("use_checkpoint_args", "Let the checkpoint's model settings override flags, and log the differences"),
+        Flag(
+            "use_checkpoint_args",
+            "Let the checkpoint override model flags, and log the differences",
+        ),
+        Flag(
+            "override_checkpoint_args",
+            "Flags of the model that may differ from the checkpoint's arguments, as in rotary-base norm-epsilon",
+            metavar="NAME",
+        ),
         Flag("model_provider", "Kind of model; the checkpoint or --num-layers must fit it", choices=MODEL_PROVIDERS),
         Flag(
             "moe_layer_freq",
@@ -48,6 +56,7 @@ SOURCE = FlagGroup(
         Flag("bf16", "Use bfloat16 parameters"),
         Flag("fp16", "Use float16 parameters"),
         Flag("seed", "Seed of random weights and of each request's random generator"),
+        Flag("inference_sampling_seed", "Seed of each request's random generator; default: --seed"),
     ),
 )
 

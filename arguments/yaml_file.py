@@ -61,6 +61,8 @@ def read_flags(
             if flag.key in given.values:
                 raise ConfigError(f"{name!r} is given twice")
             given.values[flag.key] = group.parse_value(flag, loader.value_of(value))
+            if key in flag.keys[1:]:
+                given.typed[flag.key] = f"--{key}"
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from arguments.megatron.layer_flags import CHECKPOINTS
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.config.layers.layer_freq import parse_layer_freq, windowed_letters
 from megatron_ext.config.layers.pattern import YARN, is_gpt_pattern
@@ -36,21 +37,33 @@ def describe_attention(given: ParsedFlags) -> None:
 
 
 def _describe_yarn(given: ParsedFlags) -> None:
-    values = given.values
-    if values.get(_POSITIONS) == YARN:
+    values, positions = given.values, given.values.get(_POSITIONS)
+    has_checkpoint = bool(CHECKPOINTS & values.keys())
+    if positions == YARN:
+        given.typed[_POSITIONS] = f"--{_POSITIONS} {YARN}"
         values[_POSITIONS] = "rope"
+        factor = f" --{_FACTOR} {values[_FACTOR]}" if _FACTOR in values else ""
+        given.typed[_FACTOR] = given.typed[_POSITIONS] + factor
         values.setdefault(_FACTOR, 1.0)
         return
+    if positions is None and has_checkpoint:
+        return  # they are compared with the checkpoint's, if it has yarn
     for key in _YARN_KEYS:  # as in Megatron
         if key in values:
             given.without_effect.note(f"--{key}")
             del values[key]
+    if has_checkpoint:  # which may have yarn
+        values[_FACTOR] = None
+        given.typed[_FACTOR] = given.typed.get(_POSITIONS, f"--{_POSITIONS} {positions}")
 
 
 def _describe_window(given: ParsedFlags) -> None:
     values = given.values
     size, freq = values.pop(_SIZE, None), values.pop(_FREQ, None)
     window = None if size is None else _window(str(size))
+    if window is None and size is not None and CHECKPOINTS & values.keys():
+        values[_WINDOW], given.typed[_WINDOW] = None, f"--{_SIZE} {size}"  # compared with the checkpoint's
+        size = None
     if window is None:
         for key, value in ((_SIZE, size), (_FREQ, freq)):
             if value is not None:
@@ -58,6 +71,7 @@ def _describe_window(given: ParsedFlags) -> None:
         return
     if values.setdefault(_WINDOW, window) != window:
         raise ConfigError(f"--{_SIZE} {size} and --{_WINDOW} {values[_WINDOW]} contradict each other; give one of them")
+    given.typed[_WINDOW] = f"--{_SIZE} {size}"
     pattern = values.get(_PATTERN)
     if pattern is None:  # a checkpoint's layers have windows, or have none
         if freq is not None:

@@ -12,7 +12,7 @@ from megatron_ext.config.layers.pattern import GPT, gpt_pattern, is_gpt_pattern,
 from megatron_ext.errors import ConfigError
 
 _PATTERN, _COUNT, _PROVIDER, _FREQ = "hybrid-override-pattern", "num-layers", "model-provider", "moe-layer-freq"
-_CHECKPOINTS = {"load", "load-hf"}
+CHECKPOINTS = {"load", "load-hf"}
 _RATIOS = ("hybrid-attention-ratio", "hybrid-mlp-ratio")
 
 
@@ -28,10 +28,12 @@ def describe_layers(given: ParsedFlags) -> None:
     values: dict[str, Any] = given.values
     ratios = [values.pop(name, 0.0) for name in _RATIOS]
     if _PATTERN in values:
+        typed = given.typed.setdefault(_PATTERN, f"--{_PATTERN}") + f" {values[_PATTERN]}"
         pattern, recurrent_layer = read_pattern(values[_PATTERN])
-        values[_PATTERN] = pattern
+        values[_PATTERN], given.typed[_PATTERN] = pattern, typed
         if recurrent_layer is not None:
             _set_recurrent_layer(values, recurrent_layer)
+            given.typed["recurrent-layer"] = typed
         if values.get(_COUNT, len(pattern)) != len(pattern):
             given.without_effect.note(f"--{_COUNT}")
             del values[_COUNT]
@@ -40,6 +42,7 @@ def describe_layers(given: ParsedFlags) -> None:
                 given.without_effect.note(f"--{name}")
     elif any(ratios):
         values[_PATTERN] = _allocated(values.get(_COUNT), *ratios)
+        given.typed[_PATTERN] = " ".join(f"--{name} {ratio}" for name, ratio in zip(_RATIOS, ratios, strict=True))
     is_gpt = values.get(_PROVIDER) == GPT or _is_new_gpt(values)
     if _FREQ in values and not _uses_moe_layer_freq(values, is_gpt):
         given.without_effect.note(f"--{_FREQ}")
@@ -50,7 +53,7 @@ def describe_layers(given: ParsedFlags) -> None:
 def _uses_moe_layer_freq(values: Mapping[str, object], is_gpt: bool) -> bool:
     """Return whether --moe-layer-freq makes a pattern, or is compared with that of a checkpoint."""
     makes_pattern = is_gpt and "num-experts" in values and _PATTERN not in values
-    return makes_pattern or bool(_CHECKPOINTS & values.keys())
+    return makes_pattern or bool(CHECKPOINTS & values.keys())
 
 
 def _is_new_gpt(values: Mapping[str, Any]) -> bool:
@@ -59,7 +62,7 @@ def _is_new_gpt(values: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: Another kind of model is requested, and that needs a pattern.
     """
-    if _COUNT not in values or _PATTERN in values or _CHECKPOINTS & values.keys():
+    if _COUNT not in values or _PATTERN in values or CHECKPOINTS & values.keys():
         return False
     provider = values.get(_PROVIDER)
     if provider is not None:
@@ -85,7 +88,7 @@ def _describe_gpt(values: dict[str, Any]) -> None:
                 f"--model-provider {GPT} and --{_PATTERN} {values[_PATTERN]!r} contradict each other: each layer of a "
                 "GPT is an attention and an MLP or experts; give --model-provider hybrid"
             )
-    elif not _CHECKPOINTS & values.keys():
+    elif not CHECKPOINTS & values.keys():
         if _COUNT not in values:
             raise ConfigError(f"--model-provider {GPT} needs --{_COUNT}, or a checkpoint (--load, --load-hf)")
         values[_PATTERN] = gpt_pattern(_mlps(values, _checked_count(values.pop(_COUNT))))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from arguments.flags import Flag, FlagGroup, normalize_key
+from arguments.megatron.layer_flags import CHECKPOINTS
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.config.server import MEGATRONS_PARSERS, from_megatrons_parsers
 from megatron_ext.errors import ConfigError
 
 _MAX_REQUESTS = "inference-dynamic-batching-max-requests"
-_CHECKPOINTS = ("load", "load-hf")
 # Flags that mean another one, unless that is given, too.
 _FALLBACKS = {"pretrained-checkpoint": "load", f"{_MAX_REQUESTS}-override": _MAX_REQUESTS}
 
@@ -31,6 +32,7 @@ class Synonyms:
     window_size: str | None = None
     window_attn_skip_freq: str | None = None
     parsers: tuple[str, ...] = ()
+    rl_inference_parsers: tuple[str, ...] = ()
 
 
 SYNONYMS = FlagGroup(
@@ -51,6 +53,7 @@ SYNONYMS = FlagGroup(
             "Layers of a GPT without a window: every Nth, or those with 0 in a list; default: none",
         ),
         Flag("parsers", f"--reasoning-parser and --tool-call-parser of a server: {', '.join(MEGATRONS_PARSERS)}"),
+        Flag("rl_inference_parsers", "--parsers, of Megatron's training with reinforcement learning"),
         Flag(
             "max_requests_override",
             f"--{_MAX_REQUESTS} if that is not given; Megatron's older name",
@@ -78,17 +81,12 @@ def translate(given: ParsedFlags) -> ParsedFlags:
         ConfigError: Two flags contradict each other.
     """
     values = dict(given.values)
+    _name_parsers(values)
     for key, (ours, value) in _MEANINGS.items():
         if values.pop(key, False):
             if values.get(ours, value) != value:
                 raise ConfigError(f"--{key} and --{ours} contradict each other; give one of them")
-            values[ours] = value
-    parsers = values.pop("parsers", ())
-    assert isinstance(parsers, tuple), "of texts, as its field"
-    for field, parser in from_megatrons_parsers(parsers).items():
-        key = normalize_key(field)
-        if values.setdefault(key, parser) != parser:
-            raise ConfigError(f"--parsers and --{key} {values[key]} contradict each other; give one of them")
+            values[ours], given.typed[ours] = value, f"--{key}"
     for key, ours in _FALLBACKS.items():
         if key in values:
             fallback = values.pop(key)
@@ -96,19 +94,32 @@ def translate(given: ParsedFlags) -> ParsedFlags:
                 given.without_effect.note(f"--{key}")
     if _is_megatrons_stack(values.get("spec")):
         del values["spec"]
-    return ParsedFlags(values, given.without_effect, given.environment)
+    return dataclasses.replace(given, values=values)
+
+
+def _name_parsers(values: dict[str, Any]) -> None:
+    """Replace Megatron's names of parsers, in place."""
+    for flag in ("parsers", "rl-inference-parsers"):
+        parsers = values.pop(flag, ())
+        assert isinstance(parsers, tuple), "of texts, as its field"
+        for field, parser in from_megatrons_parsers(parsers).items():
+            key = normalize_key(field)
+            if values.setdefault(key, parser) != parser:
+                raise ConfigError(f"--{flag} and --{key} {values[key]} contradict each other; give one of them")
 
 
 def without_checkpoint(given: ParsedFlags) -> None:
-    """Remove checkpoints with an empty name, in place; without one, the flags that concern it have no effect.
+    """Remove checkpoints and tokenizers with an empty name, in place; some flags have no effect without a checkpoint.
 
     The flags come from both the command line and the file: `--load ''` is a run without the file's checkpoint.
     """
-    for key in _CHECKPOINTS:
+    for key in (*CHECKPOINTS, "tokenizer-model"):
         if given.values.get(key) == "":
             del given.values[key]
-    if not any(key in given.values for key in _CHECKPOINTS) and given.values.pop("use-checkpoint-args", False):
-        given.without_effect.note("--use-checkpoint-args")
+    if not CHECKPOINTS & given.values.keys():
+        for key in ("use-checkpoint-args", "override-checkpoint-args"):
+            if given.values.pop(key, False):
+                given.without_effect.note(f"--{key}")
 
 
 def _is_megatrons_stack(spec: object) -> bool:

@@ -25,7 +25,13 @@ RECORD = "inference_args_defaults"
 _SAVE = "save"  # Megatron's is the directory of the training's checkpoints
 # Flags of the groups below that describe no model, and flags of another group that do.
 _MODEL_GROUPS = (SOURCE, TOKENIZER, MODEL, SYNONYMS)
-_NO_MODEL = {"seed", "model-config", "disable-chunked-prefill", "inference-dynamic-batching-max-requests-override"}
+_NO_MODEL = {
+    "seed",
+    "inference-sampling-seed",
+    "model-config",
+    "disable-chunked-prefill",
+    "inference-dynamic-batching-max-requests-override",
+}
 _STAGES = {"num-layers-in-first-pipeline-stage", "num-layers-in-last-pipeline-stage"}
 _SAMPLING = ("temperature", "top-k", "top-p")
 # Attributes of Megatron's namespace that are not named like their flags, and the value of a typed switch.
@@ -34,6 +40,7 @@ _ATTRIBUTES: Mapping[str, tuple[str, bool]] = {
     "apply-layernorm-1p": ("layernorm_zero_centered_gamma", True),
     "disable-bias-linear": ("add_bias_linear", False),
     "fp8-format": ("fp8", True),
+    "fp4-format": ("fp4", True),
     "no-fp8-wgrad": ("fp8_wgrad", False),
 }
 # Megatron's flags that are checked, or noted if they have no effect; the other accepted ones are not about inference.
@@ -86,7 +93,7 @@ def settings_from_args(namespace: argparse.Namespace, *, attach: bool = False) -
     """Return the settings for `load_engine`, or for `attach_engine`, in a parsed namespace.
 
     A flag counts if it was typed, or if its value is not the parser's default. Logs one line with the flags of
-    Megatron's inference that count and have no effect.
+    Megatron's inference that were typed and have no effect.
 
     Args:
         namespace: Namespace that a parser with `add_inference_args` has returned; later changes count.
@@ -141,7 +148,7 @@ class _Counting:
         return found
 
     def without_effect(self) -> WithoutEffect:
-        """Return the flags of Megatron's table that count and have no effect.
+        """Return the flags of Megatron's table that were typed and have no effect; those that count are checked.
 
         Raises:
             ConfigError: One of the table's flags is refused.
@@ -152,9 +159,9 @@ class _Counting:
                 words = self._words(flag, name)
                 if words is None:
                     continue
-                if flag.is_refused or flag.only:
-                    flag.check(words, f"--{name.replace('_', '-')}" if flag.is_family else None)
-                else:
+                flag.check(words, f"--{name.replace('_', '-')}" if flag.is_family else None)
+                is_typed = name not in self._defaults
+                if flag.unless or (is_typed and not flag.only):
                     noted.add(flag, words)
         return noted
 
@@ -222,7 +229,7 @@ def _untyped_defaults(parser: argparse.ArgumentParser, words: Sequence[str]) -> 
     known = {name for group, flag in _engine_flags() for name in _names(group, flag)}
     known |= {name for name in options if any(flag.covers(name) for flag in _MEGATRONS)}
     defaults = {options[name].dest: parser.get_default(options[name].dest) for name in known & options.keys()}
-    return {name: _plain(value) for name, value in sorted(defaults.items()) if value is not None and name not in typed}
+    return {name: _plain(value) for name, value in sorted(defaults.items()) if name not in typed}
 
 
 def _plain(value: Any) -> Any:

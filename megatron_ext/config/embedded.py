@@ -6,13 +6,10 @@ import dataclasses
 from pathlib import Path
 
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.checks import flag_of
+from megatron_ext.config.differences import HARMLESS, differences
 from megatron_ext.config.model import ModelConfig
 
 EMBEDDED_MODEL_DIR = Path(__file__).parents[1] / "models" / "embedded_model"
-_LONGEST_SHOWN = 60  # characters
-# Fields that may have any value with the shipped weights.
-_HARMLESS = frozenset(("max_position_embeddings", "mamba_chunk_size", "spec"))
 
 
 EMBEDDED_CONFIG = ModelConfig(  # a copy of its config file, so that flags are checked before anything is loaded
@@ -36,34 +33,9 @@ EMBEDDED_CONFIG = ModelConfig(  # a copy of its config file, so that flags are c
 )
 
 
-def differences(model: ModelConfig, overrides: FieldValues) -> dict[str, object]:
-    """Return the fields of `overrides` that differ from `model`, each with the value in `model`.
-
-    A value that equals the field of `model`, or its effective value, is not a difference.
-    """
-    resolved = model.resolved()
-    return {
-        name: resolved[name]
-        for name, value in overrides.items()
-        if name not in _HARMLESS and value not in (getattr(model, name), resolved[name])
-    }
-
-
 def with_harmless(model: ModelConfig, overrides: FieldValues) -> ModelConfig:
     """Return `model` with the overrides that do not affect its weights; the others must be equal to its fields."""
-    return dataclasses.replace(model, **{name: value for name, value in overrides.items() if name in _HARMLESS})
-
-
-def as_flag(name: str, value: object, saved: object) -> str:
-    """Format a field of `differences` as a command-line flag, with the model's own value."""
-    if isinstance(value, bool):
-        return flag_of(name) if value else flag_of(f"no_{name}")
-    return f"{flag_of(name)} {_shown(value)} (not {_shown(saved)})"
-
-
-def _shown(value: object) -> str:
-    text = " ".join(value) if isinstance(value, tuple) else str(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    return dataclasses.replace(model, **{name: value for name, value in overrides.items() if name in HARMLESS})
 
 
 def check_flags(overrides: FieldValues) -> None:

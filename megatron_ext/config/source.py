@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.config.checks import require
 from megatron_ext.config.hf_overrides import HfOverrides
@@ -29,6 +29,8 @@ class SourceConfig(TokenizerConfig):
     save: str | None = None
     model_config: str | None = None  # a YAML file of flags
     use_checkpoint_args: bool = False  # the checkpoint's values override model flags
+    override_checkpoint_args: tuple[str, ...] = ()  # model flags, without dashes in front, that win over the checkpoint
+    typed: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # fields of the model, and flags as typed
     model_provider: str | None = None  # one of MODEL_PROVIDERS; default: any that the checkpoint has
     moe_layer_freq: str | None = None  # which layers of a GPT have experts; see `config.layers.layer_freq`
     padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
@@ -39,6 +41,7 @@ class SourceConfig(TokenizerConfig):
     bf16: bool = False
     fp16: bool = False
     seed: int = 1234
+    inference_sampling_seed: int | None = None  # default: seed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,10 +60,16 @@ class SourceConfig(TokenizerConfig):
             self.dtype in (AUTO_TYPE, self.parameter_type),
             f"--dtype {self.dtype} and --{'bf16' if self.bf16 else 'fp16'} contradict each other; give one of them",
         )
-        require(0 <= self.seed < 2**63, f"--seed {self.seed} must be between 0 and {2**63 - 1}")
+        for flag, seed in (("--seed", self.seed), ("--inference-sampling-seed", self.sampling_seed)):
+            require(0 <= seed < 2**63, f"{flag} {seed} must be between 0 and {2**63 - 1}")
         require(
             bool(self.load or self.load_hf) or not self.use_checkpoint_args,
             "--use-checkpoint-args needs a checkpoint; give --load or --load-hf",
+        )
+        names = " ".join(self.override_checkpoint_args)
+        require(
+            not (names and self.load_hf),
+            f"--override-checkpoint-args {names} is for --load; --hf-overrides changes the fields of {self.load_hf}",
         )
         known = ", ".join(MODEL_PROVIDERS)
         require(
@@ -81,6 +90,11 @@ class SourceConfig(TokenizerConfig):
         )
         rows = self.padded_vocab_size
         require(rows is None or rows > 0, f"--padded-vocab-size {rows} must be positive")
+
+    @property
+    def sampling_seed(self) -> int:
+        """Seed of the requests' random generators."""
+        return self.seed if self.inference_sampling_seed is None else self.inference_sampling_seed
 
     @property
     def parameter_type(self) -> str:

@@ -89,7 +89,7 @@ class EngineArgs:
             within_positions(settings.batching, settings.source, loaded.config),
             cache,
             dtype=loaded.dtype,
-            seed=settings.source.seed,
+            seed=settings.source.sampling_seed,
             logging_step_interval=settings.logging_step_interval,
             parallel_context=self._parallel_context,
             speculation=settings.speculation,

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig, SourceConfig
+from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
+from megatron_ext.config.differences import as_flag, differences
+from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR, with_harmless
 from megatron_ext.config.model_folder import require_model_folder
 from megatron_ext.config.source import AUTO_TYPE
 from megatron_ext.config.tokenizer import HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
@@ -33,7 +34,7 @@ from megatron_ext.models.megatron.dist_checkpoint import (
 )
 from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.models.megatron.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
-from megatron_ext.models.overrides import fitting_overrides
+from megatron_ext.models.overrides import fitting_overrides, require_layout
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.parallel.collectives import decided_by_first
 from megatron_ext.parallel.stages import describe_stages, split_layers
@@ -43,22 +44,6 @@ from megatron_ext.text.tokenizer_files import has_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Fields of `ModelConfig` that determine how stored weights are split. Equal shapes do not make them equal: four heads
-# of 64 and eight of 32 have the same matrices.
-_LAYOUT = {
-    "hybrid_override_pattern": "--hybrid-override-pattern",
-    "hidden_size": "--hidden-size",
-    "ffn_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "query_groups": "--num-query-groups",
-    "head_channels": "--kv-channels",
-    "attention_output_gate": "--attention-output-gate",
-    "recurrent_layer": "--recurrent-layer",
-    **{name: flag for kind in RECURRENT_KINDS.values() for name, flag in kind.layout.items()},
-    "vocab_size": "--vocab-size",
-    "mtp_layer_count": "--mtp-num-layers",
-    "mtp_pattern": "--mtp-hybrid-override-pattern",
-}
 _PREDICTION = "mtp_num_layers"
 _WITHOUT_PREDICTION = {_PREDICTION: None, "mtp_use_repeated_layer": False, "mtp_hybrid_override_pattern": None}
 
@@ -90,7 +75,7 @@ def load_model(
 
     Args:
         source: Location and dtype of the model.
-        overrides: `ModelConfig` fields from flags or a YAML file; they win over the checkpoint's configuration.
+        overrides: `ModelConfig` fields from flags or a YAML file; see `fitting_overrides`.
         parallel: Parallel sizes; every rank calls this. None takes the sizes of Megatron's groups.
         device: Default: the current CUDA device, else the CPU. On the device meta no weights are read: the model has
             shapes only, with the types that it has on the default device.
@@ -238,13 +223,7 @@ def checkpoint_config(
     if source.load is None and source.load_hf is None:
         return with_harmless(saved, overrides)
     config = with_overrides(saved, fitting_overrides(source, saved, overrides, directory, trained))
-    for name, flag in _LAYOUT.items():
-        asked, stored = getattr(config, name), getattr(saved, name)
-        if asked != stored:
-            raise ConfigError(
-                f"{flag} {asked} contradicts {directory}, whose weights are for {stored}; "
-                "leave it out or load another checkpoint"
-            )
+    require_layout(saved, config, directory)
     return config
 
 

@@ -6,18 +6,37 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from megatron_ext.config import BatchingConfig, ModelConfig, SourceConfig
+from megatron_ext.config import RECURRENT_KINDS, BatchingConfig, ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.embedded import as_flag, differences
+from megatron_ext.config.checks import flag_of
+from megatron_ext.config.differences import as_flag, differences, logit_differences
 from megatron_ext.config.layers.layer_freq import moe_letters, parse_layer_freq
-from megatron_ext.config.layers.pattern import GPT, gpt_layers, is_gpt_pattern
+from megatron_ext.config.layers.pattern import GPT, YARN, gpt_layers, is_gpt_pattern
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.parallel.world import is_first_rank
 
 logger = logging.getLogger(__name__)
 
-_COUNT, _POSITIONS = "num_layers", "max_position_embeddings"
+_COUNT, _POSITIONS, _KIND = "num_layers", "max_position_embeddings", "position_embedding_type"
+_FACTOR, _YARN_FACTOR, _WINDOW = "rotary_scaling_factor", "yarn_rotary_scaling_factor", "attention_window"
+# Fields of `ModelConfig` that determine how stored weights are split. Equal shapes do not make them equal: four heads
+# of 64 and eight of 32 have the same matrices.
+_LAYOUT = {
+    "hybrid_override_pattern": "--hybrid-override-pattern",
+    "hidden_size": "--hidden-size",
+    "ffn_size": "--ffn-hidden-size",
+    "num_experts": "--num-experts",
+    "num_attention_heads": "--num-attention-heads",
+    "query_groups": "--num-query-groups",
+    "head_channels": "--kv-channels",
+    "attention_output_gate": "--attention-output-gate",
+    "recurrent_layer": "--recurrent-layer",
+    **{name: flag for kind in RECURRENT_KINDS.values() for name, flag in kind.layout.items()},
+    "vocab_size": "--vocab-size",
+    "mtp_layer_count": "--mtp-num-layers",
+    "mtp_pattern": "--mtp-hybrid-override-pattern",
+}
 _OURS = ("spec", "vocab_size")  # flags that are not in Megatron's checkpoint arguments
 
 
@@ -26,7 +45,8 @@ def fitting_overrides(
 ) -> FieldValues:
     """Return the overrides that change a checkpoint's configuration; flags without a field are only checked.
 
-    With `--use-checkpoint-args` differing overrides are dropped, and logged.
+    With `--use-checkpoint-args` differing overrides are dropped, and logged; without it they are errors if they change
+    a logit. `--override-checkpoint-args` allows those that it names in either case.
 
     Args:
         source: Settings that are not fields of the model.
@@ -36,27 +56,107 @@ def fitting_overrides(
         trained: Training facts of a checkpoint of Megatron-LM.
 
     Raises:
-        ConfigError: A number of layers, a kind of model or rows of the embedding that differ from the checkpoint's.
+        ConfigError: A field that changes a logit, a number of layers, a kind of model or rows of the embedding that
+            differ from the checkpoint's.
     """
     _check_provider(source, saved, directory, trained)
     _check_rows(source, saved, directory, trained)
     _check_moe_layers(source, saved, directory)
-    wanted = {name: value for name, value in overrides.items() if name != _COUNT}
-    others = _count_that_differs(saved, overrides)
+    wanted = _without_unused_yarn(saved, {name: value for name, value in overrides.items() if name != _COUNT})
+    others, typed = _count_that_differs(saved, overrides), dict(source.typed)
+    named = set(source.override_checkpoint_args)
+    allowed = {
+        name
+        for name, value in wanted.items()
+        if _names(name, typed.get(name)) & named and not _is_stored(saved, name, value)
+    }
     if not source.use_checkpoint_args:
         if others:
             raise ConfigError(
                 f"--num-layers {overrides[_COUNT]} contradicts {directory}, which has {_counts(saved)}; leave it "
                 "out or load another checkpoint"
             )
+        others = {name: there for name, there in logit_differences(saved, wanted).items() if name not in allowed}
+        if others:
+            raise ConfigError(_contradiction(source, saved, directory, {name: wanted[name] for name in others}, others))
         return wanted
     others |= differences(saved, {name: value for name, value in wanted.items() if name not in _OURS})
     if wanted.get(_POSITIONS, saved.max_position_embeddings) != saved.max_position_embeddings:
         others[_POSITIONS] = saved.max_position_embeddings
+    others = {name: there for name, there in others.items() if name not in allowed}
     if others and is_first_rank():
-        flags = ", ".join(as_flag(name, overrides[name], there) for name, there in others.items())
+        flags = ", ".join(_as_typed(source, saved, overrides, others))
         logger.warning("--use-checkpoint-args: %s decides over %s", directory, flags)
     return {name: value for name, value in wanted.items() if name not in others}
+
+
+def require_layout(saved: ModelConfig, config: ModelConfig, directory: Path) -> None:
+    """Require that a configuration splits stored weights as the checkpoint's own does.
+
+    Raises:
+        ConfigError: It does not; names the flag and both values.
+    """
+    for name, flag in _LAYOUT.items():
+        asked, stored = getattr(config, name), getattr(saved, name)
+        if asked != stored:
+            raise ConfigError(
+                f"{flag} {asked} contradicts {directory}, whose weights are for {stored}; "
+                "leave it out or load another checkpoint"
+            )
+
+
+def _is_stored(saved: ModelConfig, field: str, value: object) -> bool:
+    """Return whether the stored weights themselves decide a field, so that no override can be allowed."""
+    return flag_of(field) in _LAYOUT.values() or (field == _WINDOW and None in (saved.attention_window, value))
+
+
+def _names(field: str, typed: str | None) -> set[str]:
+    """Return the names by which `--override-checkpoint-args` may mean a field: its own, and the typed flags'."""
+    flags = [word for word in (typed or "").split() if word.startswith("--")]
+    return {flag.removeprefix("--") for flag in (flag_of(field), *flags)}
+
+
+def _without_unused_yarn(saved: ModelConfig, wanted: FieldValues) -> FieldValues:
+    """Drop settings of YaRN without its type of positions, in flags or checkpoint; Megatron ignores them, too."""
+    if _KIND in wanted or saved.yarn_rotary_scaling_factor is not None:
+        return wanted
+    unused = [name for name in wanted if name.startswith("yarn_")]
+    if unused and is_first_rank():
+        flags = ", ".join(map(flag_of, unused))
+        logger.warning("%s: without effect, since the checkpoint's positions are not of type %s", flags, YARN)
+    return {name: value for name, value in wanted.items() if name not in unused}
+
+
+def _as_typed(source: SourceConfig, saved: ModelConfig, given: FieldValues, stored: FieldValues) -> list[str]:
+    """Format differences as the flags that were typed, each with the checkpoint's value."""
+    typed, found = dict(source.typed), []
+    for name, there in stored.items():
+        words = typed.get(name)
+        if words is None:
+            found.append(as_flag(name, given[name], there))
+            continue
+        if name in (_KIND, _YARN_FACTOR) and (there is None or flag_of(_FACTOR) not in words):
+            there = saved.position_embedding_type if saved.yarn_rotary_scaling_factor is None else YARN
+        if name == _WINDOW and words.startswith("--window-size"):
+            there = "-1,-1" if saved.attention_window is None else f"{saved.attention_window - 1},0"
+        found.append(f"{words} (not {there})")
+    return list(dict.fromkeys(found))
+
+
+def _contradiction(
+    source: SourceConfig, saved: ModelConfig, directory: Path, given: FieldValues, stored: FieldValues
+) -> str:
+    flags = _as_typed(source, saved, given, stored)
+    contradicts, them = ("contradicts", "it") if len(flags) == 1 else ("contradict", "them")
+    words = dict(source.typed)
+    names = dict.fromkeys(words.get(name, flag_of(name)).split()[0].removeprefix("--") for name in given)
+    if source.load_hf:
+        remedy = "or change its config.json with --hf-overrides"
+    elif any(_is_stored(saved, name, value) for name, value in given.items()):
+        remedy = "or load another checkpoint; with --use-checkpoint-args the checkpoint's values are taken"
+    else:
+        remedy = f"or allow the difference with --override-checkpoint-args {' '.join(names)}"
+    return f"{', '.join(flags)} {contradicts} {directory}; leave {them} out, {remedy}"
 
 
 def within_positions(batching: BatchingConfig, source: SourceConfig, model: ModelConfig) -> BatchingConfig:

@@ -95,8 +95,12 @@ def is_dist_checkpoint(directory: Path) -> bool:
     """Return whether the directory has megatron's files.
 
     Raises:
-        CheckpointError: It has files of another of Megatron-LM's formats.
+        CheckpointError: It is empty, or has files of another of Megatron-LM's formats.
     """
+    if not any(directory.iterdir()):
+        raise CheckpointError(
+            f"{directory} is empty: the checkpoint was never written there, or was removed; give another iteration"
+        )
     if os.path.lexists(directory / BACKEND_FILE):
         return True
     others = {"torch": any(directory.glob("mp_rank_*")), "torch_dcp": (directory / METADATA_FILE).is_file()}

@@ -162,7 +162,7 @@ def read_new_weights(
         load_hf=None if ours else where,
         hf_overrides=None if ours else source.hf_overrides,
         save=None,
-        use_checkpoint_args=False,
+        override_checkpoint_args=source.override_checkpoint_args if ours else (),
     )
     require_intact(directory)
     trained = training_facts_of(directory) if ours else None

@@ -235,6 +235,18 @@ def test_flags_of_inference_without_effect_are_told(version, caplog):
     assert "bf16" in types
 
 
+def test_values_that_nobody_typed_are_checked_and_not_told(version, caplog):
+    """Megatron's own checks set some of them, as the program may."""
+    parser = add_inference_args(megatron_parser(version))
+    namespace = parser.parse_args(["--seq-length", "7"])
+    setattr(namespace, f"{BATCHING}-unified-memory-level".replace("-", "_"), 1)
+    assert settings_from_args(namespace) == {}
+    assert caplog.messages == []
+    namespace.flash_decode = True
+    with pytest.raises(ConfigError, match=r"^--flash-decode is refused"):
+        settings_from_args(namespace)
+
+
 def test_8_bits_become_16(version):
     assert settings(version, "--load DIR --fp8-format hybrid --fp8-as-16bit") == {"load": "DIR", "bf16": True}
 

@@ -23,9 +23,10 @@ from tests.unit_tests.support.source import ROOT
 
 OPTIONS = """
 -h --help
---load --load-hf --hf-overrides --save --model-config --use-checkpoint-args --no-use-checkpoint-args --model-provider
+--load --load-hf --hf-overrides --save --model-config --use-checkpoint-args --no-use-checkpoint-args
+--override-checkpoint-args --model-provider
 --moe-layer-freq --padded-vocab-size --generation-config --transformer-impl
---dtype --bf16 --no-bf16 --fp16 --no-fp16 --seed
+--dtype --bf16 --no-bf16 --fp16 --no-fp16 --seed --inference-sampling-seed
 --tokenizer-type --tokenizer-model --vocab-file --merge-file --tiktoken-pattern --tiktoken-num-special-tokens
 --use-tokenizer-model-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
 --chat-template
@@ -102,7 +103,8 @@ OPTIONS = """
 SYNONYM_OPTIONS = """
 --pretrained-checkpoint --disable-chunked-prefill --no-disable-chunked-prefill
 --use-rotary-position-embeddings --no-use-rotary-position-embeddings --hybrid-attention-ratio --hybrid-mlp-ratio
---window-size --window-attn-skip-freq --parsers --inference-dynamic-batching-max-requests-override
+--window-size --window-attn-skip-freq --parsers --rl-inference-parsers
+--inference-dynamic-batching-max-requests-override
 --fp8-as-16bit --no-fp8-as-16bit
 """.split()
 
@@ -116,7 +118,7 @@ WITHOUT_FLAG = {
         *("qk_layernorm_over_heads", "mamba_gated_norm", "mamba_multipliers"),
         *("linear_norm_epsilon", "linear_allow_neg_eigval"),
     },
-    "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
+    "SourceConfig": {"typed", *(field.name for field in dataclasses.fields(TOKENIZER.config))},  # a group of its own
     "RequestParams": {
         *("seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens", "cache_checkpoint"),
         "detokenize_stop_sequence",

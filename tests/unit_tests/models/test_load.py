@@ -106,9 +106,9 @@ def test_equal_values_keep_the_embedded_weights(
 @pytest.mark.parametrize(
     ("overrides", "flags"),
     [
-        ({"squared_relu": False}, "--no-squared-relu describes"),
-        ({"qk_layernorm": True}, "--qk-layernorm describes"),
-        ({"disable_bias_linear": False}, "--no-disable-bias-linear describes"),
+        ({"squared_relu": False}, "--no-squared-relu (not --squared-relu) describes"),
+        ({"qk_layernorm": True}, "--qk-layernorm (not --no-qk-layernorm) describes"),
+        ({"disable_bias_linear": False}, "--no-disable-bias-linear (not --disable-bias-linear) describes"),
         ({"num_query_groups": 4, "max_position_embeddings": 32}, "--num-query-groups 4 (not 2) describes"),
         (
             {"ffn_hidden_size": 64, "kv_channels": 16},
@@ -169,9 +169,10 @@ def test_null_tokenizer_on_request(embedded: Path) -> None:
         assert isinstance(load_model(source, {}, device=CPU).tokenizer, NullTokenizer)
 
 
-def test_overrides_win_where_the_weights_allow(saved: Path, tiny_model: nn.Module) -> None:
+def test_overrides_win_where_they_are_allowed(saved: Path, tiny_model: nn.Module) -> None:
     """Squared ReLU and GELU use equal tensors, so the flag decides."""
-    loaded = load_model(SourceConfig(load=str(saved)), {"squared_relu": False, "norm_epsilon": 1e-3}, device=CPU)
+    source = SourceConfig(load=str(saved), override_checkpoint_args=("squared-relu", "norm-epsilon"))
+    loaded = load_model(source, {"squared_relu": False, "norm_epsilon": 1e-3}, device=CPU)
     assert (loaded.config.squared_relu, loaded.config.norm_epsilon) == (False, 1e-3)
     assert not torch.allclose(logits(loaded.model), logits(tiny_model))
 
@@ -181,16 +182,16 @@ def test_overrides_win_where_the_weights_allow(saved: Path, tiny_model: nn.Modul
     [
         (
             {"hybrid_override_pattern": "MM-"},
-            "--hybrid-override-pattern MM- contradicts .*, whose weights are for M[*]-",
+            "--hybrid-override-pattern MM- .not M[*]-. contradicts .*, or load another checkpoint",
         ),
-        ({"hidden_size": 64}, "--hidden-size 64 contradicts .* whose weights are for 32"),
-        ({"ffn_hidden_size": 64}, "--ffn-hidden-size 64 contradicts .* for 128"),
-        ({"num_attention_heads": 2}, "--num-attention-heads 2 contradicts .* for 4"),
-        ({"num_query_groups": 4}, "--num-query-groups 4 contradicts .* for 2"),
-        ({"kv_channels": 16}, "--kv-channels 16 contradicts .* for 8"),
-        ({"mamba_num_heads": 4}, "--mamba-num-heads 4 contradicts .* for 8"),
-        ({"mamba_state_dim": 2, "mamba_num_groups": 8}, "--mamba-state-dim 2 contradicts .* for 16"),
-        ({"recurrent_layer": "mamba1"}, "--recurrent-layer mamba1 contradicts .* for mamba2"),
+        ({"hidden_size": 64}, "--hidden-size 64 .not 32.*contradict"),
+        ({"ffn_hidden_size": 64}, "--ffn-hidden-size 64 .not 128.*contradict"),
+        ({"num_attention_heads": 2}, "--num-attention-heads 2 .not 4.*contradict"),
+        ({"num_query_groups": 4}, "--num-query-groups 4 .not 2.*contradict"),
+        ({"kv_channels": 16}, "--kv-channels 16 .not 8.*contradict"),
+        ({"mamba_num_heads": 4}, "--mamba-num-heads 4 .not 8.*contradict"),
+        ({"mamba_state_dim": 2, "mamba_num_groups": 8}, "--mamba-state-dim 2 .not 16.*contradict"),
+        ({"recurrent_layer": "mamba1"}, "--recurrent-layer mamba1 .not mamba2.*contradict"),
         ({"vocab_size": 64}, "--vocab-size 64 contradicts .* for 50"),
     ],
     ids=lambda value: str(value)[:40],
@@ -217,8 +218,9 @@ def test_overrides_that_contradict_the_weights(overrides: dict, message: str, sa
     ids=lambda value: str(value)[:40],
 )
 def test_overrides_that_ask_for_other_tensors(overrides: dict, message: str, saved: Path) -> None:
+    allowed = tuple(name.replace("_", "-") for name in overrides)
     with pytest.raises(CheckpointError, match=message):
-        load_model(SourceConfig(load=str(saved)), overrides, device=CPU)
+        load_model(SourceConfig(load=str(saved), override_checkpoint_args=allowed), overrides, device=CPU)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from arguments import parse_arguments
 from megatron_ext.config import BatchingConfig, ModelConfig, SourceConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.models.overrides import fitting_overrides, within_positions
@@ -57,11 +58,108 @@ def test_the_checkpoint_decides_if_it_is_asked_to(caplog):
     assert kept == {"ffn_hidden_size": 128, "vocab_size": 60}
     assert caplog.messages == [
         "--use-checkpoint-args: there decides over --num-layers 24 (not 3), --hidden-size 1152 (not 32), "
-        "--hybrid-override-pattern M- (not *-*-*-), --no-disable-bias-linear, --max-position-embeddings 1024 (not 4096)"
+        "--hybrid-override-pattern M- (not *-*-*-), --no-disable-bias-linear (not --disable-bias-linear), "
+        "--max-position-embeddings 1024 (not 4096)"
     ]
     caplog.clear()
     fitting(GPT, {"num_layers": 3, "hidden_size": 32}, use_checkpoint_args=True)
     assert caplog.messages == []
+
+
+ROPE = dataclasses.replace(GPT, position_embedding_type="rope")
+YARN = dataclasses.replace(ROPE, yarn_rotary_scaling_factor=4.0)
+WINDOWED = dataclasses.replace(GPT, hybrid_override_pattern="W-*-W-", attention_window=128)
+EXPERTS = dataclasses.replace(GPT, hybrid_override_pattern="*E*E*E", num_experts=4)
+
+
+def fitting_line(saved: ModelConfig, line: str, kind: str = "load") -> dict:
+    settings = parse_arguments([f"--{kind}", "there", *line.split()])
+    return dict(fitting_overrides(settings.source, saved, settings.model_overrides, WHERE, None))
+
+
+@pytest.mark.parametrize(
+    ("saved", "line", "message"),
+    [
+        (ROPE, "--rotary-base 500", "--rotary-base 500 (not 10000) contradicts there; leave it out, or allow the "),
+        (ROPE, "--rotary-percent 0.5", "--rotary-percent 0.5 (not 1.0)"),
+        (HYBRID, "--norm-epsilon 0.1", "--norm-epsilon 0.1 (not 1e-05)"),
+        (ROPE, "--position-embedding-type none", "--position-embedding-type none (not rope)"),
+        (GPT, "--use-rotary-position-embeddings", "--use-rotary-position-embeddings (not none)"),
+        (ROPE, "--position-embedding-type yarn", "--position-embedding-type yarn (not rope) contradicts"),
+        (YARN, "--position-embedding-type rope", "--position-embedding-type rope (not yarn) contradicts"),
+        (YARN, "--rotary-scaling-factor 8", "--rotary-scaling-factor 8.0 (not 4.0)"),
+        (EXPERTS, "--moe-router-topk 3", "--moe-router-topk 3 (not 2)"),
+        (EXPERTS, "--moe-router-score-function sigmoid", "--moe-router-score-function sigmoid (not softmax)"),
+        (EXPERTS, "--num-experts 8", "--num-experts 8 (not 4) contradicts there; leave it out, or load"),
+        (GPT, "--num-experts 8", "--num-experts 8 (not None) contradicts there; leave it out, or load"),
+        (GPT, "--swiglu", "--swiglu (not --no-swiglu) contradicts"),
+        (GPT, "--window-size 127,0", "--window-size 127,0 (not -1,-1) contradicts there; leave it out, or load"),
+        (WINDOWED, "--window-size 63,0", "--window-size 63,0 (not 127,0) contradicts there; leave it out, or allow"),
+        (WINDOWED, "--window-size=-1,0", "--window-size -1,0 (not 127,0) contradicts there; leave it out, or load"),
+        (WINDOWED, "--attention-window 64", "--attention-window 64 (not 128)"),
+        (GPT, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern *- (not *-*-*-)"),
+        (ROPE, "--rotary-base 5 --norm-epsilon 1", "--rotary-base 5 (not 10000), --norm-epsilon 1.0 (not 1e-05) con"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_is_not_contradicted(saved, line, message):
+    """MF-5: an error names the flag as it was typed, and both values; the flag may be allowed to differ."""
+    with pytest.raises(ConfigError) as caught:
+        fitting_line(saved, line)
+    assert str(caught.value).startswith(message)
+    _, allows, names = str(caught.value).partition("--override-checkpoint-args ")
+    if allows:
+        settings = parse_arguments(["--load", "there", *line.split()])
+        kept = fitting_line(saved, f"{line} --override-checkpoint-args {names}")
+        assert kept == settings.model_overrides
+        assert kept == fitting_line(saved, f"{line} --use-checkpoint-args --override-checkpoint-args {names}")
+    else:
+        name = line.partition("=")[0].split()[0]
+        with pytest.raises(ConfigError, match="contradicts there; leave it out, or load another checkpoint"):
+            fitting_line(saved, f"{line} --override-checkpoint-args {name.removeprefix('--')}")
+    with pytest.raises(ConfigError, match=r"or change its config\.json with --hf-overrides"):
+        fitting_line(saved, line, "load-hf")
+
+
+@pytest.mark.parametrize(
+    ("saved", "line"),
+    [
+        (ROPE, "--max-position-embeddings 128 --rotary-base 10000 --group-query-attention --num-query-groups 4"),
+        (HYBRID, "--rotary-base 500 --moe-router-topk 8 --linear-key-head-dim 8 --max-position-embeddings 8"),
+        (WINDOWED, "--window-size 127,0"),
+    ],
+)
+def test_flags_that_change_no_logit_may_differ(saved, line):
+    """Rotary models have no table of positions, and a model without experts has no router."""
+    overrides = parse_arguments(["--load", "there", *line.split()]).model_overrides
+    assert fitting_line(saved, line) == overrides
+
+
+def test_learned_positions_are_compared():
+    learned = dataclasses.replace(GPT, position_embedding_type="learned_absolute")
+    with pytest.raises(ConfigError, match=r"--max-position-embeddings 128 \(not 4096\) contradicts there"):
+        fitting_line(learned, "--max-position-embeddings 128")
+
+
+def test_yarn_s_settings_have_no_effect_on_other_positions(caplog):
+    assert fitting_line(ROPE, "--rotary-scaling-factor 8 --mscale 2") == {}
+    assert fitting_line(YARN, "--rotary-scaling-factor 4") == {"yarn_rotary_scaling_factor": 4.0}
+    assert "without effect, since the checkpoint's positions are not of type yarn" in caplog.text
+
+
+def test_only_flags_of_a_model_of_ours_may_be_allowed():
+    with pytest.raises(ConfigError, match="rotary-bases is not a flag of a model; did you mean rotary-base"):
+        parse_arguments("--load x --override-checkpoint-args rotary-bases".split())
+    with pytest.raises(ConfigError, match="--override-checkpoint-args rotary-base is for --load; --hf-overrides"):
+        parse_arguments("--load-hf x --override-checkpoint-args rotary_base".split())
+
+
+def test_an_empty_iteration_is_called_that(tmp_path):
+    """MF-5: neither its configuration nor a weight is missed."""
+    (tmp_path / "iter_0000100").mkdir()
+    for load in (tmp_path, tmp_path / "iter_0000100"):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+        with pytest.raises(CheckpointError, match="iter_0000100 is empty: the checkpoint was never written there"):
+            load_model(SourceConfig(load=str(load)), {}, device=CPU)
 
 
 @pytest.mark.parametrize(

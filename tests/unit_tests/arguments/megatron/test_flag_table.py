@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,40 @@ def test_each_record_is_sound():
         assert not any("\n" in text for text in texts), flag.name
         assert not flag.is_family or flag.is_refused, flag.name
         assert flag.unless is None or flag.kind is Kind.REFUSED, flag.name
+
+
+# Names of flags of Megatron-LM's main branch (22 August 2026) that 0.19.2 does not have, or that its runs do not give.
+OF_MAIN = (Path(__file__).parents[2] / "support" / "megatron_main_flags.txt").read_text("utf-8").splitlines()
+HONOURED = {
+    "--inference-sampling-seed": ("source", "sampling_seed", "7", 7),
+    "--rl-inference-parsers": ("server", "reasoning_parser", "deepseek-r1-reasoning", "think"),
+}
+
+
+@pytest.mark.parametrize("line", OF_MAIN)
+def test_flags_of_main_are_classified(line):
+    """Each is honoured, has no effect, or is refused with what to do instead."""
+    name, *value = line.split()
+    flag = next((flag for flag in records(SERVER_TABLE) if flag.name == name), None)
+    if name in HONOURED:
+        part, field, text, expected = HONOURED[name]
+        assert getattr(getattr(parse_server_arguments([name, text]), part), field) == expected
+    elif flag is None:
+        with pytest.raises(ConfigError, match=rf"{name}: invalid choice: '{value[0]}' \(choose from"):
+            parse_server_arguments([name, *value])
+    elif flag.is_refused or flag.unless:
+        with pytest.raises(ConfigError, match=rf"^{name}.* is refused: .*(leave it out|give )"):
+            parse_server_arguments([name, *values_of(flag)])
+    else:
+        assert name in parse_server_arguments([name, *values_of(flag)]).start.lines[0]
+
+
+def test_one_seed_draws_and_another_makes_weights():
+    source = parse_arguments("--seed 5 --inference-sampling-seed 7".split()).source
+    assert (source.seed, source.sampling_seed) == (5, 7)
+    assert parse_arguments("--seed 5".split()).source.sampling_seed == 5
+    with pytest.raises(ConfigError, match="--inference-sampling-seed -1 must be between 0"):
+        parse_arguments("--inference-sampling-seed -1".split())
 
 
 @pytest.mark.parametrize(("parse", "flag"), CASES)

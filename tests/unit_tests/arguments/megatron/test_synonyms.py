@@ -256,6 +256,8 @@ def test_an_empty_name_unsets_the_checkpoint_of_a_file(tmp_path):
         ("--load a --moe-layer-freq 2", ""),
         ("--use-checkpoint-args", "--use-checkpoint-args"),
         ("--use-checkpoint-args --load a", ""),
+        ("--override-checkpoint-args norm-epsilon", "--override-checkpoint-args"),
+        ("--rl-inference-parsers qwen3-coder-tool", "--parsers"),
         ("--rotary-scaling-factor 32 --mscale 1", "--rotary-scaling-factor, --mscale"),
         ("--position-embedding-type yarn --rotary-scaling-factor 32 --hybrid-layer-pattern *-", ""),
         ("--parsers qwen3-coder-tool", "--parsers"),  # a run has no answers

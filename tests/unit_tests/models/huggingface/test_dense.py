@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig
+from megatron_ext.config.hf_overrides import HfOverrides
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.layers import attention
 from megatron_ext.models import build
@@ -135,7 +136,7 @@ def test_sixteen_bits(name: str, denses) -> None:
 def test_a_window_that_no_sequence_is_longer_than_has_no_effect(denses) -> None:
     """FA-4: the code without a window computes the output; one token more, and the window has an effect."""
     theirs, directory = denses("mistral, window")
-    loaded = load_hf(directory, {"attention_window": 140})
+    loaded = load_hf(directory, hf_overrides=HfOverrides.of({"sliding_window": 140}))
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(theirs.config, "sliding_window", None)

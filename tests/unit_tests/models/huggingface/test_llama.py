@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ext.config import SourceConfig
+from megatron_ext.config.hf_overrides import HfOverrides
 from megatron_ext.errors import CheckpointError
 from megatron_ext.models.load import load_model, save_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
@@ -50,8 +51,9 @@ def test_scaled_wavelengths_matter(llamas, tmp_path: Path) -> None:
     save_model(str(tmp_path / "saved"), loaded)
     again = load_model(SourceConfig(load=str(tmp_path / "saved")), {}, device=CPU)
     assert excess(again.model, theirs, 400) <= 1
-    for override in ({"use_rope_scaling": False}, {"rope_scaling_factor": 4.0}):
-        changed = load_hf(directory, override).model
+    scaling = json.loads((directory / "config.json").read_text("utf-8"))["rope_parameters"]
+    for override in ({"rope_type": "default", "rope_theta": 20000.0}, scaling | {"factor": 4.0}):
+        changed = load_hf(directory, hf_overrides=HfOverrides.of({"rope_parameters": override})).model
         assert excess(changed, theirs, 400) > 10, override
 
 
