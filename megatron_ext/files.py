@@ -30,7 +30,7 @@ def read_bytes(path: str | Path, limit: int, error: type[ConfigError] = ConfigEr
         size = os.fstat(file.fileno()).st_size
         content = file.read(limit + 1) if size <= limit else b""
     if size > limit or len(content) > limit:  # it may have grown; files in /proc report size 0
-        raise error(f"{path}: {max(size, len(content))} bytes or more; such a file may have {limit}")
+        raise error(f"{path}: {max(size, len(content))} bytes or more; such a file must have at most {limit}")
     return content
 
 

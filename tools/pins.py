@@ -78,7 +78,7 @@ class PinSet:
 MAIN = PinSet(ROOT, ("dev", "server"))
 RAY = PinSet(ROOT / "tests/ray", (*MAIN.extras, "ray"), MAIN)
 PAGES = PinSet(ROOT / "tools/pages", ())  # an environment without this package
-PUBLISHED = PinSet(ROOT / "tests/published", ())  # further packages, beside MAIN
+PUBLISHED = PinSet(ROOT / "tests/published", ())  # packages in addition to MAIN
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class KvEventsConfig:
         length = len(os.fsencode(self.kv_events_topic))
         require(
             length <= MAX_TOPIC_BYTES,
-            f"--kv-events-topic has {length} bytes and may have {MAX_TOPIC_BYTES}; give a shorter one",
+            f"--kv-events-topic has {length} bytes and must have at most {MAX_TOPIC_BYTES}",
         )
         steps = self.kv_events_buffer_steps
         valid_steps = 1 <= steps <= MAX_BUFFER_STEPS
@@ -176,5 +176,5 @@ def _check(flag: str, text: str | None) -> None:
     length = len(os.fsencode(parsed.path)) if isinstance(parsed, IpcEndpoint) else 0
     require(
         length <= LONGEST_IPC_PATH,
-        f"{flag} {text!r}: the path has {length} bytes and may have {LONGEST_IPC_PATH}; give a shorter one",
+        f"{flag} {text!r}: the path has {length} bytes and must have at most {LONGEST_IPC_PATH}",
     )

@@ -57,7 +57,7 @@ class ModelConfig(ModelFields):
     def _check_pattern(self) -> None:
         pattern = self.hybrid_override_pattern
         require(len(pattern) > 0, "the hybrid pattern is empty; give at least one layer, as in 'M-*-'")
-        require(len(pattern) <= MAX_LAYERS, f"{len(pattern)} layers are too many; a model may have {MAX_LAYERS}")
+        require(len(pattern) <= MAX_LAYERS, f"a model of {len(pattern)} layers must have at most {MAX_LAYERS}")
         unknown = sorted(set(pattern) - set(LAYER_SYMBOLS))
         known = ", ".join(f"{symbol} ({name})" for symbol, name in LAYER_SYMBOLS.items())
         require(

@@ -130,7 +130,7 @@ def _socket(
     try:
         (one.bind if endpoint.is_bound else one.connect)(address)
     except zmq.ZMQError as error:
-        raise ConfigError(f"{flag}: {address} cannot be had: {error.strerror}; give another") from None
+        raise ConfigError(f"{flag}: {address} cannot be used: {error.strerror}; give another address") from None
     return one
 
 

@@ -57,7 +57,7 @@ class HiddenStates:
         self._like = parameter.new_empty(0)
         self._width = model.config.hidden_size
         self._slots = RunningSlots(requests)
-        self._places: dict[int, tuple[RunningSlot, range]] = {}  # requests of the last steps at the end
+        self._places: dict[int, tuple[RunningSlot, range]] = {}  # the most recently computed request last
         self._rows: Tensor | None = None
         self.allocate()
         take = weakref.WeakMethod(self._take)  # the model may live longer
@@ -174,7 +174,7 @@ class HiddenStates:
         return sources, targets, places
 
     def _keep(self, places: Mapping[int, tuple[RunningSlot, range]]) -> None:
-        """Note the kept positions after a step, with its requests at the end."""
+        """Note the kept positions after a step; its requests become the most recent ones."""
         for request_id, place in places.items():
             self._places.pop(request_id, None)
             self._places[request_id] = place

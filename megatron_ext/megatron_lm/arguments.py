@@ -20,7 +20,7 @@ _KNOWN_BY_THE_MODEL = frozenset(
 class ContextArguments:
     """Keywords of 0.16.1's `DynamicInferenceContext` and `DynamicInferenceEngine` that are settings of an engine.
 
-    Names equal the fields of `InferenceConfig`, which has most of them since 0.17. A value of None stands for the
+    Names match the fields of `InferenceConfig`, which has most of them since 0.17. A value of None stands for the
     default of this package.
     """
 

@@ -94,7 +94,7 @@ class ScriptWrapper(Part):
         arguments: The context; with 0.16.1 after a configuration of the wrapper, which is not used.
         inference_wrapper_config: The same configuration, not used.
         inference_context: The context as a keyword.
-        pg_collection: Process groups, not used: Megatron's global groups are.
+        pg_collection: Process groups; ignored, since the engine uses Megatron's global ones.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ScriptController(Part):
     Args:
         inference_wrapped_model: The model.
         tokenizer: Tokenizer of megatron-core or of this package.
-        pp_group: Pipeline group, not used: Megatron's global group is.
+        pp_group: Pipeline group; ignored, since the engine uses Megatron's global one.
     """
 
     def __init__(self, inference_wrapped_model: ScriptWrapper, tokenizer: Tokenizer, pp_group: object = None) -> None:

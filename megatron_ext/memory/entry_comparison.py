@@ -1,4 +1,4 @@
-"""Differences between cached entries (blocks and snapshots) and their values as an audit has computed them."""
+"""Differences between cached entries (blocks and snapshots) and an audit's recomputation of them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Yang, Kautz & Hatamizadeh, "Gated Delta Networks" (2024), figure 1: in_proj -> [q | k | v | gate | beta | alpha]; a
 causal convolution with SiLU over [q | k | v]; q and k divided by their lengths; the gated delta rule with the decay
 exp(-exp(A_log) * softplus(alpha + dt_bias)) and the strength sigmoid(beta), or twice that; a norm of each head, times
-SiLU of the gate; out_proj. Parameter names, shapes and the order inside `in_proj` equal megatron-core's
+SiLU of the gate; out_proj. Parameter names, shapes and the order inside `in_proj` match megatron-core's
 `GatedDeltaNet`, so checkpoints fit both. SiLU is used in both places whatever the MLPs use, since upstream's kernels
 support nothing else.
 """

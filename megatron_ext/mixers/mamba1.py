@@ -2,7 +2,7 @@
 
 Gu & Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), figure 3: in_proj -> [x | z]; a
 causal convolution over x; x_proj -> [dt | B | C]; dt_proj and softplus make a step size for every channel; the
-selective scan; a gate, y * SiLU(z); out_proj. Parameter names, shapes and orders equal the authors' `Mamba`.
+selective scan; a gate, y * SiLU(z); out_proj. Parameter names, shapes and orders match the authors' `Mamba`.
 
 Descendants normalize dt, B and C before they are used: FalconMamba without weights, Jamba with weights of their own
 (`dt_layernorm`, `b_layernorm`, `c_layernorm`).

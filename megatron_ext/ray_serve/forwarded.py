@@ -179,7 +179,7 @@ async def respond(
         await running
     finally:
         is_gone.set()
-        if not running.done():
+        if not running.done():  # it sees the disconnect, and may still end by itself
             await asyncio.wait((running,), timeout=_LEAVING)
             running.cancel()
 

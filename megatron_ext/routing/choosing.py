@@ -2,7 +2,7 @@
 
 `least_computed` is the default. The cost of a prompt on a replica, in tokens, is alpha * (tokens of the prompt to
 compute there) + (1 - alpha) * (tokens to compute there for other requests). The lowest cost wins. Ties go to the
-replica that skips more tokens, then to the lower load, then to the fewer tokens received so far.
+replica that skips more tokens, then to the less loaded replica, then to the replica that received fewer tokens so far.
 
 A match of less than half of the prompt is usually a common system prompt at the start of a new conversation, which will
 grow on its first replica. If the match alone counted, an idle fleet would put all conversations on the first replica,
@@ -58,7 +58,7 @@ class Fleet:
         return self.replicas[number].held
 
     def eager(self, replicas: int) -> int:
-        """Return `replicas` without the reluctant ones, or all of them if all are reluctant; both are bits."""
+        """Return the bits of `replicas` without the reluctant ones; all of them if all are reluctant."""
         return replicas & ~self.reluctant or replicas
 
     def crowding(self, one: int, other: int, length: int, tokens: int) -> float:

@@ -58,7 +58,7 @@ class Loads:
         insort(self._order, entry)
 
     def least(self, bits: int) -> int:
-        """Return the number of the least loaded replica among the set bits, of which there is at least one."""
+        """Return the number of the least loaded replica among `bits`, at least one of which is set."""
         if bits.bit_count() <= _FEW:
             return min(self._entries[number] for number in numbers(bits))[2]
         return next(number for _, _, number in self._order if bits >> number & 1)

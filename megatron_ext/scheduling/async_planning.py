@@ -102,6 +102,7 @@ class AsyncPlanner:
         yielding = [chunk.yields_token for chunk in computed]
         if not all(map(_is_simple, computed, yielding)) or self._wakes(computed):
             return None
+        # Plan as if the tokens of `computed` had come: their number decides, whatever their ids will be.
         leaving = _assume(computed, yielding)
         try:
             plan = plan_step(

@@ -87,7 +87,7 @@ class RequestRecord:
 
     # Versions of the weights: (version, tokens) of consecutive generated tokens; (version, 0) if none was generated
     weights_version: Runs = ()  # that made the tokens
-    prefix_weights_version: Runs = ()  # that computed the tokens before; differ after `in_flight="continue"` only
+    prefix_weights_version: Runs = ()  # that computed their prefixes; other ones after `in_flight="continue"` only
 
     # Log-probs; None if they were not requested
     prompt_log_probs: tuple[float, ...] | None = None  # entry i belongs to prompt token i + 1

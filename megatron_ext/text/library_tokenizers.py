@@ -191,7 +191,7 @@ def _require_file(path: Path) -> None:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
     if size > LONGEST_FILE:
-        raise ConfigError(f"{path}: {size} bytes; a tokenizer's file may have {LONGEST_FILE}")
+        raise ConfigError(f"{path}: {size} bytes; a tokenizer's file must have at most {LONGEST_FILE}")
 
 
 def _entries(path: Path) -> int:

@@ -110,6 +110,6 @@ def check_files(directory: Path) -> bool:
             with open_regular(entry) as file:
                 size = os.fstat(file.fileno()).st_size
             if entry.name in TOKENIZER_FILES and size > LONGEST_FILE:
-                raise ConfigError(f"{entry}: {size} bytes; a tokenizer's file may have {LONGEST_FILE}")
+                raise ConfigError(f"{entry}: {size} bytes; a tokenizer's file must have at most {LONGEST_FILE}")
     decoded = [read_json(directory / name) for name in _DECODED if os.path.lexists(directory / name)]
     return any(fields.get("auto_map") for fields in decoded)

@@ -17,7 +17,7 @@ def test_a_text_up_to_its_limit(tmp_path: Path):
     path.write_text("äb", encoding="utf-8")
     (tmp_path / "link").symlink_to(path)
     assert read_text(path, 3) == read_text(str(path), 1000) == read_text(tmp_path / "link", 3) == "äb"
-    with pytest.raises(ConfigError, match=r"file: 3 bytes or more; such a file may have 2"):
+    with pytest.raises(ConfigError, match=r"file: 3 bytes or more; such a file must have at most 2"):
         read_text(path, 2)
 
 
@@ -66,7 +66,7 @@ def test_a_file_that_says_it_is_empty_is_read_up_to_the_limit_only():
     if not path.is_file():
         pytest.skip("there is no /proc here")
     assert path.stat().st_size == 0
-    with pytest.raises(ConfigError, match="101 bytes or more; such a file may have 100"):
+    with pytest.raises(ConfigError, match="101 bytes or more; such a file must have at most 100"):
         read_text(path, 100)
 
 
@@ -100,7 +100,7 @@ def test_json_up_to_its_limits(tmp_path: Path):
     path = tmp_path / "x.json"
     path.write_text('{"a": ' + "[" * 30 + "]" * 30 + "}")
     assert len(str(read_json(path, limit=100))) == 67
-    with pytest.raises(CheckpointError, match="such a file may have 60"):
+    with pytest.raises(CheckpointError, match="such a file must have at most 60"):
         read_json(path, limit=60)
     path.write_text('{"a": ' + "9" * 10_000 + "}")
     with pytest.raises(CheckpointError, match=r"x\.json cannot be read: ") as caught:

@@ -251,7 +251,7 @@ def _common_object(directory: Path, stored: StoredState) -> tuple[str, bytes]:
         raise CheckpointError(f"{directory} has no {COMMON_FILE}, and no {COMMON_OBJECT} in {METADATA_FILE}")
     where = f"{directory / place.file}: object {COMMON_OBJECT}"
     if place.length > _LONGEST_COMMON_STATE:
-        raise CheckpointError(f"{where} has {place.length} bytes; it may have {_LONGEST_COMMON_STATE}")
+        raise CheckpointError(f"{where} has {place.length} bytes and must have at most {_LONGEST_COMMON_STATE}")
     with open_regular(directory / place.file, CheckpointError) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(min(place.start, size))

@@ -6,7 +6,7 @@ final norm, is depth 0:
     x = eh_proj([enorm(embedding(token t + d)) | hnorm(hidden state t)])
     hidden state t of depth d = final_layernorm(layers(x))
 
-Embedding and output layer are the model's. Names equal megatron-core's hybrid models; `models/megatron` maps the names
+Embedding and output layer are the model's. Names match megatron-core's hybrid models; `models/megatron` maps the names
 in its GPT models, whose layer is one transformer layer.
 """
 

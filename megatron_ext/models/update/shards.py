@@ -28,7 +28,7 @@ class ShardOptions:
 
     Attributes:
         partial: Whether tensors may be missing.
-        in_flight: Name of the treatment of requests in flight; see `InFlight`.
+        in_flight: Name of an `InFlight`, the treatment of requests in flight.
         weights_version: Number of the new weights; None for the next one.
         keep_old: Whether to copy the old weights first.
     """

@@ -29,7 +29,7 @@ def copy_states(
     conv_to_row, state_from_layer, state_from_row, state_to_layer, state_to_row, conv_size, state_size, pairs, layers,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Copy blocks of rows of layers, of both kinds; programs take turns over the blocks, padding pairs left out.
+    """Copy blocks of rows of layers, of both kinds; programs take turns over the blocks, and skip padding pairs.
 
     The grid is any number of programs: in most steps there are few pairs, or none, among many that are padding.
     """

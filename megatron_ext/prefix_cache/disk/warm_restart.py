@@ -37,7 +37,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 NO_ANSWER = "prefix cache on disk: the disk does not answer; entries that are not written yet are left out"
 
-RANK_SECONDS = 1e-5  # each entry counts as used this much before the next more valuable entry
+RANK_SECONDS = 1e-5  # between times of use that entries are given, the most valuable entry the latest
 DRAIN_WINDOW = 64  # entries after which ranks agree on going on
 PATIENCE = 30.0  # seconds to wait for other ranks after the time to write is over
 
@@ -197,7 +197,7 @@ class WarmRestart:
             self.abandon()
 
     def keep(self) -> None:
-        """Write the most valuable entries within the drain time, the same on all ranks; the tier ends."""
+        """Write the most valuable entries within the drain time, the same ones on all ranks, and end the tier."""
         if self._is_closed or self.tier is None or not self._is_current:
             return
         self._write_until = time.monotonic() + self._drain_seconds

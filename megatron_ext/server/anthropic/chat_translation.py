@@ -146,7 +146,7 @@ def _answer(blocks: Sequence[Block]) -> Fields:
 
 
 def _result(block: ToolResultBlock) -> Fields:
-    """Return the result of a call; after a failed call its text says so, since chats have no field for it."""
+    """Return the result of a call; the text of a failed call says so, since chats have no field for it."""
     parts = _parts(block.content or ())
     if block.is_error:
         parts = [{"type": "text", "text": "Error: "}, *parts]

@@ -295,7 +295,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def refuse_threads(body: CountTokensRequest) -> None:
-    """Refuse a request in a thread: the next one would bring new messages only, and conversations are not kept here.
+    """Refuse a request in a thread: later ones would carry new messages only, and conversations are not kept here.
 
     The SDK then sends whole conversations.
 

@@ -37,7 +37,7 @@ class RequestIds:
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; lines that its tasks log meanwhile carry its id."""
+        """Pass the request on; log lines of its tasks carry its id meanwhile."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

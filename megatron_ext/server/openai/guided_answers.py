@@ -43,6 +43,7 @@ def constrained_format(body: ChatRequest, answer_format: AnswerFormat, chat: Cha
     if limit is not None and answer_format.reasoning is None:
         raise ConfigError("thinking_budget_tokens: this model's chat template has no thinking; leave it out")
     is_guided = must_call or any(function.is_strict for function in answer_format.functions) or limit is not None
+    # Without calls or thinking, the format is enforced as it is; beside them it becomes a part of one grammar.
     if not is_guided and not (given is not None and (answer_format.functions or answer_format.begins_inside)):
         return given
     if given is not None and given.kind not in (JSON_OBJECT, JSON_SCHEMA):

@@ -247,7 +247,7 @@ class ToolChoice:
             listed = allowed.get("tools") if isinstance(allowed, dict) else None
             mode = allowed.get("mode") if isinstance(allowed, dict) else None
             if isinstance(listed, list) and len(listed) > MAX_TOOLS:
-                raise ValueError(f"lists {len(listed)} tools; at most {MAX_TOOLS} are taken")
+                raise ValueError(f"lists {len(listed)} tools; at most {MAX_TOOLS} are allowed")
             if isinstance(listed, list) and listed and mode in ("auto", "required"):
                 return cls(mode, tuple(_function_name(one) for one in listed))
         raise ValueError(
@@ -373,7 +373,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
             raise ValueError("max_tokens and max_completion_tokens contradict each other; give one of them")
         marks = sum(message.marks for message in self.messages)
         if marks > MAX_MARKS:
-            raise ValueError(f"messages have {marks} cache_control marks; at most {MAX_MARKS} are taken")
+            raise ValueError(f"messages have {marks} cache_control marks; at most {MAX_MARKS} are allowed")
         return self
 
     @field_validator("tool_choice")

@@ -112,7 +112,7 @@ class Body(BaseModel):
     def _has_known_fields(cls, value: object) -> object:
         if isinstance(value, dict):
             if len(value) > MAX_FIELDS:
-                raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are taken")
+                raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are allowed")
             if cls.model_config["extra"] == "ignore":
                 check_unknown(value, _names_of(cls), answers=cls.answers)
         return value
@@ -132,7 +132,7 @@ def few_ids(value: object) -> object:
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError("must be a list of token ids, which are whole numbers")
     if len(value) > MAX_STOP_WORDS:
-        raise ValueError(f"has {len(value)} ids; at most {MAX_STOP_WORDS} are taken")
+        raise ValueError(f"has {len(value)} ids; at most {MAX_STOP_WORDS} are allowed")
     return value
 
 
@@ -143,7 +143,7 @@ def biases(value: object) -> object:
         ValueError: The biases are malformed, too many, or too large.
     """
     if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"has {len(value)} tokens; at most {MAX_BIASES} are taken")
+        raise ValueError(f"has {len(value)} tokens; at most {MAX_BIASES} are allowed")
     if not isinstance(value, dict):
         raise ValueError(f"is not {TokenBiases.expected}")
     try:

@@ -47,7 +47,7 @@ def refusal(tmp_path, one_line_error):
         ("prompts: [!!binary YQ==]\n", "its YAML type 'tag:yaml.org,2002:binary' is not a value of a flag"),
         ("k" * 1000 + ": 1\n", "is not a flag that the file may contain"),
         ("num-layers: [" + "x," * 9000 + "]", "... (45000 characters) is not one value"),
-        ("#" * 300_000, f"FILE: 300000 bytes or more; such a file may have {yaml_file.LONGEST_FILE}"),
+        ("#" * 300_000, f"FILE: 300000 bytes or more; such a file must have at most {yaml_file.LONGEST_FILE}"),
     ],
     ids=lambda text: text[:30],
 )

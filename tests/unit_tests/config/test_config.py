@@ -61,7 +61,7 @@ REFUSED = [
     (ModelConfig, MAMBA1 | {"mamba_inner_norm_epsilon": -1.0}, ["mamba_inner_norm_epsilon -1.0", "more than zero"]),
     (ModelConfig, SIGMOID | {"moe_router_pre_softmax": True}, ["--moe-router-pre-softmax", "softmax scores"]),
     (ModelConfig, {"hybrid_override_pattern": "M-", "num_layers": 3}, ["--num-layers 3", "'M-'", "2 layers"]),
-    (ModelConfig, {"hybrid_override_pattern": "M" * 4097}, ["4097 layers are too many", "4096"]),
+    (ModelConfig, {"hybrid_override_pattern": "M" * 4097}, ["4097 layers", "at most 4096"]),
     (ModelConfig, {"hidden_size": 10**9}, ["--hidden-size 1000000000 ", "at most 16777216"]),
     (ModelConfig, {"max_position_embeddings": 10**18}, ["--max-position-embeddings of more than 18 digits"]),
     (ModelConfig, DELTA | {"linear_conv_kernel_dim": 2000}, ["--linear-conv-kernel-dim 2000", "at most 1024"]),

@@ -266,7 +266,7 @@ def test_an_address_that_is_taken(make_world):
     """RP-1: known before anything is loaded."""
     world = make_world()
     taken = KvEventsConfig(world.publisher.blocks.endpoint)
-    with pytest.raises(ConfigError, match=r"--kv-events-endpoint.*cannot be had"):
+    with pytest.raises(ConfigError, match=r"--kv-events-endpoint.*cannot be used"):
         Publisher(taken)
 
 
@@ -304,5 +304,5 @@ class TestSocketFiles:
         Publisher(config).close()
 
     def test_a_directory_that_is_not_there(self, short_path):
-        with pytest.raises(ConfigError, match=r"--kv-events-endpoint: ipc://.*cannot be had"):
+        with pytest.raises(ConfigError, match=r"--kv-events-endpoint: ipc://.*cannot be used"):
             Publisher(KvEventsConfig(f"ipc://{short_path}/nowhere/events"))

@@ -74,7 +74,7 @@ def test_longest_socket_file():
     assert KvEventsConfig(longest, kv_events_replay_endpoint=longest).endpoint is not None
     for field in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         for too_long in (longest + "x", longest[:-1] + "é"):
-            with pytest.raises(ConfigError, match=rf"the path has {LONGEST_IPC_PATH + 1} bytes and may have"):
+            with pytest.raises(ConfigError, match=rf"the path has {LONGEST_IPC_PATH + 1} bytes and must have at most"):
                 KvEventsConfig(**{"kv_events_endpoint": longest, field: too_long})
 
 

@@ -47,5 +47,5 @@ def conversation_of(body: ResponsePrompt, store: ResponseStore, tenant: str) -> 
     own = [json.loads(next(found)) if isinstance(one, ItemReference) else one.model_dump() for one in body.input]
     count = len(known) + len(own)
     if count > MAX_MESSAGES:
-        raise ApiError(400, f"the conversation has {count} items; at most {MAX_MESSAGES} are taken", param="input")
+        raise ApiError(400, f"the conversation has {count} items; at most {MAX_MESSAGES} are allowed", param="input")
     return Conversation(messages_of(items_of([*known, *own]), body.instructions), own, before)

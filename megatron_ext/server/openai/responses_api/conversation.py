@@ -166,7 +166,7 @@ def input_items(value: object) -> object:
     if not isinstance(value, list):
         raise ValueError("must be a text or a list of items")
     if len(value) > MAX_MESSAGES:
-        raise ValueError(f"has {len(value)} items; at most {MAX_MESSAGES} are taken")
+        raise ValueError(f"has {len(value)} items; at most {MAX_MESSAGES} are allowed")
     value = [_as_function(item) for item in value]
     for item in value:
         kind = _kind_of(item)

@@ -104,10 +104,10 @@ def few_texts(value: dict[str, object]) -> dict[str, object]:
         ValueError: They exceed OpenAI's limits, or are not texts.
     """
     if len(value) > MAX_METADATA:
-        raise ValueError(f"has {len(value)} fields; at most {MAX_METADATA} are taken")
+        raise ValueError(f"has {len(value)} fields; at most {MAX_METADATA} are allowed")
     for name, text in value.items():
         if len(name) > LONGEST_METADATA_NAME:
-            raise ValueError(f"has a name of {len(name)} characters; at most {LONGEST_METADATA_NAME} are taken")
+            raise ValueError(f"has a name of {len(name)} characters; at most {LONGEST_METADATA_NAME} are allowed")
         if not isinstance(text, str) or len(text) > LONGEST_METADATA:
             found = f"a text of {len(text)} characters" if isinstance(text, str) else "no text"
             raise ValueError(f"{name} has {found}; give a text of at most {LONGEST_METADATA} characters")

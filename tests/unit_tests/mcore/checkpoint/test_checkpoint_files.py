@@ -14,5 +14,5 @@ from megatron_ext.mcore.checkpoint.checkpoint_metadata import Place, StoredState
 def test_a_common_state_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     """SE-1: an object of later versions; there is no file."""
     stored = StoredState({}, {"common_state/shard_0_1": Place("__0_0.distcp", 0, 2**27)})
-    with pytest.raises(CheckpointError, match="has 134217728 bytes; it may have 67108864"):
+    with pytest.raises(CheckpointError, match="has 134217728 bytes and must have at most 67108864"):
         read_common(tmp_path, stored)

@@ -346,7 +346,7 @@ LARGE: dict[str, Callable[[], bytes]] = {
     "too deep nesting": lambda: zipped({"args": doubled_lists(40)}),
     "it has more than 1000000 values": lambda: zipped({"args": [[[0] * 1000] * 1000] * 1000}),
     "it has compressed": lambda: compressed(b"\x80\x02}." + bytes(10**6)),
-    "has more than 1048576 bytes|may have 1048576": lambda: zipped({"args": "a" * 2**21}),
+    "has more than 1048576 bytes|at most 1048576": lambda: zipped({"args": "a" * 2**21}),
 }
 
 
@@ -376,7 +376,7 @@ MISPLACED: dict[str, Callable[[Metadata], object]] = {
     r"__0_0\.distcp: object common_state cannot be read: .* from byte 4611686018427387904 on are not": set_place(
         offset=2**62
     ),
-    r"object common_state has 4611686018427387904 bytes; it may have": set_place(length=2**62),
+    r"object common_state has 4611686018427387904 bytes and must have": set_place(length=2**62),
     r"__9_9\.distcp: No such file": set_place(relative_path="__9_9.distcp"),
     r"is in '/etc/passwd', which is not a file name": set_place(relative_path="/etc/passwd"),
     r"object common_state cannot be read: ": set_place(offset=1),
