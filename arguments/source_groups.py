@@ -82,7 +82,7 @@ TOKENIZER = FlagGroup(
         Flag("tiktoken_num_special_tokens", "Number of ids of a TikTokenizer before its file's ids; default: 1000"),
         Flag(
             "use_tokenizer_model_from_checkpoint_args",
-            "Without a tokenizer beside the checkpoint, use the one that its arguments name, if it exists",
+            "Without a tokenizer beside the checkpoint, use the tokenizer that its arguments name, if it exists",
         ),
         Flag("chat_template", "Jinja file of the chat template; default: the tokenizer's", metavar="FILE"),
     ),

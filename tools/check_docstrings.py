@@ -1,9 +1,13 @@
 #!/usr/bin/env python
-"""Check that docstrings start with a noun or an imperative verb, and do not speak of things as people.
+"""Check that docstrings, comments and messages can be read without guessing what a word stands for.
 
-Modules, classes and functions have docstrings; strings that follow an assignment are docstrings, too. Each one that
-breaks a rule is printed as `path:line: rule: text`. Exit status: 0 without findings, 1 with some, 2 for a path that
-does not exist.
+- Docstrings start with a noun or an imperative verb. Strings that follow an assignment are docstrings, too.
+- Docstrings and comments do not speak of things as people, or in riddles (`RIDDLES`).
+- All other strings of several words are messages, since errors, log lines and help texts are made of them. They also
+  have nouns instead of pronouns that stand for them (`NO_NOUNS`), and name a limit as `must be at most` (`WOULD_DO`).
+
+Each place that breaks a rule is printed as `path:line: rule: text`. Exit status: 0 without findings, 1 with some, 2 for
+a path that does not exist.
 
     python tools/check_docstrings.py [PATH ...]     (default: megatron_ext, arguments and tools)
 """
@@ -14,12 +18,13 @@ import ast
 import itertools
 import re
 import sys
+import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 DEFAULT_PATHS = ("megatron_ext", "arguments", "tools")
 # After such a first word the reader has to guess the subject.
-QUESTIONS = "How What Whatever When Where Whether Which Who Whoever Whom Whose Why"
+QUESTIONS = "How What Whatever When Where Whether Which Who Whom Whose Why"
 PRONOUNS = "Anything He Her Hers His It Its Mine Nothing Others Ours She Their Theirs Them They"
 POINTERS = "Same Such That There These This Those"
 PREPOSITIONS = "About After Among As At Before Behind Beside By For From In Into Of On Onto Over To Under Upon With"
@@ -27,7 +32,24 @@ CONJUNCTIONS = "And Because But If Not Or So Than"
 STARTS = frozenset(" ".join((QUESTIONS, PRONOUNS, POINTERS, PREPOSITIONS, CONJUNCTIONS)).split())
 IN_ENTRIES = frozenset(("Of", "Its", "Their", "Those", "That", "Who", "Whose"))  # "Whether ..." describes a flag well
 ENTRY = re.compile(r"^ +\w+: (\w+)", re.MULTILINE)
+
 PEOPLE = re.compile(r"\b(anybody|everybody|nobody|somebody|someone|whoever)\b", re.IGNORECASE)
+RIDDLES = re.compile(
+    r"\b((is|are)\s+none|is\s+no\s+\w+\s+of|(stands?|goes|come)\s+behind"
+    r"|who\s+(asks?|waits?|comes|ends|runs|decodes|has|have|wants?|is|are))\b",
+    re.IGNORECASE,
+)
+NO_NOUNS = re.compile(  # "What ..." begins a question
+    r"\b((those|that)\s+(of|that|which)|the\s+ones?\s+that|such\s+a\s+one|so\s+many"
+    r"|(?-i:what)\s+(is|was|are|were|has|had|have|it|they|its|he|comes|came|goes|went|stands|stood|remains|does|did"
+    r"|can|will|would|may|must|becomes|became))\b",
+    re.IGNORECASE,
+)
+WOULD_DO = re.compile(r"\bwould\s+do\b", re.IGNORECASE)
+# Rules for every text, and for messages.
+IN_ALL = {"speaks of people": PEOPLE, "does not name its subject": RIDDLES}
+IN_MESSAGES = IN_ALL | {"has a pronoun instead of a noun": NO_NOUNS, "does not say `must be`": WOULD_DO}
+MESSAGE_WORDS = 3  # shorter strings are names, formats and patterns
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -43,6 +65,27 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield after.lineno, after.value.value
 
 
+def messages(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each string below a node that is not a docstring; values are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Constant):
+            if isinstance(child.value, str) and not isinstance(node, ast.Expr | ast.JoinedStr):
+                yield child.lineno, child.value
+            continue
+        if isinstance(child, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in child.values)
+            yield child.lineno, "".join(map(str, parts))
+        yield from messages(child)
+
+
+def comments(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each comment of a module."""
+    with tokenize.open(file) as opened:
+        for token in tokenize.generate_tokens(opened.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+
+
 def problem(text: str) -> str | None:
     """Return the rule that a docstring breaks and the words that break it; None if it breaks none."""
     words = text.split()
@@ -54,16 +97,27 @@ def problem(text: str) -> str | None:
     for entry in ENTRY.finditer(text):
         if entry[1] in IN_ENTRIES:
             return f"the entry `{entry[0].strip()} ...` does not start with a noun"
-    people = PEOPLE.search(text)
-    return f"speaks of people ({people[0]})" if people else None
+    return wrong_words(text, IN_ALL)
+
+
+def wrong_words(text: str, rules: dict[str, re.Pattern[str]]) -> str | None:
+    """Return the first of the rules that a text breaks and the words that break it; None if it breaks none."""
+    for rule, pattern in rules.items():
+        if found := pattern.search(text):
+            return f"{rule} ({' '.join(found[0].split())})"
+    return None
 
 
 def findings(paths: Sequence[Path]) -> Iterator[str]:
-    """Yield a line for each docstring below the paths that breaks a rule."""
+    """Yield a line for each place below the paths that breaks a rule."""
     for path in paths:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            for line, text in docstrings(ast.parse(file.read_text(encoding="utf-8"))):
-                rule = problem(text)
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            found = [(line, text, problem(text)) for line, text in docstrings(tree)]
+            found += [(line, text, wrong_words(text, IN_ALL)) for line, text in comments(file)]
+            said = [(line, text) for line, text in messages(tree) if len(text.split()) >= MESSAGE_WORDS]
+            found += [(line, text, wrong_words(text, IN_MESSAGES)) for line, text in said]
+            for line, text, rule in sorted(found, key=lambda one: one[0]):
                 if rule is not None:
                     yield f"{file}:{line}: {rule}: {text.strip().partition(chr(10))[0]}"
 

@@ -77,7 +77,7 @@ def routes() -> str:
             rows.append([f"`{method.upper()} {path}`", key, text.split("\n\n")[0], fields])
     return (
         "# Routes\n\nLook up a route of the server and the fields of its body. This page is made from the routes; "
-        "`/docs` of a running server has types, defaults and examples, [the API](../server.md) what they mean. "
+        "`/docs` of a running server has types, defaults and examples; [the API](../server.md) explains the fields. "
         "Keys are asked for where the server has some.\n\n"
         + table(["route", "key", "meaning", "fields of the body"], rows)
     )

@@ -236,7 +236,7 @@ class Metrics(Collector):
         for name, text, path in (*_COUNTERS, *(_AUDIT_COUNTERS if state.audit is not None else ())):
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
         if state.audit is not None:
-            text = "Time of steps, as far as their tokens were those of audits"
+            text = "Time of steps, in proportion to the tokens that audits had in them"
             yield CounterMetricFamily(f"{PREFIX}_audit_seconds", text, state.audit.seconds)
         yield from _disk_metrics(state.prefix_cache_disk() or {})
         use = state.speculation
