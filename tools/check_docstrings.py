@@ -35,7 +35,7 @@ ENTRY = re.compile(r"^ +\w+: (\w+)", re.MULTILINE)
 
 PEOPLE = re.compile(r"\b(anybody|everybody|nobody|somebody|someone|whoever)\b", re.IGNORECASE)
 RIDDLES = re.compile(
-    r"\b((is|are)\s+none|is\s+no\s+\w+\s+of|(stands?|goes|come)\s+behind"
+    r"\b((is|are)\s+(?-i:none)|is\s+no\s+\w+\s+of|(stands?|goes|come)\s+behind"
     r"|who\s+(asks?|waits?|comes|ends|runs|decodes|has|have|wants?|is|are))\b",
     re.IGNORECASE,
 )

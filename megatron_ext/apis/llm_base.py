@@ -178,7 +178,7 @@ class MegatronLLMBase:
 
 
 def _check_coordinator(use_coordinator: bool, host: str | None, port: int | None) -> None:
-    """Check the arguments that concern the coordinator, and say once which have no effect.
+    """Check the arguments that concern the coordinator, and log once which of them have no effect.
 
     Raises:
         ValueError: They contradict each other, or the mode does not support the layout of the ranks.

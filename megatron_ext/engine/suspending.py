@@ -34,7 +34,7 @@ class Suspension:
         """Suspend the core; do nothing if it is suspended at this level.
 
         Args:
-            level: Level; None for the resources' own, or the one that is in force.
+            level: Level; None for the present level if suspended, else the resources' default.
 
         Returns:
             The level.

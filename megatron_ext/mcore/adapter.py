@@ -382,7 +382,7 @@ class InferenceEngine(Engine):
         self.core.suspend()
 
     def resume(self) -> None:
-        """Allocate the pools again; the requests recompute what was dropped, and continue."""
+        """Allocate the pools again; the requests recompute dropped keys, values and states, and continue."""
         self.core.resume()
         self._wake_up()
 

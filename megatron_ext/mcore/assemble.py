@@ -269,6 +269,7 @@ def _build_controller(
             )
         check_ranks(batching, Messages.here(device), device)
     compile_operators(model, batching)
+    # Before the memory for the pools is measured: packed weights and workspaces of libraries come first.
     packed, identity = pack_weights(model, batching, parallel_context) if packs_weights else (None, "")
     backend_selection.reserve(batching.operator_backend, device)
     plan = plan_engine(

@@ -65,7 +65,7 @@ async def _completion(serving: Serving, body: CompletionRequest, caller: Caller)
 
 
 async def _chat(serving: Serving, request: PromptRequest, content: object, caller: Caller) -> ReadPrompt:
-    """Return the prompt of a conversation; the keys of its answers if it has some and `known` is None."""
+    """Return the prompt of a conversation; without `known`, the keys of its answers if it has some."""
     body, known = _body(serving, request.path, content, caller), request.known
     if body.messages is None:  # a text for the tokenizer
         return ReadPrompt()

@@ -40,7 +40,7 @@ class RoutingIndices:
         return RoutingIndices(bytes(self.data[: count * self.token_bytes]), self.layers, self.topk)
 
     def to_int16(self) -> bytes:
-        """Return the numbers as int16, little-endian, which hold those of up to 32,768 experts."""
+        """Return the numbers as int16, little-endian: enough for 32,768 experts."""
         assert sys.byteorder == "little", "as on every platform that this package supports"
         found = bytearray(len(self.data) // 2)
         found[0::2], found[1::2] = self.data[0::4], self.data[1::4]

@@ -44,7 +44,7 @@ class ApiError(Exception):
         param: Field that the error is about.
         code: Machine-readable code.
         headers: Headers of the response.
-        logged: Line for the log in place of the message; by default the message without its quotes of the body.
+        logged: Line for the log in place of the message; by default the message, without its quotations of the body.
     """
 
     def __init__(

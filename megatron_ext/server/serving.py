@@ -182,7 +182,7 @@ class Serving:
 
         Args:
             conversation: The conversation.
-            known: Answers that it may continue, by their keys; by default those that this server remembers.
+            known: Answers that it may continue, by their keys; by default all answers that this server remembers.
 
         Raises:
             ApiError: See `TextEncoder.encode`.

@@ -46,7 +46,7 @@ def hash_messages(before: bytes, messages: Sequence[Mapping[str, object]]) -> li
 
 
 def hash_scope(scope: str | None) -> bytes:
-    """Return the hash of a tenant with a cache salt; `scope` is None without either."""
+    """Return the hash of a tenant with a cache salt; without either, `scope` is missing."""
     return _hash(bytes(_HASH_BYTES), scope)
 
 

@@ -18,7 +18,7 @@ from megatron_ext.text.tool_calls import formats
 
 logger = logging.getLogger(__name__)
 
-_MAX_TURNS = 8  # turns whose ends get snapshots: more would evict those of other conversations
+_MAX_TURNS = 8  # turns whose ends get snapshots: more would evict other conversations' snapshots
 _ANSWER = "0123456789"
 _TAIL = 16  # tokens of a prompt's end that may be a marker
 AUTO, NONE = "auto", "none"
@@ -59,7 +59,7 @@ class ChatFormat:
                 logger.warning(_REFUSED, tool_calls)
             else:
                 logger.info(_GENERIC)
-            template = None  # what it shows of calls is not used
+            template = None  # its own form of calls is not used
         self.tool_calls = (
             formats.format_of(template) if tool_calls == AUTO else formats.format_named(tool_calls, template)
         )
