@@ -51,7 +51,7 @@ def describe_layers(given: ParsedFlags) -> None:
 
 
 def _uses_moe_layer_freq(values: Mapping[str, object], is_gpt: bool) -> bool:
-    """Return whether --moe-layer-freq makes a pattern, or is compared with that of a checkpoint."""
+    """Return whether --moe-layer-freq makes a pattern, or is compared with a checkpoint's pattern."""
     makes_pattern = is_gpt and "num-experts" in values and _PATTERN not in values
     return makes_pattern or bool(CHECKPOINTS & values.keys())
 

@@ -148,7 +148,7 @@ class _Counting:
         return found
 
     def without_effect(self) -> WithoutEffect:
-        """Return the flags of Megatron's table that were typed and have no effect; those that count are checked.
+        """Return the typed flags of Megatron's table that have no effect, and check the others.
 
         Raises:
             ConfigError: One of the table's flags is refused.

@@ -1,4 +1,4 @@
-"""Differences between a model and flags that describe one: all of them, and those that change a logit."""
+"""Differences between a model and flags that describe one: all, or only differences that change a logit."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def fitting_overrides(
     """Return the overrides that change a checkpoint's configuration; flags without a field are only checked.
 
     With `--use-checkpoint-args` differing overrides are dropped, and logged; without it they are errors if they change
-    a logit. `--override-checkpoint-args` allows those that it names in either case.
+    a logit. `--override-checkpoint-args` allows the flags that it names in either case.
 
     Args:
         source: Settings that are not fields of the model.
