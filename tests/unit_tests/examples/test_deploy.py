@@ -1,4 +1,4 @@
-"""Files of examples/deploy: flags that exist, and values on which proxy, unit and server agree."""
+"""PY-19: files of examples/deploy: flags that exist, and values on which proxy, unit and server agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dashboard and alerts of examples/monitoring against the metrics that a server has."""
+"""PY-19: dashboard and alerts of examples/monitoring against the metrics that a server has."""
 
 from __future__ import annotations
 
