@@ -162,7 +162,7 @@ def test_mistakes(engine: LoadedEngine, change: Callable, params: dict, message:
 
 def test_drafts(load: Callable[..., LoadedEngine]) -> None:
     """RL-11: with speculation, too."""
-    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 3, "speculative_draft_cost": 0.1}
+    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 3, "speculative_adaptive": False}
     engine = load(speculative_ngram_shortest=1, **drafts)
     (whole,) = engine.generate(PROMPT * 2, RequestParams(**SAMPLED | {"seed": 2}))
     records = engine.generate([first(whole, count) for count in range(1, 20)])
