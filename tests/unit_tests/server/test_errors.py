@@ -56,7 +56,7 @@ REFUSED = [
         "length_penalty",
     ),
     (COMPLETIONS, {"prompt": [1], "cache_checkpoint": [0]}, 400, ["cache_checkpoint", "1"], "cache_checkpoint"),
-    (COMPLETIONS, {"prompt": [1], "cache_checkpoint": [9]}, 400, ["cache_checkpoint 9", "at most 1"], None),
+    (COMPLETIONS, {"prompt": [1], "cache_checkpoint": [9]}, 400, ["cache_checkpoint 9", "at most the 1"], None),
     (COMPLETIONS, {"prompt": [1], "cache_checkpoint": [1] * 65}, 400, ["cache_checkpoint", "64"], "cache_checkpoint"),
     (CHAT, {"messages": HELLO} | dict.fromkeys(map(str, range(128))), 400, ["fields; at most 128"], None),
     (CHAT, {"messages": HELLO, "prompt_cache_key": "a" * 513}, 400, ["prompt_cache_key", "512"], "prompt_cache_key"),
