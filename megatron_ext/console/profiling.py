@@ -1,9 +1,10 @@
-"""`--profile DIR`: trace of an engine's first steps, with named phases."""
+"""`--profile DIR`: traces of an engine's first steps, and of later ones on request, with named phases."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -12,17 +13,19 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_ext.config.checks import require
 from megatron_ext.mcore.profiler_phases import named_phases
 from megatron_ext.models.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
 
+MAX_TRACES = 20  # of a process
 MAX_STEPS = 100  # a trace of a hundred steps has tens of megabytes, and viewers give up at a gigabyte
 
 
 @contextlib.contextmanager
-def profiled(engine: LLMEngine, directory: str | None) -> Iterator[None]:
-    """Trace the engine's first steps within the block, into a file of the directory.
+def profiled(engine: LLMEngine, directory: str | None) -> Iterator[StepTracer | None]:
+    """Trace the engine's first steps within the block, into a file of the directory; yield the tracer for later ones.
 
     The trace covers the engine's thread, which also writes it: after `MAX_STEPS` steps, or when the engine is closed.
 
@@ -31,27 +34,44 @@ def profiled(engine: LLMEngine, directory: str | None) -> Iterator[None]:
         directory: Directory of the trace; None for no trace.
     """
     if directory is None:
-        yield
+        yield None
         return
-    trace = _Trace(Path(directory))
-    with named_phases(engine.inference_engine, trace.begin_step, trace.end):
-        yield
+    tracer = StepTracer(Path(directory))
+    with named_phases(engine.inference_engine, tracer.begin_step, tracer.end):
+        yield tracer
 
 
-class _Trace:
-    """Profiler that starts with the first step; all calls come from one thread."""
+class StepTracer:
+    """Profiler that starts with the first step after a start; all calls come from the engine's thread.
+
+    Args:
+        directory: Directory of the traces.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._profiler: profile | None = None
         self._steps = 0
         self._is_over = False
+        self._traces = 1
+        self._end = math.inf  # by the monotonic clock
+
+    def start(self, seconds: float) -> None:
+        """Trace the next steps, at most `MAX_STEPS`, and those that begin within the time.
+
+        Raises:
+            ConfigError: A trace is running, or there are `MAX_TRACES` of them.
+        """
+        require(self._is_over, "a trace is running; stop it first")
+        require(self._traces < MAX_TRACES, f"{MAX_TRACES} traces were written, the most of a process; restart it")
+        self._traces += 1
+        self._is_over, self._steps, self._end = False, 0, time.monotonic() + seconds
 
     def begin_step(self) -> None:
-        """Start the profiler with the first step; end it after `MAX_STEPS`."""
+        """Start the profiler with the first step; end it after `MAX_STEPS`, or at the end of the time."""
         if self._is_over:
             return
-        if self._steps == MAX_STEPS:
+        if self._steps == MAX_STEPS or time.monotonic() > self._end:
             self.end()
             return
         if self._profiler is None:
@@ -62,13 +82,15 @@ class _Trace:
             self._profiler.start()
         self._steps += 1
 
-    def end(self) -> None:
-        """Write the trace, once."""
+    def end(self) -> Path | None:
+        """Write the trace, once; return its file, or None if no step was traced."""
         self._is_over = True
         profiler, self._profiler = self._profiler, None
         if profiler is None:
-            return
+            return None
         profiler.stop()
-        file = self._directory / f"steps-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+        number = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._traces}"
+        file = self._directory / f"steps-{number}.json"
         profiler.export_chrome_trace(str(file))
         logger.warning("profile: %d steps written to %s; view them at ui.perfetto.dev", self._steps, file)
+        return file

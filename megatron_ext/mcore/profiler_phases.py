@@ -21,7 +21,7 @@ PHASES = ("plan", "restore", "stage", "forward", "sample", "commit", "output")
 
 @contextlib.contextmanager
 def named_phases(
-    engine: InferenceEngine, before_step: Callable[[], None], before_close: Callable[[], None]
+    engine: InferenceEngine, before_step: Callable[[], None], before_close: Callable[[], object]
 ) -> Iterator[None]:
     """Name the phases of every step of this engine, until the block ends or the engine is reset.
 
@@ -58,7 +58,7 @@ def _named(name: str, function: Function) -> Function:
     return named
 
 
-def _after(first: Callable[[], None], function: Function) -> Function:
+def _after(first: Callable[[], object], function: Function) -> Function:
     @functools.wraps(function)
     def after() -> object:
         first()

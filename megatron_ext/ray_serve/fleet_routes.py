@@ -199,6 +199,8 @@ _ROUTES: Mapping[tuple[str, str], _Route] = {
     ("POST", "/flush_cache"): _Route(_by_replica),
     ("POST", "/sleep"): _Route(_by_replica),
     ("POST", "/pause"): _Route(_by_replica),
+    ("POST", "/start_profile"): _Route(_by_replica),
+    ("POST", "/stop_profile"): _Route(_by_replica),
     ("POST", "/resume"): _Route(_by_replica),
     ("POST", "/wake_up"): _Route(_by_replica),
     ("POST", "/update_weights_from_disk"): _Route(_by_replica),

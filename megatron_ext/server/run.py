@@ -110,7 +110,7 @@ def loaded_serving(
         serving = build_serving(settings, keys, parallel_context, phase)
         cache_events.attach(serving.engine)
         freeze_loaded_objects()
-        with profiled(serving.engine, settings.server.profile):
+        with profiled(serving.engine, settings.server.profile) as serving.tracer:
             yield serving
 
 

@@ -17,6 +17,7 @@ from fastapi import Depends, Request
 import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
+from megatron_ext.console.profiling import StepTracer
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
@@ -56,6 +57,7 @@ class Serving:
         updater: Reader of new weights; None if not enabled.
         defaults: The model's values of `RequestParams` fields that a body leaves out.
         weights_hash: Hash of the weights; changes with an update.
+        tracer: Tracer of the engine's steps; None without `--profile`.
         is_shared: Whether other code uses the engine, too, and closes it; otherwise the server does at its end.
     """
 
@@ -68,6 +70,7 @@ class Serving:
     defaults: FieldValues = field(default_factory=dict)
     weights_hash: str = "-"
     is_shared: bool = False
+    tracer: StepTracer | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process; changes with a restart
 

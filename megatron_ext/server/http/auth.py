@@ -21,6 +21,7 @@ ADMIN_PATHS = frozenset(
     (
         *("/prefix_cache", "/prefix_cache/trace", "/reset_prefix_cache", "/flush_cache", "/abort"),
         *("/sleep", "/wake_up", "/is_sleeping", "/update_weights_from_disk"),
+        *("/start_profile", "/stop_profile"),
         *("/pause", "/resume", "/is_paused"),
     )
 )

@@ -11,19 +11,22 @@ from pydantic import ConfigDict, Field, model_validator
 
 from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.config.in_flight import MAX_VERSION, InFlight
+from megatron_ext.console.profiling import StepTracer
 from megatron_ext.engine.pausing import PauseMode
+from megatron_ext.errors import ConfigError
 from megatron_ext.runner.out_of_memory import is_out_of_memory
 from megatron_ext.server.api_errors import ApiError, aborted, no_memory, no_such_answer
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import only_queries
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.request_fields import Body, Name
-from megatron_ext.server.serving import ServerDependency
+from megatron_ext.server.serving import ServerDependency, Serving
 
 logger = logging.getLogger(__name__)
 
 LONGEST_ID = 100  # characters, in messages
 LONGEST_PATH = 4096  # characters
+LONGEST_PROFILE = 60.0  # seconds
 USUAL_PAUSE, LONGEST_PAUSE = 600, 86_400  # seconds
 
 Level = Literal["0", "1", "keep", "offload", "drop"]
@@ -131,6 +134,36 @@ async def resume(serving: ServerDependency, body: Nothing | None = None) -> dict
 async def is_paused(serving: ServerDependency) -> dict[str, object]:
     """Return whether generation is paused."""
     return {"is_paused": serving.requests.is_paused}
+
+
+@router.post("/start_profile", dependencies=[Depends(only_queries("max_seconds"))])
+async def start_profile(
+    serving: ServerDependency,
+    body: Nothing | None = None,
+    max_seconds: Annotated[
+        float, Query(gt=0, le=LONGEST_PROFILE, allow_inf_nan=False, description="Seconds in which traced steps begin")
+    ] = LONGEST_PROFILE,
+) -> dict[str, object]:
+    """Trace the next steps with torch's profiler, at most 100, into the directory of `--profile`."""
+    try:
+        await asyncio.wrap_future(serving.requests.client.call(_tracer(serving).start, max_seconds))
+    except ConfigError as error:
+        raise ApiError(409, str(error)) from None
+    logger.info("steps are traced for %g s at most", max_seconds)
+    return {"is_profiling": True}
+
+
+@router.post("/stop_profile", dependencies=[Depends(only_queries())])
+async def stop_profile(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
+    """End the trace and write it; `file` is its name in the directory of `--profile`, null if nothing was traced."""
+    file = await asyncio.wrap_future(serving.requests.client.call(_tracer(serving).end))
+    return {"is_profiling": False, "file": None if file is None else file.name}
+
+
+def _tracer(serving: Serving) -> StepTracer:
+    if serving.tracer is None:
+        raise ApiError(400, "this server traces no steps; start it with --profile DIR")
+    return serving.tracer
 
 
 @router.post("/flush_cache", dependencies=[Depends(only_queries())])

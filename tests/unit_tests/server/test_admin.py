@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, SourceConfig
+from megatron_ext.console import profiling
+from megatron_ext.console.profiling import profiled
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.llm_engine import LLMEngine
@@ -41,7 +43,17 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KEY = "the-only-key"
 PROMPT = list(range(40))
-ROUTES = ("/sleep", "/wake_up", "/pause", "/resume", "/flush_cache", "/abort", "/update_weights_from_disk")
+ROUTES = (
+    "/start_profile",
+    "/stop_profile",
+    "/sleep",
+    "/wake_up",
+    "/pause",
+    "/resume",
+    "/flush_cache",
+    "/abort",
+    "/update_weights_from_disk",
+)
 
 
 def write_tiny_weights(folder: Path) -> None:
@@ -214,6 +226,32 @@ class TestSleep:
         assert ask(server, "GET", "/is_sleeping").json() == {"is_sleeping": True}
         ask(server, "POST", "/wake_up")
         assert tokens(server)["usage"]["completion_tokens"] == 12
+
+
+class TestProfile:
+    def test_a_trace_of_the_steps_between(self, server, tmp_path, monkeypatch):
+        """OB-1: named phases are in the file; a second start, and one too many, are conflicts; steps are bounded."""
+        assert "--profile DIR" in check_error(ask(server, "POST", "/start_profile"), 400)["message"]
+        monkeypatch.setattr(profiling, "MAX_TRACES", 3)
+        with profiled(server.serving.engine, str(tmp_path)) as tracer:
+            monkeypatch.setattr(server.serving, "tracer", tracer)
+            assert ask(server, "POST", "/stop_profile").json() == {"is_profiling": False, "file": None}
+            tokens(server)
+            assert list(tmp_path.iterdir()) == []
+            assert ask(server, "POST", "/start_profile?max_seconds=30").json() == {"is_profiling": True}
+            assert "is running" in check_error(ask(server, "POST", "/start_profile"), 409)["message"]
+            tokens(server)
+            name = ask(server, "POST", "/stop_profile").json()["file"]
+            assert [file.name for file in tmp_path.iterdir()] == [name]
+            traced = {one.get("name") for one in json.loads((tmp_path / name).read_text())["traceEvents"]}
+            assert {"plan", "forward", "commit"} <= traced
+            monkeypatch.setattr(profiling, "MAX_STEPS", 2)
+            ask(server, "POST", "/start_profile")
+            tokens(server)
+            assert len(list(tmp_path.iterdir())) == 2, "written after two steps"
+            assert "restart it" in check_error(ask(server, "POST", "/start_profile"), 409)["message"]
+        for seconds in ("0", "61", "nan"):
+            check_error(ask(server, "POST", f"/start_profile?max_seconds={seconds}"), 400)
 
 
 class TestPause:

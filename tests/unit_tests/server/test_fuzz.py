@@ -245,7 +245,10 @@ BODIES = {
     "/detokenize": ({"tokens": ([1, 2],)}, {}),
     "/abort": ({"request_id": ("a",)}, {"abort_all": (True,)}),
     "/update_weights_from_disk": ({"model_path": ("a",)}, {"weights_version": (1,), "in_flight": ("finish",)}),
-    **dict.fromkeys(("/sleep", "/wake_up", "/pause", "/resume", "/flush_cache"), ({}, {"a": (1,)})),
+    **dict.fromkeys(
+        ("/sleep", "/wake_up", "/pause", "/resume", "/flush_cache", "/start_profile", "/stop_profile"),
+        ({}, {"a": (1,)}),
+    ),
 }
 
 
