@@ -271,6 +271,11 @@ def _source(given: ParsedFlags) -> SourceConfig:
     values, fields = given.values, dict(fields_of(SOURCE, given.values))
     known = known_flags((MODEL, SYNONYMS))
     names = [normalize_key(str(name)) for name in fields.pop("override_checkpoint_args", ())]
+    if names and "load_hf" in fields:
+        raise ConfigError(
+            f"--override-checkpoint-args {' '.join(names)} is for --load; --hf-overrides changes the fields of "
+            f"{fields['load_hf']}"
+        )
     for name in names:
         if name not in known:
             meant = closest(name, known)

@@ -66,11 +66,6 @@ class SourceConfig(TokenizerConfig):
             bool(self.load or self.load_hf) or not self.use_checkpoint_args,
             "--use-checkpoint-args needs a checkpoint; give --load or --load-hf",
         )
-        names = " ".join(self.override_checkpoint_args)
-        require(
-            not (names and self.load_hf),
-            f"--override-checkpoint-args {names} is for --load; --hf-overrides changes the fields of {self.load_hf}",
-        )
         known = ", ".join(MODEL_PROVIDERS)
         require(
             self.model_provider in (None, *MODEL_PROVIDERS),

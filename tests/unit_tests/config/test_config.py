@@ -108,7 +108,6 @@ REFUSED = [
     (SourceConfig, {"dtype": "float32", "bf16": True}, ["--dtype float32", "--bf16"]),
     (SourceConfig, {"dtype": "bfloat16", "fp16": True}, ["--dtype bfloat16", "--fp16"]),
     (SourceConfig, {"use_checkpoint_args": True}, ["--use-checkpoint-args", "--load or --load-hf"]),
-    (SourceConfig, {"load_hf": "b", "override_checkpoint_args": ("a",)}, ["--override-checkpoint-args a", "--hf-over"]),
     (SourceConfig, {"inference_sampling_seed": -1}, ["--inference-sampling-seed -1", "between 0"]),
     (SourceConfig, {"model_provider": "bert"}, ["--model-provider 'bert'", "gpt, hybrid, mamba"]),
     (SourceConfig, {"padded_vocab_size": 0}, ["--padded-vocab-size 0", "positive"]),

@@ -55,7 +55,10 @@ EVERY_SHAPE = [(fixture, name) for fixture, family in FAMILIES.items() for name 
 
 
 def load_hf(directory: Path, overrides: Mapping[str, object] | None = None, **source: object) -> LoadedModel:
-    return load_model(SourceConfig(load_hf=str(directory), **source), overrides or {}, device=CPU)
+    """Load a folder with overrides, which may differ from its configuration in any way."""
+    allowed = tuple(name.replace("_", "-") for name in overrides or ())
+    config = SourceConfig(load_hf=str(directory), override_checkpoint_args=allowed, **source)
+    return load_model(config, overrides or {}, device=CPU)
 
 
 def excess(ours: nn.Module, theirs: nn.Module, length: int = 129) -> float:
