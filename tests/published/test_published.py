@@ -222,19 +222,15 @@ def test_a_chat_over_the_server(tokenizer: PreTrainedTokenizerBase, model: PreTr
     assert hit > 100
 
 
-JSON = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}, "days": {"type": "integer"}}}
-JSON |= {"required": ["city", "days"], "additionalProperties": False}
-FORCED = {"response_format": {"type": "json_schema", "json_schema": {"name": "travel", "schema": JSON}}}
-
-
-@pytest.mark.parametrize("chats", long_except([8], [8, 200]))
+@pytest.mark.parametrize("chats", long_except([4], [4, 200]))
 def test_each_turn_resumes_where_the_last_one_ended(chats: int) -> None:
     """SA-15: the template shows answers as they were generated, so each turn resumes."""
     pools = ["--inference-dynamic-batching-block-count", "1000", "--inference-dynamic-batching-block-size", "16"]
     words = ["--load-hf", str(MODEL), *pools, "--explain-prefix-cache"]
     server = LiveServer(build_serving(parse_server_arguments(words)))
+    server.http.timeout = 600.0  # chats compute long prompts side by side
     try:
-        counts = play_all(server, chats, together=8, fields=({}, FORCED))
+        counts = play_all(server, chats, together=4)
     finally:
         server.stop()
     print(dict(counts))
