@@ -192,7 +192,7 @@ SENSELESS = [
     ({"mlp_gate_multiplier": 2.0}, "mlp_gate_multiplier 2.0 is for gated MLPs; give --swiglu"),
     (
         {"embedding_multiplier": 2.0, "position_embedding_type": "learned_absolute"},
-        "embedding_multiplier 2.0 is not supported with learned positions",
+        "embedding_multiplier 2.0 .*learned positions",
     ),
     ({"qk_layernorm_over_heads": True}, "qk_layernorm_over_heads needs --qk-layernorm and plain RMSNorm"),
     ({"mamba_gated_norm": "last"}, "mamba_gated_norm 'last' is unknown; gate_first, norm_first or None"),
