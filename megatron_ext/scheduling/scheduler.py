@@ -143,6 +143,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step and apply the plan; the caller computes the plan's chunks."""
+        self._hashing.go_on()  # first, since the plan depends on what is hashed, and rank 0 alone has begun the slice
         plan = plan_step(
             self.queues,
             self.limits,
@@ -175,7 +176,6 @@ class Scheduler:
         self._reserve_snapshots(plan.snapshots)
         self.drafts.reserve(plan.chunks)
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
-        self._hashing.go_on()
         return plan
 
     def describe(self, plan: StepPlan) -> ScheduledStep:

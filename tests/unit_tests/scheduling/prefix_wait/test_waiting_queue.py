@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -134,7 +135,7 @@ class TestHashing:
         assert len(request.sequence.chain) == 2
 
     def test_the_rest_in_slices_in_order_of_arrival(self):
-        """The first in the queue is hashed at once, since it needs its hashes."""
+        """The first in the queue takes the first slices, since it needs its hashes."""
         scheduler = make_scheduler(max_requests=1, max_tokens=64)
         requests = [make_request(arrival, 24) for arrival in range(4)]
         add(scheduler, *requests)
@@ -142,15 +143,31 @@ class TestHashing:
         for _ in range(4):
             step(scheduler)
             left.append([request.sequence.unhashed_tokens for request in requests[1:]])
-        assert left == [[16, 16, 16], [8, 16, 16], [0, 8, 16], [0, 0, 16], [0, 0, 8]]
+        assert left == [[16, 16, 16], [16, 16, 16], [0, 16, 16], [0, 8, 16], [0, 0, 16]]
 
     def test_the_look_ends_where_a_slice_does(self):
         """Order stays; a request that is not hashed has its turn in a later step."""
         scheduler = make_scheduler(max_tokens=64, max_sequence_length=64)
         add(scheduler, *(make_request(arrival, 16) for arrival in range(4)))
-        assert [one for one, *_ in admitted(step(scheduler))] == [100]
-        assert [one for one, *_ in admitted(step(scheduler))] == [101, 102]  # one of them hashed meanwhile
-        assert [one for one, *_ in admitted(step(scheduler))] == [103]
+        assert [one for one, *_ in admitted(step(scheduler))] == [100, 101]  # the slice of the step hashed one
+        assert [one for one, *_ in admitted(step(scheduler))] == [102, 103]
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_plans_do_not_depend_on_hashing_ahead(self, seed):
+        """Rank 0 hashes while the device computes, others do not; both look at the same requests."""
+        found = []
+        for is_early in (True, False):
+            source, plans = random.Random(seed), []
+            scheduler = make_scheduler(max_tokens=64, max_sequence_length=64)
+            for arrival in range(12):
+                add(scheduler, make_request(arrival, source.choice([8, 16, 24, 40])))
+                if is_early:
+                    scheduler.hash_ahead()
+                if source.random() < 0.5:
+                    plans.append(admitted(step(scheduler)))
+            plans += [admitted(step(scheduler)) for _ in range(12)]
+            found.append(plans)
+        assert found[0] == found[1]
 
     def test_new_weights_are_hashed_in_slices_too(self):
         """EX-4: every key is another one then."""
