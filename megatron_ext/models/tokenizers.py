@@ -66,9 +66,10 @@ def choose_tokenizer(
     """
     tokenizer = _chosen(source, directory, ids, trained)
     if source.chat_template is not None and not isinstance(tokenizer, TextTokenizer):
+        found = "has none" if isinstance(tokenizer, MissingTokenizer) else f"has a {type(tokenizer).__name__}"
         raise ConfigError(
-            f"--chat-template {source.chat_template} needs a tokenizer of Hugging Face, the model's is a "
-            f"{type(tokenizer).__name__}; give --tokenizer-model, or leave it out"
+            f"--chat-template {source.chat_template} needs a tokenizer of Hugging Face, the model {found}; "
+            "give --tokenizer-model, or leave it out"
         )
     return tokenizer
 
