@@ -47,7 +47,7 @@ MODULES = {  # in the order in which their cases run
     "serving": ("serving.decode_share", "serving.hostile", "serving.streams", "serving.text"),
     "operators": ("operators.cpu", "operators.linear", "operators.weight_types"),
     "baseline": ("baseline.steps", "baseline.start", "baseline.traces", "baseline.chat_objects"),
-    "routing": ("routing.decisions", "routing.fleet"),
+    "routing": ("routing.decisions", "routing.fleet", "routing.recorded"),
     "simulation": ("simulation.host", "simulation.soak", "simulation.scale", "simulation.truth"),
     "gpu": ("gpu.models", "gpu.operators", "gpu.peer"),
 }

@@ -9,7 +9,7 @@ import sys
 
 from benchmarks.cases import Figure, Run, case
 from benchmarks.routing.balancers import BALANCERS, Balancer, Ours
-from benchmarks.routing.world import Scale, World
+from benchmarks.routing.world import Outcome, Scale, World
 
 
 @case("routing", quick={"replicas": (4,), "requests": 200})
@@ -34,7 +34,11 @@ def measure(rule: str, scale: Scale, alpha: float = 0.5) -> dict[str, Figure]:
     """Return the columns of one simulation."""
     kind = BALANCERS[rule]
     balancer: Balancer = kind(scale.replicas, alpha) if kind is Ours else kind(scale.replicas)
-    outcome = World(scale, balancer).run()
+    return figures(World(scale, balancer).run(), balancer)
+
+
+def figures(outcome: Outcome, balancer: Balancer) -> dict[str, Figure]:
+    """Return the columns of an outcome."""
     found: dict[str, Figure] = {"requests": len(outcome.firsts), "skipped, %": 100 * outcome.skipped}
     for name, values in (("queueing", sorted(outcome.waits)), ("first token", sorted(outcome.firsts))):
         for percent in (50, 99):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from benchmarks.routing.balancers import Balancer
 from benchmarks.routing.replica import DECODE, OVERHEAD, PREFILL, Request, SimulatedReplica
-from benchmarks.routing.traffic import Traffic, units_of_a_session
+from benchmarks.routing.traffic import Session, Traffic, units_of_a_session
 from megatron_ext.routing.prompt import Prompt, chained_keys
 
 DOWN = 20.0  # seconds that a replica is away
@@ -75,9 +75,13 @@ class World:
         self._order = itertools.count()
         self._now = 0.0
         rate = scale.offered * scale.replicas * PREFILL / units_of_a_session()
-        self._sessions = self.traffic.sessions(rate, scale.requests)
+        self._sessions = self.sessions(rate)
         self._next_session()
         self._plan_failures(rate)
+
+    def sessions(self, rate: float) -> Iterator[Session]:
+        """Yield the sessions by start, so many in a second."""
+        return self.traffic.sessions(rate, self.scale.requests)
 
     def _plan_failures(self, rate: float) -> None:
         count = round(self.scale.failures * self.scale.replicas)
