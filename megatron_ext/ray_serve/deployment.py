@@ -1,9 +1,9 @@
 """Deployment of Ray Serve whose replicas each own an engine and serve OpenAI's routes.
 
 A replica is an actor with the engine client in its process. It serves the application of `server/app.py`, so routes,
-keys, limits, streams, errors and metrics are the same as with `megatron-ext serve`. Either Ray's
-proxy calls the application, or an ingress does, which knows the tokens of a prompt before it is routed: Ray chooses the
-replica of an HTTP request before its body is read.
+keys, limits, streams, errors and metrics are the same as with `megatron-ext serve`. Either Ray's proxy calls the
+application, or an ingress does, which knows the tokens of a prompt before it is routed: Ray chooses the replica of an
+HTTP request before its body is read.
 """
 
 from __future__ import annotations
