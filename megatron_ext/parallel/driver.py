@@ -52,7 +52,7 @@ class Driver(Workers):
         self._schedulers = tuple(schedulers)
         self._send, self._meet = send, meet
         self._sent_at = time.monotonic()
-        self._is_over = False
+        self._end: RankError | None = None  # the cause of every later error
         self._releases = releases
         self._is_released = False
         self.has_stores = False
@@ -158,37 +158,42 @@ class Driver(Workers):
         followed = self._follow
         if followed:
             self._tell(Action.STOP)
-        self._is_over = True
+        self._end = self._end or RankError("the ranks have been stopped; start again")
         return followed
 
     @property
     def _follow(self) -> bool:
         """True if the workers wait for the next batch."""
-        return not self._is_over and not self._is_released
+        return self._end is None and not self._is_released
 
     def step_error(self, error: Exception) -> Exception:
         """Convert an error of a step to a RankError; see `Workers.step_error`."""
-        self._is_over = True
-        return _rank_error(error)
+        return self._ended_by(error)
 
     def _tell(self, action: Action) -> None:
-        """Send one batch with every command since the last one."""
-        if self._is_over:
-            raise RankError("the ranks are no longer in step; start again")
+        """Send one batch with every command since the last one.
+
+        Raises:
+            RankError: A rank cannot be reached, now or earlier. Callers may report it in any order, so a later error
+                is caused by the first one, which says what was lost.
+        """
+        if self._end is not None:
+            raise RankError("the ranks are no longer in step; start again") from self._end
         noted = tuple((i, command) for i, one in enumerate(self._schedulers) for command in one.take_commands())
         try:
             self._send(Batch(action, noted))
         except Exception as error:
-            self._is_over = True
-            raise _rank_error(error) from error
+            raise self._ended_by(error) from error
         self._sent_at = time.monotonic()
+
+    def _ended_by(self, error: Exception) -> RankError:
+        """Return an error of a step as a RankError, and keep the first one."""
+        rank_error = error if isinstance(error, RankError) else RankError(describe(error))
+        self._end = self._end or rank_error
+        return rank_error
 
 
 def driver_of(workers: Workers) -> Driver:
     """Return the driver of a world of several ranks."""
     assert isinstance(workers, Driver), "there are no other ranks"
     return workers
-
-
-def _rank_error(error: Exception) -> RankError:
-    return error if isinstance(error, RankError) else RankError(describe(error))

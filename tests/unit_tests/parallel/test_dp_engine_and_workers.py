@@ -420,14 +420,29 @@ class TestFleet:
             raise ZeroDivisionError("planted")
 
         monkeypatch.setattr(world.models[0], "execute", fail)
-        with pytest.raises(RankError, match="ZeroDivisionError: planted"):
+        with pytest.raises(RankError, match="ZeroDivisionError: planted") as first:
             world.core.compute()
         monkeypatch.undo()
         sent = len(world.sent)
-        with pytest.raises(RankError, match="no longer in step"):
+        with pytest.raises(RankError, match="no longer in step") as later:
             world.core.compute()
+        assert later.value.__cause__ is first.value, "whichever is reported first, the reason is the first one"
         world.core.close()
         assert len(world.sent) == sent
+
+    def test_a_lost_rank_is_named_whoever_reports_it(self, world: World, monkeypatch: pytest.MonkeyPatch):
+        """TE-3: a heartbeat meets the lost rank, and another call fails before the heartbeat's error is reported."""
+
+        def lose(_: object) -> None:
+            raise RuntimeError("gloo: Connection closed by peer")
+
+        monkeypatch.setattr(world.driver, "_send", lose)
+        world.driver.heartbeat = 0.0
+        with pytest.raises(RankError, match="Connection closed") as first:
+            world.core.idle()
+        with pytest.raises(RankError, match="no longer in step") as later:
+            world.driver.go_live()
+        assert later.value.__cause__ is first.value
 
     def test_heartbeats_come_when_nothing_else_does(self, world: World):
         world.core.idle()
