@@ -149,6 +149,7 @@ class TestSplices:
     )
     def test_other_places_have_no_splice(self, chats, messages):
         known = chats.answer(SENTENCE)
+        assert self.continued(chats, known, [FIRST, said(SENTENCE), MORE])
         assert not self.continued(chats, known, messages)
 
     def test_equal_texts_of_two_chats_keep_their_ids(self, chats):
@@ -240,7 +241,8 @@ class TestSplices:
 
     def test_a_rest_that_reads_otherwise_is_not_used(self, chats):
         """Tokenizer that writes a space before each text."""
-        chats.answer(SENTENCE)
+        known = chats.answer(SENTENCE)
+        assert self.continued(chats, known, [FIRST, said(SENTENCE), MORE])
         conversation = chats.conversation([FIRST, said(SENTENCE), MORE])
         whole, tokenize = conversation.chat, chats.serving.tokenizer.tokenize_plain
         conversation.chat = dataclasses.replace(whole, ids_from=lambda start: tokenize(" " + whole.text[start:]))
