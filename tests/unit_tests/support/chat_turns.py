@@ -105,12 +105,11 @@ def check_log_probs(server: LiveServer, played: Sequence[Turn]) -> None:
         rest = [one for one in rest if whole[: len(one.ids)] != one.ids]
 
 
-def play_all(server: LiveServer, chats: int, together: int = 1, fields: Sequence[dict] = CALLS) -> Counter[str]:
-    """Play chats, some at a time, with empty pools before; return the counts of their turns."""
+def play_all(server: LiveServer, seeds: range, together: int = 1, fields: Sequence[dict] = CALLS) -> Counter[str]:
+    """Play a chat for each seed, some at a time, with empty pools before; return the counts of their turns."""
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(together) as pool:
-        for first in range(0, chats, together):
+        for first in range(0, len(seeds), together):
             server.reset_cache()
-            seeds = range(first, min(first + together, chats))
-            list(pool.map(lambda seed: play(server, seed, counts, fields), seeds))
+            list(pool.map(lambda seed: play(server, seed, counts, fields), seeds[first : first + together]))
     return counts
