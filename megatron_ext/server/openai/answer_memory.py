@@ -117,14 +117,14 @@ class AnsweredChat:
         answer: Text of the answer, special tokens included.
         prompt_length: Characters of the rendered prompt.
         prompt_digest: Digest of the rendered prompt.
-        is_respelled: Whether the ids of the prompt spell calls of earlier answers in another way than its rendering.
+        read_digest: Digest of the text that the ids of the prompt decode to, which may spell calls in another way.
     """
 
     ids: array[int]
     answer: str
     prompt_length: int
     prompt_digest: bytes
-    is_respelled: bool = False
+    read_digest: bytes
 
     @property
     def size(self) -> int:

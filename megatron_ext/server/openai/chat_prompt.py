@@ -52,9 +52,10 @@ class ChatPrompt:
         begun: Content that the answer continues; empty unless the last message is continued.
         length: Characters of the rendered prompt.
         digest: Digest of the rendered prompt.
+        read_digest: Digest of the text that the ids decode to: `digest`, unless calls of earlier answers are spelled in
+            another way than in the rendered prompt.
         answer: Key of the answer whose conversation the ids begin with; None without one.
         retokenized: Positions [start, end) at which an earlier turn has other tokens; None for no such positions.
-        is_respelled: Whether the ids spell calls of earlier answers in another way than the rendered prompt.
         marks: Positions of `cache_control` marks, the last one first.
     """
 
@@ -63,9 +64,9 @@ class ChatPrompt:
     begun: str
     length: int
     digest: bytes
+    read_digest: bytes
     answer: bytes | None = None
     retokenized: tuple[int, int] | None = None
-    is_respelled: bool = False
     marks: tuple[int, ...] = ()
 
     def key(self, content: str, calls: Calls) -> bytes:
@@ -77,7 +78,7 @@ class ChatPrompt:
         written = list(generated[:-1] if generated and generated[-1] in chat_format.ends else generated)
         text = chat_format.tokenizer.detokenize(written, skip_special_tokens=False)
         ids = array("i", self.ids) + array("i", written)
-        return AnsweredChat(ids, text, self.length, self.digest, is_respelled=self.is_respelled)
+        return AnsweredChat(ids, text, self.length, self.digest, self.read_digest)
 
 
 class Conversation:
@@ -136,11 +137,14 @@ class Conversation:
             found = self._prompt(begin_once(self.chat.ids(), self._tokenizer.bos))
         return replace(found, retokenized=_retokenized(found.ids, answered[0][1])) if answered else found
 
-    def _prompt(self, ids: Sequence[int], answer: bytes | None = None, *, is_respelled: bool = False) -> ChatPrompt:
+    def _prompt(self, ids: Sequence[int], answer: bytes | None = None, read: str | None = None) -> ChatPrompt:
+        """Return the prompt of ids that decode to a text, by default the rendered one."""
         text, before, begun = self.chat.text, self._hashes[-1], ""
+        digest = digest_of(text)
         if self._options.continue_final_message:
             before, begun = self._hashes[-2], content_and_calls(self._messages[-1])[0]
-        return ChatPrompt(ids, before, begun, len(text), digest_of(text), answer, is_respelled=is_respelled)
+        read_digest = digest if read is None or read == text else digest_of(read)
+        return ChatPrompt(ids, before, begun, len(text), digest, read_digest, answer)
 
     def _sent_chat(self, remembered: Sequence[tuple[int, AnsweredChat]]) -> list[tuple[int, AnsweredChat]]:
         """Return the conversation through the last answer whose token ids were sent; empty without such ids."""
@@ -194,22 +198,23 @@ class Conversation:
         raise ConfigError(f"messages.{index}.generation_token_ids do not give the fields of the message")
 
     def _continued(self, index: int, known: AnsweredChat) -> ChatPrompt | None:
-        """Return the prompt that continues an answered conversation; None if it is not the rendered one."""
+        """Return the prompt that continues an answered conversation; None if it is not the rendered one.
+
+        The answered prompt must still decode to the text that it was verified as, so that neither another tokenizer nor
+        another template reads its ids as something else.
+        """
         text, prompt_end = self.chat.text, known.prompt_length
         if digest_of(text[:prompt_end]) != known.prompt_digest:
             return None
-        start, is_respelled = prompt_end + len(known.answer), known.is_respelled
-        if not text.startswith(known.answer, prompt_end):
-            found = self._after_calls(index, prompt_end, known.answer)
-            if found is None:
-                return None
-            start, is_respelled = found, True
-        ids = known.ids.tolist() + self.chat.ids_from(start)
-        read = self._read(ids)
-        # What respelled calls read as was verified when the conversation was continued through them.
-        if not (read.endswith(known.answer + text[start:]) if is_respelled else read == text):
+        is_shown = text.startswith(known.answer, prompt_end)
+        start = prompt_end + len(known.answer) if is_shown else self._after_calls(index, prompt_end, known.answer)
+        if start is None:
             return None
-        return self._prompt(ids, self.places[index], is_respelled=is_respelled)
+        ids = known.ids.tolist() + self.chat.ids_from(start)
+        read, rest = self._read(ids), known.answer + text[start:]
+        if not read.endswith(rest) or digest_of(read.removesuffix(rest)) != known.read_digest:
+            return None
+        return self._prompt(ids, self.places[index], read)
 
     def _after_calls(self, index: int, prompt_end: int, answer: str) -> int | None:
         """Return where the rendered text continues after an answer whose calls it spells in another way.

@@ -231,6 +231,22 @@ class TestSplices:
         chats.options = ChatOptions(tools=TOOLS[::-1])  # another beginning of the prompt, for the same messages
         assert chats.prompt(messages).ids == chats.plain(messages)
 
+    @pytest.mark.parametrize("turns", [1, 2])
+    def test_ids_that_another_tokenizer_reads_otherwise_are_not_used(self, chats, turns):
+        """A router may keep answers of replicas that another model has replaced; calls in another spelling, too."""
+        messages, known = [FIRST], []
+        for _ in range(turns):
+            known = chats.answer(SPELLED, messages)
+            messages = [*messages, said(None, tool_calls=[CALL]), {"role": "tool", "content": "cold"}]
+        assert chats.prompt(messages).ids[: len(known)] == known
+        memory, key = chats.serving.answers, chats.prompt(messages).answer
+        answered = memory.find([key])[key]
+        ids = answered.ids[:]
+        ids[5] += 1  # in the prompt
+        memory.put(key, dataclasses.replace(answered, ids=ids), None)
+        assert chats.prompt(messages).ids[: len(ids)] != ids.tolist()
+        assert chats.prompt(messages).answer != key
+
     @pytest.mark.parametrize("thought", ["", "Hm.", "Hm!"])
     def test_calls_after_thinking_that_a_template_drops(self, chats, thought):
         known = chats.answer(f"<think>\nHm.\n</think>\n\n{SPELLED}")
@@ -332,7 +348,7 @@ def test_a_retokenized_answer_is_explained(server):
 
 class TestMemory:
     def entry(self, size: int) -> AnsweredChat:
-        return AnsweredChat(array("i", [0] * size), "", 0, b"")
+        return AnsweredChat(array("i", [0] * size), "", 0, b"", b"")
 
     def test_is_bounded(self):
         memory = AnswerMemory(10 * self.entry(100).size)
@@ -362,7 +378,7 @@ class TestMemory:
         try:
             for number in range(count):
                 ids, digest = array("i", [1] * size), digest_of(f"prompt {number}")
-                memory.put(digest_of(str(number)), AnsweredChat(ids, f"{text}{number}", number, digest), None)
+                memory.put(digest_of(str(number)), AnsweredChat(ids, f"{text}{number}", number, digest, digest), None)
             taken = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(files).traces)
         finally:
             tracemalloc.stop()
