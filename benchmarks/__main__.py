@@ -1,7 +1,7 @@
 """Benchmarks by question: `python -m benchmarks [NAME ...] [setting=value ...]`.
 
 NAME is a question (standard, latency, throughput, serving, operators, baseline, routing, simulation, gpu), a case such
-as latency.decode_context, or `all`; without one, the cases of `make bench` run: those that a goal or the README names.
+as latency.decode_context, or `all`; without one, `make bench`'s cases run, which a goal or the README names.
 `--list` shows the cases with their settings. Each case is a process of its own; compare figures of one run only, on a
 quiet machine. Exit code 1 if a case failed, or if a check (a figure that is false) or a goal that must hold did not
 hold; other goals are only reported.
@@ -212,7 +212,7 @@ class Runner:
         return pages
 
     def run_case(self, one: Case, seconds: float, folder: Path) -> Page:
-        """Run a case to its end or until its time is over, and return what it wrote."""
+        """Run a case to its end or until its time is over, and return its page."""
         python = os.environ.get(one.interpreter) if one.interpreter else sys.executable
         packages = os.environ.get(one.packages) if one.packages else None
         for variable in (one.interpreter if not python else None, one.packages if not packages else None):

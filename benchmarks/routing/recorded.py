@@ -31,7 +31,7 @@ RULES = (
 def recorded(
     run: Run, trace: str = "", replicas: int = 8, requests: int = 3_000, offered: float = 2.0, capacity: int = 32_000
 ) -> None:
-    """Simulated fleets on a recorded trace, by rule, at a rate of prompt tokens over what is computed uncached."""
+    """Fleets on a recorded trace, by rule. `offered`: prompt tokens over the rate without a cache."""
     if not trace:
         run.remark("no trace is given: trace=FILE names one of JSON lines (docs/policies.md)")
         return

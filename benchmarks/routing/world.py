@@ -80,7 +80,7 @@ class World:
         self._plan_failures(rate)
 
     def sessions(self, rate: float) -> Iterator[Session]:
-        """Yield the sessions by start, so many in a second."""
+        """Yield the sessions by start, at a rate in sessions a second."""
         return self.traffic.sessions(rate, self.scale.requests)
 
     def _plan_failures(self, rate: float) -> None:

@@ -23,7 +23,7 @@ TOKEN_BYTES = 8
 
 
 def _hybrid(runs: tuple[int, ...], **sizes: object) -> ModelConfig:
-    """Runs of so many Mamba-2 layers, each with an MLP; before the last MLP of all runs but the last, attention."""
+    """Hybrid of runs of Mamba-2 layers with an MLP each; all runs but the last have attention before their last MLP."""
     pattern = "-".join("-".join("M" * run) + "*" for run in runs[:-1]) + "-" + "M-" * runs[-1]
     common = {"kv_channels": 128, "num_query_groups": 8, "mamba_head_dim": 64, "mamba_num_groups": 8}
     return ModelConfig(
@@ -143,7 +143,7 @@ def stage_sends(config: ModelConfig, share: Share, T: int, b: int) -> Traffic:
 def expert_sends(config: ModelConfig, share: Share, T: int, b: int) -> Traffic:
     """All-to-alls of a MoE layer: out and back, and the weights (fp32) out; of this rank's share of its tokens.
 
-    A rank sends its share's k choices of a token to their experts; what is its own stays, 1 / E in the mean.
+    A rank sends its share's k choices of a token to their experts; 1 / E of them stay, in the mean.
     """
     layers, ranks = share.pattern(config).count("E"), share.parallel.expert_model_parallel_size
     if ranks == 1 or not layers:
@@ -154,7 +154,7 @@ def expert_sends(config: ModelConfig, share: Share, T: int, b: int) -> Traffic:
     return Traffic(3 * layers, rows * (2 * width * b + 4) / 3)
 
 
-# What is left of a prompt
+# Tokens of a prompt after the skipped ones
 
 
 def prefill_flops(config: ModelConfig, length: int, skipped: int) -> float:
@@ -181,7 +181,7 @@ def scale(run: Run) -> None:
 
 
 def tables() -> dict[str, str]:
-    """All of docs/scale.md, by what they are about."""
+    """All tables of docs/scale.md, by their subject."""
     return {"held": held_table(), "sent": sent_table(), "left": left_table()}
 
 

@@ -1,4 +1,4 @@
-"""Export of a trained model: weights, configuration, tokenizer, and a model card with what was measured."""
+"""Export of a trained model: weights, configuration, tokenizer, and a model card with measurements."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def export(training: Trained, directory: Path, name: str, trained_tokens: int, i
     Args:
         training: Model and recipe.
         directory: Made if it is missing; files of the same names are replaced.
-        name: What is trained in this stage.
+        name: Name of this stage of training.
         trained_tokens: Length of the text.
         initial: Exported model with which the training began; its card lists the stages before.
     """

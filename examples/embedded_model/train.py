@@ -9,7 +9,7 @@ Three commands, each of which begins with what the one before has exported:
     python -m examples.embedded_model.head --initial out/trunk
 
 Stop one at any time and start it again with the same flags: it goes on at its last checkpoint, and the weights become
-exactly those of a run without the stop. When the steps are done it measures and exports.
+exactly the same as without the stop. When the steps are done it measures and exports.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def after_first(tokens: Tensor, sequence: list[int]) -> Tensor:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return groups of the trained parameters: matrices decay; norms, biases and those of the recurrence do not."""
+    """Return groups of the trained parameters: matrices decay, norms, biases and recurrent parameters do not."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -245,7 +245,7 @@ def train(training: Training, batches: Batches, arguments: argparse.Namespace) -
 
 
 def add_arguments(parser: argparse.ArgumentParser, recipe: Recipe, checkpoint: Path) -> None:
-    """Add the arguments of a training; those of the recipe have its values."""
+    """Add the arguments of a training; their defaults are the values of the recipe."""
     parser.add_argument("--output", type=Path, default=EMBEDDED_MODEL_DIR, help="folder to export to")
     parser.add_argument("--initial", type=Path, help="exported model to begin with; default: random weights")
     parser.add_argument("--checkpoint", type=Path, default=checkpoint, help="resumed if it exists")

@@ -57,7 +57,7 @@ class StepTracer:
         self._end = math.inf  # by the monotonic clock
 
     def start(self, seconds: float) -> None:
-        """Trace the next steps, at most `MAX_STEPS`, and those that begin within the time.
+        """Trace the next steps that begin within the time, at most `MAX_STEPS`.
 
         Raises:
             ConfigError: A trace is running, or there are `MAX_TRACES` of them.

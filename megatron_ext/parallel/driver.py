@@ -175,7 +175,7 @@ class Driver(Workers):
 
         Raises:
             RankError: A rank cannot be reached, now or earlier. Callers may report it in any order, so a later error
-                is caused by the first one, which says what was lost.
+                is caused by the first one, which names the lost rank.
         """
         if self._end is not None:
             raise RankError("the ranks are no longer in step; start again") from self._end

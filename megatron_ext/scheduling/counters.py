@@ -16,7 +16,7 @@ class Counters:
     skipped_tokens: int = 0  # prompt tokens that no layer computed
     disk_hits: int = 0  # hits that used entries put back from disk
     disk_skipped_tokens: int = 0  # tokens that they skipped because of these entries
-    prefill_tokens: int = 0  # prefill tokens computed, for the first time or again; without those of audits
+    prefill_tokens: int = 0  # prefill tokens computed, for the first time or again; without audits
     coordination_waits: int = 0  # requests that waited for a prefix, or a whole prompt, that another one computes
     lost_requests: int = 0  # admissions that would have skipped more with unlimited memory (SI-6)
     lost_slot_tokens: int = 0  # prompt tokens that more snapshot slots would have saved these requests

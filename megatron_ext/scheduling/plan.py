@@ -188,7 +188,7 @@ class StepPlan:
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
     snapshots: tuple[SnapshotRequest, ...]  # in the order in which slots are reserved; see `plan_snapshots`
-    deferrals: tuple[Deferral, ...]  # those that wait for a prefix, awake ones, and last the first that lacks room
+    deferrals: tuple[Deferral, ...]  # requests that wait for a prefix, awake ones, and last the first without room
 
     @property
     def only_continues(self) -> bool:

@@ -79,10 +79,10 @@ def plan_step(
     another request's prefix are overtaken). Requests that decode come before prefill in the token budget (`max_tokens
     >= max_requests` leaves room for both), and bound its prefill tokens (`SchedulerLimits.prefill_limit`); with
     `holds_prefills` they have the step to themselves. A prefill that has begun is finished before another begins,
-    unless `SchedulerLimits.may_prefill` allows more in one step. Drafts of requests that decode get what is left of
-    tokens, free blocks and slots for their states. A request whose token mask is missing is left out (SE-10). One that
-    waits for entries on disk (`disk_loads`) is overtaken. Requests that leave before the step (`leaving`) keep their
-    blocks until then, and are not in it.
+    unless `SchedulerLimits.may_prefill` allows more in one step. Drafts of requests that decode get the remaining
+    tokens, free blocks and slots for their states. A request whose token mask is missing is left out (SE-10). A request
+    that waits for entries on disk (`disk_loads`) is overtaken. Requests that leave before the step (`leaving`) keep
+    their blocks until then, and are not in it.
     """
     growth = _plan_growth(queues, limits, cache, leaving)
     decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
@@ -240,9 +240,9 @@ def _plan_admissions(
 ) -> _Entry:
     """Admit waiting requests in order until one has to wait for room.
 
-    A request whose next block another request computes waits for that prefix and is overtaken; so are those that follow
-    a leader admitted in this very step. Sleeping followers are not looked at. Samples of a prompt whose prefill ends in
-    this step enter as forks, and wait for that step if it is yet to come.
+    A request whose next block another request computes waits for that prefix and is overtaken, even if that leader is
+    admitted in this very step. Sleeping followers are not looked at. Samples of a prompt whose prefill ends in this
+    step enter as forks, and wait for that step if it is yet to come.
 
     Once the step has all its prefills, the next requests are examined all the same but not admitted: one of them may
     follow a leader that has begun, and must register while that leader can still take a snapshot for it.

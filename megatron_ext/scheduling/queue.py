@@ -53,7 +53,7 @@ class Queues:
     """Queues of the living requests; each request is in exactly one of them.
 
     Waiting requests own nothing. Running ones own blocks and a running state slot, and are considered in each step.
-    Paused ones keep what they own but cannot grow: no block is free for their next token.
+    Paused ones keep their blocks and slot but cannot grow: no block is free for their next token.
 
     Args:
         pins: Receives the blocks that waiting requests are to find cached.

@@ -143,7 +143,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step and apply the plan; the caller computes the plan's chunks."""
-        self._hashing.go_on()  # first, since the plan depends on what is hashed, and rank 0 alone has begun the slice
+        self._hashing.go_on()  # before the plan, which depends on it; rank 0 alone has begun the slice
         plan = plan_step(
             self.queues,
             self.limits,
