@@ -15,7 +15,7 @@ from benchmarks.cases import Run, case
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.mcore.layers.layer_map import kv_heads_of_rank
 from megatron_ext.models.size import matrix_parameter_count
-from megatron_ext.parallel.share import Share, share_of
+from megatron_ext.parallel.layout import Share, share_of
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 STATE_BYTES = 4  # of a value of a recurrent state: fp32 unless asked for otherwise

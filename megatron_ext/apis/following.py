@@ -11,7 +11,7 @@ import torch
 from megatron_ext.apis.serve_config import ServeConfig
 from megatron_ext.apis.state_log import State, StateLog, StateReader, wait_for
 from megatron_ext.apis.views import EngineView
-from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.errors import EngineClosed, RankError
 from megatron_ext.mcore import platform
 from megatron_ext.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from megatron_ext.apis.inference_config import EngineOptions
 from megatron_ext.apis.serve_config import ServeConfig
 from megatron_ext.apis.state_log import State, StateLog
 from megatron_ext.apis.views import EngineView, context_facts
-from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.errors import EngineClosed, RankError
 from megatron_ext.mcore.inference_request import DynamicInferenceRequest
 from megatron_ext.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer

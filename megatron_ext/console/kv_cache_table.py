@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.memory.budget import KVCacheConfig
-from megatron_ext.memory.world_sizes import WorldKVCacheConfig
+from megatron_ext.memory.capacity import WorldKVCacheConfig
 
 if TYPE_CHECKING:
     from megatron_ext.models.dry_run import DryRun

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from megatron_ext.engine.client_listener import ClientListener
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import EngineStep, StepOutput
@@ -27,10 +26,27 @@ from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.request import Request
 
 logger = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
-
 FAILED_STEPS = 3  # in a row, before the requests are given up
+
+
+class ClientListener:
+    """Observer of an engine client; every method is called by the engine's thread. By default it does nothing."""
+
+    def on_step(self, output: StepOutput) -> None:
+        """Handle the output of a step, before it is delivered."""
+
+    def on_delivery(self, requests: Sequence[EngineRequest]) -> None:
+        """Handle requests that have new updates or have ended."""
+
+    def on_call(self) -> None:
+        """Handle the end of a call between two steps, or of a failed step."""
+
+    def on_failed_step(self, error: Exception) -> None:
+        """Handle a failed step; its requests are retried or given up."""
+
+    def on_lost_ranks(self, error: RankError) -> None:
+        """Handle the loss of other ranks, after which nothing can be computed."""
 
 
 class EngineClient:

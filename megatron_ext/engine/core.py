@@ -22,8 +22,7 @@ from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.replica import Replica
 from megatron_ext.engine.replica_choice import ReplicaChoice
 from megatron_ext.engine.resources import ModelResources
-from megatron_ext.engine.statistics import EngineStatistics, total
-from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.engine.statistics import EngineStatistics, StepCounts, total
 from megatron_ext.engine.step_log import StepLog
 from megatron_ext.engine.suspending import Suspension
 from megatron_ext.engine.workers import Workers

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from megatron_ext.engine.async_scheduling import AsyncScheduling
+from megatron_ext.engine.async_scheduling import AsyncScheduling, InFlightStep
 from megatron_ext.engine.cache_audit import CacheAudit
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.executor import Executor, launcher
-from megatron_ext.engine.in_flight_step import InFlightStep
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.result import StepResult

@@ -17,20 +17,18 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.core_factory import make_worker
-from megatron_ext.mcore.cuda_graph_ranks import Messages, check_ranks
-from megatron_ext.mcore.cuda_graph_setup import cuda_graph_runner_for
+from megatron_ext.mcore.cuda_graph_setup import Messages, check_ranks, cuda_graph_runner_for, recorded_steps_for
 from megatron_ext.mcore.draft_cost_measurement import measure_costs
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape, operator_shapes
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
 from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, MultiTokenEngines, PredictionParts
 from megatron_ext.mcore.packed_weights import pack_weights
-from megatron_ext.mcore.recorded_steps_setup import recorded_steps_for
 from megatron_ext.mcore.versions import wrap
 from megatron_ext.mcore.warm_up import Phase, WarmUpPart, unreported, warm_up
-from megatron_ext.mcore.weight_samples import samples_of
+from megatron_ext.mcore.weight_changes import samples_of
+from megatron_ext.memory.budget import NO_DRAFT_LAYERS, DraftMemory
 from megatron_ext.memory.capacity import NO_PEERS, Peers
-from megatron_ext.memory.draft_memory import NO_DRAFT_LAYERS, DraftMemory
 from megatron_ext.memory.engine_plan import EnginePlan, plan_engine
 from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ops.linear import onednn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -10,13 +10,11 @@ from torch import Tensor
 
 from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.layers.layer_map import LayerPlaces
-from megatron_ext.mcore.versions import Context
+from megatron_ext.mcore.versions import BlockAllocator, Context
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.heap import give_back_freed_memory
-from megatron_ext.memory.offloading import OffloadedPools
-from megatron_ext.memory.pools import Pools, allocate_pools
+from megatron_ext.memory.pools import OffloadedPools, Pools, allocate_pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
 from megatron_ext.memory.step_states import StepStates
 from megatron_ext.mixers.recurrent import RecurrentStep
@@ -30,10 +28,64 @@ from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.runner.recorded_steps import RecordedSteps
 from megatron_ext.runner.step_output import scored_states
 from megatron_ext.scheduling.queue import Queues
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.speculation.drafting import DraftPools
 
 Sampled = TypeVar("Sampled")
+
+
+class PoolBlockAllocator(BlockAllocator):
+    """Counts of `BlockAllocator`, answered from the scheduler on the host without a device read-back.
+
+    Only the scheduler allocates blocks, so the methods that allocate or release raise.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.total_count = self.pool_size = scheduler.cache.pool.total + 1  # upstream counts the dummy block
+        self.dummy_block_idx = scheduler.cache.pool.total
+        self.paused_count = self.paused_limit = scheduler.limits.paused_blocks or 0
+        self.active_count = scheduler.cache.pool.total
+
+    @property
+    def total_avail(self) -> int:
+        """Number of blocks that could be allocated now: free blocks, and cached blocks without references."""
+        return self._scheduler.cache.available_count
+
+    @property
+    def pool_avail(self) -> int:
+        """Number of blocks that could be allocated now (0.20's name)."""
+        return self.total_avail
+
+    def get_allocatable_count(self) -> int:
+        """Return the number of blocks that could be allocated now."""
+        return self.total_avail
+
+    def get_active_used(self) -> int:
+        """Return the number of blocks in the tables of running requests."""
+        return _distinct_blocks(self._scheduler.queues.running)
+
+    def get_paused_used(self) -> int:
+        """Return the number of blocks that paused requests keep."""
+        return _distinct_blocks(self._scheduler.queues.paused)
+
+    def allocate_memory_blocks(self, num_blocks: int) -> None:
+        """Raise NotImplementedError; see `Scheduler`."""
+        raise NotImplementedError("blocks are allocated by the scheduler")
+
+    def release_memory_blocks(self, blocks: object) -> None:
+        """Raise NotImplementedError; see `Scheduler`."""
+        raise NotImplementedError("blocks are released by the scheduler")
+
+    def reset(self) -> None:
+        """Raise NotImplementedError; see `InferenceEngine.reset`."""
+        raise NotImplementedError("the engine's reset() replaces the scheduler")
+
+
+def _distinct_blocks(requests: Iterable[Request]) -> int:
+    return len({block for request in requests for block in request.block_table})
 
 
 class InferenceContext(Context):

@@ -14,8 +14,7 @@ from megatron_ext.engine.resources import ModelResources
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.step_executor import StepExecutor
-from megatron_ext.mcore.weight_changes import WeightsWatch, mark_weights_changed
-from megatron_ext.mcore.weight_samples import samples_of
+from megatron_ext.mcore.weight_changes import WeightsWatch, mark_weights_changed, samples_of
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.parallel.command_recorder import RecordingScheduler
 from megatron_ext.parallel.driver import Driver

@@ -1,28 +1,113 @@
-"""Setup of the CUDA graph runner, if an engine's settings and model allow one."""
+"""Setup of captured and of recorded steps, if an engine's settings, model and ranks allow them.
+
+A captured step has the all-reduces and gathers of tensor parallelism inside: NCCL can be captured, gloo, which computes
+on the host, cannot. All ranks of a model capture the same graphs in the same order, most before the first request and
+later ones in the step that needs them, and all of them drop their graphs at the same commands. Otherwise one rank would
+wait in a collective operation of a capture that the others never enter.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from megatron_ext.config import BatchingConfig
+from megatron_ext.config import BatchingConfig, ParallelConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.cuda_graph_ranks import uncaptured_sizes
 from megatron_ext.mcore.layers.dense_moe import fixed_shapes, problem_of
 from megatron_ext.memory.pools import Pools
+from megatron_ext.ops import backend_selection, cpp
+from megatron_ext.ops.linear import onednn
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, CudaGraphs, NoGraphs
 from megatron_ext.runner.model_input import ModelInput
+from megatron_ext.runner.recorded_steps import RecordedSteps
 from megatron_ext.scheduling.step import ScheduledChunk
 
+OLDEST_NCCL = (2, 9, 6)
+"""Oldest version of NCCL whose operations torch captures."""
+BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+"""Variables that make torch's waits for NCCL block the host, which a capture does not allow."""
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages between the ranks that share a model.
+
+    Attributes:
+        sizes: Sizes of the groups.
+        backend: Backend of the group of tensor parallelism.
+        nccl: Version of NCCL; None without it.
+        blocks: Variable of the environment that makes waits block; None if none does.
+    """
+
+    sizes: ParallelConfig
+    backend: str
+    nccl: tuple[int, ...] | None
+    blocks: str | None
+
+    @classmethod
+    def here(cls, device: torch.device) -> Messages:
+        """Return the messages of Megatron's process groups on this rank."""
+        backend = torch.distributed.get_backend(parallel_state.get_tensor_model_parallel_group())
+        has_nccl = device.type == "cuda" and torch.distributed.is_nccl_available()
+        version = torch.cuda.nccl.version() if has_nccl else None
+        blocks = next((name for name in BLOCKING_WAIT if os.environ.get(name, "0") not in ("", "0")), None)
+        return cls(platform.group_sizes(), str(backend), version, blocks)
+
+
+def check_ranks(batching: BatchingConfig, messages: Messages, device: torch.device) -> None:
+    """Check that the ranks of a model can capture their messages, before anything is allocated.
+
+    On a CPU the same steps run uncaptured, over any backend.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    sizes = messages.sizes
+    if not batching.has_input_buffers or device.type != "cuda" or uncaptured_sizes(sizes) is not None:
+        return
+    problem = _problem_of_nccl(messages) if sizes.tensor_model_parallel_size > 1 else None
+    if problem is not None:
+        raise ConfigError(f"--cuda-graph-impl {batching.cuda_graph_impl}: {problem}, or --cuda-graph-impl none")
+
+
+def uncaptured_sizes(sizes: ParallelConfig) -> str | None:
+    """Return why steps at these sizes are not captured; None if they are. Launch scripts of Megatron ask for both."""
+    if sizes.pipeline_model_parallel_size > 1:
+        return (
+            f"--pipeline-model-parallel-size {sizes.pipeline_model_parallel_size} sends hidden states between stages, "
+            "which is not captured (--tensor-model-parallel-size is)"
+        )
+    if sizes.expert_model_parallel_size > 1:
+        return (
+            f"--expert-model-parallel-size {sizes.expert_model_parallel_size} sends as many tokens to each rank as "
+            "the router says, which no graph can (--expert-tensor-parallel-size is captured)"
+        )
+    return None
+
+
+def _problem_of_nccl(messages: Messages) -> str | None:
+    if "nccl" not in messages.backend:
+        return f"messages of {messages.backend} cannot be captured; give --distributed-backend nccl"
+    if messages.nccl is None or messages.nccl < OLDEST_NCCL:
+        found, oldest = (".".join(map(str, one)) for one in (messages.nccl or (0,), OLDEST_NCCL))
+        return f"NCCL {found} cannot be captured; install {oldest} or newer"
+    if messages.blocks is not None:
+        return f"{messages.blocks} makes the host wait for messages, which cannot be captured; unset it"
+    return None
 
 
 def cuda_graph_runner_for(
@@ -114,3 +199,27 @@ def _problem(controller: InferenceController) -> str | None:
     model = controller.inference_wrapped_model.model
     problems = (problem_of(module.experts) for module in model.modules() if isinstance(module, MoELayer))
     return next((one for one in problems if one is not None), None)
+
+
+def recorded_steps_for(
+    context: InferenceContext, controller: InferenceController, batching: BatchingConfig, *, is_alone: bool
+) -> RecordedSteps | None:
+    """Return the recorded steps of an engine; None if its decode steps are to run the model's Python code.
+
+    They need the operators in C++ and one process. Captured steps replace them, and experts of MoE layers get as many
+    tokens as the router sends, which Python reads.
+
+    Args:
+        context: Context whose plan was made with the same settings.
+        controller: Controller around the model.
+        batching: Settings.
+        is_alone: Whether there are no other ranks.
+    """
+    model, rules = controller.inference_wrapped_model.model, context.staging_rules
+    if batching.has_input_buffers or not is_alone or rules.token_rounder != 1 or rules.device.type != "cpu":
+        return None
+    if batching.operator_backend not in (backend_selection.AUTO, onednn.NAME) or not cpp.are_used():
+        return None
+    if any(isinstance(module, MoELayer) for module in model.modules()):
+        return None
+    return RecordedSteps(model, rules)

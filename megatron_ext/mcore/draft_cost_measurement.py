@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_ext.config import RequestParams
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.speculation.draft_costs import fitted
+from megatron_ext.speculation.adaptive import fitted
 from megatron_ext.speculation.drafting import Drafting
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,37 @@ from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
 from megatron_ext.mcore.layers.mlp import PlainMLP
 from megatron_ext.mcore.layers.moe import LocalMoELayer
 from megatron_ext.mcore.layers.norms import KeyNormFromConfig, LayerNormFromConfig, QueryNormFromConfig
-from megatron_ext.mcore.layers.parallel_layer import ParallelLayer, ParallelLayerSubmodules
 from megatron_ext.mcore.layers.post_norm import NormedMLP, NormedSelfAttention
-from megatron_ext.mcore.layers.residual_layers import AttentionLayer, FeedForwardLayer, RecurrentLayer
+from megatron_ext.mcore.layers.residual_layers import (
+    AttentionLayer,
+    FeedForwardLayer,
+    ParallelLayer,
+    ParallelLayerSubmodules,
+    RecurrentLayer,
+)
 from megatron_ext.mcore.layers.stack import HybridStack, HybridStackSubmodules
 from megatron_ext.mixers.mixer import MixerSubmodules
+
+# Here and below a class replaces a spec: upstream accepts classes that it does not know unchanged, but warns about
+# specs of them.
+mlp_layer_spec = ModuleSpec(
+    module=FeedForwardLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=LayerNormFromConfig,
+        mlp=PlainMLP,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    ),
+)
+normed_mlp_layer_spec = ModuleSpec(
+    module=FeedForwardLayer, submodules=TransformerLayerSubmodules(mlp=NormedMLP, mlp_bda=get_bias_dropout_add)
+)
+moe_layer_spec = ModuleSpec(
+    module=FeedForwardLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=LayerNormFromConfig, mlp=LocalMoELayer, mlp_bda=get_bias_dropout_add
+    ),
+)
 
 
 def _mixer_spec(kind: RecurrentKind) -> ModuleSpec:
@@ -95,29 +121,6 @@ normed_attention_layer_spec = ModuleSpec(
     module=AttentionLayer,
     submodules=TransformerLayerSubmodules(
         self_attention=_attention_spec(NormedSelfAttention), self_attn_bda=get_bias_dropout_add
-    ),
-)
-
-# Here and below a class replaces a spec: upstream accepts classes that it does not know unchanged, but warns about
-# specs of them.
-mlp_layer_spec = ModuleSpec(
-    module=FeedForwardLayer,
-    submodules=TransformerLayerSubmodules(
-        pre_mlp_layernorm=LayerNormFromConfig,
-        mlp=PlainMLP,
-        mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-    ),
-)
-
-normed_mlp_layer_spec = ModuleSpec(
-    module=FeedForwardLayer, submodules=TransformerLayerSubmodules(mlp=NormedMLP, mlp_bda=get_bias_dropout_add)
-)
-
-moe_layer_spec = ModuleSpec(
-    module=FeedForwardLayer,
-    submodules=TransformerLayerSubmodules(
-        pre_mlp_layernorm=LayerNormFromConfig, mlp=LocalMoELayer, mlp_bda=get_bias_dropout_add
     ),
 )
 

@@ -18,7 +18,7 @@ from megatron_ext.mcore.layers.layer_map import places_of, stack_shape
 from megatron_ext.mcore.layers.multi_token_prediction import PredictionLayer
 from megatron_ext.mcore.versions import inference_mode
 from megatron_ext.mcore.warm_up import WarmUpPart
-from megatron_ext.memory.draft_memory import DraftMemory
+from megatron_ext.memory.budget import DraftMemory
 from megatron_ext.memory.engine_plan import ModelShape, plan_draft_layers
 from megatron_ext.memory.step_states import StepStates
 from megatron_ext.ops import backend_selection

@@ -22,8 +22,7 @@ from megatron_ext.config import BatchingConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.weight_changes import weights_version
-from megatron_ext.mcore.weight_samples import samples_of
+from megatron_ext.mcore.weight_changes import samples_of, weights_version
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.linear import INT8, LINEAR, LinearBackend, Packable, choice_identity, choose

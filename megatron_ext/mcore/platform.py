@@ -6,15 +6,53 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
+from torch.distributed import Store, distributed_c10d
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.mcore.parallel_state.gloo import sharing_one_device
 from megatron_ext.memory.heap import give_back_freed_memory, keep_freed_memory
 from megatron_ext.memory.host_limits import allocating, available_bytes, enough_for_the_embedded_model
 from megatron_ext.parallel.failure import sign_in
+
+_THREADS = 2  # per process group with several ranks, as in torch
+_NO_MEMORY = {"allocation.all.current": 0, "allocated_bytes.all.current": 0, "reserved_bytes.all.current": 0}
+
+
+@contextlib.contextmanager
+def sharing_one_device(threads: int) -> Iterator[None]:
+    """Create gloo groups on one shared network device inside this context.
+
+    torch gives each group its own device, with one thread that polls sockets and two that run collectives.
+    megatron-core makes some twenty groups, so a rank would have sixty idle threads.
+
+    Args:
+        threads: Threads per group that run its collectives. With one thread they run in the order of their launch.
+    """
+    if not distributed_c10d.is_gloo_available():
+        yield
+        return
+    plain = distributed_c10d.ProcessGroupGloo
+    options_of = plain._Options  # type: ignore[attr-defined]  # torch's own description of the class lacks it
+    device = plain.create_default_device()
+
+    class SharingGroup(plain):  # type: ignore[misc,valid-type]  # torch calls `isinstance` with the replaced name
+        """Gloo group on the shared device."""
+
+        def __init__(
+            self, store: Store, rank: int, size: int, timeout: timedelta = distributed_c10d.default_pg_timeout
+        ) -> None:
+            options = options_of()
+            options._devices, options._threads, options._timeout = [device], threads, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharingGroup  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = plain  # type: ignore[misc]
 
 
 class _HostTimer:
@@ -68,10 +106,6 @@ _HOST_STREAM = _HostStream()
 
 def _do_nothing(*_: object, **__: object) -> None:
     return
-
-
-_THREADS = 2  # per process group with several ranks, as in torch
-_NO_MEMORY = {"allocation.all.current": 0, "allocated_bytes.all.current": 0, "reserved_bytes.all.current": 0}
 
 
 def device() -> torch.device:

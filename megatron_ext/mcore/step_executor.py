@@ -13,7 +13,7 @@ from megatron_ext.engine.executor import Computed, Computing
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.memory.entry_comparison import compare_entries
+from megatron_ext.memory.entry_memory import compare_entries
 from megatron_ext.memory.step_states import StepStates
 from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.runner.cuda_graphs.buckets import why_eager

@@ -16,6 +16,8 @@ from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.activations import FullStep, LayerWidths, activation_bytes
 from megatron_ext.memory.budget import (
+    NO_DRAFT_LAYERS,
+    DraftMemory,
     KVCacheConfig,
     ModelMemory,
     arena_budget,
@@ -24,11 +26,9 @@ from megatron_ext.memory.budget import (
     request_state_bytes,
     shares_memory,
 )
-from megatron_ext.memory.capacity import NO_PEERS, Capacity, Peers, agree
-from megatron_ext.memory.draft_memory import NO_DRAFT_LAYERS, DraftMemory
+from megatron_ext.memory.capacity import NO_PEERS, Capacity, Peers, agree, world_kv_cache_config
 from megatron_ext.memory.fitting import advice_that_fits, plan_within
 from megatron_ext.memory.state_pool import StateShape
-from megatron_ext.memory.world_sizes import world_kv_cache_config
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.aligned import check_aligned, describe_tight_budget
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules

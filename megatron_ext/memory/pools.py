@@ -1,4 +1,4 @@
-"""Device pools: KV blocks, running states, snapshots."""
+"""Device pools: KV blocks, kept log-probs, running states, snapshots; their contents may wait in host memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,42 @@ from megatron_ext.memory.budget import GIB, KVCacheConfig
 from megatron_ext.memory.engine_plan import EnginePlan, ModelShape
 from megatron_ext.memory.fitting import largest_allocation
 from megatron_ext.memory.host_limits import allocating
-from megatron_ext.memory.log_prob_pool import LogProbPool, allocate_log_probs
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
+
+
+@dataclass(frozen=True)
+class LogProbPool:
+    """Log-probs of the tokens of every block, and hidden states at their ends, on the stage with the output layer.
+
+    Attributes:
+        values: Log-prob of each token of a block, [blocks, B] fp32; undefined for the first token of a sequence.
+        hidden_states: Input of the output layer at the last token of a block, [blocks, h].
+    """
+
+    values: Tensor
+    hidden_states: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All memory of the pool; each tensor has a row for each block."""
+        return self.values, self.hidden_states
+
+
+def allocate_log_probs(
+    blocks: int, block_size: int, channels: int, dtype: torch.dtype, device: torch.device
+) -> LogProbPool:
+    """Allocate the log-probs of `blocks` blocks, uninitialised.
+
+    Args:
+        blocks: Number of blocks.
+        block_size: Tokens of a block.
+        channels: Width h of the output layer's input.
+        dtype: Type of hidden states.
+        device: Device of the pool.
+    """
+    values = torch.empty((blocks, block_size), dtype=torch.float32, device=device)
+    return LogProbPool(values, torch.empty((blocks, channels), dtype=dtype, device=device))
 
 
 @dataclass(frozen=True)
@@ -88,3 +121,50 @@ def _page_first(memory: Tensor, shape: ModelShape, blocks: int, block_bytes: int
     size = (2, shape.attention_layers, blocks, block_size, shape.kv_heads, shape.head_channels)
     strides = (layer, 2 * layer, block_bytes // shape.dtype.itemsize, heads, shape.head_channels, 1)
     return elements.as_strided(size, strides)
+
+
+class OffloadedPools:
+    """Contents of pools in host memory; making it frees the memory of the pools, whose tensors have none until then.
+
+    Pools are moved one after the other, so that on CPUs, too, only the largest is in memory twice.
+
+    Args:
+        pools: Allocated pools.
+
+    Raises:
+        RuntimeError: The host has too little memory. The pools are as they were.
+    """
+
+    def __init__(self, pools: Pools) -> None:
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # a tensor over the whole memory of a pool, and its contents
+        try:
+            for tensor in _tensors(pools):
+                self._move(tensor)
+        except (MemoryError, RuntimeError):
+            self.restore()
+            raise
+
+    def _move(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():  # blocks and snapshots of an arena share their memory
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._waiting.append((whole, whole.to("cpu", copy=True)))
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory of the pools again, and write their contents back.
+
+        Raises:
+            RuntimeError: There is too little memory. Another call continues with the tensors that are left.
+        """
+        while self._waiting:
+            whole, contents = self._waiting[-1]
+            whole.untyped_storage().resize_(len(contents))
+            whole.copy_(contents)
+            self._waiting.pop()
+
+
+def _tensors(pools: Pools) -> list[Tensor]:
+    states = [one for one in (pools.live_states, pools.snapshots) if one is not None]
+    kept = () if pools.log_probs is None else pools.log_probs.tensors
+    return [pools.kv, *kept, *(tensor for one in states for tensor in (one.conv, one.ssm))]

@@ -1,23 +1,58 @@
 """States around the forward of a step: restored snapshots before it, kept snapshots and states of forks after it.
 
+An arena changes before a step, too: blocks and states are copied to other places, and slabs get another type.
+
 All forwards, eager and captured, of the model and of layers that draft, follow this one protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from megatron_ext.memory.arena_changes import make_changes
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_states
 from megatron_ext.ops.step_metadata import to_device
-from megatron_ext.prefix_cache.slabs import NO_CHANGES
+from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 RowPairs = Sequence[tuple[int, int]]
 """Copies of states between two pools, as (source row, target row)."""
+
+
+def make_changes(pools: Pools, changes: ArenaChanges, restore: Callable[[], None]) -> None:
+    """Make the changes that precede a step's writes, around its restores; see `ArenaChanges` for their order.
+
+    Args:
+        pools: Pools of an arena.
+        changes: Changes that the step's message tells.
+        restore: Copies the snapshots that the step restores to running state slots.
+
+    Raises:
+        RestoreError: States to be copied are not complete, or `restore` raises it.
+    """
+    pages, snapshots = pools.pages, pools.snapshots
+    assert pages is not None, "only an arena changes"
+    assert snapshots is not None, "only an arena changes"
+    beside = () if pools.log_probs is None else pools.log_probs.tensors
+    writes = [_read(memory, changes.block_copies) for memory in (pages.view(torch.int64), *beside)]  # wide: copied fast
+    if changes.state_copies:  # perhaps to places of these blocks
+        snapshots.copy_within(changes.state_copies)
+    restore()
+    snapshots.forget_slabs(changes.retyped_slabs, {one.slot for one in changes.state_copies})
+    for write in writes:
+        write()
+
+
+def _read(memory: Tensor, copies: Sequence[tuple[int, int]]) -> Callable[[], object]:
+    """Read the sources of copies between rows of `memory`, [rows, elements]; return a function that writes them."""
+    if not copies:
+        return lambda: None
+    sources, destinations = to_device(torch.tensor(copies, dtype=torch.int64).T.contiguous(), memory.device)
+    return partial(memory.index_copy_, 0, destinations, memory.index_select(0, sources))
 
 
 class StepStates:

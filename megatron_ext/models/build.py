@@ -26,8 +26,7 @@ from megatron_ext.memory.host_limits import allocating
 from megatron_ext.models.config_fields import OWN_SPECS, is_own_spec
 from megatron_ext.models.rotary_embedding import rotary_embedding
 from megatron_ext.models.size import check_model_fits, described
-from megatron_ext.parallel.layout import check_model
-from megatron_ext.parallel.share import Share, share_of
+from megatron_ext.parallel.layout import Share, check_model, share_of
 from megatron_ext.parallel.world import ranks_on_this_machine
 
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip

@@ -13,8 +13,7 @@ from typing import TypeVar
 from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.engine.client import EngineClient
-from megatron_ext.engine.statistics import EngineStatistics
-from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.engine.statistics import EngineStatistics, StepCounts
 from megatron_ext.errors import EngineClosed
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.update.writer import WeightWriter

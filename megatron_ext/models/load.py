@@ -37,7 +37,7 @@ from megatron_ext.models.megatron.kept_tokenizers import LibraryTokenizer, has_k
 from megatron_ext.models.overrides import fitting_overrides, require_layout
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.parallel.collectives import decided_by_first
-from megatron_ext.parallel.stages import describe_stages, split_layers
+from megatron_ext.parallel.layout import describe_stages, split_layers
 from megatron_ext.parallel.world import is_first_rank
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, Tokenizer
 from megatron_ext.text.tokenizer_files import has_tokenizer

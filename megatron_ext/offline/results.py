@@ -14,7 +14,7 @@ import torch
 
 import megatron_ext
 from megatron_ext.config import RunConfig
-from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.request_entries import RequestEntries

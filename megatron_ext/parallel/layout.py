@@ -1,4 +1,4 @@
-"""Layout check: sizes must fit the number of ranks and the model, before anything is allocated.
+"""Layout of a world and of a model over its ranks; sizes must fit both, before anything is allocated.
 
 A world of W ranks is T * P * R: T that share each layer, P stages, R replicas. Experts are spread over ranks of all
 replicas: the W / P ranks of a stage form E groups of X, and the X ranks of a group share each of its experts.
@@ -13,10 +13,88 @@ from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.checks import require
 from megatron_ext.config.layers.letters import is_attention, is_mlp
 from megatron_ext.errors import ConfigError
-from megatron_ext.parallel.stages import split_layers
 
 _MAX_TRIED = 1024  # ranks tried for the sizes that an error suggests
 _MAX_SHOWN = 6
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_LAYOUT = "pipeline_model_parallel_layout"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers of one pipeline stage.
+
+    Attributes:
+        first: Number of its first layer, from 0, in the whole model.
+        count: Number of its layers; never zero.
+    """
+
+    first: int
+    count: int
+
+    @property
+    def layers(self) -> range:
+        """Numbers of the stage's layers."""
+        return range(self.first, self.first + self.count)
+
+
+def split_layers(layers: int, parallel: ParallelConfig) -> tuple[Stage, ...]:
+    """Split a model of `layers` layers into stages; megatron-core would drop the remainder of an uneven division.
+
+    Args:
+        layers: Number of layers of every kind.
+        parallel: Number of stages, and optionally the layers of the first and the last. The remaining layers are
+            divided among the other stages, and the first of these hold one more if the division is not even.
+
+    Raises:
+        ConfigError: A stage would be left without a layer, or a layer without a stage.
+    """
+    size = parallel.pipeline_model_parallel_size
+    require(
+        layers >= size,
+        f"{layers} layers cannot be split over --pipeline-model-parallel-size {size} stages; give at most {layers}",
+    )
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    given = (first or 0) + (last or 0)
+    others = size - (first is not None) - (last is not None)
+    _check_given(layers, parallel, others, given)
+    counts = _evenly(layers - given, others)
+    if first is not None:
+        counts = [first, *counts]
+    if last is not None:
+        counts = [*counts, last]
+    starts = [sum(counts[:index]) for index in range(size)]
+    return tuple(Stage(start, count) for start, count in zip(starts, counts, strict=True))
+
+
+def describe_stages(pattern: str, stages: tuple[Stage, ...]) -> str:
+    """Describe each stage's layers in one line: `2 pipeline stages: 3 layers (M-*), 2 layers (M-)`."""
+    parts = (f"{stage.count} layers ({pattern[stage.first : stage.first + stage.count]})" for stage in stages)
+    return f"{len(stages)} pipeline stages: {', '.join(parts)}"
+
+
+def _check_given(layers: int, parallel: ParallelConfig, others: int, given: int) -> None:
+    """Check that the first and last stage leave enough layers for the others, and none if there are no others."""
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    flags = [
+        f"--num-layers-in-{name}-pipeline-stage {count}"
+        for name, count in (("first", first), ("last", last))
+        if count is not None
+    ]
+    left = layers - given
+    if others == 0:
+        require(left == 0, f"{' and '.join(flags)} are {given} of {layers} layers; together they must be {layers}")
+        return
+    require(
+        left >= others,
+        f"{' and '.join(flags)} of {layers} layers leave {max(0, left)} for {others} other stages, which need one "
+        f"each; together they must be at most {layers - others}",
+    )
+
+
+def _evenly(layers: int, stages: int) -> list[int]:
+    """Divide layers evenly over stages, one more on each of the first ones."""
+    return [layers // stages + (index < layers % stages) for index in range(stages)] if stages else []
 
 
 @dataclass(frozen=True)
@@ -135,3 +213,75 @@ def _attention_misfits(config: ModelConfig, size: int) -> Iterator[str]:
 
 def _unshared(numbers: dict[str, int], size: int) -> Iterator[str]:
     yield from (f"{number} {what}" for what, number in numbers.items() if number % size)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One pipeline stage's part of a model, on each of its tensor-parallel ranks.
+
+    Attributes:
+        parallel: Parallel sizes.
+        stages: Stages of the whole model.
+        index: Index of this stage.
+    """
+
+    parallel: ParallelConfig
+    stages: tuple[Stage, ...]
+    index: int
+
+    @property
+    def stage(self) -> Stage:
+        """Layers of this stage."""
+        return self.stages[self.index]
+
+    @property
+    def is_first(self) -> bool:
+        """True if the embedding is on this stage."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if the final norm and the output layer are on this stage."""
+        return self.index == len(self.stages) - 1
+
+    def pattern(self, config: ModelConfig) -> str:
+        """Return the pattern letters of this stage's layers."""
+        return config.hybrid_override_pattern[self.stage.first : self.stage.first + self.stage.count]
+
+    @property
+    def core_fields(self) -> dict[str, object]:
+        """Sizes and stage boundaries under megatron-core's names."""
+        parallel = self.parallel
+        return {
+            "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+            "expert_model_parallel_size": parallel.expert_model_parallel_size,
+            "expert_tensor_parallel_size": parallel.expert_tensor_size,
+            **_boundaries([stage.count for stage in self.stages]),
+        }
+
+    @property
+    def needs_layer_layout(self) -> bool:
+        """True if the sizes of the first and last stage do not determine the boundaries, see `core_fields`."""
+        return _LAYOUT in self.core_fields
+
+
+def share_of(parallel: ParallelConfig, config: ModelConfig, index: int) -> Share:
+    """Return the share of stage `index`.
+
+    Raises:
+        ConfigError: The model cannot be divided by the sizes.
+    """
+    check_model(parallel, config)
+    return Share(parallel, split_layers(config.layer_count, parallel), index)
+
+
+def _boundaries(counts: list[int]) -> dict[str, object]:
+    """Return megatron-core's stage boundaries: none for equal stages, its two flags if enough, or a layout.
+
+    A layout is one letter per layer, with the embedding before and the loss after them: `Ettt|tt|ttL`.
+    """
+    for first, last in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        if len(set(counts[first : len(counts) - last])) <= 1:
+            return {**({_FIRST: counts[0]} if first else {}), **({_LAST: counts[-1]} if last else {})}
+    return {_LAYOUT: "E" + "|".join("t" * count for count in counts) + "L"}

@@ -14,11 +14,10 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.executor import Executor
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.cache_ranks import CacheRanks
-from megatron_ext.parallel.executors import RemoteExecutor, SharedExecutor
 from megatron_ext.parallel.link import Link
 from megatron_ext.parallel.rank_checks import CheckedExecutor
 from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
-from megatron_ext.parallel.shared_results import Results
+from megatron_ext.parallel.shared_results import RemoteExecutor, Results, SharedExecutor
 from megatron_ext.speculation.drafting import DraftPools
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from megatron_ext.engine.disk_placing import LoadPlacing
+from megatron_ext.engine.disk_loading import LoadPlacing
 from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.resources import ModelResources
 from megatron_ext.parallel.commands import (

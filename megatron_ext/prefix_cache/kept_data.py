@@ -3,7 +3,7 @@
 Both depend on the tokens up to a block's end, and the block hash identifies just these. So they are found by block
 hash, and the cache drops them with the block: they need not know of moves, copies and block ids. All ranks know *which*
 blocks have data, since that decides which tokens requests skip; the data itself is where it is read. Log-probs are on
-the last stage's device, in the rows of the blocks (`memory/log_prob_pool.py`); routing rows are here, on rank 0 alone.
+the last stage's device, in the rows of the blocks (`memory/pools.py`); routing rows are here, on rank 0 alone.
 """
 
 from __future__ import annotations

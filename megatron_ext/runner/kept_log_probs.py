@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.memory.log_prob_pool import LogProbPool
+from megatron_ext.memory.pools import LogProbPool
 from megatron_ext.ops.step_metadata import to_device
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.scheduling.step import ScheduledChunk

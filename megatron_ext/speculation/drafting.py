@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from megatron_ext.config.speculation import SpeculationConfig
-from megatron_ext.speculation.adaptive import AdaptiveDrafter
-from megatron_ext.speculation.draft_costs import ASSUMED_COST, DraftCosts
+from megatron_ext.speculation.adaptive import ASSUMED_COST, AdaptiveDrafter, DraftCosts
 from megatron_ext.speculation.drafter import Drafter, DraftRequest
 from megatron_ext.speculation.ngram import NgramDrafter
 

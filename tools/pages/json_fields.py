@@ -63,7 +63,7 @@ def kind(value: object) -> str:
 
 def sample_entry() -> dict[str, object]:
     """Return the entry of a request that has everything which an entry can have."""
-    from megatron_ext.engine.step_counts import StepCounts
+    from megatron_ext.engine.statistics import StepCounts
     from megatron_ext.offline.passes import Pass
     from megatron_ext.offline.request_entries import RequestEntries
     from megatron_ext.scheduling.explanation import Explanation

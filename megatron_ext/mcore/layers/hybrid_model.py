@@ -13,10 +13,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
-from megatron_ext.mcore.layers.last_stage_embedding import LastStageEmbedding
 from megatron_ext.mcore.layers.layer_config import LayerConfig
 from megatron_ext.mcore.layers.linear import ColumnLinear
-from megatron_ext.mcore.layers.multi_token_prediction import MultiTokenPrediction
+from megatron_ext.mcore.layers.multi_token_prediction import LastStageEmbedding, MultiTokenPrediction
 from megatron_ext.mcore.layers.stack import HybridStack
 from megatron_ext.mcore.versions import Model, pattern_arguments
 

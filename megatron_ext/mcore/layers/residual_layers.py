@@ -13,14 +13,17 @@ from functools import partial
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
-from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ext.mcore.layers.layer_config import LayerConfig
+from megatron_ext.ops.gated_norm import add_and_norm
 
 MixerOutput = tuple[Tensor, Tensor | None]  # output, and a bias still to be added
 AddBuilder = Callable[..., Callable[..., Tensor]]  # as upstream's `get_bias_dropout_add`
@@ -193,3 +196,113 @@ class FeedForwardLayer(MLPLayer, Branching):
         if not is_plain_inference(self) or not isinstance(self.self_attention, IdentityOp):
             return None
         return Branch(self.pre_mlp_layernorm, self.mlp, self.factor)
+
+
+class ResidualStream:
+    """Hidden states of a step as they pass through the layers; a sum is deferred so that one kernel adds and norms.
+
+    Args:
+        hidden_states: [s, b, h]; not overwritten.
+    """
+
+    def __init__(self, hidden_states: Tensor) -> None:
+        self._states = hidden_states
+        self._waiting: tuple[MixerOutput, float] | None = None  # deferred summand and its factor
+
+    def through(
+        self,
+        layer: nn.Module,
+        attention_mask: Tensor | None,
+        context: BaseInferenceContext | None,
+        angles: Tensor | None,
+    ) -> None:
+        """Compute a layer; a branch's sum is deferred. Layers with hooks are called normally."""
+        branch = None
+        if isinstance(layer, Branching) and not _is_watched(layer):
+            branch = layer.branch(attention_mask, context, angles)
+        if branch is not None:
+            self._waiting = branch.mix(self.normed(branch.norm)), branch.factor
+            return
+        found = layer(self.states(), attention_mask, inference_context=context, rotary_pos_emb=angles)
+        self._states = found[0] if isinstance(found, tuple) else found
+
+    def states(self) -> Tensor:
+        """Return the hidden states with all sums done, [s, b, h]."""
+        if self._waiting is not None:
+            mixed, factor = self._waiting
+            self._states, self._waiting = add_residual(mixed, self._states, factor), None
+        return self._states
+
+    def normed(self, norm: nn.Module) -> Tensor:
+        """Return a norm of the hidden states with all sums done, [s, b, h]."""
+        if self._waiting is not None:
+            (output, bias), factor = self._waiting
+            found = add_and_norm(output, self._states, norm, factor) if bias is None else None
+            if found is not None:
+                (self._states, normed), self._waiting = found, None
+                return normed
+        normed_states: Tensor = norm(self.states())
+        return normed_states
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Return whether the layer has forward hooks."""
+    return bool(layer._forward_pre_hooks or layer._forward_hooks)
+
+
+@dataclass
+class ParallelLayerSubmodules(MambaLayerSubmodules):
+    """Submodules of a recurrent layer, and attention."""
+
+    self_attention: ModuleSpec | type = IdentityOp
+
+
+class ParallelLayer(RecurrentLayer):
+    """X + factors * (mixer(norm(x)), attention(norm(x))): one norm, one residual; keys, values and states.
+
+    The forward is the same at inference and in training. Dropout, which our configurations do not use, is not applied.
+    """
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        submodules: ParallelLayerSubmodules,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection, **options)
+        self.attention_factor = config.residual_multiplier * config.attention_output_multiplier
+        self.self_attention = build_module(
+            submodules.self_attention, config=config, layer_number=layer_number, pg_collection=pg_collection
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: BaseInferenceContext | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Compute [s, b, h] -> [s, b, h]; see `RecurrentMixer.forward` and `PagedSelfAttention.forward`."""
+        normed = self.norm(hidden_states)
+        mixed = self.mixer(normed, inference_context)
+        attended = self.self_attention(
+            normed, attention_mask, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb
+        )
+        added = _scaled(mixed, self.factor) + _scaled(attended, self.attention_factor)
+        return hidden_states + added
+
+    def branch(
+        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
+    ) -> Branch | None:
+        """Return None: two mixers with separate factors cannot be a branch."""
+        return None
+
+
+def _scaled(mixed: MixerOutput, factor: float) -> Tensor:
+    output, bias = mixed
+    if bias is not None:
+        output = output + bias
+    return output if factor == 1.0 else output * factor

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from megatron_ext.config.layers.letters import is_recurrent
 from megatron_ext.mcore.layers.layer_config import LayerConfig
 from megatron_ext.mcore.layers.norms import LayerNormFromConfig
-from megatron_ext.mcore.layers.residual_layers import is_plain_inference
-from megatron_ext.mcore.layers.residual_stream import ResidualStream
+from megatron_ext.mcore.layers.residual_layers import ResidualStream, is_plain_inference
 from megatron_ext.mcore.versions import Stack, StackSubmodules
 
 _SUBMODULES = {

@@ -14,8 +14,7 @@ from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.weight_changes import saved_tensors
-from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
+from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples, saved_tensors
 from megatron_ext.models.attach.config import config_of, rotary_frequencies
 from megatron_ext.models.attach.modules import check_modules
 from megatron_ext.models.attach.wrappers import is_gpt, unwrapped

@@ -23,8 +23,7 @@ from megatron_ext.ops.backends import preferring
 from megatron_ext.runner.cuda_graphs.async_output import Launched, OutputRow, fetch, output_layout
 from megatron_ext.runner.cuda_graphs.block_tables import BlockTables
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
-from megatron_ext.runner.cuda_graphs.captured_reads import HoldingCapture
-from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph, HoldingCapture
 from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler, score
 from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers

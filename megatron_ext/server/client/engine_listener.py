@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megatron_ext.engine.client_listener import ClientListener
+from megatron_ext.engine.client import ClientListener
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.errors import RankError

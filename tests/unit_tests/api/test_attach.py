@@ -27,7 +27,7 @@ from megatron_ext import (
 )
 from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
-from megatron_ext.mcore.weight_samples import samples_of
+from megatron_ext.mcore.weight_changes import samples_of
 from megatron_ext.models.attach.shared_model import share_model
 from tests.on_request import long_except
 from tests.unit_tests.models.megatron import test_delta_net

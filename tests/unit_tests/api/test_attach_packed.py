@@ -19,7 +19,7 @@ from megatron_ext import AttachedEngine, ConfigError, EngineFollower, RequestPar
 from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore import packed_weights, platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
-from megatron_ext.mcore.weight_samples import samples_of
+from megatron_ext.mcore.weight_changes import samples_of
 from megatron_ext.ops.linear import Packable, onednn
 from tests.priority import TestPriority
 from tests.unit_tests.support import megatron_models as models

@@ -8,7 +8,7 @@ import torch
 from megatron_ext import ConfigError, EngineSuspended, LoadedEngine, RequestParams
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.memory import budget
-from megatron_ext.memory.offloading import OffloadedPools, _tensors
+from megatron_ext.memory.pools import OffloadedPools, _tensors
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.support.holding import PATIENCE, held_steps
 

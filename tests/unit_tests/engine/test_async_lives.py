@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.engine.in_flight_step import InFlightStep
+from megatron_ext.engine.async_scheduling import InFlightStep
 from megatron_ext.errors import RestoreError
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line

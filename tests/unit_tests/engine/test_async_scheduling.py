@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.config.in_flight import InFlight
+from megatron_ext.engine.async_scheduling import InFlightStep
 from megatron_ext.engine.executor import Computed
-from megatron_ext.engine.in_flight_step import InFlightStep
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.step import ScheduledStep

@@ -11,8 +11,7 @@ from functools import partial
 import pytest
 
 from megatron_ext.config import RequestParams
-from megatron_ext.engine.client import FAILED_STEPS, EngineClient
-from megatron_ext.engine.client_listener import ClientListener
+from megatron_ext.engine.client import FAILED_STEPS, ClientListener, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.thread import result_of

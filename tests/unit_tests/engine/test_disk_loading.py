@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.engine.disk_loading import DiskLoading
-from megatron_ext.engine.disk_placing import LoadPlacing
+from megatron_ext.engine.disk_loading import DiskLoading, LoadPlacing
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
 from megatron_ext.prefix_cache.hash_chain import BlockHash

@@ -16,7 +16,7 @@ from examples.python import batch_file, convert, rl_loop, streaming, with_torchr
 from examples.python.golden import test_outputs as golden
 from megatron_ext import RequestParams, attach_engine, load_engine
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.mcore import weight_samples
+from megatron_ext.mcore import weight_changes
 from tests.unit_tests.models.huggingface import llama_oracle
 from tests.unit_tests.models.test_load import write_tokenizer
 from tests.unit_tests.support.ranks import run_ranks
@@ -80,7 +80,7 @@ class TestReinforcementLearning:
     @pytest.mark.long
     def test_other_weights_are_found(self, monkeypatch):
         """Log-probs differ where weights have changed unseen, and records name the weights of their tokens."""
-        monkeypatch.setattr(weight_samples, "IDLE_SECONDS", math.inf)  # silent writes stay silent on a slow machine
+        monkeypatch.setattr(weight_changes, "IDLE_SECONDS", math.inf)  # silent writes stay silent on a slow machine
         names = rl_loop.HELD_OUT[:2]
         with cpu_layers():
             model, tokenizer = load_training_model()

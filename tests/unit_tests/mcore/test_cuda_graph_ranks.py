@@ -8,8 +8,7 @@ import torch
 from megatron_ext.config import BatchingConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.core_factory import ContextResources
-from megatron_ext.mcore.cuda_graph_ranks import Messages, check_ranks, uncaptured_sizes
-from megatron_ext.mcore.cuda_graph_setup import new_runner
+from megatron_ext.mcore.cuda_graph_setup import Messages, check_ranks, new_runner, uncaptured_sizes
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.graph_capture import Graph
 from tests.unit_tests.support.models import CONFIGS

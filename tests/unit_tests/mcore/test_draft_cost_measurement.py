@@ -11,7 +11,7 @@ from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.draft_cost_measurement import measure_costs
-from megatron_ext.speculation.draft_costs import ASSUMED_COST, CostRow, DraftCosts
+from megatron_ext.speculation.adaptive import ASSUMED_COST, CostRow, DraftCosts
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.multi_token import predicting
 from tests.unit_tests.support.tokenizers import PieceTokenizer

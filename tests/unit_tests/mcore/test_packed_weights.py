@@ -19,8 +19,7 @@ from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.mcore.core_factory import ContextResources
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.packed_weights import PackedWeights, pack_weights, unpack_weights
-from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors
-from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
+from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples, mark_weights_changed, saved_tensors
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import load_dist_weights, save_dist_checkpoint
 from megatron_ext.models.update.disk import NewWeights

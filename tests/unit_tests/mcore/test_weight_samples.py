@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_ext.errors import SilentWeightChange
 from megatron_ext.mcore.core_factory import ContextResources
-from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
+from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples
 
 
 class Attached:

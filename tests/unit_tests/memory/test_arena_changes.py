@@ -10,9 +10,8 @@ import torch
 from megatron_ext.config import BatchingConfig
 from megatron_ext.errors import RestoreError
 from megatron_ext.memory import budget
-from megatron_ext.memory.arena_changes import make_changes
-from megatron_ext.memory.log_prob_pool import allocate_log_probs
-from megatron_ext.memory.pools import Pools, allocate_pools
+from megatron_ext.memory.pools import Pools, allocate_log_probs, allocate_pools
+from megatron_ext.memory.step_states import make_changes
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import ArenaChanges, StateCopy
 from tests.unit_tests.memory.test_capacity import BOTH, plan_all

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import GIB, ModelMemory, check_fits, plan_memory
-from megatron_ext.memory.draft_memory import DraftMemory
+from megatron_ext.memory.budget import GIB, DraftMemory, ModelMemory, check_fits, plan_memory
 from megatron_ext.memory.fitting import plan_within
 
 ALONE = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)

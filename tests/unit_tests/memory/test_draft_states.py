@@ -9,8 +9,7 @@ import pytest
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import ModelMemory, plan_memory
-from megatron_ext.memory.capacity import Capacity, agree
-from megatron_ext.memory.world_sizes import world_kv_cache_config
+from megatron_ext.memory.capacity import Capacity, agree, world_kv_cache_config
 from tests.unit_tests.memory.test_budget import number_to_give
 
 MODEL = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.memory.entry_comparison import BOUNDS, compare_entries
-from megatron_ext.memory.log_prob_pool import allocate_log_probs
-from megatron_ext.memory.offloading import OffloadedPools
-from megatron_ext.memory.pools import Pools
+from megatron_ext.memory.entry_memory import BOUNDS, compare_entries
+from megatron_ext.memory.pools import OffloadedPools, Pools, allocate_log_probs
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape
 from megatron_ext.memory.step_states import copy_forks
 from megatron_ext.scheduling.audit import Comparison

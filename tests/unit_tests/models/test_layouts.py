@@ -16,7 +16,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.models.megatron.directory import read_header
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.size import matrix_parameter_count
-from megatron_ext.parallel.share import share_of
+from megatron_ext.parallel.layout import share_of
 from tests.unit_tests.support.layouts import (
     CONFIGS,
     Part,

@@ -13,8 +13,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.models import build
 from megatron_ext.models.build import build_model
 from megatron_ext.models.size import check_model_fits, matrix_parameter_count
-from megatron_ext.parallel.share import Share
-from megatron_ext.parallel.stages import Stage
+from megatron_ext.parallel.layout import Share, Stage
 from tests.unit_tests.models.conftest import TINY
 
 SIGMOID = {"num_experts": 4, "moe_router_score_function": "sigmoid"}

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatron_ext.console.kv_cache_table import print_kv_cache_config
 from megatron_ext.memory.budget import KVCacheConfig
-from megatron_ext.memory.world_sizes import world_kv_cache_config
+from megatron_ext.memory.capacity import world_kv_cache_config
 from megatron_ext.offline.console_report import loss_lines, print_report, summary
 from megatron_ext.offline.passes import Pass
 from megatron_ext.prefix_cache.slab_layout import SlabLayout

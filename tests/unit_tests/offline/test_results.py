@@ -11,7 +11,7 @@ import pytest
 
 import megatron_ext
 from megatron_ext.commands.run import DONE, main
-from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.offline.output_file import to_json
 from megatron_ext.offline.passes import Pass

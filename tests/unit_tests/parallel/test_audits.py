@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.engine import cache_audit
 from megatron_ext.mcore import step_executor
-from megatron_ext.memory.entry_comparison import compare_entries
+from megatron_ext.memory.entry_memory import compare_entries
 from megatron_ext.memory.pools import Pools
 from megatron_ext.scheduling.audit import Comparison, Differences
 from tests.priority import TestPriority

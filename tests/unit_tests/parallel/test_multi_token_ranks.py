@@ -16,7 +16,7 @@ from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.mcore import assemble
 from megatron_ext.ops.linear import onednn
 from megatron_ext.scheduling.record import Status
-from megatron_ext.speculation.draft_costs import DraftCosts
+from megatron_ext.speculation.adaptive import DraftCosts
 from megatron_ext.speculation.drafting import Drafting
 from tests.priority import TestPriority
 from tests.unit_tests.support import parallel_contexts

@@ -21,7 +21,7 @@ from megatron_ext.mcore.layers.layer_map import model_shape
 from megatron_ext.models.build import build_model
 from megatron_ext.models.size import matrix_parameter_count
 from megatron_ext.parallel import shared_results
-from megatron_ext.parallel.share import Share, share_of
+from megatron_ext.parallel.layout import Share, share_of
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import Script, live
 from tests.unit_tests.support.ranks import run_ranks

@@ -6,7 +6,7 @@ import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.config import ModelConfig, ParallelConfig
-from megatron_ext.parallel.share import share_of
+from megatron_ext.parallel.layout import share_of
 
 
 def share(pattern: str, index: int, **sizes: int):

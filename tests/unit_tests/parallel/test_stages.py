@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.parallel.stages import Stage, describe_stages, split_layers
+from megatron_ext.parallel.layout import Stage, describe_stages, split_layers
 
 
 def counts(layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[int]:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from megatron_ext.memory.log_prob_pool import LogProbPool
+from megatron_ext.memory.pools import LogProbPool
 from megatron_ext.runner.kept_log_probs import KeptPlaces, exchange_states, kept_places, read_log_probs
 from megatron_ext.scheduling.step import ScheduledChunk, Scoring
 

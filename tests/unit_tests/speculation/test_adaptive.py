@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from megatron_ext.speculation.adaptive import FIRST_PAUSE, LONGEST_PAUSE, Acceptance, AdaptiveDrafter, allot
-from megatron_ext.speculation.draft_costs import CostRow, DraftCosts, fitted
+from megatron_ext.speculation.adaptive import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    Acceptance,
+    AdaptiveDrafter,
+    CostRow,
+    DraftCosts,
+    allot,
+    fitted,
+)
 from megatron_ext.speculation.drafter import DraftRequest
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.parallel_state.gloo import sharing_one_device
+from megatron_ext.mcore.platform import sharing_one_device
 from tests.forked import fork
 
 GROUPS = 5

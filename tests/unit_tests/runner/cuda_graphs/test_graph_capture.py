@@ -23,8 +23,7 @@ from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.runner.cuda_graphs import buckets as sizes
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
-from megatron_ext.runner.cuda_graphs.captured_reads import HoldingCapture
-from megatron_ext.runner.cuda_graphs.graph_capture import Capture, CudaGraphs
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture, CudaGraphs, HoldingCapture
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
 from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import new_driver, serve
