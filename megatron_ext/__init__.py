@@ -15,12 +15,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_ext.api.attached import AttachedEngine as AttachedEngine
-    from megatron_ext.api.attached import EngineFollower as EngineFollower
-    from megatron_ext.api.attaching import attach_engine as attach_engine
+    from megatron_ext.api.engine import AttachedEngine as AttachedEngine
+    from megatron_ext.api.engine import EngineFollower as EngineFollower
     from megatron_ext.api.engine import LoadedEngine as LoadedEngine
     from megatron_ext.api.inference_args import add_inference_args as add_inference_args
     from megatron_ext.api.inference_args import settings_from_args as settings_from_args
+    from megatron_ext.api.loading import attach_engine as attach_engine
     from megatron_ext.api.loading import follow_engine as follow_engine
     from megatron_ext.api.loading import load_engine as load_engine
     from megatron_ext.api.loading import load_follower as load_follower
@@ -41,31 +41,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_HOMES = {
-    "AttachedEngine": "api.attached",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "EngineClosed": "errors",
-    "EngineFollower": "api.attached",
-    "EngineStatistics": "engine.statistics",
-    "EngineSuspended": "errors",
-    "LoadedEngine": "api.engine",
-    "RankError": "errors",
-    "RequestFailed": "errors",
-    "RequestParams": "config",
-    "RequestRecord": "scheduling.record",
-    "RequestStream": "api.stream",
-    "SilentWeightChange": "errors",
-    "WeightUpdateError": "errors",
-    "Status": "scheduling.record",
-    "StreamPart": "api.stream",
-    "add_inference_args": "api.inference_args",
-    "attach_engine": "api.attaching",
-    "follow_engine": "api.loading",
-    "load_engine": "api.loading",
-    "load_follower": "api.loading",
-    "settings_from_args": "api.inference_args",
+_NAMES = {
+    "api.engine": ("AttachedEngine", "EngineFollower", "LoadedEngine"),
+    "api.inference_args": ("add_inference_args", "settings_from_args"),
+    "api.loading": ("attach_engine", "follow_engine", "load_engine", "load_follower"),
+    "api.stream": ("RequestStream", "StreamPart"),
+    "config": ("RequestParams",),
+    "engine.statistics": ("EngineStatistics",),
+    "errors": (
+        *("CheckpointError", "ConfigError", "EngineClosed", "EngineSuspended", "RankError", "RequestFailed"),
+        *("SilentWeightChange", "WeightUpdateError"),
+    ),
+    "scheduling.record": ("RequestRecord", "Status"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOMES]
 
 

@@ -1,22 +1,27 @@
-"""Engine loading from keyword arguments. Heavy modules are imported after the settings have been checked."""
+"""Engine loading from keyword arguments, or around a model in memory, on one rank or several.
+
+Heavy modules are imported after the settings have been checked.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_ext.api.settings import Setting, read_settings
-from megatron_ext.config import InferenceSettings
+from megatron_ext.api.settings import Setting, known_names, read_settings
+from megatron_ext.config import InferenceSettings, ModelConfig, ParallelConfig, SourceConfig
+from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.host_limits import check_address_space
 
 if TYPE_CHECKING:
-    from megatron_ext.api.attached import EngineFollower
-    from megatron_ext.api.engine import LoadedEngine
+    from megatron_ext.api.engine import AttachedEngine, EngineFollower, LoadedEngine
+    from megatron_ext.models.load import LoadedModel
     from megatron_ext.parallel.parallel_context import ParallelContext
 
 
@@ -116,7 +121,7 @@ def _follow(settings: InferenceSettings) -> None:
 
 
 def _load_follower(settings: InferenceSettings) -> EngineFollower:
-    from megatron_ext.api.attached import EngineFollower
+    from megatron_ext.api.engine import EngineFollower
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
     from megatron_ext.models.engine_args import build_follower, load, weight_writer
 
@@ -179,3 +184,126 @@ def _are_released(roles: Sequence[_Role]) -> bool:
     if rank is not None:
         raise ConfigError(f"rank 1 has called {roles[1].value}, and rank {rank} {roles[rank].value}; call one of them")
     return _Role.RETURNS in roles
+
+
+_OF_A_MODEL = (ModelConfig, SourceConfig, TokenizerConfig)
+_OF_ANY_MODEL = ("seed", "model_config")  # settings of a source that do not name or describe a model
+_DESCRIBES = "describes a model, and attach_engine has one in memory; leave it out"
+_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
+def attach_engine(model: object, tokenizer: object = None, **settings: Setting) -> AttachedEngine | EngineFollower:
+    """Build an engine around a model of megatron-core in memory, and share its parameters.
+
+    Every rank of the caller's world calls this with its part of the model. The first one gets an engine with the
+    methods of `LoadedEngine`. The others get an object whose `follow()` takes part in the steps until the first rank
+    suspends or closes the engine.
+
+    The model is left as it is. Edits of its parameters that raise torch's version counters are noticed before the next
+    step; after other ones, such as writes to a flat buffer that parameters are views of, call `weights_changed()`. If
+    that was forgotten, samples of the weights show it before the first request after an idle second
+    (`SilentWeightChange`).
+
+    Args:
+        model: `GPTModel`, `MambaModel` or `HybridModel`, bare or in `Float16Module` and `DistributedDataParallel`, or
+            the list of one such model; built in Megatron's process groups.
+        tokenizer: Tokenizer of megatron-core or of this package; None for prompts of token ids.
+        settings: Settings of `load_engine` that do not name or describe a model. The sizes of the existing process
+            groups apply.
+
+    Raises:
+        ConfigError: A setting is unknown or describes a model; a part of the model cannot be run exactly, which the
+            message names; another engine is attached to the model. Raised before anything is allocated, on all ranks.
+        RankError: Another rank has failed or does not answer.
+    """
+    _refuse_names_of_models(settings)
+    read = read_settings(settings)
+    _refuse_model_settings(read)
+    check_address_space()
+    with quiet_imports():
+        return _attach(model, tokenizer, read)
+
+
+def _refuse_names_of_models(settings: Mapping[str, Setting]) -> None:
+    """Raise for given settings that describe a model, whatever their values."""
+    known = known_names()
+    for name, value in settings.items():
+        if value is None or name not in known:  # unknown ones are refused with a hint
+            continue
+        group, flag = known[name]
+        if (group.config in _OF_A_MODEL and flag.field not in _OF_ANY_MODEL) or flag.field in _STAGES:
+            raise ConfigError(f"{name} {_DESCRIBES}")
+
+
+def _refuse_model_settings(settings: InferenceSettings) -> None:
+    """Raise for settings of a `model_config` file that describe a model."""
+    plain = SourceConfig()
+    found = [name for name in settings.model_overrides if settings.model_overrides[name] is not None]
+    found += [
+        name
+        for name, value in vars(settings.source).items()
+        if name not in _OF_ANY_MODEL and value != getattr(plain, name)
+    ]
+    found += [name for name in _STAGES if getattr(settings.parallel, name) is not None]
+    if found:
+        raise ConfigError(f"{found[0]} {_DESCRIBES}")
+
+
+def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> AttachedEngine | EngineFollower:
+    from megatron_ext.api.engine import AttachedEngine, EngineFollower
+    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, existing_sizes, make_parallel_context
+    from megatron_ext.models.attach.wrappers import is_gpt, unwrapped
+    from megatron_ext.models.engine_args import EngineArgs, build_follower
+    from megatron_ext.models.generation_defaults import request_defaults
+    from megatron_ext.models.update.writer import WeightWriter
+    from megatron_ext.parallel.failure import ending_together
+
+    defaults = request_defaults(settings.source, settings.sampling_given)
+    settings = dataclasses.replace(settings, parallel=existing_sizes(settings.parallel))
+    with contextlib.ExitStack() as undo:
+        PROCESS_GROUPS.join(settings.parallel)
+        undo.callback(PROCESS_GROUPS.leave)
+        parallel_context = make_parallel_context(settings.parallel)
+        if parallel_context is not None:
+            parallel_context.releases_ranks = True
+        loaded = _on_all_ranks(parallel_context, partial(_shared, model, tokenizer, settings.parallel, undo))
+        in_gpt = is_gpt(unwrapped(model))
+        weight_writer = WeightWriter(loaded, parallel_context, source_is_gpt=in_gpt, owns_padding=False)
+        with ending_together(settings.parallel.distributed_timeout_minutes):
+            if parallel_context is None or parallel_context.is_driver:
+                engine = EngineArgs(settings, parallel_context, loaded=loaded).build_engine()
+                return AttachedEngine(engine, weight_writer, defaults, undo.pop_all().close)
+            worker = build_follower(settings, parallel_context, weight_writer, settings.cache)
+            return EngineFollower(worker, weight_writer, undo.pop_all().close)
+
+
+def _shared(model: object, tokenizer: object, parallel: ParallelConfig, undo: contextlib.ExitStack) -> LoadedModel:
+    """Return a model of ours with the parameters of the caller's, which is marked until `undo` is closed."""
+    from megatron_ext.models.attach.attached_models import attached
+    from megatron_ext.models.attach.shared_model import share_model
+    from megatron_ext.models.attach.wrappers import unwrapped
+    from megatron_ext.models.load import LoadedModel
+    from megatron_ext.text.adapted_tokenizer import adapted
+
+    source = unwrapped(model)
+    undo.enter_context(attached(source))
+    shared = share_model(source, parallel)
+    assert shared.config.vocab_size is not None, "the model has an embedding"
+    name = f"attached {type(source).__name__}"
+    return LoadedModel(
+        shared.model,
+        shared.config,
+        adapted(tokenizer, shared.config.vocab_size),
+        shared.dtype,
+        name,
+        packs_weights=False,
+    )
+
+
+def _on_all_ranks(parallel_context: ParallelContext | None, make: Callable[[], LoadedModel]) -> LoadedModel:
+    """Return what `make` returns on this rank; a `ConfigError` of one rank is raised on all of them."""
+    if parallel_context is None:
+        return make()
+    made: list[LoadedModel] = []
+    parallel_context.ask_all(lambda: made.append(make()))
+    return made[0]

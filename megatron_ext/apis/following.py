@@ -17,7 +17,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megatron_ext.api.attached import EngineFollower
+    from megatron_ext.api.engine import EngineFollower
 
 
 class FollowingRuntime:

@@ -11,8 +11,7 @@ from concurrent.futures import Future
 from megatron_ext.api.engine import LoadedEngine
 from megatron_ext.apis.serve_config import ServeConfig
 from megatron_ext.errors import RankError
-from megatron_ext.server.http.listening import announce, bind
-from megatron_ext.server.run import build_server
+from megatron_ext.server.run import announce, bind, build_server
 from megatron_ext.server.serving import Serving
 
 

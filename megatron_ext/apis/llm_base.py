@@ -30,7 +30,7 @@ from megatron_ext.mcore.inference_request import DynamicInferenceRequest
 from megatron_ext.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megatron_ext.api.attached import EngineFollower
+    from megatron_ext.api.engine import EngineFollower
 
 Result = TypeVar("Result")
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from megatron_ext.commands.early_checks import check_paths
-from megatron_ext.commands.next_steps import GREETING, has_flags, print_next_steps
 from megatron_ext.console.start import limit_spinning
 from megatron_ext.console.startup import StartUp
+from megatron_ext.console.terminal import Output
 from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.memory.host_limits import check_address_space
 from megatron_ext.parallel.world import is_first_rank, message_of_this_rank
@@ -140,3 +142,34 @@ def _say(program: str, line: str) -> None:
     stream = Output(sys.stderr)
     stream.write(f"{program}: {printable(line)}\n")
     stream.flush()
+
+
+SCRIPT = "megatron-ext"
+GREETING = "the embedded model answers the shipped prompts; see --help"
+STEPS = (
+    ("serve", "this model at http://127.0.0.1:8000, with OpenAI's API"),
+    ('run DIR --prompts "..."', "your model's folder, in Hugging Face's form or Megatron's"),
+    ("run --prefix-cache-compare", "these prompts with the cache off, then on"),
+)
+
+
+def has_flags(argv: Sequence[str] | None) -> bool:
+    """Return whether a command line says anything; None is the process's own."""
+    return bool(sys.argv[1:] if argv is None else argv)
+
+
+def print_next_steps() -> None:
+    """Print the commands to try after the first run, each with a short description."""
+    command = script_command()
+    lines = ["", "next:", *(line for step, what in STEPS for line in (f"  {command} {step}", f"      {what}"))]
+    output = Output(sys.stdout)
+    output.write("\n".join(lines) + "\n")
+    output.flush()
+
+
+def script_command() -> str:
+    """Return the console script as this environment's users can type it."""
+    if shutil.which(SCRIPT) is not None:
+        return SCRIPT
+    beside = Path(sys.executable).parent / SCRIPT
+    return os.path.relpath(beside) if beside.exists() else f"{sys.executable} -m megatron_ext"

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
+from megatron_ext.offline.console_report import first_and_last
 from megatron_ext.offline.prompts import Prompt
-from megatron_ext.offline.request_table import first_and_last
 from megatron_ext.scheduling.record import RequestRecord, Status
 
 FP32_TOLERANCE = 1e-3  # absolute difference of a log-prob

@@ -1,16 +1,101 @@
-"""Console report at the end of a run: prompts, outputs, totals."""
+"""Console report at the end of a run: prompts and outputs, a line of numbers a request, then totals."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 
+from megatron_ext.console.terminal import beginning, end, printable, wrapped
 from megatron_ext.offline.passes import Pass
-from megatron_ext.offline.prompt_texts import PromptText, submitted_text
-from megatron_ext.offline.request_table import print_requests
-from megatron_ext.scheduling.record import Status
+from megatron_ext.offline.results import PromptText, submitted_text
+from megatron_ext.scheduling.record import RequestRecord, Status
+
+AT_EACH_END = 5
+_MAX = 2 * AT_EACH_END + 3  # up to this many requests, none is left out
+_TEXT_LINES = 3
+_HEADINGS = ("id", "prompt", "skipped", "new", "ttft", "total")
+_WIDTHS = (6, 8, 9, 6, 11, 11)  # columns; together with "ended" they fit 80
+_INDENT = " " * 8
+T = TypeVar("T")
+_MAX_READ = 4000  # characters of a text that are read
+
+
+def print_requests(
+    records: Sequence[RequestRecord],
+    console: Console,
+    where: str | None,
+    prompt_text: PromptText = submitted_text,
+) -> None:
+    """Print the table.
+
+    Args:
+        records: All requests.
+        console: Console of any width.
+        where: Clause that says which requests are in which file; None if none are.
+        prompt_text: Text of a prompt that is shown.
+    """
+    first, left_out, last = first_and_last(records)
+    _print(console, beginning(_columns(_HEADINGS, "ended"), console.width), "bold")
+    for record in first:
+        _print_request(record, console, prompt_text)
+    if left_out:
+        for line in _left_out(left_out, where):
+            _print(console, line, "italic")
+    for record in last:
+        _print_request(record, console, prompt_text)
+
+
+def first_and_last(items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    """Return the first few, those between, and the last few; a short list is all first."""
+    if len(items) <= _MAX:
+        return items, (), ()
+    return items[:AT_EACH_END], items[AT_EACH_END:-AT_EACH_END], items[-AT_EACH_END:]
+
+
+def _print_request(record: RequestRecord, console: Console, prompt_text: PromptText) -> None:
+    width = max(20, console.width - len(_INDENT) - 2)
+    _print(console, beginning(_columns(*_numbers(record)), console.width), "")
+    prompt = printable((prompt_text(record) or "")[-_MAX_READ:])
+    _print(console, f"{_INDENT}< {end(prompt, width)}", "dim")
+    failed = record.error if record.status is not Status.COMPLETED else None
+    text = printable((failed or record.generated_text)[:_MAX_READ])
+    for index, line in enumerate(wrapped(text, width, _TEXT_LINES)):
+        mark = "  " if index else "! " if failed else "> "
+        _print(console, f"{_INDENT}{mark}{line}", "")
+
+
+def _numbers(record: RequestRecord) -> tuple[Sequence[str], str]:
+    ended = record.finish_reason or record.status.name.lower()
+    return (
+        str(record.request_id),
+        str(record.prompt_token_count),
+        str(record.skipped_prefill_token_count),
+        str(len(record.generated_tokens)),
+        "-" if record.ttft is None else f"{1000 * record.ttft:.0f} ms",
+        f"{1000 * record.latency:.0f} ms",
+    ), ended
+
+
+def _columns(values: Sequence[str], ended: str) -> str:
+    return "".join(value.rjust(width) for value, width in zip(values, _WIDTHS, strict=True)) + f"  {ended}"
+
+
+def _left_out(records: Sequence[RequestRecord], where: str | None) -> list[str]:
+    ends = Counter(record.status.name.lower() for record in records)
+    counts = ", ".join(f"{count} {end}" for end, count in ends.most_common())
+    lines = [f"{_INDENT}... {len(records)} requests are left out here ({counts})"]
+    failed = [str(record.request_id) for record in records if record.status is Status.FAILED]
+    if failed:
+        rest = ", ..." if len(failed) > AT_EACH_END else ""
+        lines.append(f"{_INDENT}... among them failed: {', '.join(failed[:AT_EACH_END])}{rest}")
+    return [*lines, f"{_INDENT}... {where or '--output-path FILE.json writes all requests'}"]
+
+
+def _print(console: Console, line: str, style: str) -> None:
+    console.print(line, style=style or None, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def print_report(

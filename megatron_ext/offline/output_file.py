@@ -22,7 +22,7 @@ from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.scheduling.record import RequestRecord
 
 if TYPE_CHECKING:
-    from megatron_ext.offline.request_entries import RequestEntries
+    from megatron_ext.offline.results import RequestEntries
 
 logger = logging.getLogger(__name__)
 

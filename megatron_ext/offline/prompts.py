@@ -6,23 +6,60 @@ import dataclasses
 import json
 import logging
 import os
+import random
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, BinaryIO
 
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.config.annotations import FieldType, FieldValues, MismatchError, field_types
+from megatron_ext.config.run import DEFAULT_PROMPT_TOKENS
 from megatron_ext.errors import ConfigError
-from megatron_ext.offline.synthetic import RandomTokens, described, synthetic_contents
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Content of a synthetic prompt, drawn when the vocabulary is known.
+
+    Attributes:
+        count: Number of tokens.
+        seed: Seed of the tokens.
+    """
+
+    count: int
+    seed: str
+
+    def draw(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens, drawn from a vocabulary's ids."""
+        return tuple(random.Random(self.seed).choices(ids, k=self.count))
+
+
+def synthetic_contents(run: RunConfig, seed: int) -> list[RandomTokens]:
+    """Return random prompt contents, with lengths uniform between the minimum and the maximum."""
+    shortest, longest = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
+    lengths = random.Random(seed)
+    return [
+        RandomTokens(lengths.randint(shortest, longest), seed=f"{seed} {index}") for index in range(run.synthetic_count)
+    ]
+
+
+def described(run: RunConfig, params: RequestParams) -> str:
+    """Return a one-line description of the prompts."""
+    shortest, longest = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
+    return (
+        f"{run.synthetic_count} synthetic prompts of {shortest} to {longest} random tokens, "
+        f"{params.num_tokens_to_generate} to generate each"
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -33,10 +33,16 @@ from megatron_ext.offline.console_report import print_report
 from megatron_ext.offline.output_file import RUN_OUTPUT_FLAG, PartialResults, check_output_paths, write_results
 from megatron_ext.offline.passes import Pass, check_schedule, run_passes
 from megatron_ext.offline.progress import Bar, progress_bar
-from megatron_ext.offline.prompt_texts import PromptTexts
 from megatron_ext.offline.prompts import Prompt, read_prompts, tokenize_prompts
-from megatron_ext.offline.request_entries import RequestEntries
-from megatron_ext.offline.results import full_results, megatron_results, run_results, without_throughput, written
+from megatron_ext.offline.results import (
+    PromptTexts,
+    RequestEntries,
+    full_results,
+    megatron_results,
+    run_results,
+    without_throughput,
+    written,
+)
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord, Status

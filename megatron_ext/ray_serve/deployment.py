@@ -14,14 +14,16 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import ray
 from ray import get_runtime_context, serve
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Gauge
 from starlette.types import Message
@@ -29,9 +31,7 @@ from starlette.types import Message
 from megatron_ext.errors import RankError
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
-from megatron_ext.ray_serve.callers import Callers
-from megatron_ext.ray_serve.fleet_calls import FleetCalls
-from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, FleetRoutes, WholeAnswer, whole_answer
+from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, Answers, FleetRoutes, WholeAnswer, whole_answer
 from megatron_ext.ray_serve.forwarded import (
     ForwardedRequest,
     IngressApp,
@@ -42,9 +42,8 @@ from megatron_ext.ray_serve.forwarded import (
 )
 from megatron_ext.ray_serve.liveness import LOOKS, Liveness, watching
 from megatron_ext.ray_serve.metrics_export import MetricsExport
-from megatron_ext.ray_serve.process import joined_world, prepare_process
 from megatron_ext.ray_serve.proxy import warn_if_absent
-from megatron_ext.ray_serve.ranks import Ranks
+from megatron_ext.ray_serve.ranks import Ranks, joined_world, prepare_process
 from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
@@ -54,13 +53,106 @@ from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.http.request_ids import RequestIds
 from megatron_ext.server.log import set_up_logging
 from megatron_ext.server.openai.answer_memory import AnswerMemory
-from megatron_ext.server.openai.responses_api.response_ids import tag_of
+from megatron_ext.server.openai.responses_api.response_store import tag_of
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
+    from ray.serve._private.replica_result import ReplicaResult
     from starlette.types import ASGIApp
 
     from megatron_ext.config import ServerSettings
+
+LONGEST_PROBLEM = 300  # characters
+
+
+class FleetCalls:
+    """Calls to all replicas, by Ray Serve's broadcasts.
+
+    Tried with Ray 2.60.0. A broadcast's public result has one time limit for all replicas, and no names. So that a
+    replica that hangs costs its own answer only, this uses one private name, `_fetch_replica_results_async`.
+
+    Args:
+        replicas: Handle of the replicas, whose method `answer_whole` is called.
+    """
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._replicas = replicas
+        self._names: dict[str, str] = {}  # of replicas that have answered, by the id of their actor
+
+    async def ask_all(self, request: ForwardedRequest, patience: float) -> Answers:
+        """Return the answer of each replica that runs, or the reason why it has not answered.
+
+        Args:
+            request: Request that all of them get.
+            patience: Seconds that each of them has.
+        """
+        broadcast = self._replicas.broadcast("answer_whole", request)
+        try:
+            results: list[ReplicaResult] = await broadcast._fetch_replica_results_async()
+        except DeploymentUnavailableError:
+            return {}
+        answers = dict(await asyncio.gather(*(self._answer(one, patience) for one in results)))
+        self._names = {actor: name for actor, name in self._names.items() if name in answers}
+        return answers
+
+    async def _answer(self, result: ReplicaResult, patience: float) -> tuple[str, WholeAnswer | str]:
+        actor = (await result.to_object_ref_async()).task_id().actor_id().hex()
+        name = self._names.get(actor, f"actor {actor}")
+        try:
+            answer: WholeAnswer = await asyncio.wait_for(result.get_async(), patience)
+        except asyncio.TimeoutError:
+            result.cancel()
+            return name, f"no answer within {patience:g} s"
+        except RayError as error:
+            return name, " ".join(str(error).split())[:LONGEST_PROBLEM]
+        self._names[actor] = answer.replica
+        return answer.replica, answer
+
+
+_PERIOD = 1.0  # seconds between an answer and the next call
+
+
+@dataclass
+class _Caller:
+    requests: list[asyncio.Event] = field(default_factory=list)
+    watching: asyncio.Task[None] | None = None
+
+
+class Callers:
+    """Ingresses with requests in flight; requests of a lost one have no reader, and end. Used in one event loop.
+
+    Ray does not tell an actor that the caller of its method has ended, so each ingress is asked for a sign of life.
+    """
+
+    def __init__(self) -> None:
+        self._callers: dict[ActorHandle, _Caller] = {}
+
+    @contextlib.contextmanager
+    def answering(self, caller: ActorHandle) -> Iterator[asyncio.Event]:
+        """Watch a caller during a request; yield the event of its loss."""
+        one = self._callers.setdefault(caller, _Caller())
+        lost = asyncio.Event()
+        one.requests.append(lost)
+        if one.watching is None:
+            one.watching = asyncio.create_task(self._watch(caller, one.requests))
+        try:
+            yield lost
+        finally:
+            one.requests.remove(lost)
+            if not one.requests and one.watching is not None:
+                one.watching.cancel()
+                del self._callers[caller]
+
+    async def _watch(self, caller: ActorHandle, requests: list[asyncio.Event]) -> None:
+        with contextlib.suppress(ActorDiedError):
+            while True:
+                with contextlib.suppress(ActorUnavailableError):  # known to be dead, or available again, after a while
+                    await caller.__ray_ready__.remote()
+                await asyncio.sleep(_PERIOD)
+        logger.warning("an ingress is lost; %d requests of it end", len(requests))
+        for lost in requests:
+            lost.set()
+
 
 logger = logging.getLogger(__name__)
 

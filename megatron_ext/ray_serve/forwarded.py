@@ -17,22 +17,43 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_ext.ray_serve.first_token import FirstToken
 from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH, error_event
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
-from megatron_ext.server.http.body import parse_json, read_body
-from megatron_ext.server.http.request_parts import SENDER_HEADER
-from megatron_ext.server.openai.responses_api.response_ids import owner_named, owner_tag
+from megatron_ext.server.http.body import SENDER_HEADER, parse_json, read_body
+from megatron_ext.server.openai.responses_api.response_store import owner_named, owner_tag
 from megatron_ext.server.openai.streaming import while_connected
 from megatron_ext.server.scope import HandedOn, hand_on, route_path
+
+if TYPE_CHECKING:
+    from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember
+    from megatron_ext.server.openai.chat_prompt import ChatPrompt
+
+
+class FirstToken:
+    """Signal with one listener. It stays in its process: a copy in another one has no listener."""
+
+    def __init__(self) -> None:
+        self._listener: Callable[[], object] | None = None
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call a function at the first token, instead of any other."""
+        self._listener = listener
+
+    def note(self) -> None:
+        """Note a part of the answer; only the first one counts."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener()
+
+    def __reduce__(self) -> tuple[type[FirstToken], tuple[()]]:
+        """Pickle without the listener."""
+        return FirstToken, ()
+
 
 COMPLETIONS_PATH, CHAT_PATH, RESPONSES_PATH = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TOKENIZE_PATH = "/tokenize"
 GENERATION_PATHS = frozenset((COMPLETIONS_PATH, CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH))
 PROMPT_PATHS = GENERATION_PATHS | {TOKENIZE_PATH, COUNT_PATH, f"{RESPONSES_PATH}/input_tokens"}
-if TYPE_CHECKING:
-    from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember
-    from megatron_ext.server.openai.chat_prompt import ChatPrompt
 
 _CONTINUES = (b"previous_response_id", b"item_reference")  # names in bodies that are worth to be parsed
 ATTEMPTS = 3  # replicas that a request is sent to

@@ -18,8 +18,7 @@ from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockS
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
-from megatron_ext.ray_serve.load_report import LoadReport
-from megatron_ext.ray_serve.replica_facts import ReplicaFacts
+from megatron_ext.ray_serve.replica_facts import LoadReport, ReplicaFacts
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.published_cache import EventError, PublishedCache
 from megatron_ext.routing.router import Decision, Router

@@ -27,8 +27,7 @@ from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.http.body import parse_json
 from megatron_ext.server.openai.engine_requests import chat_inputs, check_count, completion_inputs
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
-from megatron_ext.server.openai.responses_api.continuing import conversation_of
-from megatron_ext.server.openai.responses_api.create_request import ResponsePrompt, ResponsesRequest
+from megatron_ext.server.openai.responses_api.create_request import ResponsePrompt, ResponsesRequest, conversation_of
 from megatron_ext.server.routes.tokens import TokenizeRequest
 
 if TYPE_CHECKING:

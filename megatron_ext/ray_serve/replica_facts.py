@@ -1,9 +1,11 @@
-"""Description of a replica for routers: the shape of its caches, and its tag."""
+"""Description of a replica for routers: the shape of its caches, its tag, and its load. Needs neither Ray nor torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+
+from megatron_ext.routing.scaling import ReplicaLoad
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,16 @@ class ReplicaFacts:
         if any(type(one) is not int or one < 1 for one in (facts.block_size, facts.blocks, facts.caches)):
             raise ValueError(f"facts of a replica of another version: {content}")
         return facts
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Load of a replica, as a router asks for it.
+
+    Attributes:
+        load: Load by all requests; without the replica's name.
+        others: Load by the requests that other routers sent; see `RequestManager.load_of_others`.
+    """
+
+    load: ReplicaLoad
+    others: tuple[int, int, int]

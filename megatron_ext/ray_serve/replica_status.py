@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends
 from starlette.responses import HTMLResponse
 
 import megatron_ext
-from megatron_ext.server.http.request_parts import only_queries
+from megatron_ext.server.http.body import only_queries
 from megatron_ext.server.http.status_page import FLEET_PAGE, FLEET_PAGE_HEADERS
 from megatron_ext.server.serving import ServerDependency, Serving
 

@@ -3,19 +3,126 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_ext
-from megatron_ext.server.http.auth import ADMIN_PATHS
-from megatron_ext.server.http.middleware import include_routers, install_middleware
-from megatron_ext.server.routes import admin, generation, messages, models, observing, responses, tokens
+from megatron_ext.config import ServerConfig
+from megatron_ext.server.access import AccessLog
+from megatron_ext.server.anthropic.error_envelope import AnthropicClients
+from megatron_ext.server.api_errors import install_error_handlers, shutting_down
+from megatron_ext.server.api_keys import Keys
+from megatron_ext.server.http.auth import ADMIN_PATHS, KeyAuth, open_paths
+from megatron_ext.server.http.description import install_description
+from megatron_ext.server.http.origins import OriginCheck
+from megatron_ext.server.http.request_ids import RequestIds
+from megatron_ext.server.routes import admin, generation, messages, observing, responses, tokens
 from megatron_ext.server.serving import Serving
 
+
+class UnbegunAnswers:
+    """Requests whose answers have not begun, wherever they wait: for their body, a tokenizer, or the engine."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Answer them with 503."""
+        self._has_ended = True
+        for task in self._tasks:
+            task.cancel()
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """Return the application with its requests noted."""
+
+        async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+            task = asyncio.current_task()
+            if scope["type"] != "http" or task is None:
+                await app(scope, receive, send)
+                return
+
+            async def begin(message: Message) -> None:
+                self._tasks.discard(task)
+                await send(message)
+
+            self._tasks.add(task)
+            try:
+                await app(scope, receive, begin)
+            except asyncio.CancelledError:
+                if not self._has_ended:
+                    raise
+                if task in self._tasks:
+                    await shutting_down().to_response()(scope, receive, send)
+            finally:
+                self._tasks.discard(task)
+
+        return noted
+
+
+CORS_SECONDS = 600  # for which a browser caches a preflight response
+
+
+def include_routers(app: FastAPI, routers: Iterable[APIRouter]) -> None:
+    """Add routes to an application, and note them for its errors: FastAPI's own list does not show included routes."""
+    found = list(app.routes)
+    for router in routers:
+        app.include_router(router)
+        found += router.routes
+    app.state.routes = [route for route in found if isinstance(route, Route)]
+
+
+def install_middleware(
+    app: FastAPI,
+    settings: ServerConfig,
+    keys: Keys,
+    *,
+    admin_paths: frozenset[str] = ADMIN_PATHS,
+    answers_ids: bool = True,
+) -> None:
+    """Install all middleware on an application that has all its routes.
+
+    Args:
+        app: Application with its routes.
+        settings: Settings of the server: hosts, origins, whether each request is logged.
+        keys: Keys of the tenants and the administrator.
+        admin_paths: Paths for administrators only.
+        answers_ids: Whether answers have `X-Request-Id`; False where a proxy before the application adds it.
+    """
+    install_error_handlers(app)
+    unkeyed = open_paths(hides_counts=settings.hide_cache_counts)
+    install_description(app, open_paths=unkeyed, has_keys=keys.are_needed)
+    app.add_middleware(KeyAuth, keys=keys, hides_counts=settings.hide_cache_counts, admin_paths=admin_paths)
+    app.add_middleware(
+        OriginCheck,
+        allowed_hosts=settings.allowed_hosts,
+        allowed_origins=settings.cors_allowed_origins,
+        has_keys=keys.are_needed,
+    )
+    if settings.cors_allowed_origins:  # before authentication: a preflight has no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_allowed_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            max_age=CORS_SECONDS,
+        )
+    build, app.state.unbegun = app.build_middleware_stack, UnbegunAnswers()
+
+    def build_stack() -> ASGIApp:
+        """Return all middleware, with ids and log lines around the handler of unexpected errors, too."""
+        stack = AnthropicClients(app.state.unbegun.around(build()))
+        return RequestIds(AccessLog(stack) if settings.access_log else stack, answers=answers_ids)
+
+    app.build_middleware_stack = build_stack  # type: ignore[method-assign]  # `add_middleware` would be inside of it
+
+
 ROUTERS = (
-    models.router,
     generation.router,
     responses.router,
     messages.router,

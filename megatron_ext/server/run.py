@@ -9,17 +9,19 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
+from megatron_ext.config import ServerConfig, ServerLimits, ServerSettings, SourceConfig
 from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_engine
 from megatron_ext.console.profiling import profiled
 from megatron_ext.console.start import check_machine, check_profile, say_start
 from megatron_ext.console.startup import StartUp
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.mcore.warm_up import Phase, unreported
@@ -34,15 +36,85 @@ from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.server.api_keys import Keys, load_keys
-from megatron_ext.server.app import create_app
-from megatron_ext.server.http.connections import LISTEN_BACKLOG, effective_max_connections, handle_loop_error
-from megatron_ext.server.http.listening import LAST_WORDS, announce, bind, guarded, run_until_signal
-from megatron_ext.server.http.unbegun import UnbegunAnswers
+from megatron_ext.server.app import UnbegunAnswers, create_app
+from megatron_ext.server.http.connections import (
+    ACCEPT_BATCH,
+    LISTEN_BACKLOG,
+    Connections,
+    GuardedProtocol,
+    effective_max_connections,
+    handle_loop_error,
+)
 from megatron_ext.server.monitoring.cache_events import CacheEvents
 from megatron_ext.server.serving import Serving
 from megatron_ext.server.weight_updater import WeightsUpdater
 from megatron_ext.signals import ONE_WISH, Interruption
 from megatron_ext.text.tokenizer import TextTokenizer
+
+LAST_WORDS = 5  # seconds for requests that are ended to send their error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a socket, so that a taken address is reported before anything is loaded; the socket does not listen yet.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}; give others") from None
+    return listener
+
+
+def announce(url: str) -> None:
+    """Print that the server is ready, once as Megatron's scripts expect it and once in this package's words."""
+    print(f"Running on {url}\nready: {url}", flush=True)
+
+
+def guarded(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
+    """Return uvicorn's configuration of an application with guarded connections.
+
+    Args:
+        app: ASGI application.
+        limits: Limits of connections.
+    """
+    connections = Connections(effective_max_connections(limits))
+    if connections.limit < limits.max_connections:
+        logger.warning(
+            "`ulimit -n` allows %d connections, not the %d of --max-connections",
+            connections.limit,
+            limits.max_connections,
+        )
+    return uvicorn.Config(
+        app,
+        http=partial(GuardedProtocol, connections, limits),  # type: ignore[arg-type]  # it is only called
+        ws="none",
+        backlog=ACCEPT_BATCH,
+        timeout_keep_alive=limits.idle_timeout,  # type: ignore[arg-type]  # asyncio takes parts of seconds
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+    )
+
+
+def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM; a second one ends running requests with errors. Later ones change nothing.
+
+    Afterwards the process has nothing left but to end, so signals stay without effect.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again after it has stopped
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listener])
+
 
 logger = logging.getLogger(__name__)
 

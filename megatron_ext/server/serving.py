@@ -25,8 +25,7 @@ from megatron_ext.server.api_errors import not_explained, unknown_model
 from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.monitoring.cache_view import CacheView
-from megatron_ext.server.monitoring.history import History
-from megatron_ext.server.monitoring.metrics import Metrics
+from megatron_ext.server.monitoring.metrics import History, Metrics
 from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember, read_answer
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat

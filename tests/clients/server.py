@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ext.config.response_format import LARK, ResponseFormat
-from megatron_ext.server.openai import guided_answers
+from megatron_ext.server.openai import structured_output_checks
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, Message, ToolChoice
@@ -27,7 +27,7 @@ from megatron_ext.text.tool_calls.functions import GrammarRules
 from megatron_ext.text.tool_calls.grammar import Guidance, grammar_of
 from tests.clients.expected import TEXT
 
-constrained_format = guided_answers.constrained_format
+constrained_format = structured_output_checks.constrained_format
 
 
 def called(messages: Sequence[Message]) -> set[str]:
@@ -80,7 +80,10 @@ def prescribed_grammar(guidance: Guidance, form: ToolCallFormat, token_of: Calla
 
 def main(argv: Sequence[str]) -> int:
     """Serve; see `tools/run_server.py`."""
-    guided_answers.constrained_format, guided_answers.grammar_of = prescribed_form, prescribed_grammar
+    structured_output_checks.constrained_format, structured_output_checks.grammar_of = (
+        prescribed_form,
+        prescribed_grammar,
+    )
     from megatron_ext.commands import (
         serve,  # imports the routes, which take the functions of this module, when it starts
     )

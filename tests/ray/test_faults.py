@@ -223,7 +223,7 @@ async def test_the_loss_of_a_caller_is_seen(nodes: Cluster):
     """RP-6: a replica learns that an ingress is lost while requests of it run."""
     import ray
 
-    from megatron_ext.ray_serve.callers import Callers
+    from megatron_ext.ray_serve.deployment import Callers
 
     @ray.remote(num_cpus=0)
     class Caller:

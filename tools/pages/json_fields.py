@@ -65,7 +65,7 @@ def sample_entry() -> dict[str, object]:
     """Return the entry of a request that has everything which an entry can have."""
     from megatron_ext.engine.statistics import StepCounts
     from megatron_ext.offline.passes import Pass
-    from megatron_ext.offline.request_entries import RequestEntries
+    from megatron_ext.offline.results import RequestEntries
     from megatron_ext.scheduling.explanation import Explanation
     from megatron_ext.scheduling.record import RequestRecord, Status
     from megatron_ext.scheduling.request_events import Event, EventType
@@ -178,9 +178,8 @@ def described() -> dict[str, Any]:
     """Return the OpenAPI description of a server with all routes."""
     from fastapi import FastAPI
 
-    from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
+    from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS, include_routers
     from megatron_ext.server.http.description import install_description
-    from megatron_ext.server.http.middleware import include_routers
 
     app = FastAPI()
     include_routers(app, (*ROUTERS, *ADMIN_ROUTERS))

@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_ext.server.api_errors import UNAUTHORIZED, ApiError
 from megatron_ext.server.api_keys import Caller, Keys
-from megatron_ext.server.http.docs_page import SCRIPT, SHEET
+from megatron_ext.server.http.status_page import SCRIPT, SHEET
 from megatron_ext.server.scope import route_path
 
 CALLER = "megatron_ext.caller"  # key of the caller in the ASGI scope

@@ -1,4 +1,4 @@
-"""JSON request bodies, within limits that are checked before objects are built."""
+"""JSON request bodies, within limits that are checked before objects are built; query parameters, and the sender."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Path, Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from megatron_ext.server.api_errors import ApiError, ClientGone, body_too_large
+from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, ClientGone, body_too_large
 from megatron_ext.server.unknown_fields import IS_STRICT
 
 MAX_QUOTES = 500_000
@@ -252,3 +252,27 @@ def _has_depth(content: object, limit: int) -> bool:
         if not level:
             break
     return not level
+
+
+SENDER_HEADER = "x-megatron-ext-router"  # replicas tell a router's requests from others by it
+MAX_SENDER = 64  # characters
+LONGEST_PATH_PART = 8192  # characters
+
+ShortPath = Annotated[str, Path(max_length=LONGEST_PATH_PART)]
+
+
+def only_queries(*names: str) -> Callable[[Request], Awaitable[None]]:
+    """Return a route dependency that refuses query parameters of other names, instead of ignoring them."""
+
+    async def check(request: Request) -> None:
+        for name in request.query_params:
+            if name not in names:
+                shown = name[:LONGEST_NAME]
+                raise ApiError(400, f"{shown} is not a parameter of this route", param=shown)
+
+    return check
+
+
+def sender_of(request: Request) -> str:
+    """Return the router that sent a request, as its header names it; empty for a client."""
+    return request.headers.get(SENDER_HEADER, "")[:MAX_SENDER]

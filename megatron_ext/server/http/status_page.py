@@ -1,4 +1,4 @@
-"""Status pages of a server and of a fleet: a file each, a style in common, and the headers that restrict them."""
+"""Pages: the status of a server and of a fleet, the OpenAPI description, and the headers that restrict them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import base64
 import re
 from hashlib import sha256
 from importlib.resources import files
+from pathlib import Path
+
+import fastapi_offline
+from fastapi.openapi.docs import get_swagger_ui_html
 
 
 def _read(name: str) -> str:
@@ -56,3 +60,19 @@ def page_headers(page: str, *, own_files: bool = False) -> dict[str, str]:
 
 PAGE_HEADERS = page_headers(PAGE)
 FLEET_PAGE_HEADERS = page_headers(FLEET_PAGE)
+
+
+ASSETS = Path(fastapi_offline.__file__).parent / "static"
+SCRIPT, SHEET = "swagger-ui-bundle.js", "swagger-ui.css"
+# Swagger UI with files of the package fastapi-offline: a browser loads nothing else.
+# Addresses are relative to /docs, so that a prefix of a proxy is kept.
+DOCS_PAGE = bytes(
+    get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title="megatron_ext",
+        swagger_js_url=f"docs/{SCRIPT}",
+        swagger_css_url=f"docs/{SHEET}",
+        swagger_favicon_url="data:,",
+    ).body
+).decode()
+DOCS_HEADERS = page_headers(DOCS_PAGE, own_files=True)

@@ -16,8 +16,7 @@ from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.errors import ConfigError
 from megatron_ext.runner.out_of_memory import is_out_of_memory
 from megatron_ext.server.api_errors import ApiError, aborted, no_memory, no_such_answer
-from megatron_ext.server.http.body import JsonRoute
-from megatron_ext.server.http.request_parts import only_queries
+from megatron_ext.server.http.body import JsonRoute, only_queries
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.request_fields import Body, Name
 from megatron_ext.server.serving import ServerDependency, Serving

@@ -18,16 +18,15 @@ from megatron_ext.server.access import note_answer
 from megatron_ext.server.api_errors import routing_not_recorded
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.http.auth import CALLER
-from megatron_ext.server.http.body import JsonRoute
-from megatron_ext.server.http.request_parts import sender_of
+from megatron_ext.server.http.body import JsonRoute, sender_of
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.engine_requests import chat_inputs, check_count, completion_inputs
-from megatron_ext.server.openai.guided_answers import answer_format_of, constrained_format
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from megatron_ext.server.openai.responses import AnswerBuilder, ResponseBuilder, finished, whole
 from megatron_ext.server.openai.streaming import EventStream, StreamOptions, events, source_of, while_connected
+from megatron_ext.server.openai.structured_output_checks import answer_format_of, constrained_format
 from megatron_ext.server.scope import handed_on_to
 from megatron_ext.server.serving import ServerDependency, Serving
 

@@ -1,4 +1,4 @@
-"""Routes that observe: health, metrics, and the prefix cache."""
+"""Routes that observe: health, the model list, metrics, the prefix cache, and pages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from fastapi import APIRouter, Query
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import megatron_ext
-from megatron_ext.server.http.docs_page import ASSETS, DOCS_HEADERS, DOCS_PAGE, SCRIPT, SHEET
-from megatron_ext.server.http.status_page import PAGE, PAGE_HEADERS
+from megatron_ext.server.api_errors import unknown_model
+from megatron_ext.server.http.body import ShortPath
+from megatron_ext.server.http.status_page import ASSETS, DOCS_HEADERS, DOCS_PAGE, PAGE, PAGE_HEADERS, SCRIPT, SHEET
 from megatron_ext.server.serving import ServerDependency
 
 router = APIRouter()
@@ -114,3 +115,20 @@ async def status_page() -> HTMLResponse:
 
 
 router.add_api_route("/", status_page, methods=["HEAD"], include_in_schema=False)
+
+
+@router.get("/v1/models")
+async def list_models(serving: ServerDependency) -> dict[str, object]:
+    """Return the one model under each of its names."""
+    return {"object": "list", "data": [serving.describe(name) for name in serving.names]}
+
+
+router.add_api_route("/v1/models", list_models, methods=["HEAD"], include_in_schema=False)
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: ShortPath, serving: ServerDependency) -> dict[str, object]:
+    """Return the model by one of its names."""
+    if not serving.is_name(model):
+        raise unknown_model(model, *serving.names)
+    return serving.describe(serving.answered_name(model))

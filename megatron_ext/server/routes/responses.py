@@ -12,14 +12,12 @@ from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.http.auth import CALLER
-from megatron_ext.server.http.body import JsonRoute
-from megatron_ext.server.http.request_parts import ShortPath, only_queries
+from megatron_ext.server.http.body import JsonRoute, ShortPath, only_queries
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.responses import finished
 from megatron_ext.server.openai.responses_api.answer_events import Event, ResponseAnswer
-from megatron_ext.server.openai.responses_api.continuing import conversation_of
-from megatron_ext.server.openai.responses_api.create_request import ResponsePrompt, ResponsesRequest
-from megatron_ext.server.openai.responses_api.response_ids import tag_of
+from megatron_ext.server.openai.responses_api.create_request import ResponsePrompt, ResponsesRequest, conversation_of
+from megatron_ext.server.openai.responses_api.response_store import tag_of
 from megatron_ext.server.openai.streaming import EventStream, PieceReader, event, failure_of
 from megatron_ext.server.routes.generation import json_response, prepare_chat, run_requests
 from megatron_ext.server.serving import ServerDependency

@@ -10,8 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 
 from megatron_ext.server.api_errors import ApiError
-from megatron_ext.server.http.body import JsonRoute
-from megatron_ext.server.http.request_parts import only_queries
+from megatron_ext.server.http.body import JsonRoute, only_queries
 from megatron_ext.server.openai.protocol import Message, TemplateFields
 from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, Ids, ModelName, Name, Text
 from megatron_ext.server.serving import ServerDependency, Serving

@@ -39,12 +39,10 @@ from megatron_ext.prefix_cache.eviction_history import EvictionHistory
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
-from megatron_ext.server.client import engine_listener
-from megatron_ext.server.client.engine_listener import EngineListener
-from megatron_ext.server.monitoring.history import History
-from megatron_ext.server.monitoring.metrics import Metrics
+from megatron_ext.server import request_manager
+from megatron_ext.server.monitoring.metrics import History, Metrics
 from megatron_ext.server.monitoring.request_trace import RequestTrace
-from megatron_ext.server.request_manager import RequestManager
+from megatron_ext.server.request_manager import EngineListener, RequestManager
 from megatron_ext.speculation.ngram import NgramDrafter
 from megatron_ext.speculation.proposals import Proposals
 from megatron_ext.text.vocabulary import Vocabulary
@@ -410,7 +408,7 @@ def settle(thread: StoreThread, *_: object) -> None:
 def make_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], World]]:
     """Worlds by name. No result depends on a clock or on the order of threads."""
     monkeypatch.setattr(engine_thread, "ThreadPoolExecutor", Calls)
-    monkeypatch.setattr(engine_listener, "LONGEST_DELIVERY", 0.0)
+    monkeypatch.setattr(request_manager, "LONGEST_DELIVERY", 0.0)
     monkeypatch.setattr(store_thread, "COMMIT_SECONDS", 1e6)
     monkeypatch.setattr(cached_token_ids, "MAX_ENDS", ENDS)
     monkeypatch.setattr(StoreThread, "wait", settle)

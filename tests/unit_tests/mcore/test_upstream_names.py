@@ -77,7 +77,7 @@ OURS = [
 
 PUBLIC = {"_exit"}  # of os, whose documentation has it
 OTHERS = {
-    "fleet_calls.py": {"_fetch_replica_results_async"},  # of Ray's; docs/ray.md says why
+    "deployment.py": {"_fetch_replica_results_async"},  # of Ray's; docs/ray.md says why
     # What a forward finds in modules: torch's public functions build lists of it, too slow for each step.
     "recorded_steps.py": {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
     | {"_global_forward_hooks", "_global_forward_pre_hooks"},

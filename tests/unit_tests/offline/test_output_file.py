@@ -14,8 +14,7 @@ import pytest
 from megatron_ext.config import RunConfig
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.offline.output_file import PartialResults, check_output_path, check_output_paths, write_results
-from megatron_ext.offline.prompt_texts import submitted_text
-from megatron_ext.offline.request_entries import RequestEntries
+from megatron_ext.offline.results import RequestEntries, submitted_text
 from megatron_ext.scheduling.record import Status
 
 ENTRIES = RequestEntries(submitted_text, lambda tokens, **_: str(tokens))

@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from megatron_ext.offline.request_table import print_requests
+from megatron_ext.offline.console_report import print_requests
 from megatron_ext.scheduling.record import Status
 
 FAILED = {"status": Status.FAILED, "error": "too long", "finish_reason": None, "ttft": None, "generated_tokens": ()}

@@ -15,9 +15,15 @@ from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.offline.output_file import to_json
 from megatron_ext.offline.passes import Pass
-from megatron_ext.offline.prompt_texts import submitted_text
-from megatron_ext.offline.request_entries import RequestEntries
-from megatron_ext.offline.results import MEGATRON_KEYS, RUN_KEYS, full_results, megatron_results, run_results
+from megatron_ext.offline.results import (
+    MEGATRON_KEYS,
+    RUN_KEYS,
+    RequestEntries,
+    full_results,
+    megatron_results,
+    run_results,
+    submitted_text,
+)
 from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_events import Event, EventType

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.commands.run import DONE, main
-from megatron_ext.offline.prompt_texts import PromptTexts
+from megatron_ext.offline.results import PromptTexts
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.offline.conftest import make_record
 from tests.unit_tests.offline.test_prefix_caching_runs import ATTENTION_ONLY

@@ -24,7 +24,7 @@ from megatron_ext.ray_serve.forwarded import (
     ReplicaLostError,
     respond,
 )
-from megatron_ext.server.http.request_parts import SENDER_HEADER
+from megatron_ext.server.http.body import SENDER_HEADER
 from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.openai.streaming import EventStream
 from megatron_ext.server.scope import HandedOn, handed_on_to

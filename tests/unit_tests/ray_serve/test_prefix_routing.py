@@ -10,9 +10,8 @@ import pytest
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, BlockStored, StateStored
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
-from megatron_ext.ray_serve.load_report import LoadReport
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
-from megatron_ext.ray_serve.replica_facts import ReplicaFacts
+from megatron_ext.ray_serve.replica_facts import LoadReport, ReplicaFacts
 from megatron_ext.routing.scaling import ReplicaLoad
 
 SIZE, POOL = 4, 8

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.engine.updates import Update
-from megatron_ext.server.client.engine_listener import TokenClock
 from megatron_ext.server.client.request_group import RequestHandle
 from megatron_ext.server.monitoring.metrics import Metrics
+from megatron_ext.server.request_manager import TokenClock
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.text_stream import TextStream
 from tests.priority import TestPriority

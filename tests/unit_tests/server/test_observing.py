@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_ext.config import CacheConfig
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.server.http.status_page import FLEET_PAGE, PAGE
-from megatron_ext.server.monitoring.history import INTERVAL, KEPT, History
-from megatron_ext.server.monitoring.metrics import Metrics
+from megatron_ext.server.monitoring.metrics import INTERVAL, KEPT, History, Metrics
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 from tools.pages import reference

@@ -18,7 +18,7 @@ from megatron_ext.config import ServerConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_keys import Keys
-from megatron_ext.server.http.request_parts import SENDER_HEADER
+from megatron_ext.server.http.body import SENDER_HEADER
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engine, tiny_engine
 

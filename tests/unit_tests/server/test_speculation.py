@@ -9,7 +9,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.server.client.engine_listener import TokenClock
+from megatron_ext.server.request_manager import TokenClock
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.server import LiveServer
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -87,7 +87,7 @@ def test_without_a_method_a_request_cannot_ask_for_drafts(tiny):
 
 def test_tokens_that_come_together_share_their_time(monkeypatch):
     clock, now = TokenClock(), iter([0.0, 1.0, 4.0])
-    monkeypatch.setattr("megatron_ext.server.client.engine_listener.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("megatron_ext.server.request_manager.time.monotonic", lambda: next(now))
     assert clock.gaps({0: 1}) == []
     assert clock.gaps({0: 2}) == [1.0]
     assert clock.gaps({0: 5}) == [1.0, 1.0, 1.0]

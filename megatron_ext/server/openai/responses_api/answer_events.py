@@ -16,7 +16,7 @@ from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
 from megatron_ext.server.openai.answers import AnswerFormat, CallPart, Thinking
 from megatron_ext.server.openai.responses import AnswerBuilder, Piece, explained, usage
-from megatron_ext.server.openai.responses_api.response_ids import new_id
+from megatron_ext.server.openai.responses_api.response_store import new_id
 from megatron_ext.server.openai.scored_content import ScoredPart, ScoredReader
 from megatron_ext.text.vocabulary import Vocabulary
 

@@ -1,9 +1,10 @@
-"""Body of `/v1/responses`, and the chat request that it is."""
+"""Body of `/v1/responses`, the chat request that it is, and the stored conversation that it continues."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -19,7 +20,7 @@ from pydantic import (
 )
 
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.server.api_errors import LONGEST_NAME
+from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
 from megatron_ext.server.openai.protocol import (
     LONGEST_EFFORT,
     LONGEST_TOOL_NAME,
@@ -34,6 +35,7 @@ from megatron_ext.server.openai.protocol import (
 )
 from megatron_ext.server.openai.request_fields import (
     MAX_FIELDS,
+    MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
     Body,
     BoundedBy,
@@ -45,7 +47,14 @@ from megatron_ext.server.openai.request_fields import (
     Text,
     response_format,
 )
-from megatron_ext.server.openai.responses_api.conversation import HostedItem, Items
+from megatron_ext.server.openai.responses_api.conversation import (
+    HostedItem,
+    ItemReference,
+    Items,
+    items_of,
+    messages_of,
+)
+from megatron_ext.server.openai.responses_api.response_store import ResponseStore, StoredResponse
 from megatron_ext.text.chat_template import ChatOptions
 
 MAX_METADATA, LONGEST_METADATA_NAME, LONGEST_METADATA = 16, 64, 512
@@ -317,3 +326,41 @@ class ResponsesRequest(SamplingFields, ResponsePrompt):
             thinking_budget_tokens=self.thinking_budget_tokens,
             verbosity=text.verbosity,
         )
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Conversation of a request.
+
+    Attributes:
+        messages: Messages of the chat.
+        items: The request's own input items, as JSON values.
+        before: Stored response that they follow.
+    """
+
+    messages: list[Message]
+    items: list[object]
+    before: StoredResponse | None
+
+
+def conversation_of(body: ResponsePrompt, store: ResponseStore, tenant: str) -> Conversation:
+    """Return the conversation of a request, including the earlier turns that it continues.
+
+    Args:
+        body: Request.
+        store: Stored responses.
+        tenant: Tenant of the request.
+
+    Raises:
+        ApiError: A response or item that it names is not stored, or the conversation is invalid or too long.
+    """
+    name = body.previous_response_id
+    before = None if name is None else store.get((tenant, name), "previous_response_id")
+    named = [store.item((tenant, one.id), "input") for one in body.input if isinstance(one, ItemReference)]
+    known = store.conversation(before, sum(map(len, named)))
+    found = iter(named)
+    own = [json.loads(next(found)) if isinstance(one, ItemReference) else one.model_dump() for one in body.input]
+    count = len(known) + len(own)
+    if count > MAX_MESSAGES:
+        raise ApiError(400, f"the conversation has {count} items; at most {MAX_MESSAGES} are allowed", param="input")
+    return Conversation(messages_of(items_of([*known, *own]), body.instructions), own, before)

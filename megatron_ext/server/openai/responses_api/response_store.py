@@ -4,12 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.server.api_errors import no_such_response, stored_too_long
+
+RANDOM_BYTES = 16
+TAG_DIGITS = 8  # hexadecimal
+_ID = re.compile(rf"[a-z]+_[0-9a-f]{{{2 * RANDOM_BYTES}}}([0-9a-f]{{{TAG_DIGITS}}})")
+
+
+def tag_of(instance: str) -> str:
+    """Return the tag of a process, by which routers send follow-ups to it: the beginning of its instance id."""
+    return instance[:TAG_DIGITS]
+
+
+def new_id(prefix: str, tag: str) -> str:
+    """Return a new id of a response or an item: 128 random bits, and the tag of the process that may store it."""
+    return f"{prefix}_{secrets.token_hex(RANDOM_BYTES)}{tag}"
+
+
+def owner_tag(identifier: object) -> str | None:
+    """Return the tag in an id; None if it is no such id."""
+    found = _ID.fullmatch(identifier) if isinstance(identifier, str) else None
+    return None if found is None else found[1]
+
+
+def owner_named(body: Mapping[str, object]) -> str | None:
+    """Return the tag in the first id of a stored response or item that a body names; None without one."""
+    return next((tag for one in _named(body) if (tag := owner_tag(one)) is not None), None)
+
+
+def _named(body: Mapping[str, object]) -> Iterator[object]:
+    yield body.get("previous_response_id")
+    items = body.get("input")
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, Mapping) and item.get("type") in (None, "item_reference") and "role" not in item:
+            yield item.get("id")
+
 
 LONGEST_AGE = 24 * 3600.0  # seconds
 _PERIOD = 60.0  # seconds between two looks for old ones

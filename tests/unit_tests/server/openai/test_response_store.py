@@ -16,8 +16,13 @@ from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.answer_memory import AnswerMemory
-from megatron_ext.server.openai.responses_api.response_ids import new_id, owner_named, owner_tag
-from megatron_ext.server.openai.responses_api.response_store import LONGEST_AGE, ResponseStore
+from megatron_ext.server.openai.responses_api.response_store import (
+    LONGEST_AGE,
+    ResponseStore,
+    new_id,
+    owner_named,
+    owner_tag,
+)
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_responses import BASE, FLAT, QUESTION, RESPONSES, create
 from tests.unit_tests.server.test_errors import check_error

@@ -17,8 +17,8 @@ from megatron_ext.server import unknown_fields
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.engine_requests import chat_inputs
-from megatron_ext.server.openai.guided_answers import answer_format_of, constrained_format
 from megatron_ext.server.openai.protocol import ChatRequest
+from megatron_ext.server.openai.structured_output_checks import answer_format_of, constrained_format
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.template_files import ChatTemplates
 from megatron_ext.text.tokenizer import TextTokenizer
