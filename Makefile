@@ -99,7 +99,8 @@ kernels: $(STAMP) ## Check every Triton kernel without a GPU: compiled for sm_80
 oracles: $(STAMP) ## Fetch libraries whose kernels `make test-kernels` then compares ours with, into out/oracles.
 	$(BIN)/python tools/oracles.py
 
-# VLLM_PYTHON=/path/to/python measures vLLM beside us, LLAMA_PYTHON llama.cpp; see benchmarks/peers/README.md.
+# VLLM_PYTHON=/path/to/python measures vLLM beside us, LLAMA_PYTHON llama.cpp, and VLLM_PRELOAD has libraries that vLLM
+# starts with; see benchmarks/peers/README.md.
 # ARGS=--quick sees that all of it runs.
 bench: $(STAMP) ## Measure speed, beside peers and by itself: each goal as met or missed, and where a step's time goes.
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.cases import CASES, Case, Figure, Page, Rows, empty_page
 from benchmarks.goals import GOALS
 from benchmarks.machine import cpu_name, instruction_sets
-from benchmarks.summary import MACHINE, other_tokens, standard_table
+from benchmarks.summary import MACHINE, add_floors, other_tokens, standard_table
 from benchmarks.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -206,6 +206,7 @@ class Runner:
                 seconds = end - time.monotonic() - sum(later.reserved for later in cases[number + 1 :])
                 print(f"[{number + 1}/{len(cases)}] {one.name}", flush=True)
                 pages[one.name] = self.run_case(one, seconds, Path(folder))
+                add_floors(pages)
                 if self._options.json is not None:
                     found = {MACHINE: machine(self._threads), **pages}
                     self._options.json.write_text(json.dumps(found, indent=1), "utf-8")
@@ -230,6 +231,8 @@ class Runner:
         path = [*([packages] if packages else []), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        if one.preloads and one.preloads in os.environ:
+            environment["LD_PRELOAD"] = os.environ[one.preloads]
         return run_process(command, figures, seconds, environment)
 
 

@@ -134,6 +134,7 @@ class Case:
         model: Key in `benchmarks.peers.sizes.SIZES` of the model that the case gets as its setting `model`.
         interpreter: Environment variable with the Python that runs it; by default this one does.
         packages: Environment variable with a folder that comes first on its PYTHONPATH.
+        preloads: Environment variable with libraries that its process is started with.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Case:
     model: str | None = None
     interpreter: str | None = None
     packages: str | None = None
+    preloads: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:

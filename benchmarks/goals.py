@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.cases import Figure, Page
 from benchmarks.peers.sizes import TURNS
-from benchmarks.peers.work import AT_ONCE, FIRST, LATER, RATE, STEP, TTFT, UNIQUE, decode_row, shared_row
+from benchmarks.peers.work import AT_ONCE, FIRST, LATER, RATE, READ_ONCE, STEP, TTFT, UNIQUE, decode_row, shared_row
 
 CHAT_TOKENS = 6_800  # of 19,072 prompt tokens, in eight conversations of four turns
 
@@ -86,7 +86,7 @@ def _of_5m() -> Iterator[Goal]:
 
 
 def _of_250m() -> Iterator[Goal]:
-    ours, vllm, read_once = "standard.ours_250m", "standard.vllm_250m", "step / weights read once"
+    ours, vllm, read_once = "standard.ours_250m", "standard.vllm_250m", READ_ONCE
     one, eight = shared_row(2_048), shared_row(2_048, AT_ONCE)
     yield Goal(f"0.25 B, {one}: cold ttft / vLLM's", ours, one, FIRST, 0.7, over=vllm)
     yield Goal(f"0.25 B, {one}: warm ttft / vLLM's", ours, one, LATER, 0.5, over=vllm)
@@ -96,7 +96,7 @@ def _of_250m() -> Iterator[Goal]:
         yield Goal(f"0.25 B, {row}: step / vLLM's", ours, row, STEP, 0.9, over=vllm)
     for requests, bound in ((1, 1.25), (8, 1.5)):
         row = decode_row(requests)
-        yield Goal(f"0.25 B, {row}: step / weights read once", ours, row, read_once, bound)
+        yield Goal(f"0.25 B, {row}: {READ_ONCE}", ours, row, read_once, bound)
 
 
 def _all() -> Iterator[Goal]:

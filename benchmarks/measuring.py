@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import statistics
 import time
 from collections import defaultdict
@@ -85,14 +86,18 @@ def packed_matmul_rate(size: int = 1024) -> float | None:
         return 2 * size**3 / medians({"product": lambda: weight(x)}, 9)["product"]
 
 
-def read_rate(size: int = 256 * 1024**2) -> float:
-    """Return the bytes a second that this process reads from memory, by whatever reads fastest.
+def read_rate(size: int) -> float:
+    """Return the bytes a second at which so many are read again and again, by whatever reads fastest.
+
+    Pages are large where the system has such, since looking up small ones costs a fourth of the rate.
 
     Args:
-        size: Bytes that are read; far more than the CPU's caches hold.
+        size: Bytes that are read, a multiple of 4,096; as many as the caches hold are read from there.
     """
-    values = torch.ones(size // 4)
-    matrix, vector = values.view(-1, 1024), torch.ones(1024)
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    values, vector = torch.frombuffer(memory, dtype=torch.float32).fill_(1), torch.ones(1024)
+    matrix = values.view(-1, 1024)
     times = medians({"sum": values.sum, "product": lambda: matrix @ vector}, 5)
     return size / min(times.values())
 

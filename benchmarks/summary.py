@@ -17,17 +17,51 @@ from pathlib import Path
 from benchmarks.cases import Figure, Page
 from benchmarks.goals import GOALS
 from benchmarks.peers.sizes import SIZES, Size
-from benchmarks.peers.work import AT_ONCE, FIRST, LATER, OURS, PROBE, RATE, STEP, TTFT, UNIQUE, decode_row, shared_row
+from benchmarks.peers.work import (
+    AT_ONCE,
+    FIRST,
+    LATER,
+    OURS,
+    PRELOADED,
+    PROBE,
+    RATE,
+    READ,
+    READ_ONCE,
+    STEP,
+    TTFT,
+    UNIQUE,
+    WEIGHTS,
+    decode_row,
+    shared_row,
+)
 from benchmarks.tables import cell
 
 Pages = Mapping[str, Page]
+Q8_0 = "llama_q8_0"
 PEERS = {
     "vllm": "vLLM's",
     "transformers": "transformers'",
     "llama_f32": "llama.cpp's, f32",
-    "llama_q8_0": "llama.cpp's, Q8_0",
+    Q8_0: "llama.cpp's, Q8_0",
 }
 MACHINE = "machine"  # key of the machine's description in a file of figures
+
+
+def add_floors(pages: Pages) -> None:
+    """Add the floor of decode steps to the pages of ours: all weights, read at the fastest rate of the run.
+
+    The rate is the greatest at which a loop read as many bytes, or an engine in fp32 took a step; so no step is faster.
+    """
+    for key, size in SIZES.items():
+        ours = _page(pages, OURS, key)
+        names = [WEIGHTS, *map(decode_row, size.work.batches)]
+        found = [_page(pages, peer, key) for peer in (OURS, *PEERS) if peer != Q8_0]
+        rates = [rate for page in found for name in names if (rate := _value(page, name, READ))]
+        for name in map(decode_row, size.work.batches):
+            rate, step = _value(ours, name, READ), _value(ours, name, STEP)
+            if ours and rate and step:
+                over = max(rates) / rate
+                ours["rows"][name] |= {"weights read once, ms": step / over, READ_ONCE: over}
 
 
 def standard_table(pages: Pages, machine: str) -> str:
@@ -41,7 +75,7 @@ def standard_table(pages: Pages, machine: str) -> str:
     head = [
         f"{machine}, fp32, one run of `make bench`",
         *("ours", "over the floor"),
-        *(f"over {PEERS[one]}" for one in peers),
+        *(f"over {PEERS[one]}{_preloads(pages, one)}" for one in peers),
     ]
     lines = [head, ["---"] * len(head)]
     for key, size in SIZES.items():
@@ -56,6 +90,12 @@ def standard_table(pages: Pages, machine: str) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _preloads(pages: Pages, peer: str) -> str:
+    """Return the libraries that a peer's process was started with, in brackets."""
+    found = {page["rows"].get(PRELOADED, {}).get(PRELOADED) for size in SIZES if (page := _page(pages, peer, size))}
+    return "".join(f" ({names} preloaded)" for names in sorted(map(str, found - {None})))
+
+
 def _work(size: Size) -> list[tuple[str, str, str, list[str]]]:
     """Return name, column, column of the floor, and rows, of each line of the table."""
     work = size.work
@@ -68,7 +108,7 @@ def _work(size: Size) -> list[tuple[str, str, str, list[str]]]:
         (
             f"decode step of {batches} requests, ms (floor: the weights are read once)",
             STEP,
-            "step / weights read once",
+            READ_ONCE,
             [decode_row(one) for one in work.batches],
         ),
         (f"eight at once, {prefixes} shared: generated tokens/s", RATE, "", together),

@@ -13,14 +13,14 @@ from benchmarks.machine import cpu_name
 from benchmarks.measuring import matmul_rate, packed_matmul_rate, read_rate
 from benchmarks.models import engine
 from benchmarks.peers.sizes import OWN, Size
-from benchmarks.peers.work import FIRST, LATER, STEP, StandardRows, decode_row, shared_row, standard
+from benchmarks.peers.work import FIRST, LATER, READ, WEIGHTS, StandardRows, shared_row, standard
 from megatron_ext.config import CacheConfig, RequestParams, SourceConfig
 from megatron_ext.mcore import platform
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.scheduling.request import Request
 
 CPU = torch.device("cpu")
-PRODUCTS, PACKED, BYTES = "torch.mm", "packed by oneDNN", "reading"
+PRODUCTS, PACKED = "torch.mm", "packed by oneDNN"
 
 
 class Ours:
@@ -64,6 +64,7 @@ class OursBesideRates(Ours):
     def __init__(self, loaded: LoadedModel, size: Size) -> None:
         super().__init__(loaded, slots=size.work.slots, block_count=size.work.blocks)
         self.rates: defaultdict[str, list[float]] = defaultdict(list)
+        self._bytes = size.shape.step_bytes
 
     def forget(self, shared: int = 0, *, continues: bool = False) -> None:
         """Empty the cache, and measure."""
@@ -72,7 +73,7 @@ class OursBesideRates(Ours):
         packed = packed_matmul_rate()
         if packed is not None:
             self.rates[PACKED].append(packed)
-        self.rates[BYTES].append(read_rate())
+        self.rates[WEIGHTS].append(read_rate(self._bytes))
 
 
 @standard()
@@ -88,8 +89,8 @@ def ours(run: Run, model: str, size: Size) -> None:
 
 
 def _report_floors(run: Run, size: Size, rates: dict[str, float]) -> None:
-    """Report the floors, and the measured times over them and over the products by torch."""
-    listed = [f"{name} {rate / 1e9:.4g} {'GB/s' if name == BYTES else 'GFLOP/s'}" for name, rate in rates.items()]
+    """Report the floors of prompts, times over them and over products by torch, and the rate of reading."""
+    listed = [f"{name} {rate / 1e9:.4g} {'GB/s' if name == WEIGHTS else 'GFLOP/s'}" for name, rate in rates.items()]
     run.remark(f"rates, medians between the rows: {', '.join(listed)}")
     rows, fastest = run.page["rows"], max(rates[name] for name in (PRODUCTS, PACKED) if name in rates)
     for prefix in size.work.prefixes:
@@ -101,7 +102,4 @@ def _report_floors(run: Run, size: Size, rates: dict[str, float]) -> None:
                 for name, rate in (("floor", fastest), (PRODUCTS, rates[PRODUCTS]))
             }
             run.row(shared_row(prefix), {f"{kind} floor, ms": operations / fastest, **ratios})
-    for requests in size.work.batches:
-        floor = 1e3 * size.shape.step_bytes / rates[BYTES]
-        taken = float(rows[decode_row(requests)][STEP] or 0)
-        run.row(decode_row(requests), {"weights read once, ms": floor, "step / weights read once": taken / floor})
+    run.row(WEIGHTS, {READ: rates[WEIGHTS] / 1e9})

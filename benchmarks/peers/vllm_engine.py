@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks.cases import Run
 from benchmarks.peers.sizes import Size
-from benchmarks.peers.work import StandardRows, standard
+from benchmarks.peers.work import PRELOADED, StandardRows, standard
 
 LONGEST, REQUESTS, STEP_TOKENS = 9_000, 16, 2_048
 SETTINGS = {
@@ -69,10 +70,17 @@ class Vllm:
             yield self._keys[name], new, output.num_cached_tokens or 0, output.finished
 
 
-@standard(interpreter="VLLM_PYTHON")
+@standard(interpreter="VLLM_PYTHON", preloads="VLLM_PRELOAD")
 def vllm(run: Run, model: str, size: Size) -> None:
-    """Standard rows, served by vLLM; needs VLLM_PYTHON."""
+    """Standard rows, served by vLLM; needs VLLM_PYTHON, and starts with the libraries of VLLM_PRELOAD."""
     os.environ.update(SETTINGS)
+    libraries = [Path(one) for one in os.environ.get("LD_PRELOAD", "").split(":") if one]
+    mapped = Path("/proc/self/maps").read_text("utf-8")
+    missing = [str(one) for one in libraries if str(one.resolve()) not in mapped]
+    if missing:  # the loader only warns
+        raise ValueError(f"VLLM_PRELOAD: {', '.join(missing)} cannot be loaded; name files, with ':' between them")
+    if libraries:
+        run.row(PRELOADED, {PRELOADED: ", ".join(one.name for one in libraries)})
     import torch
     import vllm as package
 

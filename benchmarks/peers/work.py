@@ -31,6 +31,9 @@ FIRST, LATER, RATE, STEP, TTFT = (
 )
 UNIQUE = f"unique, {AT_ONCE} at once"
 PROBE = "tokens after a prompt"
+WEIGHTS, READ = "reading as many bytes as the weights", "weights read, GB/s"
+READ_ONCE = "step / weights read once"
+PRELOADED = "preloaded"
 
 
 def shared_row(prefix: int, at_once: int = 1) -> str:
@@ -183,7 +186,9 @@ class StandardRows:
         for requests in work.batches:
             prompts = [self._tokens(OWN // 2, f"decode {requests} {i}") for i in range(requests)]
             self._peer.forget()
-            self._run.row(decode_row(requests), {STEP: 1e3 * step_seconds(self._peer, prompts, work.steps)})
+            seconds = step_seconds(self._peer, prompts, work.steps)
+            rate = self._size.shape.step_bytes / seconds / 1e9
+            self._run.row(decode_row(requests), {STEP: 1e3 * seconds, READ: rate})
         if work.chats:
             self._chats(work.chats)
 

@@ -23,8 +23,22 @@ from benchmarks.models import nemotron_h
 from benchmarks.peers import gguf_file, llama_cpp
 from benchmarks.peers.sizes import CHATS, SIZES
 from benchmarks.peers.transformers_script import Script
-from benchmarks.peers.work import LATER, PROBE, RATE, STEP, StandardRows, chat, decode_row, serve, shared_row
-from benchmarks.summary import MACHINE, main, other_tokens, standard_table, updated
+from benchmarks.peers.work import (
+    LATER,
+    PRELOADED,
+    PROBE,
+    RATE,
+    READ,
+    READ_ONCE,
+    STEP,
+    WEIGHTS,
+    StandardRows,
+    chat,
+    decode_row,
+    serve,
+    shared_row,
+)
+from benchmarks.summary import MACHINE, add_floors, main, other_tokens, standard_table, updated
 from tests.unit_tests.support.simulated_engine import SimulatedEngine
 from tests.unit_tests.support.source import ROOT
 
@@ -154,6 +168,13 @@ def test_vllm_runs_in_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyP
     page = runner.run_case(case, 100.0, tmp_path)
     assert (page["failed"], set(page["rows"])) == ({}, ROWS)
     assert page["remarks"][0].startswith("vLLM stand-in, torch")
+    advised = Path(torch.__file__).parent / "lib/libc10.so"
+    monkeypatch.setenv("VLLM_PRELOAD", str(advised))
+    page = runner.run_case(case, 100.0, tmp_path)
+    assert (page["failed"], page["rows"].get(PRELOADED)) == ({}, {PRELOADED: advised.name})
+    monkeypatch.setenv("VLLM_PRELOAD", f"{advised}:{tmp_path}/none.so")
+    failure = runner.run_case(case, 100.0, tmp_path)["failed"]["case"]
+    assert failure.startswith(f"ValueError: VLLM_PRELOAD: {tmp_path}/none.so cannot be loaded")
 
 
 class LlamaLibrary(ModuleType):
@@ -239,12 +260,13 @@ def pages() -> dict[str, Any]:
     ours = {
         shared_row(2_048): {"first ttft, ms": 4_000.0, LATER: 400.0, "first / floor": 1.25, "later / floor": 2.0},
         shared_row(2_048, 8): {RATE: 30.0, LATER: 500.0},
-        **{decode_row(one): {STEP: 60.0 + one, "step / weights read once": 1.5} for one in (1, 4, 8, 16)},
+        **{decode_row(one): {STEP: 60.0 + one, READ: 30.0} for one in (1, 4, 8, 16)},
+        WEIGHTS: {READ: 40.0},
         PROBE: {PROBE: "1 2 3"},
     }
     vllm = {
         shared_row(2_048): {"first ttft, ms": 8_000.0, LATER: 1_600.0},
-        decode_row(1): {STEP: 122.0},
+        decode_row(1): {STEP: 122.0, READ: 15.0},
         PROBE: {PROBE: "1 2 4"},
     }
     return {"standard.ours_250m": empty_page() | {"rows": ours}, "standard.vllm_250m": empty_page() | {"rows": vllm}}
@@ -252,16 +274,33 @@ def pages() -> dict[str, Any]:
 
 def test_the_table_has_ratios() -> None:
     """Ours, over the floor and over each peer that was measured; what was not is left out."""
-    lines = standard_table(pages(), "CPU (avx2), 2 of 2 cores").splitlines()
+    measured = pages()
+    measured["standard.vllm_250m"]["rows"][PRELOADED] = {PRELOADED: "libtcmalloc.so"}
+    add_floors(measured)
+    lines = standard_table(measured, "CPU (avx2), 2 of 2 cores").splitlines()
+    assert lines[0].endswith("| ours | over the floor | over vLLM's (libtcmalloc.so preloaded) |")
     cells = {line.split(" | ")[0]: [cell.strip(" |") for cell in line.split(" | ")[1:]] for line in lines}
     assert lines[0].startswith("| CPU (avx2), 2 of 2 cores, fp32")
     assert cells["| 0.25 B: cold time to first token, 2,048 and 128 own tokens, ms"] == ["4,000", "1.25", "0.5"]
     (decode,) = (row for name, row in cells.items() if "decode step of 1 / 4 / 8 / 16 requests" in name)
-    assert decode == ["61 / 64 / 68 / 76", "1.5 / 1.5 / 1.5 / 1.5", "0.5 / - / - / -"]
+    assert decode == ["61 / 64 / 68 / 76", "1.33 / 1.33 / 1.33 / 1.33", "0.5 / - / - / -"]
     (rate,) = (row for name, row in cells.items() if "shared: generated tokens/s" in name)
     assert rate == ["30", "", ""]
     assert not any("nothing shared" in name for name in cells)
     assert other_tokens(pages()) == ["standard.vllm_250m generates other tokens than standard.ours_250m"]
+
+
+def test_no_step_is_below_the_floor() -> None:
+    """The floor is of the fastest reader of the run: a loop that only reads, or a step of any engine in fp32."""
+    measured = pages()
+    llama = measured["standard.llama_f32_250m"] = empty_page() | {"rows": {decode_row(1): {STEP: 36.6, READ: 50.0}}}
+    measured["standard.llama_q8_0_250m"] = empty_page() | {"rows": {decode_row(1): {STEP: 10.0, READ: 183.0}}}
+    add_floors(measured)
+    found = measured["standard.ours_250m"]["rows"][decode_row(1)]
+    assert (found["weights read once, ms"], found[READ_ONCE]) == pytest.approx((36.6, 61.0 / 36.6), rel=1e-3)
+    del llama["rows"][decode_row(1)]
+    add_floors(measured)
+    assert found[READ_ONCE] == pytest.approx(4 / 3)
 
 
 def test_documents_are_updated_between_their_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
