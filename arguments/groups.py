@@ -39,8 +39,8 @@ from megatron_ext.config.batching import (
     SUSPEND_LEVELS,
     WEIGHT_QUANTIZATIONS,
 )
-from megatron_ext.config.checks import flags_of
-from megatron_ext.config.layers.pattern import YARN
+from megatron_ext.config.layers import YARN
+from megatron_ext.config.options import flags_of
 
 _BATCHING = "--inference-dynamic-batching"
 

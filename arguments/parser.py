@@ -11,13 +11,10 @@ from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER_GROUPS
 from arguments.help import HelpAction
 from arguments.megatron import options
-from arguments.megatron.attention_flags import describe_attention
 from arguments.megatron.flag_table import SERVER_TABLE, TABLE, MegatronGroup, WithoutEffect, family_of, records
-from arguments.megatron.layer_flags import describe_layers
-from arguments.megatron.quantization import require_16_bits
-from arguments.megatron.synonyms import SYNONYMS, translate, without_checkpoint
-from arguments.no_effect import note_no_effect
-from arguments.parsed_flags import ParsedFlags
+from arguments.megatron.layer_flags import describe_attention, describe_layers
+from arguments.megatron.synonyms import SYNONYMS, require_16_bits, translate, without_checkpoint
+from arguments.parsed_flags import ParsedFlags, note_no_effect
 from arguments.removed import refuse_removed_words
 from arguments.routing_group import ROUTING
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
@@ -38,10 +35,10 @@ from megatron_ext.config import (
     StartNotes,
 )
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.checks import flag_of
-from megatron_ext.config.embedded import check_flags
+from megatron_ext.config.differences import check_flags
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.model_folder import is_megatrons, require_model_folder
+from megatron_ext.config.options import flag_of
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError, MachineError

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from arguments.flags import Flag, FlagGroup
 from megatron_ext.config import SourceConfig, TokenizerConfig
-from megatron_ext.config.layers.pattern import MODEL_PROVIDERS
-from megatron_ext.config.source import GENERATION_CONFIGS, PARAMETER_TYPES, TRANSFORMER_IMPLEMENTATIONS
-from megatron_ext.config.tokenizer import TIKTOKEN_PATTERNS, TOKENIZER_TYPES
+from megatron_ext.config.layers import MODEL_PROVIDERS
+from megatron_ext.config.source import (
+    GENERATION_CONFIGS,
+    PARAMETER_TYPES,
+    TIKTOKEN_PATTERNS,
+    TOKENIZER_TYPES,
+    TRANSFORMER_IMPLEMENTATIONS,
+)
 
 SOURCE = FlagGroup(
     "weights",

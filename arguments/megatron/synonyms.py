@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that are synonyms of this package's flags."""
+"""Flags of Megatron-LM that are synonyms of this package's flags, or mean 8 bits, which are 16 here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arguments.flags import Flag, FlagGroup, normalize_key
+from arguments.megatron.flag_table import records
 from arguments.megatron.layer_flags import CHECKPOINTS
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.config.server import MEGATRONS_PARSERS, from_megatrons_parsers
@@ -127,3 +128,33 @@ def _is_megatrons_stack(spec: object) -> bool:
         return False
     module, name = spec
     return module.startswith("megatron.") and (module.rpartition(".")[2], name) in _STACKS
+
+
+_FP8_KEY = "fp8-as-16bit"
+
+
+def require_16_bits(given: ParsedFlags) -> None:
+    """Refuse flags of 8-bit computation unless `--fp8-as-16bit` is given; with it, set the type of 16 bits, in place.
+
+    The flags come from both the command line and the file.
+
+    Raises:
+        ConfigError: A flag of 8-bit computation without `--fp8-as-16bit`.
+    """
+    is_accepted = given.values.pop(_FP8_KEY, False)
+    found = [flag for flag in records() if flag.unless and flag.name in given.without_effect.options]
+    if not is_accepted:
+        for flag in found:
+            raise ConfigError(f"{flag.name} is refused: {flag.why}")
+    elif not found:
+        given.without_effect.note(f"--{_FP8_KEY}")
+    else:
+        is_fp16 = given.values.get("fp16") or given.values.get("dtype") == "float16"
+        if not is_fp16:
+            given.values["bf16"] = True
+        kind = "fp16" if is_fp16 else "bf16"
+        names = ", ".join(flag.name for flag in found)
+        given.without_effect.warnings.append(
+            f"--{_FP8_KEY}: {names}: nothing is computed in 8 bits; parameters and products of all layers are in "
+            f"{kind}, so log-probs differ from 8-bit results"
+        )

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from benchmarks.cases import Run, case
 from benchmarks.simulation.truth import TRACES
-from megatron_ext.simulation.cached_models import MODELS
 from megatron_ext.simulation.formats import read_trace
-from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.replay import simulate
-from megatron_ext.simulation.settings import Batch, Settings
+from megatron_ext.simulation.settings import MODELS, Batch, Machine, Settings
 from megatron_ext.simulation.trace import longest_request
 
 FOLDER = "MEGATRON_EXT_TRACES"

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.cases import Figure, Run, token_ids
 from benchmarks.models import Engine
 from megatron_ext.config import RequestParams
-from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.config.request import TokenBiases
 from megatron_ext.mcore import platform
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.ssd import SSD

@@ -16,9 +16,8 @@ from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.warm_restart_setup import keep_engine
-from megatron_ext.models.identity import cache_facts
+from megatron_ext.models.identity import cache_facts, tensors_digest
 from megatron_ext.models.load import LoadedModel
-from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.prefix_cache.disk.tier import DiskTier
 from megatron_ext.scheduling.request_inputs import RequestInputs
 

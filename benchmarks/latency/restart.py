@@ -22,9 +22,8 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.warm_restart_setup import keep_engine
-from megatron_ext.models.identity import cache_facts
+from megatron_ext.models.identity import cache_facts, files_digest, tensors_digest
 from megatron_ext.models.load import LoadedModel, load_model
-from megatron_ext.models.weights_digest import files_digest, tensors_digest
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.store import DiskStore

@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmarks.routing.traffic import MAX_ANSWER
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.routing.holders import Holders
-from megatron_ext.routing.loads import numbers
+from megatron_ext.routing.choosing import numbers
+from megatron_ext.routing.index import Holders
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Decision, Router
 

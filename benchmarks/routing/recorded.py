@@ -13,9 +13,8 @@ from benchmarks.routing.fleet import figures
 from benchmarks.routing.replica import PREFILL, Request
 from benchmarks.routing.traffic import UNIT_TOKENS, Session
 from benchmarks.routing.world import Scale, World
-from megatron_ext.simulation.formats import read_trace
+from megatron_ext.simulation.formats import SessionStarts, read_trace
 from megatron_ext.simulation.trace import Turn
-from megatron_ext.simulation.trace_formats.sessions import SessionStarts
 
 # Policies and alphas: Megatron 0.19's default, its other rules, the default of Megatron's main branch, and ours.
 RULES = (

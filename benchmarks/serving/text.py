@@ -13,13 +13,12 @@ from itertools import cycle, islice
 
 from benchmarks.cases import Run, case
 from megatron_ext.config import RequestParams
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.client.request_group import RequestHandle
-from megatron_ext.text.stop_words import StopWordMatcher
-from megatron_ext.text.text_stream import TextStream
+from megatron_ext.text.stop_words import StopWordMatcher, TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
 
 LENGTHS = (1_024, 16_384)

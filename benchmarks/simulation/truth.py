@@ -19,12 +19,19 @@ from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation.formats import (
+    FIRST_SYNTHETIC_ID,
+    JsonObject,
+    SessionFormat,
+    SessionStarts,
+    list_of,
+    objects_of,
+    objects_of_lines,
+    open_trace,
+)
 from megatron_ext.simulation.replay import Outcome, Replay
+from megatron_ext.simulation.settings import Machine
 from megatron_ext.simulation.trace import Turn
-from megatron_ext.simulation.trace_formats.fields import FIRST_SYNTHETIC_ID, JsonObject, list_of, objects_of
-from megatron_ext.simulation.trace_formats.json_lines import objects_of_lines, open_trace
-from megatron_ext.simulation.trace_formats.sessions import SessionFormat, SessionStarts
 
 TRACES = Path(__file__).parent / "traces"
 SESSIONS = TRACES / "coding_agents_20.jsonl.xz"

@@ -26,7 +26,7 @@ from examples.embedded_model.recipe import Recipe
 from examples.embedded_model.tool_evaluation import tool_scores
 from megatron_ext import load_engine
 from megatron_ext.config import ModelConfig, SourceConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.export import save_hf_checkpoint
 from megatron_ext.models.load import load_model

@@ -11,9 +11,9 @@ from megatron_ext import LoadedEngine, RequestParams
 from megatron_ext.text.chat_template import ENABLE_THINKING, ChatOptions, render_chat
 from megatron_ext.text.reasoning import ReasoningReader
 from megatron_ext.text.reasoning import format_of as reasoning_format_of
-from megatron_ext.text.tool_calls.events import Arguments, CallBegun
 from megatron_ext.text.tool_calls.formats import format_of
 from megatron_ext.text.tool_calls.reader import ToolCallReader
+from megatron_ext.text.tool_calls.source import Arguments, CallBegun
 
 LONGEST_ANSWER = 96  # tokens
 END_OF_TURN = 4  # id of <|end|>

@@ -35,7 +35,7 @@ from examples.embedded_model.evaluation import encode_documents, positions
 from examples.embedded_model.export import export
 from examples.embedded_model.recipe import Recipe, learning_rate, same_so_far
 from megatron_ext.config import ModelConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights

@@ -18,7 +18,7 @@ from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError, EngineClosed, WeightUpdateError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.llm_engine import LLMEngine
-from megatron_ext.models.update.named_tensors import NamedTensors
+from megatron_ext.models.update.naming import NamedTensors
 from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.parallel.commands import Action

@@ -11,8 +11,7 @@ from typing import Any
 from arguments.flags import Flag, FlagGroup
 from arguments.groups import GROUPS, MODEL
 from arguments.megatron.flag_table import Kind, MegatronFlag, WithoutEffect, records
-from arguments.megatron.quantization import require_16_bits
-from arguments.megatron.synonyms import SYNONYMS
+from arguments.megatron.synonyms import SYNONYMS, require_16_bits
 from arguments.parsed_flags import ParsedFlags
 from arguments.source_groups import SOURCE, TOKENIZER
 from megatron_ext.api.settings import Setting, is_of_the_engine, read_settings

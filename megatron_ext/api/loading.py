@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.api.settings import Setting, known_names, read_settings
 from megatron_ext.config import InferenceSettings, ModelConfig, ParallelConfig, SourceConfig
-from megatron_ext.config.tokenizer import TokenizerConfig
+from megatron_ext.config.source import TokenizerConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.host_limits import check_address_space
 
@@ -252,7 +252,7 @@ def _refuse_model_settings(settings: InferenceSettings) -> None:
 def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> AttachedEngine | EngineFollower:
     from megatron_ext.api.engine import AttachedEngine, EngineFollower
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, existing_sizes, make_parallel_context
-    from megatron_ext.models.attach.wrappers import is_gpt, unwrapped
+    from megatron_ext.models.attach.modules import is_gpt, unwrapped
     from megatron_ext.models.engine_args import EngineArgs, build_follower
     from megatron_ext.models.generation_defaults import request_defaults
     from megatron_ext.models.update.writer import WeightWriter
@@ -280,8 +280,8 @@ def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> At
 def _shared(model: object, tokenizer: object, parallel: ParallelConfig, undo: contextlib.ExitStack) -> LoadedModel:
     """Return a model of ours with the parameters of the caller's, which is marked until `undo` is closed."""
     from megatron_ext.models.attach.attached_models import attached
+    from megatron_ext.models.attach.modules import unwrapped
     from megatron_ext.models.attach.shared_model import share_model
-    from megatron_ext.models.attach.wrappers import unwrapped
     from megatron_ext.models.load import LoadedModel
     from megatron_ext.text.adapted_tokenizer import adapted
 

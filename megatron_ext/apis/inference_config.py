@@ -89,7 +89,7 @@ class EngineOptions:
         Raises:
             ConfigError: The model is of an unknown class.
         """
-        from megatron_ext.models.attach.wrappers import unwrapped
+        from megatron_ext.models.attach.modules import unwrapped
 
         asked = self.settings.get("max_sequence_length")
         longest = getattr(unwrapped(model), "max_sequence_length", None)

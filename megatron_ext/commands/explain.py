@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
@@ -25,7 +25,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
-from megatron_ext.text.excerpt import excerpt
+from megatron_ext.text.detokenizer import excerpt
 
 if TYPE_CHECKING:
     from megatron_ext.text.tokenizer import Tokenizer

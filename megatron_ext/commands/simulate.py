@@ -22,13 +22,10 @@ from arguments.removed import refuse_removed_words
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
-from megatron_ext.simulation.cached_models import MODELS
-from megatron_ext.simulation.formats import read_trace
-from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation.formats import SessionStarts, read_trace
 from megatron_ext.simulation.replay import simulate
-from megatron_ext.simulation.settings import Batch, Settings, limits_of
+from megatron_ext.simulation.settings import MODELS, Batch, Machine, Settings, limits_of
 from megatron_ext.simulation.trace import describe, longest_request
-from megatron_ext.simulation.trace_formats.sessions import SessionStarts
 from megatron_ext.simulation.workload import Workload, ask_server
 
 PROGRAM = "megatron-ext simulate"

@@ -12,8 +12,7 @@ from megatron_ext.config.batching import (
     EvictionPolicyName,
     SnapshotMode,
 )
-from megatron_ext.config.layers.letters import LAYER_SYMBOLS
-from megatron_ext.config.limits import ServerLimits
+from megatron_ext.config.layers import LAYER_SYMBOLS
 from megatron_ext.config.model import LARGEST_SIZE, MAX_LAYERS, RECURRENT_LAYERS, ModelConfig
 from megatron_ext.config.model_fields import NORMALIZATIONS, POSITION_EMBEDDINGS, ROUTER_SCORE_FUNCTIONS, SOFTMAX_TYPES
 from megatron_ext.config.parallel import ParallelConfig
@@ -29,9 +28,8 @@ from megatron_ext.config.run import (
     ServerSettings,
     StartNotes,
 )
-from megatron_ext.config.server import CONTROL_TOKENS, LOG_LEVELS, ServerConfig
-from megatron_ext.config.source import SourceConfig
-from megatron_ext.config.tokenizer import TokenizerConfig
+from megatron_ext.config.server import CONTROL_TOKENS, LOG_LEVELS, ServerConfig, ServerLimits
+from megatron_ext.config.source import SourceConfig, TokenizerConfig
 
 __all__ = [
     "CONTROL_TOKENS",

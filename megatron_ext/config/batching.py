@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.config.checks import require
+from megatron_ext.config.options import require
 
 DTYPES = ("fp32", "bf16", "fp16")
 # auto: on CUDA Triton, on CPUs C++ and, for large weights, oneDNN, else plain torch; onednn: for all weights;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
+from megatron_ext.config.layers import is_attention, is_mlp, is_recurrent
 from megatron_ext.config.model import ModelConfig
 
 _STATE_OPERATIONS = 6  # for each state element and token: decay, update, read; a product and a sum each

@@ -1,4 +1,4 @@
-"""KV event settings: the endpoints where a server publishes changes of its prefix cache."""
+"""KV event settings: endpoints of changes of the prefix cache, and bounds of what is sent, kept and accepted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,24 @@ import os
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megatron_ext.config.checks import require
-from megatron_ext.config.fleet_limits import MAX_BUFFER_STEPS, MAX_TOPIC_BYTES
 from megatron_ext.config.hosts import is_loopback, parse_host
+from megatron_ext.config.options import require
+
+# Sent
+BATCH_BYTES = 2**18  # of a message with several events
+EVENT_BLOCKS = 64  # of a `BlockStored` event, since encoding one blocks other threads
+EVENT_TOKENS = 2**15  # of a `BlockStored` event of several blocks
+EVENT_HASHES = 2**10  # of any other event
+MAX_BLOCK_TOKENS = 2**16  # of a block; such a block has at most 330 KB as an event
+MAX_TOPIC_BYTES = 512
+
+# Kept for replays, for each socket
+MAX_BUFFER_STEPS = 2**20  # messages
+BUFFER_BYTES = 2**28
+
+# Accepted
+MAX_REQUEST_BYTES = 2**10  # of a frame: subscriptions, replay requests, handshakes
+
 
 LONGEST_SOCKET_PATH = 107  # bytes, on Linux: a socket's address has 108 with the final zero
 LONGEST_IPC_PATH = LONGEST_SOCKET_PATH - 5  # leaves room for the rank of a replica, as in .1023

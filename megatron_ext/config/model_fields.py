@@ -6,9 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.checks import bounded, flag
-from megatron_ext.config.layers.letters import is_attention, is_recurrent
-from megatron_ext.config.layers.pattern import is_gpt_pattern
+from megatron_ext.config.layers import is_attention, is_gpt_pattern, is_recurrent
+from megatron_ext.config.options import bounded, flag
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 LEARNED_POSITIONS = "learned_absolute"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.checks import flag_of, require
+from megatron_ext.config.options import flag_of, require
 
 LARGEST_WORLD = 2**20  # ranks; a larger number is a mistake
 LONGEST_TIMEOUT = 60 * 24 * 365  # minutes

@@ -1,14 +1,197 @@
-"""Parameters of one request."""
+"""Parameters of one request, logit biases and the response format among them."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_ext.config.annotations import require_types
-from megatron_ext.config.checks import require
-from megatron_ext.config.options import option, require_bounds
-from megatron_ext.config.response_format import ResponseFormat
-from megatron_ext.config.token_biases import NO_BIASES, TokenBiases
+from megatron_ext.config.options import option, require, require_bounds
+
+LARGEST_BIAS = 100.0
+
+
+class TokenBiases(tuple[tuple[int, float], ...]):
+    """Pairs of a token id and the bias added to its logit, in order of the ids; empty for no bias."""
+
+    expected: ClassVar[str] = 'an object of token ids and numbers, as in {"17": -100, "4": 2.5}'
+
+    @classmethod
+    def of(cls, value: object) -> TokenBiases:
+        """Convert a JSON object with ids as strings, a mapping with ids as keys, or a list of pairs.
+
+        Raises:
+            ValueError: The value has another form.
+        """
+        if not isinstance(value, Mapping | list | tuple):
+            raise ValueError(cls.expected)
+        pairs = value.items() if isinstance(value, Mapping) else value
+        try:
+            biases = {_token_id(token): _number(bias) for token, bias in pairs}
+        except TypeError:
+            raise ValueError(cls.expected) from None
+        return cls(sorted(biases.items()))
+
+    @classmethod
+    def parse(cls, text: str) -> TokenBiases:
+        """Parse command-line text: a JSON object.
+
+        Raises:
+            ValueError: The text is not a valid JSON object of biases.
+        """
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError(cls.expected) from None
+        return cls.of(value)
+
+    @property
+    def problem(self) -> str | None:
+        """Message on the first bias that is out of bounds; None if all are valid."""
+        for token, bias in self:
+            if not math.isfinite(bias) or abs(bias) > LARGEST_BIAS:
+                return f"bias {bias:g} of token {token} must be between -{LARGEST_BIAS:g} and {LARGEST_BIAS:g}"
+        return None
+
+
+NO_BIASES = TokenBiases()
+
+
+def _token_id(value: object) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
+        return int(value)
+    if type(value) is int and value >= 0:
+        return value
+    raise ValueError(TokenBiases.expected)
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(TokenBiases.expected)
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        raise ValueError(TokenBiases.expected) from None
+
+
+TEXT, JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE = "text", "json_object", "json_schema", "regex", "choice"
+LARK = "lark"  # a grammar of ours, which clients cannot give
+KINDS = (TEXT, JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE)
+# Fields beside `type`. A schema in `json_object` is llama.cpp's form.
+_FIELDS = {JSON_OBJECT: {"schema"}, JSON_SCHEMA: {"json_schema"}, REGEX: {"regex"}, CHOICE: {"choice"}}
+_SCHEMA_FIELDS = {"name", "description", "schema", "strict"}  # of OpenAI's `json_schema`; all schemas are strict
+
+
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """Budget of the thinking that an output may begin with.
+
+    Attributes:
+        tokens: Maximum number of tokens before the marker that ends thinking.
+        closing: Marker that ends thinking.
+        opening: Marker that begins thinking; None if the output begins inside of it.
+    """
+
+    tokens: int
+    closing: str
+    opening: str | None = None
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """Format of an output: any text, a JSON object, JSON of a schema, a match of an expression, or a text of a list.
+
+    Attributes:
+        kind: One of `KINDS`, or `LARK`.
+        source: Schema as JSON, with its keys in the given order, the regular expression, the list as JSON, or the
+            grammar of an answer with tool calls or thinking.
+        thinking: Budget of thinking; None without one.
+    """
+
+    kind: str
+    source: str = ""
+    thinking: ThinkingBudget | None = None
+
+    expected: ClassVar[str] = (
+        'a response format, as in {"type": "json_object"}, '
+        '{"type": "json_schema", "json_schema": {"schema": {...}}}, {"type": "regex", "regex": "[a-z]+"} or '
+        '{"type": "choice", "choice": ["yes", "no"]}'
+    )
+
+    @classmethod
+    def of(cls, value: object) -> ResponseFormat:
+        """Convert a JSON value.
+
+        Raises:
+            ValueError: The value is not a response format; the text follows "is not".
+        """
+        if isinstance(value, ResponseFormat):
+            return value
+        if not isinstance(value, Mapping) or value.get("type") not in KINDS:
+            raise ValueError(cls.expected)
+        kind = str(value["type"])
+        _check_fields(value, {"type"} | _FIELDS.get(kind, set()), kind)
+        if kind == REGEX:
+            return cls.regex(value.get("regex"))
+        if kind == CHOICE:
+            return cls.choice(value.get("choice"))
+        if kind == JSON_SCHEMA:
+            named = value.get("json_schema")
+            if not isinstance(named, Mapping):
+                return cls.json_schema(None)
+            _check_fields(named, _SCHEMA_FIELDS, kind)
+            return cls.json_schema(named.get("schema"))
+        if value.get("schema") is not None:
+            return cls.json_schema(value["schema"])
+        return cls(kind)
+
+    @classmethod
+    def json_schema(cls, schema: object) -> ResponseFormat:
+        """Build the format of JSON with a schema; errors as in `of`."""
+        if not isinstance(schema, Mapping):
+            raise ValueError('one with a schema, as in {"type": "json_schema", "json_schema": {"schema": {...}}}')
+        try:
+            return cls(JSON_SCHEMA, json.dumps(schema, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError("one with a schema that is JSON") from None
+
+    @classmethod
+    def regex(cls, expression: object) -> ResponseFormat:
+        """Build the format of text that matches a regular expression; errors as in `of`."""
+        if not isinstance(expression, str) or not expression:
+            raise ValueError('one with an expression, as in {"type": "regex", "regex": "[a-z]+"}')
+        return cls(REGEX, expression)
+
+    @classmethod
+    def choice(cls, texts: object) -> ResponseFormat:
+        """Build the format of one of several texts; errors as in `of`."""
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError('one with texts, as in {"type": "choice", "choice": ["yes", "no"]}')
+        return cls(CHOICE, json.dumps(texts, ensure_ascii=False))
+
+    @classmethod
+    def parse(cls, text: str) -> ResponseFormat:
+        """Parse command-line text: the JSON of a response format."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError(cls.expected) from None
+        return cls.of(value)
+
+    @property
+    def is_free(self) -> bool:
+        """True if any text is allowed."""
+        return self.kind == TEXT
+
+
+def _check_fields(value: Mapping[object, object], known: set[str], kind: str) -> None:
+    unknown = next((name for name, given in value.items() if name not in known and given is not None), None)
+    if unknown is not None:
+        raise ValueError(f"one with known fields: {kind} has {', '.join(sorted(known))}, and not {str(unknown)[:40]!r}")
+
 
 LARGEST_PENALTY = 2.0  # presence and frequency penalties, as OpenAI's
 LARGEST_FACTOR = 100.0  # repetition penalty, or its inverse

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.checks import require
+from megatron_ext.config.options import require
 
 
 class RoutingPolicyName(str, enum.Enum):

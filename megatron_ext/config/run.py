@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
-from megatron_ext.config.checks import flag_of, require
-from megatron_ext.config.fleet_limits import MAX_BLOCK_TOKENS
+from megatron_ext.config.kv_events import MAX_BLOCK_TOKENS
+from megatron_ext.config.options import flag_of, require
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
 from megatron_ext.config.routing import RoutingConfig

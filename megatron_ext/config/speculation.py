@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.checks import require
+from megatron_ext.config.options import require
 
 MAX_SPECULATIVE_TOKENS = 64
 LONGEST_NGRAM = 64  # tokens

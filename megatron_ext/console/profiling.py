@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_ext.config.checks import require
+from megatron_ext.config.options import require
 from megatron_ext.mcore.profiler_phases import named_phases
 from megatron_ext.models.llm_engine import LLMEngine
 

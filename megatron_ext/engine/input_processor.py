@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 
 from megatron_ext.config import RequestParams
-from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.request import ResponseFormat
 from megatron_ext.engine.structured_output import MaskThread
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens

@@ -1,5 +1,7 @@
 """Channel of KV events: a socket that publishes numbered batches, and one that replays them.
 
+A batch is a msgpack array `[timestamp, events, data_parallel_rank]`, an event a map with its name under `type`.
+
 ZeroMQ PUB, three frames: topic, sequence number (8 bytes, big endian, from 0), payload. A subscriber that does not read
 loses batches, sees the gap, and requests the missing ones from the second socket (ROUTER): `start` in the request,
 batches as `number, payload` in the reply, number -1 without payload at its end. If batches are no longer kept, the
@@ -15,16 +17,89 @@ import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgpack
 import zmq
 
-from megatron_ext.config.fleet_limits import BUFFER_BYTES, MAX_REQUEST_BYTES
-from megatron_ext.config.kv_events import Endpoint, IpcEndpoint
+from megatron_ext.config.kv_events import BATCH_BYTES, BUFFER_BYTES, MAX_REQUEST_BYTES, Endpoint, IpcEndpoint
 from megatron_ext.errors import ConfigError
-from megatron_ext.kv_events.events import Event
-from megatron_ext.kv_events.throttle import Throttle
-from megatron_ext.kv_events.wire import END_OF_REPLAY, SEQUENCE_BYTES, encode_batches
+from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, BlockStored, Event
+
+SEQUENCE_BYTES = 8
+END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+
+
+def encode_batches(timestamp: float, events: Iterable[Event], data_parallel_rank: int) -> Iterator[bytes]:
+    """Encode events as batches of bounded size, each event separately so that other threads can run in between."""
+    packer = msgpack.Packer()
+    packed: list[bytes] = []
+    size = 0
+    for event in events:
+        one = packer.pack(_map_of(event))
+        if packed and size + len(one) > BATCH_BYTES:
+            yield _batch(timestamp, packed, data_parallel_rank)
+            packed, size = [], 0
+        packed.append(one)
+        size += len(one)
+    if packed:
+        yield _batch(timestamp, packed, data_parallel_rank)
+
+
+def _batch(timestamp: float, packed: Sequence[bytes], data_parallel_rank: int) -> bytes:
+    packer = msgpack.Packer()
+    head = [packer.pack_array_header(3), packer.pack(timestamp), packer.pack_array_header(len(packed))]
+    return b"".join([*head, *packed, packer.pack(data_parallel_rank)])
+
+
+def _map_of(event: Event) -> dict[str, object]:
+    name = type(event).__name__
+    if isinstance(event, AllBlocksCleared | AllStatesCleared):
+        return {"type": name}
+    if not isinstance(event, BlockStored):
+        return {"type": name, "block_hashes": event.hashes, "medium": event.medium}
+    stored: dict[str, object] = {
+        "type": name,
+        "block_hashes": event.hashes,
+        "parent_block_hash": event.parent,
+        "token_ids": list(event.tokens),
+        "block_size": event.block_size,
+        "lora_id": None,
+        "medium": event.medium,
+        "lora_name": None,
+    }
+    return stored if event.extra_keys is None else {**stored, "extra_keys": event.extra_keys}
+
+
+INTERVAL = 60.0  # seconds between two lines
+
+
+class Throttle:
+    """Limit of log lines on one subject: the first occurrence is logged, later ones once in an interval.
+
+    Args:
+        clock: Clock in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._silent_until = float("-inf")
+        self._unlogged = 0
+
+    def admit(self) -> int:
+        """Count an occurrence.
+
+        Returns:
+            Number of occurrences that a line logged now covers; 0 if no line is due.
+        """
+        self._unlogged += 1
+        now = self._clock()
+        if now < self._silent_until:
+            return 0
+        covered, self._unlogged = self._unlogged, 0
+        self._silent_until = now + INTERVAL
+        return covered
+
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_ext.config.fleet_limits import EVENT_BLOCKS, EVENT_HASHES, EVENT_TOKENS
+from megatron_ext.config.kv_events import EVENT_BLOCKS, EVENT_HASHES, EVENT_TOKENS
 from megatron_ext.kv_events.changes import Block, Delta
 from megatron_ext.kv_events.events import (
     DISK,

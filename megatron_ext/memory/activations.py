@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
+from megatron_ext.config.layers import is_attention, is_mlp, is_recurrent
 from megatron_ext.config.model_fields import ModelFields
 
 DECODE_SPAN, DECODE_GROUP, PREFILL_SPAN = 512, 16, 4096

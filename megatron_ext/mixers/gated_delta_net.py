@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from megatron_ext.config.recurrent.gated_delta_net import GATED_DELTA_CHUNK
+from megatron_ext.config.recurrent import GATED_DELTA_CHUNK
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig
-from megatron_ext.config.layers.letters import is_attention
+from megatron_ext.config.layers import is_attention
 from megatron_ext.config.model_fields import MULTIPLIERS
 from megatron_ext.config.source import LOCAL, TRANSFORMER_ENGINE
 from megatron_ext.errors import ConfigError

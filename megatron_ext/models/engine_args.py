@@ -6,21 +6,21 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from megatron_ext.config import CacheConfig
+from megatron_ext.config import CacheConfig, ParallelConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import EngineSettings
+from megatron_ext.config.speculation import SpeculationConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
 from megatron_ext.mcore.warm_restart_setup import keep_engine, open_part, write_audit_reports
 from megatron_ext.mcore.warm_up import Phase, unreported
-from megatron_ext.models.identity import cache_facts
+from megatron_ext.models.identity import cache_facts, weights_digest
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.overrides import within_positions
-from megatron_ext.models.prediction_checks import check_prediction
 from megatron_ext.models.update.disk import read_new_weights
 from megatron_ext.models.update.naming import naming_of
 from megatron_ext.models.update.writer import WeightWriter
-from megatron_ext.models.weights_digest import weights_digest
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
 
@@ -188,3 +188,39 @@ def load(settings: EngineSettings) -> LoadedModel:
     if settings.source.save is not None:
         save_model(settings.source.save, loaded)
     return loaded
+
+
+def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, loaded: LoadedModel) -> None:
+    """Check that a model has the layer that is to draft.
+
+    Args:
+        speculation: Settings with the method.
+        parallel: Parallel sizes of the model.
+        loaded: The model.
+
+    Raises:
+        ConfigError: It has none, fewer than drafts if several have weights of their own, or experts that ranks share.
+    """
+    if not speculation.has_prediction:
+        return
+    _check_experts(parallel, loaded)
+    layers, drafts = loaded.config.mtp_layer_count, speculation.num_speculative_tokens
+    if not layers:
+        raise ConfigError(
+            f"--speculative-method mtp needs layers of multi-token prediction, and {loaded.name} has none; give "
+            "--speculative-method ngram"
+        )
+    if 1 < layers < drafts:
+        raise ConfigError(
+            f"--num-speculative-tokens {drafts} is more than the {layers} layers of multi-token prediction of "
+            f"{loaded.name}, one for each draft; give --num-speculative-tokens {layers}"
+        )
+
+
+def _check_experts(parallel: ParallelConfig, loaded: LoadedModel) -> None:
+    experts, remedy = parallel.expert_model_parallel_size, "leave it out, or give --speculative-method ngram"
+    if experts > 1 and "E" in loaded.config.mtp_pattern:
+        raise ConfigError(
+            f"--speculative-method mtp and --expert-model-parallel-size {experts} contradict each other: the layer of "
+            f"multi-token prediction of {loaded.name} has experts, and a replica computes it alone; {remedy}"
+        )

@@ -12,11 +12,9 @@ import torch
 
 from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.differences import as_flag, differences
-from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR, with_harmless
+from megatron_ext.config.differences import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
 from megatron_ext.config.model_folder import require_model_folder
-from megatron_ext.config.source import AUTO_TYPE
-from megatron_ext.config.tokenizer import HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
+from megatron_ext.config.source import AUTO_TYPE, HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
@@ -32,8 +30,8 @@ from megatron_ext.models.megatron.dist_checkpoint import (
     save_dist_checkpoint,
     training_facts_of,
 )
-from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.models.megatron.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
+from megatron_ext.models.megatron.training_args import TrainingFacts
 from megatron_ext.models.overrides import fitting_overrides, require_layout
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.parallel.collectives import decided_by_first

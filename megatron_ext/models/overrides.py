@@ -8,12 +8,11 @@ from pathlib import Path
 
 from megatron_ext.config import RECURRENT_KINDS, BatchingConfig, ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.checks import flag_of
 from megatron_ext.config.differences import as_flag, differences, logit_differences
-from megatron_ext.config.layers.layer_freq import moe_letters, parse_layer_freq
-from megatron_ext.config.layers.pattern import GPT, YARN, gpt_layers, is_gpt_pattern
+from megatron_ext.config.layers import GPT, YARN, gpt_layers, is_gpt_pattern, moe_letters, parse_layer_freq
+from megatron_ext.config.options import flag_of
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.megatron.facts import TrainingFacts
+from megatron_ext.models.megatron.training_args import TrainingFacts
 from megatron_ext.parallel.world import is_first_rank
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from megatron_ext.config import ModelConfig, ParallelConfig
-from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
+from megatron_ext.config.layers import is_attention, is_mlp, is_recurrent
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.layout import Share, Stage

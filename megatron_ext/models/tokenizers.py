@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.config.model_folder import HUB_NAME
-from megatron_ext.config.tokenizer import (
+from megatron_ext.config.source import (
     GPT2_TOKENIZER,
     HUGGING_FACE_TOKENIZER,
     NULL_TOKENIZER,
@@ -16,8 +16,8 @@ from megatron_ext.config.tokenizer import (
     TIKTOKEN_TOKENIZER,
 )
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.models.megatron.kept_tokenizers import has_kept_tokenizer, read_kept_tokenizer
+from megatron_ext.models.megatron.training_args import TrainingFacts
 from megatron_ext.parallel.world import is_first_rank
 from megatron_ext.text.library_tokenizers import (
     DEFAULT_PATTERN,

@@ -20,7 +20,7 @@ from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.offline.passes import Pass
 from megatron_ext.scheduling.record import RequestRecord, TopN
-from megatron_ext.text.excerpt import excerpt
+from megatron_ext.text.detokenizer import excerpt
 
 logger = logging.getLogger(__name__)
 

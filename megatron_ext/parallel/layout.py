@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config import ModelConfig, ParallelConfig
-from megatron_ext.config.checks import require
-from megatron_ext.config.layers.letters import is_attention, is_mlp
+from megatron_ext.config.layers import is_attention, is_mlp
+from megatron_ext.config.options import require
 from megatron_ext.errors import ConfigError
 
 _MAX_TRIED = 1024  # ranks tried for the sizes that an error suggests

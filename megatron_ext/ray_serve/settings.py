@@ -15,7 +15,7 @@ from arguments.megatron.synonyms import SYNONYMS
 from arguments.removed import refuse_removed
 from megatron_ext.config import ServerSettings
 from megatron_ext.config.annotations import FieldType, MismatchError
-from megatron_ext.config.checks import require
+from megatron_ext.config.options import require
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
 from megatron_ext.ray_serve.autoscaling import POLICY

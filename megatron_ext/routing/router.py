@@ -7,17 +7,38 @@ means a replica that has not joined or a request that is not in flight: a mistak
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.batching import DEFAULT_MAX_REQUESTS
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.routing.choosing import SCORED, Fleet, chooser
 from megatron_ext.routing.index import PrefixIndex
-from megatron_ext.routing.invariants import check_router
 from megatron_ext.routing.prompt import ExtraKeys, Prompt
 from megatron_ext.routing.replica_state import Hash, InFlightRequest, Replica
 from megatron_ext.routing.warming_replicas import WarmingReplicas
+
+
+def check_router(fleet: Fleet, replicas: Mapping[str, Replica], in_flight: Mapping[Hashable, InFlightRequest]) -> None:
+    """Assert that only joined replicas are indexed, and that loads and claims match the requests in flight."""
+    assert sum(fleet.members.values()) == sum(one.bit for one in replicas.values()), (
+        "a replica is in no index, or in two"
+    )
+    assert fleet.indexes.keys() == fleet.members.keys(), "an index without replicas"
+    for index in fleet.indexes.values():
+        index.check()
+        replicas_of_index = sum(one.bit for one in replicas.values() if one.index is index)
+        assert not index.having() & ~replicas_of_index, "an index entry of a replica that is not in it"
+    for one in replicas.values():
+        own = [sent for sent in in_flight.values() if sent.replica == one.name]
+        assert len(own) == len(one.in_flight), f"requests in flight to {one.name}"
+        own_load = sum(sent.tokens for sent in own)
+        assert fleet.loads.load(one.number) == one.others + own_load, f"load of {one.name}"
+        claimed = Counter(key for sent in own for key in sent.claimed)
+        assert one.index.claimed.counts(one.bit) == claimed, f"claims of {one.name}"
+        one.check()
+
 
 _FIRST_GUESS = 256.0  # expected output tokens of a request before any has ended
 _MEMORY = 64  # requests in the moving average of output tokens

@@ -38,7 +38,7 @@ from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.server.scope import handed_on_to
 from megatron_ext.server.weight_updater import WeightsUpdater
 from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.control_tokens import ASSISTANT
+from megatron_ext.text.chat_tokens import ASSISTANT
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 

@@ -1,21 +1,356 @@
-"""Recorded traces: the file's first object determines the format, which has a module in `trace_formats/`.
+"""Recorded traces: one JSON object a line, the first of which determines the format.
 
-A hash may cover a block alone or a block *and* everything before it; both work in every format.
+A hash may cover a block alone or a block *and* everything before it; both work in every format. A file may be
+compressed (`.gz`, `.xz`). Sizes are those after decompression, and are limited, since a small file can decompress to a
+large one.
 """
 
 from __future__ import annotations
 
-from itertools import islice
+import gzip
+import json
+import lzma
+import random
+import zlib
+from array import array
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, cast
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.simulation.trace import Turn
-from megatron_ext.simulation.trace_formats.fields import JsonObject
-from megatron_ext.simulation.trace_formats.json_lines import objects_of_lines, open_trace
-from megatron_ext.simulation.trace_formats.mooncake import MooncakeFormat
-from megatron_ext.simulation.trace_formats.own import OwnFormat
-from megatron_ext.simulation.trace_formats.sessions import SessionFormat, SessionStarts
+from megatron_ext.files import open_regular
+from megatron_ext.simulation.trace import MAX_IDS, Ids, Pieces, Turn, append_piece, cut
+
+FIRST_SYNTHETIC_ID = MAX_IDS // 2  # explicit token ids are below
+
+JsonObject = Mapping[str, object]
+
+
+def list_of(value: object) -> list[int]:
+    """Return a list whose elements the caller uses as keys or checks itself.
+
+    Raises:
+        TypeError: Not a list.
+    """
+    if not isinstance(value, list):
+        raise TypeError(f"{str(value)[:40]!r} is not a list")
+    return value
+
+
+def objects_of(value: object) -> list[JsonObject]:
+    """Return a list of objects.
+
+    Raises:
+        TypeError: Not a list of objects.
+    """
+    found: list[JsonObject] = []
+    for one in list_of(value):
+        if not isinstance(one, dict):
+            raise TypeError(f"{str(one)[:40]!r} is not an object")
+        found.append(one)
+    return found
+
+
+def count_of(value: object, name: str, minimum: int = 1) -> int:
+    """Return a number of tokens or blocks.
+
+    Raises:
+        ValueError: Not a whole number, less than `minimum`, or too large.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < FIRST_SYNTHETIC_ID:
+        raise ValueError(f"{name} {str(value)[:40]} must be a whole number of {minimum} or more")
+    return value
+
+
+def time_of(value: object, name: str = "time") -> float:
+    """Return a time in the file's unit.
+
+    Raises:
+        ValueError: Not a number of zero or more.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e12:
+        raise ValueError(f"{name} {str(value)[:40]} must be a number of zero or more")
+    return float(value)
+
+
+LONGEST_LINE = 2**27  # bytes, as the next one
+LONGEST_FILE = 2**32
+_BAD_STREAM = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
+
+
+@contextmanager
+def open_trace(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file, decompressed by its suffix.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    with open_regular(path) as file:
+        if path.suffix == ".xz":
+            with lzma.open(file) as plain:
+                yield cast("BinaryIO", plain)
+        elif path.suffix == ".gz":
+            with gzip.open(file) as plain:
+                yield cast("BinaryIO", plain)
+        else:
+            yield file
+
+
+def objects_of_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, JsonObject]]:
+    """Yield the object of each line that is not blank, with the line's number; `name` is used in errors.
+
+    Raises:
+        ConfigError: A line is too long or not an object, or the file is too large or damaged.
+    """
+    left, number = LONGEST_FILE, 0
+    while True:
+        number += 1
+        raw = _read_line(file, min(left, LONGEST_LINE) + 1, f"{name}, line {number}")
+        left -= len(raw)
+        if not raw:
+            return
+        if len(raw) > LONGEST_LINE:
+            raise ConfigError(f"{name}, line {number}: longer than {LONGEST_LINE} bytes; split the session")
+        if left < 0:
+            raise ConfigError(f"{name}, line {number}: the file has more than {LONGEST_FILE} bytes; split the file")
+        if raw.strip():
+            yield number, _object(raw, f"{name}, line {number}")
+
+
+def _read_line(file: BinaryIO, size: int, place: str) -> bytes:
+    try:
+        return file.readline(size)
+    except _BAD_STREAM as error:
+        raise ConfigError(f"{place}: cannot be decompressed: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot be read: {error.strerror or error}") from error
+
+
+def _object(raw: bytes, place: str) -> JsonObject:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not JSON, an object a line: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: not an object")
+    return value
+
+
+class BlockTokens:
+    """Tokens of the hashes of one namespace.
+
+    Args:
+        ids: Source of token ids, which all namespaces of a trace share.
+    """
+
+    def __init__(self, ids: Ids) -> None:
+        self.ids = ids
+        self._blocks: dict[Hashable, range] = {}
+
+    def prompt(self, hashes: Sequence[Hashable], length: int, block_size: int) -> Pieces:
+        """Return `length` tokens: the blocks' tokens, the last block cut, and unique tokens after them."""
+        found: list[Sequence[int]] = []
+        for one in hashes:
+            if length <= 0:
+                break
+            block = self._blocks.get((block_size, one))
+            if block is None:
+                block = self._blocks[block_size, one] = self.ids.take(block_size)
+            append_piece(found, block[:length])
+            length -= block_size
+        if length > 0:
+            append_piece(found, self.ids.take(length))
+        return tuple(found)
+
+
+BLOCK_SIZE = 512  # tokens, unless a line has a `block_size`
+
+
+class MooncakeFormat:
+    """Reader of Mooncake's traces (FAST 25): a request a line, with hashes of blocks of 512 tokens that all share.
+
+        {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+    `timestamp` is in milliseconds. Every request is a session of its own.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = BlockTokens(Ids(FIRST_SYNTHETIC_ID))
+        self._read = 0
+
+    def read(self, line: JsonObject) -> list[Turn]:
+        """Return the request of a line."""
+        size = count_of(line.get("block_size", BLOCK_SIZE), "block_size")
+        length = count_of(line["input_length"], "input_length")
+        prompt = self._blocks.prompt(list_of(line["hash_ids"]), length, size)
+        answer = self._blocks.ids.take(max(1, count_of(line["output_length"], "output_length", minimum=0)))
+        session, self._read = self._read, self._read + 1
+        return [Turn(session, time_of(line["timestamp"], "timestamp") / 1000, prompt, answer)]
+
+
+_FIELDS = {"time", "session", "reply", "tokens", "block_hashes", "block_size", "length", "answer", "answer_length"}
+_FIELDS |= {"salt", "answer_hashed"}
+
+
+class OwnFormat:
+    """Reader of this package's format: token ids, or block hashes, of one request a line.
+
+        {"time": 0.5, "session": "a", "tokens": [1, 2, 3], "answer": [4, 5]}
+        {"time": 2.0, "session": "a", "reply": true, "block_hashes": ["x", "y"], "block_size": 512, "length": 700,
+         "answer_length": 40, "salt": "tenant"}
+
+    With `answer_hashed` the hashes cover the answer after the prompt, as in a server's `/prefix_cache/trace`. `time` is
+    in seconds from the beginning; with `reply`, from the end of the session's previous request.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = BlockTokens(Ids(FIRST_SYNTHETIC_ID))
+        self._sessions: dict[object, int] = {}
+        self._read = 0
+
+    def read(self, line: JsonObject) -> list[Turn]:
+        """Return the request of a line."""
+        unknown = sorted(set(line) - _FIELDS)
+        if unknown:
+            raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
+        name = line.get("session", ("alone", self._read))
+        if not isinstance(name, Hashable):
+            raise TypeError("session must be a text or a number")
+        self._read += 1
+        is_new = name not in self._sessions
+        session = self._sessions.setdefault(name, len(self._sessions))
+        is_reply = line.get("reply", False) is True
+        if is_reply and is_new:
+            raise ValueError("reply in a session without an earlier request")
+        salt = line.get("salt")
+        prompt, answer = self._prompt_and_answer(line)
+        return [Turn(session, time_of(line["time"]), prompt, answer, is_reply, None if salt is None else str(salt))]
+
+    def _prompt_and_answer(self, line: JsonObject) -> tuple[Pieces, Sequence[int]]:
+        if line.get("answer_hashed", False) is not True:
+            return self._prompt(line), self._answer(line)
+        length, answer = count_of(line["length"], "length"), count_of(line["answer_length"], "answer_length")
+        size = count_of(line["block_size"], "block_size")
+        both = self._blocks.prompt(list_of(line["block_hashes"]), length + answer, size)
+        return cut(both, length), list(islice(chain.from_iterable(both), length, None))
+
+    def _prompt(self, line: JsonObject) -> Pieces:
+        if ("tokens" in line) == ("block_hashes" in line):
+            raise ValueError("a request needs either tokens or block_hashes, and not both")
+        if "tokens" in line:
+            return (_tokens(line["tokens"]),)
+        hashes, size = list_of(line["block_hashes"]), count_of(line["block_size"], "block_size")
+        length = count_of(line.get("length", len(hashes) * size), "length")
+        return self._blocks.prompt(hashes, length, size)
+
+    def _answer(self, line: JsonObject) -> Sequence[int]:
+        if "answer" in line:
+            return _tokens(line["answer"])
+        return self._blocks.ids.take(count_of(line.get("answer_length", 1), "answer_length"))
+
+
+def _tokens(value: object) -> Sequence[int]:
+    tokens = array("I", list_of(value))
+    if not tokens:
+        raise ValueError("a list of tokens is empty")
+    if max(tokens) >= FIRST_SYNTHETIC_ID:
+        raise ValueError(f"token {max(tokens)} must be below {FIRST_SYNTHETIC_ID}")
+    return tokens
+
+
+@dataclass(frozen=True)
+class SessionStarts:
+    """Poisson process by which sessions start; their file does not say when.
+
+    Attributes:
+        rate: Sessions that start per second, on average.
+        seed: Seed of the starts.
+    """
+
+    rate: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class _Session:
+    """Session that is being read: size and tokens of its blocks."""
+
+    block_size: int
+    tokens: BlockTokens
+
+
+class SessionFormat:
+    """Reader of sessions of agents, as in kv-cache-tester's traces: a session an object, with all its requests.
+
+        {"block_size": 64, "hash_id_scope": "local", "requests": [
+            {"t": 0.0, "in": 12040, "out": 178, "hash_ids": [1, 2], "think_time": 0.0},
+            {"t": 9.5, "requests": [{"t": 0.0, "in": 10792, ...}]}]}
+
+    An entry with `requests` of its own is a sub-agent. Times are in seconds: `t` from the start of the session or of
+    the sub-agent, `think_time` from the end of the request before. `hash_ids` are of complete blocks, the sub-agents'
+    in the namespace of their session. What follows the last complete block of a prompt, and every answer, is unique.
+
+    Recorded times are not replayed: a session starts by a Poisson process, and its next request comes `think_time`
+    after the simulated end of the one before. A sub-agent starts at its recorded distance from the request before it
+    and runs beside its parent, which does not wait.
+
+    Args:
+        starts: Starts of sessions.
+    """
+
+    def __init__(self, starts: SessionStarts) -> None:
+        self._rate, self._random = starts.rate, random.Random(starts.seed)
+        self._ids = Ids(FIRST_SYNTHETIC_ID)
+        self._now = 0.0
+        self._threads = 0
+
+    def read(self, line: JsonObject) -> list[Turn]:
+        """Return the requests of a session and its sub-agents, each after the request that its time counts from."""
+        scope = line.get("hash_id_scope", "local")
+        if scope != "local":
+            raise ValueError(f"hash_id_scope {str(scope)[:40]!r} is unknown; only 'local' is read")
+        self._now += self._random.expovariate(self._rate)
+        session = _Session(count_of(line["block_size"], "block_size"), BlockTokens(self._ids))
+        return self._thread(session, objects_of(line["requests"]), self._now, None)
+
+    def _thread(
+        self, session: _Session, entries: Sequence[JsonObject], start: float, beside: Turn | None
+    ) -> list[Turn]:
+        """Return the requests of a session or a sub-agent, and of its sub-agents.
+
+        Args:
+            session: Session that they belong to.
+            entries: Requests and sub-agents.
+            start: Seconds of its start from the beginning or, given `beside`, from the start of that turn.
+            beside: Turn of the parent before it; None for a session.
+        """
+        number, self._threads = self._threads, self._threads + 1
+        turns: list[Turn] = []
+        before: Turn | None = None
+        before_t = 0.0
+        for entry in entries:
+            t = time_of(entry["t"], "t")
+            if t < before_t:
+                raise ValueError(f"t {t:g} must be at least the previous request's, {before_t:g}")
+            if "requests" in entry:
+                distance, parent = (start + t, beside) if before is None else (t - before_t, before)
+                turns += self._thread(session, objects_of(entry["requests"]), distance, parent)
+                continue
+            length, hashes = count_of(entry["in"], "in"), list_of(entry["hash_ids"])
+            pieces = session.tokens.prompt(hashes, length, session.block_size)
+            answer = self._ids.take(max(1, count_of(entry["out"], "out", minimum=0)))
+            if before is None:
+                turn = Turn(number, start + t, pieces, answer, beside=beside)
+            else:
+                pause = entry.get("think_time")
+                turn = Turn(number, 0.0 if pause is None else time_of(pause, "think_time"), pieces, answer, True)
+            turns.append(turn)
+            before, before_t = turn, t
+        return turns
+
 
 DEFAULT_STARTS = SessionStarts()
 _INVALID = (KeyError, TypeError, ValueError, OverflowError, RecursionError)

@@ -19,9 +19,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Sequence as RequestSequence
-from megatron_ext.simulation.cached_models import CachedModel
-from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.settings import Batch, Settings, limits_of
+from megatron_ext.simulation.settings import Batch, CachedModel, Machine, Settings, limits_of
 from megatron_ext.simulation.trace import Turn, by_session, common_tokens
 
 

@@ -1,18 +1,118 @@
-"""Settings of a simulated cache: its memory as blocks and snapshot slots, and the limits of its scheduler."""
+"""Settings of a simulation: model, machine, memory as blocks and snapshot slots, and the limits of the scheduler."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from megatron_ext.config.costs import EntryCosts
+from megatron_ext.config import ModelConfig
+from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.arena import MIN_SLABS, ArenaBudget, aligned, plan_slabs
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.aligned import check_aligned
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
-from megatron_ext.simulation.cached_models import CachedModel
+
+_NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+ELEMENT_BYTES, STATE_ELEMENT_BYTES = 2, 4  # of keys, values and convolution states; of recurrent states
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """Model in a simulation.
+
+    Attributes:
+        known: Costs at one block size.
+        longest: Maximum number of tokens of a sequence.
+    """
+
+    known: EntryCosts
+    longest: int
+
+    def reaching(self, tokens: int) -> CachedModel:
+        """Return the same model with another maximum number of tokens of a sequence."""
+        return replace(self, longest=tokens)
+
+    def costs(self, block_size: int) -> EntryCosts:
+        """Return the costs with blocks of this many tokens."""
+        bytes_of_block = self.known.block_bytes * block_size // self.known.block_size
+        return replace(self.known, block_size=block_size, block_bytes=bytes_of_block)
+
+
+def _described(config: ModelConfig) -> CachedModel:
+    """Return an architecture, whose recurrent layers are Mamba-2, with values of 16 bits and states of 32."""
+    pattern = config.hybrid_override_pattern
+    kv_bytes = 2 * pattern.count("*") * config.query_groups * config.head_channels * ELEMENT_BYTES
+    convolved = config.mamba_heads * config.mamba_head_dim + 2 * config.mamba_num_groups * config.mamba_state_dim
+    window = convolved * (config.mamba_conv_kernel - 1) * ELEMENT_BYTES
+    state_bytes = config.recurrent.state_size(config) * STATE_ELEMENT_BYTES + window
+    costs = entry_costs(config, 1, kv_bytes, pattern.count("M") * state_bytes)
+    return CachedModel(costs, config.max_position_embeddings)
+
+
+def _nemotron() -> ModelConfig:
+    """Return Nemotron-H with 8 billion parameters."""
+    return ModelConfig(
+        hybrid_override_pattern=_NEMOTRON,
+        hidden_size=4096,
+        ffn_hidden_size=21504,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=128,
+        mamba_state_dim=128,
+        mamba_head_dim=64,
+        mamba_num_heads=128,
+        mamba_num_groups=8,
+        squared_relu=True,
+        max_position_embeddings=131072,
+    )
+
+
+def _llama() -> ModelConfig:
+    """Return Llama 3 with 8 billion parameters."""
+    return ModelConfig(
+        hybrid_override_pattern="*-" * 32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=128,
+        swiglu=True,
+        max_position_embeddings=131072,
+    )
+
+
+MODELS = {"nemotron-h-8b": _described(_nemotron()), "llama-3-8b": _described(_llama())}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured or assumed rates of a machine.
+
+    Attributes:
+        flops: Operations per second of a prefill.
+        bytes: Bytes per second of memory reads in decode: parameters once a step, KV of each request.
+        parameter_bytes: Parameter bytes read in every step.
+        overhead: Constant seconds of a step.
+    """
+
+    flops: float = 4e14
+    bytes: float = 3e12
+    parameter_bytes: float = 1.6e10
+    overhead: float = 2e-3
+
+    def seconds(self, chunks: Iterable[Chunk], costs: EntryCosts) -> float:
+        """Return the seconds of a step: the maximum of computing and reading, plus the overhead."""
+        operations, read = 0.0, self.parameter_bytes
+        for chunk in chunks:
+            operations += costs.flops(chunk.start, chunk.end)
+            if chunk.is_decode:
+                read += chunk.end / costs.block_size * costs.block_bytes + costs.state_bytes
+        return self.overhead + max(operations / self.flops, read / self.bytes)
+
 
 GIB = 1024**3
 ROOMY = 1000  # slabs for which a memory surely has room

@@ -13,9 +13,8 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
 from megatron_ext.http_client import opened
-from megatron_ext.simulation.cached_models import CachedModel
 from megatron_ext.simulation.formats import read_requests
-from megatron_ext.simulation.settings import GIB, Batch, Settings
+from megatron_ext.simulation.settings import GIB, Batch, CachedModel, Settings
 from megatron_ext.simulation.trace import Turn
 
 TIMEOUT = 60.0  # seconds

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.response_format import CHOICE, JSON_SCHEMA, LARK, REGEX, ResponseFormat
+from megatron_ext.config.request import CHOICE, JSON_SCHEMA, LARK, REGEX, ResponseFormat
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.matcher import Matcher, TokenMatcher, short_reason
+from megatron_ext.text.matcher import BudgetMatcher, Matcher, TokenMatcher, short_reason
 from megatron_ext.text.patterns import with_patterns
-from megatron_ext.text.thinking_budget import BudgetMatcher
 from megatron_ext.text.tokenizer import Tokenizer, ends_of
 
 if TYPE_CHECKING:

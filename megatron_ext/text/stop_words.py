@@ -1,4 +1,4 @@
-"""Stop words, matched on text, independent of their tokenization.
+"""Stop words, matched on text, independent of their tokenization; and streamed text, which may begin one.
 
 A word is found in the returned text, and in the text with special tokens: words may be special tokens, or parts of
 them.
@@ -6,9 +6,12 @@ them.
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer, Piece
+from megatron_ext.text.tool_calls.source import overlap
 
 
 class StopWordMatcher:
@@ -107,3 +110,67 @@ class StopWordMatcher:
 
     def _plain(self, end: int) -> str:
         return self._detokenize(self._tokens[:end])
+
+
+logger = logging.getLogger(__name__)
+
+
+class TextStream:
+    """Parts of a request's text: concatenated, they equal the text of its record.
+
+    Tokens with incomplete characters are held back, and so are tokens that may begin a stop word.
+
+    Args:
+        stop_words: Non-empty strings; may be empty.
+        detokenize: Token ids, and `skip_special_tokens`, to text.
+    """
+
+    def __init__(self, stop_words: Sequence[str], detokenize: Callable[..., str]) -> None:
+        self._stop_words = stop_words
+        self._text = IncrementalDetokenizer(detokenize)
+        self._held: deque[Piece] = deque()  # they may begin a stop word in the text with special tokens
+        self._plain: deque[str] = deque()  # text of earlier pieces, which may begin one in the returned text
+        self._sent: list[str] = []
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Return the text that can be sent now. `tokens` are new, and none of them ended the request."""
+        parts = []
+        for piece in self._text.feed(tokens):
+            self._held.append(piece)
+            parts += self._release()
+        return self._send("".join(parts))
+
+    def finish(self, text: str) -> str:
+        """Return the unsent rest of `text`, the text of the request's record."""
+        sent = "".join(self._sent)
+        if not text.startswith(sent):
+            logger.warning(
+                "a stream sent %d characters that are not the beginning of the text of %d characters",
+                len(sent),
+                len(text),
+            )
+        return self._send(text[len(sent) :])
+
+    def _release(self) -> list[str]:
+        """Release the pieces that end before a possible beginning of a stop word."""
+        certain = self._certain("".join(piece.visible for piece in self._held))
+        while self._held and len(self._held[0].visible) <= certain:
+            piece = self._held.popleft()
+            certain -= len(piece.visible)
+            if piece.plain:
+                self._plain.append(piece.plain)
+        certain = self._certain("".join((*self._plain, *(piece.plain for piece in self._held))))
+        parts = []
+        while self._plain and len(self._plain[0]) <= certain:
+            certain -= len(self._plain[0])
+            parts.append(self._plain.popleft())
+        return parts
+
+    def _certain(self, text: str) -> int:
+        """Return the number of characters of a text before a possible beginning of a stop word."""
+        return len(text) - overlap(text, *self._stop_words)
+
+    def _send(self, text: str) -> str:
+        if text:
+            self._sent.append(text)
+        return text

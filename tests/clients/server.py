@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_ext.config.response_format import LARK, ResponseFormat
+from megatron_ext.config.request import LARK, ResponseFormat
 from megatron_ext.server.openai import structured_output_checks
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_ext.config import BatchingConfig
-from megatron_ext.config.layers.letters import is_attention, is_recurrent
+from megatron_ext.config.layers import is_attention, is_recurrent
 from megatron_ext.config.model_fields import SOFTMAX_TYPES
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_config import LayerConfig

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import WrappedTensor
 from torch import Tensor, nn
 
-from megatron_ext.config.layers.letters import is_recurrent
+from megatron_ext.config.layers import is_recurrent
 from megatron_ext.mcore.layers.layer_config import LayerConfig
 from megatron_ext.mcore.layers.norms import LayerNormFromConfig
 from megatron_ext.mcore.layers.residual_layers import ResidualStream, is_plain_inference

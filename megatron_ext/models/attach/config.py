@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.config.layers.pattern import YARN
+from megatron_ext.config.layers import YARN
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore import platform  # noqa: F401  # first: it puts the CPU stand-ins in place
-from megatron_ext.models.attach.wrappers import is_gpt
+from megatron_ext.models.attach.modules import is_gpt
 from megatron_ext.models.megatron.training_args import config_from_args
 from megatron_ext.models.rotary_embedding import rotary_embedding
 

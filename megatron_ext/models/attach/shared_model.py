@@ -16,8 +16,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples, saved_tensors
 from megatron_ext.models.attach.config import config_of, rotary_frequencies
-from megatron_ext.models.attach.modules import check_modules
-from megatron_ext.models.attach.wrappers import is_gpt, unwrapped
+from megatron_ext.models.attach.modules import check_modules, is_gpt, unwrapped
 from megatron_ext.models.build import build_without_parameters
 from megatron_ext.models.megatron.stored_keys import is_ignored, places
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 
 from megatron_ext.config import LARGEST_SIZE, MAX_LAYERS
-from megatron_ext.config.hf_overrides import HfOverrides
+from megatron_ext.config.source import HfOverrides
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
 

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.config.hf_overrides import HfOverrides
+from megatron_ext.config.source import HfOverrides
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.huggingface.family_registry import family_of

@@ -48,9 +48,13 @@ from megatron_ext.models.megatron.directory import (
     read_header,
     stored_tensor,
 )
-from megatron_ext.models.megatron.facts import TrainingFacts, training_facts
 from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
-from megatron_ext.models.megatron.training_args import config_from_args, padded_vocabulary
+from megatron_ext.models.megatron.training_args import (
+    TrainingFacts,
+    config_from_args,
+    padded_vocabulary,
+    training_facts,
+)
 from megatron_ext.models.weight_files import (
     FLOATING_TYPES,
     WEIGHTS_FILE,

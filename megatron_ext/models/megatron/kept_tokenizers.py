@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ext.config.tokenizer import (
+from megatron_ext.config.source import (
     GPT2_TOKENIZER,
     SENTENCEPIECE_TOKENIZERS,
     TIKTOKEN_PATTERNS,

@@ -8,16 +8,76 @@ Megatron was older has its former implicit value: off.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from megatron_ext.config import MAX_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, SOFTMAX_TYPES, ModelConfig
-from megatron_ext.config.layers.layer_freq import EVERY_LAYER, moe_letters, windowed_letters
-from megatron_ext.config.layers.pattern import YARN, pattern_from_ratios, prediction_pattern, read_pattern
-from megatron_ext.config.model_checks import PREDICTION_LETTERS
+from megatron_ext.config.layers import (
+    EVERY_LAYER,
+    YARN,
+    moe_letters,
+    pattern_from_ratios,
+    prediction_pattern,
+    read_pattern,
+    windowed_letters,
+)
+from megatron_ext.config.model import PREDICTION_LETTERS
+from megatron_ext.config.source import TOKENIZER_TYPES
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.config_fields import MEGATRONS_MODULES, is_megatrons_spec
 from megatron_ext.models.megatron.directory import model_config
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """Facts of a model that Megatron-LM trained.
+
+    Attributes:
+        is_gpt: Whether the stored weights are a GPT's: each layer an attention and an MLP or experts.
+        vocabulary_rows: Rows of the embedding, padding included.
+        tokenizer_type: Tokenizer type of the run; None if absent or unknown here.
+        tokenizer_model: Tokenizer file of the run, on any machine.
+        vocab_file: Vocabulary file of the run.
+        merge_file: Merges file of the run.
+        tiktoken_pattern: Pattern of the run's tiktoken tokenizer.
+        tiktoken_num_special_tokens: Special tokens of the run's tiktoken tokenizer.
+    """
+
+    is_gpt: bool
+    vocabulary_rows: int
+    tokenizer_type: str | None = None
+    tokenizer_model: Path | None = None
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int | None = None
+
+
+def training_facts(args: object, *, is_gpt: bool, vocabulary_rows: int) -> TrainingFacts:
+    """Extract the facts from the arguments in a checkpoint; values of a wrong type are ignored."""
+
+    def text(name: str) -> str | None:
+        value = getattr(args, name, None)
+        return value if isinstance(value, str) and value and "\0" not in value else None
+
+    def path(name: str) -> Path | None:
+        value = text(name)
+        return None if value is None else Path(value)
+
+    kind, specials = text("tokenizer_type"), getattr(args, "tiktoken_num_special_tokens", None)
+    return TrainingFacts(
+        is_gpt,
+        vocabulary_rows,
+        tokenizer_type=kind if kind in TOKENIZER_TYPES else None,
+        tokenizer_model=path("tokenizer_model"),
+        vocab_file=path("vocab_file"),
+        merge_file=path("merge_file"),
+        tiktoken_pattern=text("tiktoken_pattern"),
+        tiktoken_num_special_tokens=specials if type(specials) is int else None,
+    )
+
 
 _REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _TAKEN = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,9 +21,139 @@ from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, 
 from megatron_ext.models.huggingface.weight_loader import part_shapes
 from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration
 from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
-from megatron_ext.models.update.named_tensors import require_weight
-from megatron_ext.models.update.recipes import Recipe, Shape, Shapes, renamed
-from megatron_ext.models.weight_files import is_prediction
+from megatron_ext.models.weight_files import FLOATING_TYPES, is_prediction
+
+NamedTensors: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def read_named_tensors(given: NamedTensors) -> dict[str, object]:
+    """Return the given tensors by name; the tensors themselves are not checked.
+
+    Raises:
+        ConfigError: Neither a mapping nor pairs, a name twice, or no tensors.
+    """
+    named: dict[str, object] = {}
+    for pair in given.items() if isinstance(given, Mapping) else _pairs(given):
+        name, tensor = pair
+        if not isinstance(name, str):
+            raise ConfigError(f"the name {name!r} is of type {type(name).__name__}; give a text")
+        if name in named:
+            raise ConfigError(f"tensor {name} is given twice")
+        named[name] = tensor
+    if not named:
+        raise ConfigError("no tensor is given; give all of the model's, or some with partial=True")
+    return named
+
+
+def _pairs(given: object) -> Iterable[tuple[object, object]]:
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"named tensors are of type {type(given).__name__}; give a dict, or pairs of name and tensor")
+    for pair in given:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ConfigError(f"{type(pair).__name__} is not a pair of name and tensor; give such pairs, or a dict")
+        yield pair
+
+
+def require_weight(name: str, tensor: object) -> Tensor:
+    """Return the tensor, detached, if it is a dense floating point tensor with data.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name} is of type {type(tensor).__name__}; give a tensor")
+    if callable(getattr(tensor, "full_tensor", None)):
+        raise ConfigError(f"{name} is sharded over ranks; give {name}.full_tensor()")
+    if tensor.is_meta:
+        raise ConfigError(f"{name} is on the meta device and has no values; give a tensor with values")
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{name} is {str(tensor.layout).removeprefix('torch.')}; give a dense tensor")
+    if tensor.dtype not in FLOATING_TYPES:
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
+        raise ConfigError(f"{name} is of type {str(tensor.dtype).removeprefix('torch.')}; it must be one of {kinds}")
+    return tensor.detach()
+
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = Mapping[str, Shape]
+
+_NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Recipe of one tensor of the model.
+
+    Attributes:
+        parts: Names and shapes of their tensors, in order.
+        make: Makes our tensor from those, on their device.
+    """
+
+    parts: Shapes
+    make: Callable[[Sequence[Tensor]], Tensor]
+
+
+def renamed(name: str, shape: Shape) -> Recipe:
+    """Return the recipe of a tensor that is given as it is, under a name."""
+    return Recipe({name: shape}, _only)
+
+
+def _only(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0]
+
+
+def recipe_shapes(recipes: Mapping[str, Recipe]) -> dict[str, Shape]:
+    """Return the names and shapes of the parts of all recipes."""
+    return {name: shape for recipe in recipes.values() for name, shape in recipe.parts.items()}
+
+
+def chosen_recipes(recipes: Mapping[str, Recipe], shapes: Mapping[str, Shape], *, partial: bool) -> dict[str, Recipe]:
+    """Return the recipes of the tensors of the model that the given ones make.
+
+    Args:
+        recipes: Recipes of all tensors of the model.
+        shapes: Shapes of the given tensors, by name.
+        partial: Allow missing tensors.
+
+    Raises:
+        ConfigError: A name is unknown or missing, or a shape is wrong.
+    """
+    _require_names(recipes, shapes, partial=partial)
+    chosen = {name: recipe for name, recipe in recipes.items() if not recipe.parts.keys().isdisjoint(shapes)}
+    _require_shapes(chosen, shapes)
+    return chosen
+
+
+def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape], *, partial: bool) -> None:
+    known = {name for recipe in recipes.values() for name in recipe.parts}
+    unknown = sorted(tensors.keys() - known)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; its names look like {min(known)}"
+        raise ConfigError(f"the model has no tensor {_shown(unknown)}{hint}")
+    if not partial:
+        missing = sorted(known - tensors.keys())
+        if missing:
+            raise ConfigError(
+                f"{_shown(missing)} of the model are missing; give all tensors, or partial=True to keep the others"
+            )
+    for recipe in recipes.values():
+        missing = [name for name in recipe.parts if name not in tensors]
+        if 0 < len(missing) < len(recipe.parts):
+            (there, *_) = (name for name in recipe.parts if name in tensors)
+            raise ConfigError(f"{there} is one tensor with {_shown(missing)} in the model; give them together")
+
+
+def _require_shapes(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape]) -> None:
+    for recipe in recipes.values():
+        for name, shape in recipe.parts.items():
+            if tensors[name] != shape:
+                raise ConfigError(f"{name} has shape {tensors[name]}; the model's has {shape}")
+
+
+def _shown(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
 
 
 class Naming(Protocol):

@@ -15,8 +15,7 @@ from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.attach.shared_model import names_in_memory
 from megatron_ext.models.megatron.stored_keys import is_ignored
-from megatron_ext.models.update.named_tensors import require_weight
-from megatron_ext.models.update.recipes import Shape, chosen_recipes, renamed
+from megatron_ext.models.update.naming import Shape, chosen_recipes, renamed, require_weight
 from megatron_ext.models.weight_files import is_prediction
 
 _WRAPPER = "module."  # before the names of a wrapped model's parameters

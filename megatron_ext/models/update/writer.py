@@ -23,9 +23,16 @@ from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.megatron.stored_keys import final_norm_in_gpt
 from megatron_ext.models.update.copies import kept_copies, write_back
 from megatron_ext.models.update.disk import NewWeights
-from megatron_ext.models.update.named_tensors import NamedTensors, read_named_tensors
-from megatron_ext.models.update.naming import Naming
-from megatron_ext.models.update.recipes import Recipe, Shape, Shapes, chosen_recipes, recipe_shapes
+from megatron_ext.models.update.naming import (
+    NamedTensors,
+    Naming,
+    Recipe,
+    Shape,
+    Shapes,
+    chosen_recipes,
+    read_named_tensors,
+    recipe_shapes,
+)
 from megatron_ext.models.update.shards import ShardOptions, local_tensors, require_equal, unwrapped
 from megatron_ext.parallel.commands import DescribeWeights, ReadWeights, TensorSpec, UpdateWeights, WeightsCommand
 from megatron_ext.parallel.parallel_context import ParallelContext

@@ -17,8 +17,8 @@ from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking
 from megatron_ext.server.openai.responses import AnswerBuilder, Piece, finished
 from megatron_ext.server.openai.streaming import PieceReader, failure_of, source_of
-from megatron_ext.text.raw_arguments import INVALID_JSON
-from megatron_ext.text.tool_calls.events import Content
+from megatron_ext.text.chat_template import INVALID_JSON
+from megatron_ext.text.tool_calls.source import Content
 from megatron_ext.text.vocabulary import Vocabulary
 
 NOT_CACHED = "not_cached"  # reason of a prompt's tokens that were computed and are cached from now on

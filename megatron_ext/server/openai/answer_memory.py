@@ -17,8 +17,8 @@ from hashlib import blake2b
 from typing import TypeAlias
 
 from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking
-from megatron_ext.text.raw_arguments import INVALID_JSON
-from megatron_ext.text.tool_calls.events import Content
+from megatron_ext.text.chat_template import INVALID_JSON
+from megatron_ext.text.tool_calls.source import Content
 
 _OVERHEAD = 512  # bytes of an entry beside its ids
 _DOMAIN = b"mext.answers"

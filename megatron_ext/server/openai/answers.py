@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.text.reasoning import ReasoningFormat, ReasoningReader
-from megatron_ext.text.tool_calls.events import Arguments, CallBegun, Content
 from megatron_ext.text.tool_calls.formats import HERMES, ToolCallFormat
 from megatron_ext.text.tool_calls.functions import Function
 from megatron_ext.text.tool_calls.reader import ToolCallReader
+from megatron_ext.text.tool_calls.source import Arguments, CallBegun, Content
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import MAX_CALLS
 from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.chat_tokens import RenderedChat
-from megatron_ext.text.control_tokens import ASSISTANT
+from megatron_ext.text.chat_tokens import ASSISTANT, RenderedChat
 from megatron_ext.text.prompt_tokenization import begin_once
 from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function
 

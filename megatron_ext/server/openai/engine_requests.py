@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.request import MAX_CHECKPOINTS
-from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.request import MAX_CHECKPOINTS, ResponseFormat
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.api_errors import context_exceeded, generates_nothing, too_many_requests

@@ -24,8 +24,7 @@ from megatron_ext.server.openai.request_fields import (
     Schema,
     Text,
 )
-from megatron_ext.text.chat_template import ENABLE_THINKING, ChatOptions
-from megatron_ext.text.raw_arguments import INVALID_JSON
+from megatron_ext.text.chat_template import ENABLE_THINKING, INVALID_JSON, ChatOptions
 
 MAX_MARKS = 4  # `cache_control` marks in a conversation: each costs a tokenization
 MAX_TOOLS = 128

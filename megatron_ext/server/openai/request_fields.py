@@ -23,9 +23,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from megatron_ext.config.options import options_of
-from megatron_ext.config.request import MAX_CHECKPOINTS, RequestParams
-from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
-from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.config.request import JSON_OBJECT, MAX_CHECKPOINTS, REGEX, RequestParams, ResponseFormat, TokenBiases
 from megatron_ext.server.unknown_fields import check_unknown
 
 MAX_CHOICES = 128

@@ -17,7 +17,7 @@ from megatron_ext.scheduling.token_versions import part_of
 from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError, aborted
 from megatron_ext.server.client.request_group import RequestHandle
 from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, thinking_length
-from megatron_ext.text.excerpt import excerpt
+from megatron_ext.text.detokenizer import excerpt
 from megatron_ext.text.vocabulary import Vocabulary
 
 DROPPED_THINKING = "dropped_thinking"

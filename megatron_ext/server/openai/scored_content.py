@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking
 from megatron_ext.server.openai.responses import Piece, Scored
-from megatron_ext.text.token_bytes import bytes_in_text
-from megatron_ext.text.tool_calls.events import Content
-from megatron_ext.text.vocabulary import Vocabulary
+from megatron_ext.text.tool_calls.source import Content
+from megatron_ext.text.vocabulary import Vocabulary, bytes_in_text
 
 LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 

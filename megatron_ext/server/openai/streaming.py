@@ -30,7 +30,7 @@ from megatron_ext.server.openai.responses import (
     usage_so_far,
     versions_of,
 )
-from megatron_ext.text.text_stream import TextStream
+from megatron_ext.text.stop_words import TextStream
 
 logger = logging.getLogger(__name__)
 

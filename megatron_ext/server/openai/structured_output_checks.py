@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from megatron_ext.config import ServerLimits
-from megatron_ext.config.response_format import JSON_OBJECT, JSON_SCHEMA, LARK, ResponseFormat, ThinkingBudget
+from megatron_ext.config.request import JSON_OBJECT, JSON_SCHEMA, LARK, ResponseFormat, ThinkingBudget
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_errors import response_format_refused, response_format_too_long, response_format_too_slow
 from megatron_ext.server.openai.answers import AnswerFormat

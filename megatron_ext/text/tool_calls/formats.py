@@ -8,8 +8,7 @@ from typing import Protocol
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.tool_calls.functions import Function, GrammarRules
-from megatron_ext.text.tool_calls.json_calls import JsonCalls
-from megatron_ext.text.tool_calls.mistral_calls import MistralCalls
+from megatron_ext.text.tool_calls.json_calls import JsonCalls, MistralCalls
 from megatron_ext.text.tool_calls.pythonic_calls import PythonicCalls
 from megatron_ext.text.tool_calls.source import Parser, Source
 from megatron_ext.text.tool_calls.xml_calls import XmlCalls

@@ -1,4 +1,7 @@
-"""Calls as JSON objects: {"name": "weather", "arguments": {"city": "Oslo"}}, alone or in a list."""
+"""Calls as JSON objects: {"name": "weather", "arguments": {"city": "Oslo"}}, alone or in a list; and Mistral's calls.
+
+Mistral's models write weather[ARGS]{"city": "Oslo"}, or in older models a list of JSON objects.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import json
 import re
 from dataclasses import dataclass
 
-from megatron_ext.text.tool_calls.events import Arguments, CallBegun
 from megatron_ext.text.tool_calls.functions import Function, GrammarRules
-from megatron_ext.text.tool_calls.source import BrokenArguments, NotACall, Parser, Part, Source
+from megatron_ext.text.tool_calls.source import Arguments, BrokenArguments, CallBegun, NotACall, Parser, Part, Source
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _BARE_KEYS = frozenset({"name", "type", "id", *_ARGUMENT_KEYS})  # of an object that is a call without a marker
@@ -218,3 +220,42 @@ def json_value(source: Source) -> Parser:
             raise problem
         if not scanner.is_complete and not (yield from source.more()):
             raise NotACall("end")
+
+
+_ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
+_LIST = JsonCalls(is_list=True)
+
+
+@dataclass(frozen=True)
+class MistralCalls:
+    """Syntax of one call as a name and its arguments, or of a list of objects; both are read.
+
+    Attributes:
+        is_list: Whether the model writes a list.
+    """
+
+    is_list: bool = False
+
+    def parse(self, source: Source, functions: dict[str, Function]) -> Parser:
+        """Parse a call, or a list of calls. An id between name and arguments is dropped."""
+        if (yield from source.skip_spaces()) == "[":
+            yield from _LIST.parse(source, functions)
+            return
+        name = yield from source.word()
+        if (yield from source.starts_with(_ID)):
+            yield from source.word()
+        yield from source.starts_with(_ARGUMENTS)
+        if (yield from source.skip_spaces()) != "{":
+            raise NotACall(name)
+        source.check_name(name)
+        yield CallBegun(name)
+        yield from json_arguments(source)
+
+    def grammar(self, functions: list[Function], rules: GrammarRules, *, is_parallel: bool) -> str:
+        """Return the expression of a call or a list; arguments follow the functions' schemas."""
+        if self.is_list:
+            return _LIST.grammar(functions, rules, is_parallel=is_parallel)
+        return " | ".join(
+            f"{rules.literal(function.name)} {rules.marker(_ARGUMENTS)} {rules.json(function.schema)}"
+            for function in functions
+        )

@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.text.tool_calls.events import Arguments, CallBegun
 from megatron_ext.text.tool_calls.functions import Function, GrammarRules
-from megatron_ext.text.tool_calls.source import NotACall, Parser, Part, Source, json_text
+from megatron_ext.text.tool_calls.source import Arguments, CallBegun, NotACall, Parser, Part, Source, json_text
 
 _OPENING, _CLOSING = "([{", ")]}"
 _WORDS = {"boolean": '"True" | "False"', "null": '"None"'}

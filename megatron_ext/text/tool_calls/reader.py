@@ -11,10 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron_ext.text.tool_calls.events import Arguments, CallBegun, Content, Event
 from megatron_ext.text.tool_calls.formats import ToolCallFormat
 from megatron_ext.text.tool_calls.functions import Function
-from megatron_ext.text.tool_calls.source import BrokenArguments, NotACall, Parser, Source, overlap
+from megatron_ext.text.tool_calls.source import (
+    Arguments,
+    BrokenArguments,
+    CallBegun,
+    Content,
+    Event,
+    NotACall,
+    Parser,
+    Source,
+    overlap,
+)
 
 
 class ToolCallReader:

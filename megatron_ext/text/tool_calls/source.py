@@ -1,4 +1,4 @@
-"""Growing text that the parsers of call syntaxes read.
+"""Growing text that the parsers of call syntaxes read, and the events that they yield.
 
 A parser is a generator. It yields events, and None where it needs more text; `Source.add` brings that before the
 generator is resumed. At the end of the text `peek` returns an empty string.
@@ -8,9 +8,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Generator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_ext.text.tool_calls.events import Event
+
+@dataclass(frozen=True)
+class Content:
+    """Text outside of calls."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegun:
+    """Beginning of a call; the arguments follow in `Arguments`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Next piece of the JSON text of the latest call's arguments."""
+
+    text: str
+
+
+Event = Content | CallBegun | Arguments
+
 
 Result = TypeVar("Result")
 # Generator type of a parser's part, which returns a result.

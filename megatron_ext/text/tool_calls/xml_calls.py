@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from megatron_ext.text.tool_calls.events import Arguments, CallBegun
 from megatron_ext.text.tool_calls.functions import Function, GrammarRules
-from megatron_ext.text.tool_calls.source import NotACall, Parser, Source, json_text, overlap
+from megatron_ext.text.tool_calls.source import Arguments, CallBegun, NotACall, Parser, Source, json_text, overlap
 
 _FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_OF_PARAMETER = "<parameter=", "</parameter>"

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext import ConfigError, LoadedEngine, RequestParams, RequestRecord, Status, follow_engine, load_engine
-from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.request import ResponseFormat
 from megatron_ext.text.stop_words import StopWordMatcher
 from tests.unit_tests.api.conftest import SMALL
 from tests.unit_tests.api.test_pause import begun

@@ -15,9 +15,8 @@ from arguments.parser import build_parser
 from megatron_ext import ConfigError, load_engine
 from megatron_ext.api.settings import is_of_the_engine, known_names, read_settings
 from megatron_ext.config import InferenceSettings, RunConfig
-from megatron_ext.config.hf_overrides import HfOverrides
-from megatron_ext.config.response_format import ResponseFormat
-from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.config.request import ResponseFormat, TokenBiases
+from megatron_ext.config.source import HfOverrides
 
 FLAGS = [(group, flag) for group in (*GROUPS, SYNONYMS) for flag in group.flags]
 OF_THE_RUN = {field.name for field in dataclasses.fields(RunConfig)} - {"inference_logging_step_interval"}

@@ -13,8 +13,8 @@ from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.mcore.hidden_states import KEPT_TOKENS
 from megatron_ext.models.build import build_model
+from megatron_ext.models.engine_args import check_prediction
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.prediction_checks import check_prediction
 
 PROMPT = "The import statement combines two operations; it searches for the named module, " * 3
 SETTINGS = {"speculative_adaptive": False, "num_speculative_tokens": 3, "num_tokens_to_generate": 24}

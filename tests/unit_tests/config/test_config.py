@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import math
-import types
 
 import pytest
 
@@ -22,19 +21,17 @@ from megatron_ext.config import (
     ServerLimits,
     ServerSettings,
     SourceConfig,
+    TokenizerConfig,
     batching,
-    checks,
-    limits,
     model,
+    options,
     request,
     run,
+    server,
     source,
-    tokenizer,
 )
-from megatron_ext.config.fleet_limits import MAX_BLOCK_TOKENS
-from megatron_ext.config.kv_events import KvEventsConfig
-from megatron_ext.config.response_format import ResponseFormat
-from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.config.kv_events import MAX_BLOCK_TOKENS, KvEventsConfig
+from megatron_ext.config.request import ResponseFormat, TokenBiases
 from megatron_ext.errors import ConfigError
 
 NAN, INF = math.nan, math.inf
@@ -291,17 +288,19 @@ def test_refused_in_one_line(kind: type, settings: dict, named: list[str]):
 
 
 def test_every_refusal_has_a_case(monkeypatch: pytest.MonkeyPatch):
-    """Each `require` in the source refuses at least once above."""
-    modules = [batching, limits, model, request, run, source, tokenizer]
-    calls = {(module.__file__, line) for module in modules for line in lines_of_require(module)}
+    """Each `require` in these classes refuses at least once above."""
+    modules = [batching, server, model, request, run, source]
+    configs = [BatchingConfig, CacheConfig, ServerLimits, ModelConfig, RequestParams, RunConfig]
+    configs += [InferenceSettings, ServerSettings, SourceConfig, TokenizerConfig]
+    calls = {(inspect.getsourcefile(config), line) for config in configs for line in lines_of_require(config)}
     refused = set()
 
     def noting(condition: bool, message: str) -> None:
-        if not condition:
-            caller = inspect.currentframe().f_back
+        caller = inspect.currentframe().f_back
+        if not condition and "self" in caller.f_locals:
             lines = [line for file, line in calls if file == caller.f_code.co_filename and line <= caller.f_lineno]
             refused.add((caller.f_code.co_filename, max(lines)))
-        checks.require(condition, message)
+        options.require(condition, message)
 
     for module in modules:
         monkeypatch.setattr(module, "require", noting)
@@ -311,11 +310,12 @@ def test_every_refusal_has_a_case(monkeypatch: pytest.MonkeyPatch):
     assert sorted(calls - refused) == [], "these lines refuse in no case of this test"
 
 
-def lines_of_require(module: types.ModuleType) -> set[int]:
-    """Lines on which a module calls `require`."""
+def lines_of_require(config: type) -> set[int]:
+    """Lines on which a class calls `require`."""
+    lines, first = inspect.getsourcelines(config)
     return {
-        node.lineno
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        first + node.lineno - 1
+        for node in ast.walk(ast.parse("".join(lines)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require"
     }
 

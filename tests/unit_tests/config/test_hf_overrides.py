@@ -7,7 +7,7 @@ import json
 import pytest
 
 from arguments.parser import parse_arguments, parse_server_arguments
-from megatron_ext.config.hf_overrides import HfOverrides
+from megatron_ext.config.source import HfOverrides
 from megatron_ext.errors import ConfigError
 
 

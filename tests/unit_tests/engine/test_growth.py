@@ -17,7 +17,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.config.in_flight import InFlight
-from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.request import ResponseFormat
 from megatron_ext.engine import thread as engine_thread
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore

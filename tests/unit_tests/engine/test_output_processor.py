@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.request import ResponseFormat
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.input_processor import InputProcessor
 from megatron_ext.engine.output_processor import OutputProcessor

@@ -15,7 +15,7 @@ from examples.embedded_model.training_model import cpu_layers, load_training_mod
 from examples.python import batch_file, convert, rl_loop, streaming, with_torchrun
 from examples.python.golden import test_outputs as golden
 from megatron_ext import RequestParams, attach_engine, load_engine
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore import weight_changes
 from tests.unit_tests.models.huggingface import llama_oracle
 from tests.unit_tests.models.test_load import write_tokenizer

@@ -8,7 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.config.fleet_limits import EVENT_BLOCKS
+from megatron_ext.config.kv_events import EVENT_BLOCKS
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events import mirror as mirrors
 from megatron_ext.kv_events.changes import Changes

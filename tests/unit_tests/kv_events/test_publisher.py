@@ -10,10 +10,9 @@ import pytest
 import zmq
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.config.fleet_limits import MAX_REQUEST_BYTES
-from megatron_ext.config.kv_events import KvEventsConfig
+from megatron_ext.config.kv_events import MAX_REQUEST_BYTES, KvEventsConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.kv_events import channel, throttle
+from megatron_ext.kv_events import channel
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.prefix_cache.public_hash import event_hash
@@ -174,7 +173,7 @@ def test_broken_requests_are_left_out(world, caplog):
 
 def test_size_of_a_request(world, monkeypatch, caplog):
     """A frame at the bound is received, and refused as no request; a larger one ends its connection unread."""
-    monkeypatch.setattr(throttle, "INTERVAL", 0.0)
+    monkeypatch.setattr(channel, "INTERVAL", 0.0)
     for size, lines in ((MAX_REQUEST_BYTES, 1), (MAX_REQUEST_BYTES + 1, 0), (2**26, 0)):
         caplog.clear()
         asker = world.asker()

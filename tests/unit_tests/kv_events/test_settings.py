@@ -9,8 +9,15 @@ import pytest
 
 from arguments import parse_server_arguments
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.config.fleet_limits import MAX_BLOCK_TOKENS, MAX_TOPIC_BYTES
-from megatron_ext.config.kv_events import LONGEST_IPC_PATH, IpcEndpoint, KvEventsConfig, TcpEndpoint, parse_endpoint
+from megatron_ext.config.kv_events import (
+    LONGEST_IPC_PATH,
+    MAX_BLOCK_TOKENS,
+    MAX_TOPIC_BYTES,
+    IpcEndpoint,
+    KvEventsConfig,
+    TcpEndpoint,
+    parse_endpoint,
+)
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine

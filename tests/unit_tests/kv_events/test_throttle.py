@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.kv_events.throttle import INTERVAL, Throttle
+from megatron_ext.kv_events.channel import INTERVAL, Throttle
 
 
 def test_a_line_covers_all_occurrences_since_the_last_one():

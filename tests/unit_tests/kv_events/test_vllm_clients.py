@@ -10,7 +10,7 @@ import zmq
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.kv_events import KvEventsConfig
-from megatron_ext.kv_events import wire
+from megatron_ext.kv_events import channel
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
@@ -169,7 +169,7 @@ def test_batches_are_bounded(hybrid, connect, monkeypatch):
     client = connect(hybrid.publisher, b"")
     client.replay(2**40)
     blocks = set(client.blocks)
-    monkeypatch.setattr(wire, "BATCH_BYTES", 200)
+    monkeypatch.setattr(channel, "BATCH_BYTES", 200)
     numbers = [number for number, _ in replayed(client.asker, 2**40)]
     assert len(numbers) > 2
     assert numbers == sorted(numbers)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgpack
 
-from megatron_ext.config.fleet_limits import BATCH_BYTES, EVENT_BLOCKS, EVENT_HASHES, MAX_BLOCK_TOKENS
+from megatron_ext.config.kv_events import BATCH_BYTES, EVENT_BLOCKS, EVENT_HASHES, MAX_BLOCK_TOKENS
 from megatron_ext.kv_events.changes import Block, Delta
+from megatron_ext.kv_events.channel import encode_batches
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, StateStored
 from megatron_ext.kv_events.mirror import Mirror
-from megatron_ext.kv_events.wire import encode_batches
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from tests.unit_tests.support.kv_events import encoded
 

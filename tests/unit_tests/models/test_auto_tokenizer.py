@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_ext.config import SourceConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.server.run import readable_root
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer

@@ -21,9 +21,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.mcore.warm_restart_setup import keep_engine
-from megatron_ext.models.identity import cache_facts
+from megatron_ext.models.identity import cache_facts, tensors_digest
 from megatron_ext.models.load import LoadedModel
-from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.prefix_cache.disk.announcing import announce
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.slot import take_slot

@@ -25,7 +25,7 @@ from examples.embedded_model.evaluation import (
     windows,
 )
 from megatron_ext.config import ModelConfig, SourceConfig
-from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.export import save_hf_checkpoint

@@ -12,7 +12,7 @@ import pytest
 from arguments.parser import parse_arguments, parse_server_arguments
 from megatron_ext import load_engine
 from megatron_ext.config import RequestParams, SourceConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.generation_defaults import generation_defaults, request_defaults

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.models import identity
 from megatron_ext.models.identity import SAMPLE_BYTES, SAMPLES, tokenizer_hash, weights_hash
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer

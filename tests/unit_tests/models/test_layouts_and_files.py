@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.config import ParallelConfig, SourceConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint import checkpoint_files

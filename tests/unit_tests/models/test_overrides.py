@@ -12,7 +12,7 @@ from arguments import parse_arguments
 from megatron_ext.config import BatchingConfig, ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.load import load_model
-from megatron_ext.models.megatron.facts import TrainingFacts
+from megatron_ext.models.megatron.training_args import TrainingFacts
 from megatron_ext.models.overrides import fitting_overrides, within_positions
 from tests.unit_tests.models.megatron import megatron_lm
 

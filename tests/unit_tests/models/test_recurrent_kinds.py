@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config import RECURRENT_KINDS, RECURRENT_LAYERS, ModelConfig
-from megatron_ext.config.checks import flag_of, flags_of
+from megatron_ext.config.options import flag_of, flags_of
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import OWN_SPECS, build_model, resolve_spec
 from tests.unit_tests.models.conftest import TINY

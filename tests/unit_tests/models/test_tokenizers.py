@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_ext.config import SourceConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.models import load
-from megatron_ext.models.megatron.facts import TrainingFacts
+from megatron_ext.models.megatron.training_args import TrainingFacts
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import Message

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ext.models import weights_digest
-from megatron_ext.models.weights_digest import DIGEST_FILE, files_digest, tensors_digest
+from megatron_ext.models import identity
+from megatron_ext.models.identity import DIGEST_FILE, files_digest, tensors_digest
 
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch) -> Path:
     """A checkpoint of two files, large enough for its digest to be kept."""
-    monkeypatch.setattr(weights_digest, "REMEMBERED_BYTES", 1000)
+    monkeypatch.setattr(identity, "REMEMBERED_BYTES", 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = tmp_path / "checkpoint"
     directory.mkdir()
@@ -85,7 +85,7 @@ def test_a_directory_that_cannot_be_written_has_its_digest_in_the_cache(checkpoi
 
 
 def test_small_checkpoints_leave_no_file(checkpoint, monkeypatch, tmp_path):
-    monkeypatch.setattr(weights_digest, "REMEMBERED_BYTES", 10**6)
+    monkeypatch.setattr(identity, "REMEMBERED_BYTES", 10**6)
     files_digest(checkpoint)
     assert not (checkpoint / DIGEST_FILE).exists()
     assert not (tmp_path / "cache").exists()

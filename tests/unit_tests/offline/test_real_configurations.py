@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from megatron_ext.commands.run import DONE, main
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from tests.functional_tests.megatron_rules import problems, run_megatrons_checker
 from tests.unit_tests.support.vocabularies import write_tiktoken
 

@@ -10,10 +10,8 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.routing.choosing import CROWDING
-from megatron_ext.routing.holders import Holders
-from megatron_ext.routing.index import PrefixIndex
-from megatron_ext.routing.loads import Loads
+from megatron_ext.routing.choosing import CROWDING, Loads
+from megatron_ext.routing.index import Holders, PrefixIndex
 from megatron_ext.routing.router import Router
 from tests.on_request import long_except
 from tests.priority import TestPriority

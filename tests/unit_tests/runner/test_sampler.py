@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config import RequestParams
-from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.config.request import TokenBiases
 from megatron_ext.engine.result import StepResult
 from megatron_ext.ops import triton
 from megatron_ext.ops.sampling import SAMPLING, reference, sample_tokens, sampling_metadata

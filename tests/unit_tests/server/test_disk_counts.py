@@ -11,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.mcore.warm_restart_setup import keep_engine
-from megatron_ext.models.identity import cache_facts
+from megatron_ext.models.identity import cache_facts, tensors_digest
 from megatron_ext.models.load import LoadedModel
-from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.server.http.status_page import PAGE
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.driver import make_prompt

@@ -14,8 +14,7 @@ from megatron_ext.engine.updates import Update
 from megatron_ext.server.client.request_group import RequestHandle
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.request_manager import TokenClock
-from megatron_ext.text.stop_words import StopWordMatcher
-from megatron_ext.text.text_stream import TextStream
+from megatron_ext.text.stop_words import StopWordMatcher, TextStream
 from tests.priority import TestPriority
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.server import tiny_engine
 

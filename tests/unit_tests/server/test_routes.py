@@ -15,7 +15,7 @@ import pytest
 
 import megatron_ext
 from megatron_ext.config import ServerConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_keys import Keys
 from megatron_ext.server.http.body import SENDER_HEADER

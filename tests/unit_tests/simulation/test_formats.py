@@ -13,14 +13,11 @@ import pytest
 from benchmarks.simulation.truth import SESSIONS, TRACES
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache import hash_chain
-from megatron_ext.simulation.cached_models import MODELS
-from megatron_ext.simulation.formats import read_trace
-from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation import formats
+from megatron_ext.simulation.formats import SessionStarts, read_trace
 from megatron_ext.simulation.replay import Outcome, Replay, simulate
-from megatron_ext.simulation.settings import Batch, Settings
+from megatron_ext.simulation.settings import MODELS, Batch, Machine, Settings
 from megatron_ext.simulation.trace import Turn, describe
-from megatron_ext.simulation.trace_formats import json_lines
-from megatron_ext.simulation.trace_formats.sessions import SessionStarts
 
 MOONCAKE = TRACES / "mooncake_200.jsonl.gz"
 
@@ -81,13 +78,13 @@ class TestFiles:
                 read_trace(path)
 
     def test_a_small_file_that_decompresses_to_a_large_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(json_lines, "LONGEST_LINE", 2**20)
+        monkeypatch.setattr(formats, "LONGEST_LINE", 2**20)
         (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(b" " * 2**22))
         with pytest.raises(ConfigError, match=f"longer than {2**20} bytes"):
             read_trace(tmp_path / "a.jsonl.xz")
 
     def test_many_lines_that_are_too_much_together(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(json_lines, "LONGEST_FILE", 2**20)
+        monkeypatch.setattr(formats, "LONGEST_FILE", 2**20)
         (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b" " * 2**19 + b"\n" + b" " * 2**20))
         with pytest.raises(ConfigError, match=f"more than {2**20} bytes"):
             read_trace(tmp_path / "a.jsonl.gz")

@@ -13,13 +13,10 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.simulation.cached_models import MODELS, CachedModel
-from megatron_ext.simulation.formats import read_trace
-from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation.formats import BLOCK_SIZE, read_trace
 from megatron_ext.simulation.replay import Outcome, Replay, simulate
-from megatron_ext.simulation.settings import GIB, Batch, Settings, limits_of
+from megatron_ext.simulation.settings import GIB, MODELS, Batch, CachedModel, Machine, Settings, limits_of
 from megatron_ext.simulation.trace import Ids, Turn, cut
-from megatron_ext.simulation.trace_formats.mooncake import BLOCK_SIZE
 from tests.unit_tests.scheduling.builders import make_request
 
 HYBRID, ATTENTION = MODELS["nemotron-h-8b"], MODELS["llama-3-8b"]

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.simulation.cached_models import MODELS
 from megatron_ext.simulation.formats import read_trace
-from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.replay import Replay
-from megatron_ext.simulation.settings import Batch, Settings, limits_of
+from megatron_ext.simulation.settings import MODELS, Batch, Machine, Settings, limits_of
 
 FOLDER = Path(os.environ["MEGATRON_EXT_TRACES"])
 FILES = sorted(path.name for path in FOLDER.iterdir() if ".jsonl" in path.suffixes)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import msgpack
 import zmq
 
+from megatron_ext.kv_events.channel import encode_batches
 from megatron_ext.kv_events.events import Event
 from megatron_ext.kv_events.publisher import Publisher
-from megatron_ext.kv_events.wire import encode_batches
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.public_hash import event_hash
 

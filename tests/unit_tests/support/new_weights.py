@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_ext.config.embedded import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
 from megatron_ext.models.huggingface.families.nemotron_h import NEMOTRON_H
 from megatron_ext.models.huggingface.tensors import LM_HEAD
 from megatron_ext.models.weight_files import WEIGHTS_FILE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.bad_words import word_tokens
+from megatron_ext.text.prompt_tokenization import word_tokens
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 
 TOKENIZER = TextTokenizer(EMBEDDED_MODEL_DIR)

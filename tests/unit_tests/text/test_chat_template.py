@@ -11,8 +11,7 @@ import pytest
 from transformers import AutoTokenizer, ProcessorMixin
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.chat_template import LONGEST_VARIABLE, ChatOptions
-from megatron_ext.text.raw_arguments import INVALID_JSON
+from megatron_ext.text.chat_template import INVALID_JSON, LONGEST_VARIABLE, ChatOptions
 from megatron_ext.text.tokenizer import TextTokenizer
 from megatron_ext.text.tokenizer_files import copy_tokenizer_files
 from tests.unit_tests.support import hf_tokenizers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_ext.models
-from megatron_ext.text.excerpt import SHOWN, excerpt
+from megatron_ext.text.detokenizer import SHOWN, excerpt
 from megatron_ext.text.tokenizer import TextTokenizer
 
 EMBEDDED = Path(megatron_ext.models.__file__).parent / "embedded_model"

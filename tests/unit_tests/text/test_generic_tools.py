@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.raw_arguments import INVALID_JSON
+from megatron_ext.text.chat_template import INVALID_JSON, ChatOptions
 from megatron_ext.text.tokenizer import TextTokenizer
-from megatron_ext.text.tool_calls.events import Arguments, CallBegun, Content
 from megatron_ext.text.tool_calls.formats import HERMES
 from megatron_ext.text.tool_calls.reader import ToolCallReader
+from megatron_ext.text.tool_calls.source import Arguments, CallBegun, Content
 from tests.unit_tests.support import hf_tokenizers
 from tests.unit_tests.text.test_chat_template import INSTRUCTIONS
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
+from megatron_ext.config.request import ResponseFormat
 from megatron_ext.errors import ConfigError
 from megatron_ext.text import grammars as module
 from megatron_ext.text.grammars import Grammars

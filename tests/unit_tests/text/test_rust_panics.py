@@ -12,8 +12,7 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.rust_panics import panics_as_errors
-from megatron_ext.text.tokenizer import TextTokenizer
-from megatron_ext.text.tokenizer_backends import AutoBackend
+from megatron_ext.text.tokenizer import AutoBackend, TextTokenizer
 from tests.unit_tests.support import hf_tokenizers
 
 EXPONENTIAL = Regex("(a+)+$")

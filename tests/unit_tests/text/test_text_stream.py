@@ -8,11 +8,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.text import text_stream
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
+from megatron_ext.text import stop_words
 from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer
-from megatron_ext.text.stop_words import StopWordMatcher
-from megatron_ext.text.text_stream import TextStream
+from megatron_ext.text.stop_words import StopWordMatcher, TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 from tests.unit_tests.text.test_stop_words import PIECE_IDS, TOKENIZER, spell
@@ -190,9 +189,9 @@ def test_the_parts_are_the_text(tokens, words, skip):
 
 @pytest.mark.parametrize("mistake", ["no holding back", "one character too few"])
 def test_negative_controls(monkeypatch, mistake):
-    overlap = text_stream._overlap
+    overlap = stop_words.overlap
     monkeypatch.setattr(
-        text_stream, "_overlap", lambda *pair: 0 if mistake == "no holding back" else max(0, overlap(*pair) - 1)
+        stop_words, "overlap", lambda *pair: 0 if mistake == "no holding back" else max(0, overlap(*pair) - 1)
     )
     parts, text = stream(["abc"], spell(*"xabc"))
     assert "".join(parts) != text

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import decoders
 
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.text.detokenizer import INCOMPLETE
-from megatron_ext.text.token_bytes import bytes_in_text
 from megatron_ext.text.tokenizer import TextTokenizer
-from megatron_ext.text.vocabulary import Vocabulary
+from megatron_ext.text.vocabulary import Vocabulary, bytes_in_text
 from tests.unit_tests.text.test_stop_words import JUNK, PIECES, TOKENIZER, as_bytes, spell
 
 

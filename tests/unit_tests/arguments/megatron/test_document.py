@@ -7,7 +7,7 @@ import re
 from arguments import build_parser, build_server_parser
 from arguments.megatron.flag_table import TABLE
 from arguments.megatron.yaml_form import TOP_LEVEL
-from megatron_ext.config.tokenizer import TOKENIZER_TYPES
+from megatron_ext.config.source import TOKENIZER_TYPES
 from tests.unit_tests.support.source import ROOT
 
 TEXT = (ROOT / "docs" / "megatron.md").read_text("utf-8")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from arguments import parse_arguments
-from arguments.megatron.words import arguments_of
+from arguments.megatron.yaml_form import arguments_of
 from megatron_ext import add_inference_args, settings_from_args
 from megatron_ext.api.settings import read_settings
 from megatron_ext.config import InferenceSettings

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from arguments.megatron.words import arguments_of, as_xargs, with_variables
+from arguments.megatron.yaml_form import arguments_of, as_xargs, with_variables
 
 TEXTS = {
     "plain": "plain",

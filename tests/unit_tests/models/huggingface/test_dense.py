@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig
-from megatron_ext.config.hf_overrides import HfOverrides
+from megatron_ext.config.source import HfOverrides
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.layers import attention
 from megatron_ext.models import build

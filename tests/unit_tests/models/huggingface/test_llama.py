@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ext.config import SourceConfig
-from megatron_ext.config.hf_overrides import HfOverrides
+from megatron_ext.config.source import HfOverrides
 from megatron_ext.errors import CheckpointError
 from megatron_ext.models.load import load_model, save_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle

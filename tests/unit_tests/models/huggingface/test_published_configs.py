@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from arguments.parser import parse_arguments
 from megatron_ext import load_engine
 from megatron_ext.config import SourceConfig
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.family_registry import FAMILIES, family_of
 from megatron_ext.models.huggingface.hf_checkpoint import read_hf_config, translate

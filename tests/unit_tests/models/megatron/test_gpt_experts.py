@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig, ParallelConfig
-from megatron_ext.config.layers.layer_freq import moe_letters
+from megatron_ext.config.layers import moe_letters
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import transformer_config

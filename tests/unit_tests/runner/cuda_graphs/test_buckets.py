@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config import RequestParams
-from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.config.request import TokenBiases
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, decode_sizes, why_eager
 from megatron_ext.runner.cuda_graphs.input_batch import layout_of

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ext.config.limits import ServerLimits
+from megatron_ext.config.server import ServerLimits
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai import answer_memory
 from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, digest_of

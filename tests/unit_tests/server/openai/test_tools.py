@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 import torch
 
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.server import unknown_fields
 from megatron_ext.server.api_keys import Caller

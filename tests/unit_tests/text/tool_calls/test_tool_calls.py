@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.config.response_format import LARK, ResponseFormat, ThinkingBudget
+from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
+from megatron_ext.config.request import LARK, ResponseFormat, ThinkingBudget
 from megatron_ext.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from megatron_ext.errors import ConfigError
 from megatron_ext.text import reasoning
@@ -19,10 +19,10 @@ from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.template_worker import Rendering
 from megatron_ext.text.tokenizer import TextTokenizer
 from megatron_ext.text.tool_calls import formats
-from megatron_ext.text.tool_calls.events import Arguments, CallBegun, Content
 from megatron_ext.text.tool_calls.functions import Function
 from megatron_ext.text.tool_calls.grammar import Guidance, grammar_of
 from megatron_ext.text.tool_calls.reader import ToolCallReader
+from megatron_ext.text.tool_calls.source import Arguments, CallBegun, Content
 
 # Templates of one answer, each with the calls of a family; `tools` is named as in a template that takes tools.
 _HEAD = "{# tools #}{{ messages[0].content or '' }}"

@@ -1,1 +1,0 @@
-"""Letters of layers, and patterns of them."""

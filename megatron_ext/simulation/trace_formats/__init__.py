@@ -1,1 +1,0 @@
-"""Readers of recorded traces: a module for each format, and shared helpers."""
