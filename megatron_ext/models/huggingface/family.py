@@ -8,8 +8,15 @@ from typing import Any
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.field_table import FIXED_IN_ALL, FieldTable
-from megatron_ext.models.huggingface.fields import Fields, check_architecture, check_fixed, names, unknown_names
+from megatron_ext.models.huggingface.fields import (
+    FIXED_IN_ALL,
+    Fields,
+    FieldTable,
+    check_architecture,
+    check_fixed,
+    names,
+    unknown_names,
+)
 from megatron_ext.models.huggingface.tensors import TensorTable
 
 PREDICTION_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # layers of multi-token prediction
@@ -38,8 +45,9 @@ class Family:
         pattern: Returns the letters of the layers, from checked fields.
         tensors: Table of the source of each tensor of the model.
         constants: Fields of `ModelConfig` that are the same for every model of the family.
-        derived: Computes fields of `ModelConfig` from checked fields; they win over all others.
-        experts: Like `derived`, for models with MoE layers; optional.
+        derived: Functions that compute fields of `ModelConfig` from checked fields; later ones win over earlier ones,
+            and all of them over the others.
+        experts: Like one of `derived`, for models with MoE layers; optional.
         text: Extracts the fields of the text model from a file that also describes other models.
         prediction: Returns the letters of the layer of multi-token prediction, from checked fields; None for families
             without.
@@ -53,7 +61,7 @@ class Family:
     pattern: Callable[[Fields], str]
     tensors: TensorTable
     constants: Mapping[str, object] = field(default_factory=dict)
-    derived: Callable[[Fields], Fields] = _nothing
+    derived: tuple[Callable[[Fields], Fields], ...] = ()
     experts: Callable[[Fields], Fields] = _nothing
     text: Callable[[Fields], Fields] = _all
     prediction: Callable[[Fields], str] | None = None
@@ -73,7 +81,7 @@ class Family:
             **_USUAL,
             **self.constants,
             **self.fields.translated(fields),
-            **self.derived(fields),
+            **{name: value for derive in self.derived for name, value in derive(fields).items()},
             **(self.experts(fields) if "E" in pattern else {}),
         }
         return ModelConfig(hybrid_override_pattern=pattern, **values)

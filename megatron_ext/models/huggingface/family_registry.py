@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.families.bamba import BAMBA
-from megatron_ext.models.huggingface.families.falcon_h1 import FALCON_H1
-from megatron_ext.models.huggingface.families.falcon_mamba import FALCON_MAMBA
-from megatron_ext.models.huggingface.families.gpt_oss import GPT_OSS
-from megatron_ext.models.huggingface.families.granitemoehybrid import GRANITE_MOE_HYBRID
-from megatron_ext.models.huggingface.families.jamba import JAMBA
-from megatron_ext.models.huggingface.families.lfm2 import LFM2
-from megatron_ext.models.huggingface.families.lfm2_moe import LFM2_MOE
-from megatron_ext.models.huggingface.families.llama import LLAMA
-from megatron_ext.models.huggingface.families.mamba import MAMBA
-from megatron_ext.models.huggingface.families.mamba2 import MAMBA2
-from megatron_ext.models.huggingface.families.mistral import MISTRAL
-from megatron_ext.models.huggingface.families.mixtral import MIXTRAL
+from megatron_ext.models.huggingface.families.decoders import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
+from megatron_ext.models.huggingface.families.lfm2 import LFM2, LFM2_MOE
+from megatron_ext.models.huggingface.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
+from megatron_ext.models.huggingface.families.mamba_hybrids import BAMBA, FALCON_H1, GRANITE_MOE_HYBRID, JAMBA
 from megatron_ext.models.huggingface.families.nemotron_h import NEMOTRON_H
 from megatron_ext.models.huggingface.families.olmo_hybrid import OLMO_HYBRID
-from megatron_ext.models.huggingface.families.qwen2 import QWEN2
-from megatron_ext.models.huggingface.families.qwen3 import QWEN3
-from megatron_ext.models.huggingface.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
-from megatron_ext.models.huggingface.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
-from megatron_ext.models.huggingface.families.qwen3_moe import QWEN3_MOE
-from megatron_ext.models.huggingface.families.qwen3_next import QWEN3_NEXT
+from megatron_ext.models.huggingface.families.qwen_hybrids import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+    QWEN3_NEXT,
+)
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import Fields
 

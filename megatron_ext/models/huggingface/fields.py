@@ -1,13 +1,17 @@
-"""Fields of a decoded `config.json` of any family: harmless ones, and checks of the others by name."""
+"""Fields of a decoded `config.json` of any family: harmless ones, checks by name, tables, and letters of layers.
+
+Every field that a family knows belongs to exactly one category of its table.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ext.config import LARGEST_SIZE, MAX_LAYERS
+from megatron_ext.config import LARGEST_SIZE, MAX_LAYERS, ModelConfig
 from megatron_ext.config.source import HfOverrides
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
@@ -15,6 +19,7 @@ from megatron_ext.files import read_json
 CONFIG_FILE = "config.json"
 
 Fields = Mapping[str, object]  # of a decoded `config.json`, or `ModelConfig`
+Letters = Callable[[Fields], str]  # one letter for each layer of theirs
 
 
 def read_fields(directory: Path, overrides: HfOverrides | None = None) -> Fields:
@@ -179,3 +184,173 @@ def positive_number(fields: Fields, name: str, *, default: float | None = None) 
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive number")
     return float(value)
+
+
+def listed_letters(fields: Fields, name: str, letters: Mapping[str, str]) -> str:
+    """Return the letters of a list of layer kinds.
+
+    Args:
+        fields: A decoded `config.json`.
+        name: Name of the list, which is present.
+        letters: Layer kind -> letter.
+
+    Raises:
+        ConfigError: The field is not a list, or has a kind that is not supported.
+    """
+    listed, known = fields[name], ", ".join(letters)
+    problem = f"{name} = {listed!r} is not supported; it must be a list of {known}"
+    if not isinstance(listed, list):
+        raise ConfigError(f"config.json: {problem}")
+    for kind in listed:
+        if not isinstance(kind, str) or kind not in letters:
+            raise ConfigError(f"config.json: {name} has {kind!r}: {problem}")
+    return "".join(letters[kind] for kind in listed)
+
+
+def layer_letters(fields: Fields, name: str, letters: Mapping[str, str]) -> str:
+    """Return the letters of a list with the kind of each layer; errors as of `listed_letters` and `check_count`."""
+    found = listed_letters(fields, name, letters)
+    check_count(layer_count(fields), found, name)
+    return found
+
+
+def listed_indices(fields: Fields, name: str, count: int) -> frozenset[int]:
+    """Return the layer numbers in a list; empty if it is null or absent.
+
+    Args:
+        fields: A decoded `config.json`.
+        name: Name of the list.
+        count: Number of layers.
+
+    Raises:
+        ConfigError: The field is not a list of layer numbers.
+    """
+    listed = fields.get(name)
+    if listed is None:
+        return frozenset()
+    if not isinstance(listed, list) or any(type(index) is not int or not 0 <= index < count for index in listed):
+        raise ConfigError(
+            f"config.json: {name} = {listed!r} is not supported; it must be a list of layers, 0 to {count - 1}"
+        )
+    return frozenset(listed)
+
+
+def check_count(count: object, letters: str, source: str) -> None:
+    """Raise unless `num_hidden_layers` equals the number of letters from the field `source`."""
+    if count != len(letters):
+        raise ConfigError(f"config.json: num_hidden_layers {count!r} contradicts the {len(letters)} layers of {source}")
+
+
+def is_singled_out(fields: Fields, name: str, index: int, default: tuple[int, int]) -> bool:
+    """Return whether `NAME_offset` and `NAME_period` select layer `index`.
+
+    Args:
+        fields: A decoded `config.json`.
+        name: Common prefix of both fields.
+        index: Layer number, from 0.
+        default: Offset and period if absent.
+
+    Raises:
+        ConfigError: The offset is not a layer number below the period.
+    """
+    offset, period = fields.get(f"{name}_offset", default[0]), size_or(fields, f"{name}_period", default[1])
+    if type(offset) is not int or not 0 <= offset < period:
+        raise ConfigError(
+            f"config.json: {name}_offset = {offset!r} is not supported; it must be at least 0 and less than "
+            f"{name}_period = {period}"
+        )
+    return index % period == offset
+
+
+# Sizes of decoders with attention, and with MLPs, too: field of config.json -> field of `ModelConfig`.
+ATTENTION_SIZES: Mapping[str, str] = {
+    "hidden_size": "hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+DECODER_SIZES: Mapping[str, str] = {**ATTENTION_SIZES, "intermediate_size": "ffn_hidden_size"}
+SILU = ("silu", "swish")
+
+# Fields of every family.
+_READ = names("architectures model_type num_hidden_layers tie_word_embeddings")
+FIXED_IN_ALL: Mapping[str, tuple[object, ...]] = {
+    "quantization_config": (None,),
+    "quantization": (None,),
+    "is_encoder_decoder": (False,),
+}
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    """Fields of one family; the fields that all families share are added.
+
+    Attributes:
+        sizes: Positive integers -> their names in `ModelConfig`.
+        numbers: Positive numbers -> their names in `ModelConfig` and their defaults.
+        fixed: Fields with the supported values; an absent field has the first.
+        read: Names of fields that the family's functions translate.
+        other_names: Older or newer names -> names in this table.
+        defaults: transformers' defaults of absent fields.
+        is_tied: Default of tied embedding and output matrices.
+    """
+
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
+    is_tied: bool = False
+
+    def __or__(self, other: FieldTable) -> FieldTable:
+        """Return the fields of both tables; entries of the other one win."""
+        return FieldTable(
+            {**self.sizes, **other.sizes},
+            {**self.numbers, **other.numbers},
+            {**self.fixed, **other.fixed},
+            self.read | other.read,
+            {**self.other_names, **other.other_names},
+            {**self.defaults, **other.defaults},
+            self.is_tied or other.is_tied,
+        )
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Names of the fields that decide the logits."""
+        return frozenset((*self.sizes, *self.numbers, *self.fixed, *FIXED_IN_ALL)) | self.read | _READ
+
+    def checked(self, raw: Fields) -> Fields:
+        """Check a decoded `config.json` and return it under the names of this table, with defaults.
+
+        Raises:
+            ConfigError: A field is given twice and differently, or has a value that is not supported.
+        """
+        fields = with_present_names(raw, self.other_names)
+        check_fixed(fields, {**self.fixed, **FIXED_IN_ALL})
+        return {**self.defaults, **fields}
+
+    def translated(self, fields: Fields) -> dict[str, object]:
+        """Translate sizes, numbers and tied embeddings to fields of `ModelConfig`.
+
+        Raises:
+            ConfigError: A field is missing, or is not a positive number.
+        """
+        is_tied = flag(fields, "tie_word_embeddings", default=self.is_tied)
+        return {
+            **{ours: size(fields, theirs) for theirs, ours in self.sizes.items()},
+            **{
+                ours: positive_number(fields, theirs, default=default)
+                for theirs, (ours, default) in self.numbers.items()
+            },
+            "untie_embeddings_and_output_weights": not is_tied,
+        }
+
+    def described(self, config: ModelConfig) -> dict[str, object]:
+        """Return sizes, numbers and tied embeddings of a model, under the names of this table."""
+        values = config.resolved()
+        return {
+            **{theirs: values[ours] for theirs, ours in self.sizes.items()},
+            **{theirs: values[ours] for theirs, (ours, _) in self.numbers.items()},
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        }

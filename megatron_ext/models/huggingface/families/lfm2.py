@@ -1,35 +1,60 @@
-"""LFM2 checkpoints of Hugging Face.
+"""LFM2 checkpoints of Hugging Face, dense or with mixtures of experts.
 
-A decoder layer of theirs is two letters of the pattern, a short convolution or attention and then an MLP ("M-", "*-"),
-each with its norm and its residual. Notes:
+A decoder layer of theirs is two letters of the pattern, a short convolution or attention and then an MLP or experts
+("M-", "*-", "ME", "*E"), each with its norm and its residual. Notes:
 
-- The width of the MLP is `intermediate_size` (`block_ff_dim`), or, with `block_auto_adjust_ff_dim`, two thirds of that
-  times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
+- The width of a dense model's MLP is `intermediate_size` (`block_ff_dim`), or, with `block_auto_adjust_ff_dim`, two
+  thirds of that times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
 - The norm after the last layer is called `embedding_norm`.
 - Published files give some sizes several times; they must agree.
+- Experts come after the first `num_dense_layers` layers, whose MLPs have a width of `intermediate_size` itself. Routers
+  compute sigmoid scores, choose by score plus bias and weight by the score.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.attention import attention_heads, rotated_head_size
-from megatron_ext.models.huggingface.blocks import (
+from megatron_ext.models.huggingface.attention import (
+    ROPE_FIELDS,
+    attention_heads,
+    rotary_fields,
+    rotated_head_size,
+)
+from megatron_ext.models.huggingface.families.decoders import LETTERS_PER_LAYER, decoder_pattern
+from megatron_ext.models.huggingface.family import Family
+from megatron_ext.models.huggingface.fields import (
+    ATTENTION_SIZES,
+    Fields,
+    FieldTable,
+    flag,
+    layer_count,
+    layer_letters,
+    listed_indices,
+    names,
+    positive_number,
+    require_field,
+    size,
+    size_or,
+)
+from megatron_ext.models.huggingface.moe import check_normalization, routed_experts
+from megatron_ext.models.huggingface.tensors import (
     ATTENTION_NORM,
+    EXPERT,
     MLP,
     MLP_NORM,
     RECURRENT_NORM,
+    ROUTED_EXPERT,
+    Joined,
+    Source,
+    TensorTable,
     attention,
     copied,
     weights,
 )
-from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.field_table import DECODER_SIZES, FieldTable
-from megatron_ext.models.huggingface.fields import Fields, flag, layer_count, names, positive_number, size, size_or
-from megatron_ext.models.huggingface.layer_letters import check_count, listed_indices, listed_letters
-from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, rotary_fields
-from megatron_ext.models.huggingface.tensors import Source, TensorTable
 
-_LETTERS = {"conv": "M", "full_attention": "*"}
+_KINDS = {"conv": "M", "full_attention": "*"}
 _DEFAULT_BASE = 1_000_000
 
 _FIELDS = FieldTable(
@@ -43,22 +68,11 @@ _FIELDS = FieldTable(
         "theta": "rope_theta",
         "tie_embedding": "tie_word_embeddings",
     },
-    sizes={
-        **{theirs: ours for theirs, ours in DECODER_SIZES.items() if theirs != "intermediate_size"},
-        "conv_L_cache": "short_conv_kernel_dim",
-    },
+    sizes={**ATTENTION_SIZES, "conv_L_cache": "short_conv_kernel_dim"},
     numbers={"norm_eps": ("norm_epsilon", 1e-5)},
     fixed={"conv_bias": (False,), "block_use_swiglu": (True,), "use_pos_enc": (True,), "sliding_window": (None,)},
-    read=names(
-        """
-        num_key_value_heads head_dim layer_types full_attn_idxs
-        intermediate_size block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of
-        """
-    )
-    | ROPE_FIELDS,
+    read=names("num_key_value_heads head_dim layer_types") | ROPE_FIELDS,
     defaults={
-        "hidden_size": 2560,
-        "intermediate_size": 12288,
         "max_position_embeddings": 128_000,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
@@ -68,57 +82,47 @@ _FIELDS = FieldTable(
     is_tied=True,
 )
 
-_MIXER_NORM, _FEED_FORWARD_NORM = "operator_norm", "ffn_norm"
+_FEED_FORWARD_NORM = weights({MLP_NORM: "ffn_norm"})
 _TENSORS = TensorTable(
     layers={
         "M": {
-            **weights({RECURRENT_NORM: _MIXER_NORM, "mixer.conv1d": "conv.conv"}),
+            **weights({RECURRENT_NORM: "operator_norm", "mixer.conv1d": "conv.conv"}),
             **copied("mixer", "conv", ("in_proj.weight", "out_proj.weight")),
         },
         "*": {
-            **weights({ATTENTION_NORM: _MIXER_NORM}),
             "self_attention.linear_qkv.weight": attention("self_attn")["self_attention.linear_qkv.weight"],
-            **weights({"self_attention.linear_proj": "self_attn.out_proj"}),
+            **weights({ATTENTION_NORM: "operator_norm", "self_attention.linear_proj": "self_attn.out_proj"}),
             **weights({f"self_attention.{one}_layernorm": f"self_attn.{one}_layernorm" for one in "qk"}),
         },
         "-": {
-            **weights({MLP_NORM: _FEED_FORWARD_NORM, f"{MLP}.linear_fc2": "feed_forward.w2"}),
+            **_FEED_FORWARD_NORM,
+            **weights({f"{MLP}.linear_fc2": "feed_forward.w2"}),
             f"{MLP}.linear_fc1.weight": Source(("feed_forward.w1.weight", "feed_forward.w3.weight")),
         },
     },
-    letters_per_layer=2,
+    letters_per_layer=LETTERS_PER_LAYER,
     final_norm="embedding_norm.weight",
 )
 
 
-def _pattern(fields: Fields) -> str:
-    """Return two letters per layer, from the list of layer kinds, the list of attention layers, or both if equal."""
-    count = layer_count(fields)
+def _mixers(fields: Fields) -> str:
+    """Return the letters of mixers, from the list of layer kinds, the list of attention layers, or both if equal."""
+    count, listed = layer_count(fields), fields.get("full_attn_idxs")
     attending = listed_indices(fields, "full_attn_idxs", count)
     by_index = "".join("*" if index in attending else "M" for index in range(count))
     if fields.get("layer_types") is None:
-        mixers = "*" * count if fields.get("full_attn_idxs") is None else by_index
-    else:
-        mixers = listed_letters(fields, "layer_types", _LETTERS)
-        check_count(count, mixers, "layer_types")
-        if fields.get("full_attn_idxs") is not None and mixers != by_index:
-            raise ConfigError(
-                f"config.json: full_attn_idxs = {fields['full_attn_idxs']!r} contradicts layer_types "
-                f"{fields['layer_types']!r}"
-            )
-    return "".join(f"{mixer}-" for mixer in mixers)
+        return "*" * count if listed is None else by_index
+    mixers = layer_letters(fields, "layer_types", _KINDS)
+    if listed is not None and mixers != by_index:
+        raise ConfigError(f"config.json: full_attn_idxs = {listed!r} contradicts layer_types {fields['layer_types']!r}")
+    return mixers
 
 
-def heads_and_positions(fields: Fields) -> dict[str, object]:
-    """Return the attention heads and rotary embedding in the fields of `ModelConfig`."""
-    return {**attention_heads(fields), **rotated_head_size(fields), **rotary_fields(_with_base(fields))}
-
-
-def _with_base(fields: Fields) -> Fields:
-    """Return the fields with the family's rotary base if the file has none."""
+def _rotary(fields: Fields) -> Fields:
+    """Return the rotary embedding, with the family's base if the file has none."""
     sources = [fields, *(fields[name] for name in ROPE_FIELDS if isinstance(fields.get(name), dict))]
     has_base = any(isinstance(one, dict) and one.get("rope_theta") is not None for one in sources)
-    return fields if has_base else {**fields, "rope_theta": _DEFAULT_BASE}
+    return rotary_fields(fields if has_base else {**fields, "rope_theta": _DEFAULT_BASE})
 
 
 def _ffn_size(fields: Fields) -> int:
@@ -133,12 +137,103 @@ def _ffn_size(fields: Fields) -> int:
     return -(-width // multiple) * multiple
 
 
+_ATTENTION = (attention_heads, rotated_head_size, _rotary)
+
 LFM2 = Family(
     model_type="lfm2",
     architecture="Lfm2ForCausalLM",
-    fields=_FIELDS,
-    pattern=_pattern,
+    fields=_FIELDS
+    | FieldTable(
+        read=names(
+            """
+            full_attn_idxs intermediate_size block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of
+            """
+        ),
+        defaults={"hidden_size": 2560, "intermediate_size": 12288},
+    ),
+    pattern=decoder_pattern(_mixers),
     tensors=_TENSORS,
     constants={"recurrent_layer": "short_conv", "swiglu": True, "qk_layernorm": True},
-    derived=lambda fields: {**heads_and_positions(fields), "ffn_hidden_size": _ffn_size(fields)},
+    derived=(*_ATTENTION, lambda fields: {"ffn_hidden_size": _ffn_size(fields)}),
+)
+
+_EXPERTS = "feed_forward.experts"
+
+
+def _listed_mixers(fields: Fields) -> str:
+    require_field(fields, "layer_types")
+    return layer_letters(fields, "layer_types", _KINDS)
+
+
+def _feed_forwards(fields: Fields) -> str:
+    count, dense = layer_count(fields), fields["num_dense_layers"]
+    if type(dense) is not int or not 0 <= dense <= count:
+        raise ConfigError(f"config.json: num_dense_layers = {dense!r} is not supported; it must be 0 to {count}")
+    return "-" * dense + "E" * (count - dense)
+
+
+def _experts(fields: Fields) -> Fields:
+    check_normalization(flag(fields, "norm_topk_prob", default=True), size(fields, "num_experts_per_tok"))
+    return {
+        **routed_experts(fields, "num_experts"),
+        "moe_ffn_hidden_size": size(fields, "moe_intermediate_size"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": positive_number(fields, "routed_scaling_factor", default=1.0),
+        "moe_router_enable_expert_bias": flag(fields, "use_expert_bias", default=True),
+    }
+
+
+LFM2_MOE = replace(
+    LFM2,
+    model_type="lfm2_moe",
+    architecture="Lfm2MoeForCausalLM",
+    fields=_FIELDS
+    | FieldTable(
+        sizes={"intermediate_size": "ffn_hidden_size"},
+        read=names(
+            """
+            num_dense_layers num_experts num_experts_per_tok moe_intermediate_size use_expert_bias norm_topk_prob
+            routed_scaling_factor
+            """
+        ),
+        defaults={
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    pattern=decoder_pattern(_listed_mixers, _feed_forwards),
+    tensors=replace(
+        _TENSORS,
+        layers={
+            **_TENSORS.layers,
+            "E": {
+                **_FEED_FORWARD_NORM,
+                **weights(
+                    {
+                        "mlp.router": "feed_forward.gate",
+                        f"{ROUTED_EXPERT}.linear_fc1": f"{_EXPERTS}.{EXPERT}.gate_up_proj",
+                        f"{ROUTED_EXPERT}.linear_fc2": f"{_EXPERTS}.{EXPERT}.w2",
+                    }
+                ),
+                "mlp.router.expert_bias": Source(("feed_forward.expert_bias",), needs="moe_router_enable_expert_bias"),
+            },
+        },
+        split={
+            rf"(.*\.{_EXPERTS})\.gate_up_proj": r"\1.{index}.gate_up_proj.weight",
+            rf"(.*\.{_EXPERTS})\.down_proj": r"\1.{index}.w2.weight",
+        },
+        joined=(
+            Joined(
+                rf"(.*\.{_EXPERTS}\.\d+)\.w[13]\.weight",
+                r"\1.gate_up_proj.weight",
+                (r"\1.w1.weight", r"\1.w3.weight"),
+            ),
+        ),
+    ),
+    derived=_ATTENTION,
+    experts=_experts,
 )

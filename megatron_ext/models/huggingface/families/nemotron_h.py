@@ -23,24 +23,35 @@ import math
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.attention import attention_heads
-from megatron_ext.models.huggingface.blocks import (
+from megatron_ext.models.huggingface.family import Family
+from megatron_ext.models.huggingface.fields import (
+    DECODER_SIZES,
+    SILU,
+    Fields,
+    FieldTable,
+    check_count,
+    check_divides,
+    listed_letters,
+    names,
+    require_field,
+)
+from megatron_ext.models.huggingface.moe import SIGMOID_FIELDS, described_experts, sigmoid_experts
+from megatron_ext.models.huggingface.tensors import (
     ATTENTION_NORM,
+    EXPERT,
     MLP,
     MLP_NORM,
     RECURRENT_NORM,
     ROUTED_EXPERT,
     SHARED_EXPERTS,
+    PredictionTable,
+    Source,
+    TensorTable,
     attention,
     mamba2_mixer,
     plain_mlp,
     weights,
 )
-from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
-from megatron_ext.models.huggingface.fields import Fields, check_divides, names, require_field
-from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
-from megatron_ext.models.huggingface.moe import SIGMOID_FIELDS, described_experts, sigmoid_experts
-from megatron_ext.models.huggingface.tensors import EXPERT, PredictionTable, Source, TensorTable
 
 _LETTERS = {
     "linear_attention": "M",
@@ -194,7 +205,7 @@ NEMOTRON_H = Family(
     pattern=_pattern,
     tensors=_TENSORS,
     constants={"squared_relu": True},
-    derived=_derived,
+    derived=(_derived,),
     experts=sigmoid_experts,
     prediction=_prediction,
     described=_described,

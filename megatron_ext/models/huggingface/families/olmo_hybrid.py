@@ -14,39 +14,46 @@ it, or attention and an MLP with norms after them ("AF"). Notes:
 from __future__ import annotations
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.attention import attention_heads, rotated_head_size
-from megatron_ext.models.huggingface.blocks import (
+from megatron_ext.models.huggingface.attention import (
+    SHARE,
+    attention_heads,
+    rotary_fields,
+    rotated_head_size,
+)
+from megatron_ext.models.huggingface.families.decoders import DECODER_FIELDS, MLP_TENSORS
+from megatron_ext.models.huggingface.families.qwen_hybrids import (
+    DELTA_NET_SIZES,
+    delta_net_or_attention,
+    stacked_inputs,
+)
+from megatron_ext.models.huggingface.family import Family
+from megatron_ext.models.huggingface.fields import (
+    Fields,
+    FieldTable,
+    check_divides,
+    flag,
+    size,
+    size_or,
+)
+from megatron_ext.models.huggingface.tensors import (
     MLP,
-    MLP_NORM,
     RECURRENT_NORM,
+    Joined,
+    TensorTable,
     attention,
     copied,
     gated_mlp,
     query_and_key_norms,
     weights,
 )
-from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
-from megatron_ext.models.huggingface.fields import Fields, check_divides, flag, names, size, size_or
-from megatron_ext.models.huggingface.gated_delta_net import DELTA_NET_SIZES, delta_net_or_attention, stacked_inputs
-from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, SHARE, rotary_fields
-from megatron_ext.models.huggingface.tensors import Joined, TensorTable
 
 _LAYERS = {"M": "M-", "*": "AF"}
 _OUT_NORM_EPSILON = 1e-5
 _ALLOWS_NEGATIVE = "linear_allow_neg_eigval"
 
-_FIELDS = FieldTable(
-    sizes=DECODER_SIZES,
-    numbers={"rms_norm_eps": ("norm_epsilon", 1e-6)},
-    fixed={
-        "attention_bias": (False,),
-        "hidden_act": SILU,
-        "linear_use_gate": (True,),
-        "sliding_window": (None,),
-        SHARE: (1.0, None),
-    },
-    read=names("num_key_value_heads head_dim layer_types") | ROPE_FIELDS | {_ALLOWS_NEGATIVE, *DELTA_NET_SIZES},
+_FIELDS = DECODER_FIELDS | FieldTable(
+    fixed={"attention_bias": (False,), "linear_use_gate": (True,), "sliding_window": (None,), SHARE: (1.0, None)},
+    read=frozenset(("layer_types", _ALLOWS_NEGATIVE, *DELTA_NET_SIZES)),
     defaults={
         "vocab_size": 100352,
         "hidden_size": 3840,
@@ -68,7 +75,7 @@ _TENSORS = TensorTable(
                 {f"linear_attn.{name}.weight": held for name, held in _INPUTS.items()}
             ),
         },
-        "-": {**weights({MLP_NORM: "post_attention_layernorm"}), **gated_mlp(MLP, "mlp")},
+        "-": MLP_TENSORS,
         "A": {
             **weights({"self_attention.output_norm.norm": "post_attention_layernorm"}),
             **attention("self_attn"),
@@ -98,30 +105,20 @@ def _pattern(fields: Fields) -> str:
     return "".join(_LAYERS[mixer] for mixer in mixers)
 
 
-def _derived(fields: Fields) -> Fields:
-    sizes = _delta_net_sizes(fields)
-    check_divides(sizes, "linear_num_key_heads", "linear_num_value_heads")
-    return {
-        **attention_heads(fields),
-        **rotated_head_size(fields),
-        **_positions(fields),
-        **sizes,
-        _ALLOWS_NEGATIVE: flag(fields, _ALLOWS_NEGATIVE, default=True),
-    }
-
-
 def _delta_net_sizes(fields: Fields) -> dict[str, int]:
     """Return the sizes; defaults: attention's heads, keys of 3/4 of the hidden size in all, values twice as wide."""
     heads = size(fields, "num_attention_heads")
     key_heads = size_or(fields, "linear_num_key_heads", heads)
     key_size = size_or(fields, "linear_key_head_dim", 3 * size(fields, "hidden_size") // (4 * key_heads))
-    return {
+    sizes = {
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": size_or(fields, "linear_num_value_heads", heads),
         "linear_key_head_dim": key_size,
         "linear_value_head_dim": size_or(fields, "linear_value_head_dim", 2 * key_size),
         "linear_conv_kernel_dim": size_or(fields, "linear_conv_kernel_dim", 4),
     }
+    check_divides(sizes, "linear_num_key_heads", "linear_num_value_heads")
+    return sizes
 
 
 def _positions(fields: Fields) -> Fields:
@@ -151,5 +148,11 @@ OLMO_HYBRID = Family(
         "qk_layernorm_over_heads": True,
         "swiglu": True,
     },
-    derived=_derived,
+    derived=(
+        attention_heads,
+        rotated_head_size,
+        _positions,
+        _delta_net_sizes,
+        lambda fields: {_ALLOWS_NEGATIVE: flag(fields, _ALLOWS_NEGATIVE, default=True)},
+    ),
 )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.models.huggingface.blocks import interleave_qkv
+from megatron_ext.models.huggingface.tensors import interleave_qkv
 from megatron_ext.models.load import load_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface.families import load_hf

@@ -1,0 +1,367 @@
+"""Hybrids of attention and gated delta nets: Qwen3-Next, Qwen3.5, and the latter's mixtures of experts.
+
+A decoder layer of theirs is two letters of the pattern: a gated delta net (M) or attention (*), then an MLP (-) or
+experts (E), each with its norm and its residual. Norms multiply by 1 + weight on both sides (`apply_layernorm_1p`),
+except theirs inside the gated delta net. The layer of multi-token prediction (`mtp.`), which transformers skips, is one
+decoder layer with attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.huggingface.attention import ROPE_FIELDS, SHARE, attention_heads, rotary_fields
+from megatron_ext.models.huggingface.families.decoders import (
+    FEED_FORWARD_NORM,
+    LETTERS_PER_LAYER,
+    MLP_TENSORS,
+    NORMED_ATTENTION_TENSORS,
+    all_of,
+    decoder_pattern,
+)
+from megatron_ext.models.huggingface.family import Family
+from megatron_ext.models.huggingface.fields import (
+    ATTENTION_SIZES,
+    DECODER_SIZES,
+    SILU,
+    Fields,
+    FieldTable,
+    check_divides,
+    flag,
+    layer_count,
+    layer_letters,
+    names,
+    size,
+    size_or,
+)
+from megatron_ext.models.huggingface.moe import SPARSE_FIELDS, softmax_experts, sparse_letters
+from megatron_ext.models.huggingface.tensors import (
+    EXPERT,
+    RECURRENT_NORM,
+    ROUTED_EXPERT,
+    SHARED_EXPERTS,
+    Conversion,
+    Joined,
+    LayerTable,
+    PredictionTable,
+    Source,
+    TensorTable,
+    copied,
+    gated_mlp,
+    weights,
+)
+
+DELTA_NET_SIZES: Mapping[str, str] = {
+    name: name
+    for name in (
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+    )
+}
+_KINDS = {"linear_attention": "M", "full_attention": "*"}
+_PREDICTION = PredictionTable(
+    {
+        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj.weight": "mtp.fc.weight",
+        "final_layernorm.weight": "mtp.norm.weight",
+    }
+)
+# transformers' defaults of absent fields.
+_DEFAULT_ATTENTION_INTERVAL = 4
+_DEFAULT_ROTARY_SHARE = 0.25
+_DEFAULT_HEAD_SIZE = 256
+
+
+def delta_net_or_attention(fields: Fields) -> str:
+    """Return the letter of each layer: M for a gated delta net, * for attention.
+
+    `layer_types` lists the layers; without it every `full_attention_interval`-th layer is attention.
+    """
+    if fields.get("layer_types") is not None:
+        return layer_letters(fields, "layer_types", _KINDS)
+    interval = size_or(fields, "full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
+    return "".join("M" if (index + 1) % interval else "*" for index in range(layer_count(fields)))
+
+
+def _channels(config: ModelConfig) -> tuple[int, int, int]:
+    """Return the channels of all queries (equal to all keys), of all values, and the number of value heads."""
+    heads = config.linear_num_value_heads
+    return config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim, heads
+
+
+def stacked_inputs(parts: Mapping[str, str]) -> Source:
+    """Source of an input projection whose parts of unequal heights are concatenated by rows in ours.
+
+    Args:
+        parts: Names of the parts, in order -> contents of each: q, k, v, z (the gate), b (beta) and a (alpha).
+    """
+    assert "".join(parts.values()) == "qkvzba", parts
+
+    def rows(config: ModelConfig) -> list[int]:
+        keys, values, heads = _channels(config)
+        sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+        return [sum(sizes[one] for one in held) for held in parts.values()]
+
+    def put_together(tensors: Sequence[Tensor], _: ModelConfig) -> Tensor:
+        return torch.cat(tuple(tensors))
+
+    def take_apart(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
+        return ours.split(rows(config))
+
+    return Source(tuple(parts), Conversion(rows, put_together, take_apart))
+
+
+def _input_rows(config: ModelConfig) -> Sequence[int]:
+    keys, values, heads = _channels(config)
+    return 2 * (keys + values), 2 * heads
+
+
+def _input_projection(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Regroup rows [q k v z] by key head, and [beta alpha] by key head -> all of q, of k, of v, of z, beta, alpha."""
+    qkvz, ba = (part.unflatten(0, (config.linear_num_key_heads, -1)) for part in parts)  # [key heads, rows, h]
+    shared = config.linear_num_value_heads // config.linear_num_key_heads
+    keys, values = config.linear_key_head_dim, shared * config.linear_value_head_dim
+    sections = [*qkvz.split([keys, keys, values, values], dim=1), *ba.split([shared, shared], dim=1)]
+    return torch.cat([section.flatten(0, 1) for section in sections])
+
+
+def _separate_input(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
+    """Regroup all of q, of k, of v, of z, beta, alpha -> rows [q k v z] by key head, and [beta alpha] by key head."""
+    keys, values, heads = _channels(config)
+    parts = ours.split([keys, keys, values, values, heads, heads])
+    by_head = [part.unflatten(0, (config.linear_num_key_heads, -1)) for part in parts]  # [key heads, rows, h]
+    return torch.cat(by_head[:4], dim=1).flatten(0, 1), torch.cat(by_head[4:], dim=1).flatten(0, 1)
+
+
+def _mixer_tensors(input_projection: Source) -> LayerTable:
+    """Tensor table of a gated delta net; its output norm multiplies by the weight in theirs, by 1 + weight in ours."""
+    around_one = Conversion(
+        lambda config: [config.linear_value_head_dim],
+        lambda parts, _: parts[0].float() - 1.0,
+        lambda ours, _: [ours.float() + 1.0],
+    )
+    return {
+        **weights({RECURRENT_NORM: "input_layernorm"}),
+        **copied("mixer", "linear_attn", ("A_log", "dt_bias", "conv1d.weight", "out_proj.weight")),
+        "mixer.in_proj.weight": input_projection,
+        "mixer.out_norm.weight": Source(("linear_attn.norm.weight",), around_one),
+    }
+
+
+_FIELDS = FieldTable(
+    sizes={**ATTENTION_SIZES, **DELTA_NET_SIZES, "num_key_value_heads": "num_query_groups"},
+    numbers={"rms_norm_eps": ("norm_epsilon", 1e-6)},
+    fixed={
+        "attention_bias": (False,),
+        "hidden_act": SILU,
+        "sliding_window": (None,),
+        "use_sliding_window": (False,),
+    },
+    read=names(f"head_dim layer_types full_attention_interval {SHARE}") | ROPE_FIELDS,
+)
+_EXPERT_SIZES = {
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+}
+_ROUTER_AND_SHARED_EXPERT = {
+    **FEED_FORWARD_NORM,
+    **weights({"mlp.router": "mlp.gate"}),
+    **gated_mlp(SHARED_EXPERTS, "mlp.shared_expert"),
+    "mlp.shared_experts.gate_weight": Source(("mlp.shared_expert_gate.weight",)),
+}
+
+
+def _attention(fields: Fields) -> Fields:
+    check_divides(fields, "linear_num_key_heads", "linear_num_value_heads")
+    return {
+        **attention_heads(fields),
+        "kv_channels": size_or(fields, "head_dim", _DEFAULT_HEAD_SIZE),
+        **rotary_fields(fields, default_share=_DEFAULT_ROTARY_SHARE),
+    }
+
+
+def _experts(fields: Fields, *, is_normalized: bool = True) -> Fields:
+    return {
+        **softmax_experts(fields, "num_experts", is_normalized=is_normalized),
+        **{ours: size(fields, theirs) for theirs, ours in _EXPERT_SIZES.items()},
+        "moe_shared_expert_gate": True,
+    }
+
+
+# Qwen3-Next. Theirs store the input projection of a gated delta net in two matrices whose rows are grouped by key head;
+# ours in one, [q | k | v | gate | beta | alpha], see `_input_projection`. Both route by a softmax, over the chosen
+# experts if `norm_topk_prob` is true, over all of them otherwise.
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    fields=_FIELDS
+    | FieldTable(
+        sizes=DECODER_SIZES,
+        read=names("norm_topk_prob num_experts num_experts_per_tok") | SPARSE_FIELDS | _EXPERT_SIZES.keys(),
+    ),
+    pattern=decoder_pattern(delta_net_or_attention, sparse_letters),
+    tensors=TensorTable(
+        layers={
+            "M": _mixer_tensors(
+                Source(
+                    ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
+                    Conversion(_input_rows, _input_projection, _separate_input),
+                )
+            ),
+            "*": NORMED_ATTENTION_TENSORS,
+            "-": MLP_TENSORS,
+            "E": {**_ROUTER_AND_SHARED_EXPERT, **gated_mlp(ROUTED_EXPERT, f"mlp.experts.{EXPERT}")},
+        },
+        letters_per_layer=LETTERS_PER_LAYER,
+        ignored=r"mtp\..*",
+        prediction=_PREDICTION,
+    ),
+    constants={
+        "recurrent_layer": "gated_delta_net",
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "apply_layernorm_1p": True,
+        "swiglu": True,
+    },
+    derived=(_attention,),
+    experts=lambda fields: _experts(fields, is_normalized=flag(fields, "norm_topk_prob", default=True)),
+    prediction=lambda fields: "*E" if "E" in sparse_letters(fields) else "*-",
+)
+
+# Qwen3.5: text models, and the text part of models that also read images. A text token has the same position on every
+# axis of their rotary embedding, so the split of channels between the axes (`mrope_section`, `mrope_interleaved`)
+# changes nothing. Vision tensors (`visual.`) are skipped, as in transformers' text model.
+_AXES = names("mrope_section mrope_interleaved")
+_TEXT, _TIED = "text_config", "tie_word_embeddings"
+_INPUTS = {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"}
+
+_TEXT_FIELDS = _FIELDS | FieldTable(
+    fixed={"attn_output_gate": (True,), "mlp_only_layers": ((), None)},
+    read=names("mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers"),
+    defaults={
+        "max_position_embeddings": 32768,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+    },
+)
+
+
+def _without_axes(fields: Fields) -> Fields:
+    """Return the fields without the settings of several rotary axes."""
+    objects = {name: given for name in ROPE_FIELDS if isinstance(given := fields.get(name), dict)}
+    replaced = {
+        name: {key: value for key, value in given.items() if key not in _AXES} for name, given in objects.items()
+    }
+    return {**fields, **replaced}
+
+
+def _text_fields(raw: Fields, model_type: str) -> Fields:
+    """Return the fields of the text model of this type; the top level decides whether embeddings are tied.
+
+    Raises:
+        ConfigError: There is no text model, or the two levels contradict each other.
+    """
+    text = raw.get(_TEXT)
+    if not isinstance(text, dict):
+        raise ConfigError(f"config.json: {_TEXT} = {text!r} is not supported; it must be an object")
+    kind = text.get("model_type", model_type)
+    if kind != model_type:
+        raise ConfigError(f"config.json: {_TEXT}.model_type = {kind!r} is not supported; supported is {model_type!r}")
+    inside = flag(text, _TIED, default=False)
+    whole = flag(raw, _TIED, default=inside)
+    if _TIED in text and inside != whole:
+        raise ConfigError(f"config.json: {_TEXT}.{_TIED} = {inside} contradicts {_TIED} = {whole}")
+    return {**text, _TIED: whole}
+
+
+QWEN3_5_TEXT = replace(
+    QWEN3_NEXT,
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    fields=_TEXT_FIELDS | FieldTable(sizes=DECODER_SIZES),
+    pattern=decoder_pattern(delta_net_or_attention),
+    tensors=TensorTable(
+        layers={
+            "M": _mixer_tensors(stacked_inputs({f"linear_attn.{name}.weight": held for name, held in _INPUTS.items()})),
+            "*": NORMED_ATTENTION_TENSORS,
+            "-": MLP_TENSORS,
+        },
+        letters_per_layer=LETTERS_PER_LAYER,
+        prefixes=("model.language_model.", "model."),
+        ignored=r"(mtp|visual)\..*",
+        prediction=_PREDICTION,
+    ),
+    derived=(lambda fields: _attention(_without_axes(fields)),),
+    prediction=lambda _: "*-",
+)
+QWEN3_5 = replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    text=lambda raw: _text_fields(raw, QWEN3_5_TEXT.model_type),
+)
+
+# Qwen3.5 with experts and a gated shared one (E) in every layer, weighted by a softmax over the chosen ones. Files
+# store each expert's gate and up projection separately, or all experts of a layer in one tensor, gate above up.
+QWEN3_5_MOE_TEXT = replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    fields=_TEXT_FIELDS
+    | FieldTable(
+        # No layer is a plain MLP of `intermediate_size`.
+        read=names("num_experts num_experts_per_tok intermediate_size") | _EXPERT_SIZES.keys(),
+        defaults={
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+    ),
+    pattern=decoder_pattern(delta_net_or_attention, all_of("E")),
+    tensors=replace(
+        QWEN3_5_TEXT.tensors,
+        layers={
+            "M": QWEN3_5_TEXT.tensors.layers["M"],
+            "*": NORMED_ATTENTION_TENSORS,
+            "E": {
+                **_ROUTER_AND_SHARED_EXPERT,
+                **weights(
+                    {
+                        f"{ROUTED_EXPERT}.linear_fc1": f"mlp.experts.{EXPERT}.gate_up_proj",
+                        f"{ROUTED_EXPERT}.linear_fc2": f"mlp.experts.{EXPERT}.down_proj",
+                    }
+                ),
+            },
+        },
+        split={r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)": r"\1.{index}.\2.weight"},
+        joined=(
+            Joined(
+                r"(.*\.mlp\.experts\.\d+)\.(?:gate|up)_proj\.weight",
+                r"\1.gate_up_proj.weight",
+                (r"\1.gate_proj.weight", r"\1.up_proj.weight"),
+            ),
+        ),
+    ),
+    experts=_experts,
+    prediction=lambda _: "*E",
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5_MOE_TEXT,
+    model_type="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    text=lambda raw: _text_fields(raw, QWEN3_5_MOE_TEXT.model_type),
+)
