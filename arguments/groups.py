@@ -33,6 +33,7 @@ from megatron_ext.config.batching import (
     DEFAULT_MAX_TOKENS,
     ENOUGH_PREFILL_TOKENS,
     GRAPH_IMPLS,
+    LOGPROBS_MODES,
     MAX_DECODE_SHARE,
     OPERATOR_BACKENDS,
     PREFILL_TOKENS_BESIDE_DECODES,
@@ -260,6 +261,13 @@ BATCHING = FlagGroup(
             "(offload), or free them and compute again (recompute)",
             name="--rl-kv-cache-management-mode",
             choices=tuple(SUSPEND_LEVELS),
+        ),
+        Flag(
+            "logprobs_mode",
+            "Log-probs of generated tokens: of the model's logits (raw_logprobs), or after "
+            "penalties, masks, temperature and filters (processed_logprobs)",
+            aliases=(f"{_BATCHING}-logprobs-mode",),
+            choices=LOGPROBS_MODES,
         ),
         Flag(
             "moe_enable_routing_replay",

@@ -31,6 +31,7 @@ _SETTINGS = {
     "prefix_caching_mamba_gb": "snapshot_buffer_gb",
     "logging_step_interval": "inference_logging_step_interval",
     "kv_cache_management_mode": "kv_cache_management_mode",
+    "logprobs_mode": "logprobs_mode",
 }
 """Setting of the engine for each field that has one."""
 _SPEED = "it affects speed only, and this engine has its own way"
@@ -56,7 +57,6 @@ _REFUSED = {
     "unified_memory_level": "pools are in device memory; set it to 0",
     "num_speculative_tokens": "layers of multi-token prediction of a model in memory are left out; set it to 0",
     "metrics_writer": "nothing is sent to Weights & Biases; leave it out, and read the server's /metrics",
-    "logprobs_mode": "log-probs are of the model's logits, before temperature and filters; set 'raw_logprobs'",
     "image_preprocessing_config": "prompts are text; leave it out",
     "request_metadata_types": "requests have no other metadata; leave it out",
 }

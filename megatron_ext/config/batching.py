@@ -15,6 +15,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 # mamba-ssm and flashinfer: libraries for CUDA, never chosen by auto
 OPERATOR_BACKENDS = ("auto", "reference", "triton", "onednn", "mamba-ssm", "flashinfer")
 WEIGHT_QUANTIZATIONS = ("none", "int8")
+# Log-probs of generated tokens: of the model's logits, or of the distributions that the tokens were drawn from
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 # Defaults by device type.
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # per step
@@ -79,6 +81,7 @@ class BatchingConfig:
     pack_weights: bool | None = None  # of linear layers; default: unless a caller of the engine uses them, too
     cpu_weight_quantization: str = WEIGHT_QUANTIZATIONS[0]  # of linear layers, on CPUs; docs/operators.md
     cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; "local" pads steps on a CPU, too
+    logprobs_mode: str = LOGPROBS_MODES[0]  # docs/sampling.md
     moe_enable_routing_replay: bool = False  # records have the experts of each token
     kv_cache_management_mode: str = "recompute"  # of a suspended engine; see `SUSPEND_LEVELS`
     num_cuda_graphs: int = DEFAULT_GRAPHS  # batch sizes of decode graphs; -1 is the default number, as in Megatron
@@ -122,6 +125,8 @@ class BatchingConfig:
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
             require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
+        mode, known = self.logprobs_mode, " or ".join(LOGPROBS_MODES)
+        require(mode in LOGPROBS_MODES, f"--logprobs-mode {mode!r} is unknown; {known}")
         mode, known = self.kv_cache_management_mode, ", ".join(SUSPEND_LEVELS)
         require(mode in SUSPEND_LEVELS, f"--rl-kv-cache-management-mode {mode!r} is unknown; one of {known}")
         graphs, known = self.cuda_graph_impl, ", ".join(GRAPH_IMPLS)
@@ -135,6 +140,11 @@ class BatchingConfig:
     def suspend_level(self) -> SuspendLevel:
         """Level of a suspend that names none."""
         return SUSPEND_LEVELS[self.kv_cache_management_mode]
+
+    @property
+    def has_processed_log_probs(self) -> bool:
+        """True if log-probs of generated tokens are of the distributions that the tokens were drawn from."""
+        return self.logprobs_mode != LOGPROBS_MODES[0]
 
     @property
     def has_input_buffers(self) -> bool:

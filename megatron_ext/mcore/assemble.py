@@ -290,6 +290,7 @@ def _build_controller(
     controller = InferenceController(wrap(model.eval(), context, config.vocab_size), tokenizer, config.vocab_size)
     controller.operators = backend_selection.preferred(batching.operator_backend)
     controller.packed = packed
+    controller.has_processed_log_probs = batching.has_processed_log_probs
     if batching.moe_enable_routing_replay:
         check_routing_is_recorded(model)
         controller.records_routing = True

@@ -56,8 +56,7 @@ def compute_idle_token(model: MegatronModule) -> None:
 class InferenceController(Controller):
     """`TextGenerationController` that samples every request with a generator of its own.
 
-    Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are computed from the raw logits,
-    before penalties and the like (`runner.logits_processors`).
+    Greedy is temperature 0 or top_k 1; top_k and top_p may be combined.
 
     Args:
         wrapper: Inference wrapper of the model.
@@ -69,6 +68,8 @@ class InferenceController(Controller):
         drafter: Proposes draft tokens for engines around the model; None disables drafts.
         operators: Backend name of the operators, or None; see `ops.backend_selection`.
         packed: Packed weights of the model's linear layers; None to compute with its parameters.
+        has_processed_log_probs: Whether log-probs of generated tokens are of the distributions that they were drawn
+            from; else of the model's logits.
         records_routing: Whether results have the routing indices of their tokens.
         leading_drafter: Drafter of several ranks; None without one.
         hidden_states: Hidden states that a layer of multi-token prediction reads; None without one.
@@ -81,6 +82,7 @@ class InferenceController(Controller):
         self.drafter: Drafter | None = None
         self.operators: str | None = None
         self.packed: PackedWeights | None = None
+        self.has_processed_log_probs = False
         self.records_routing = False
         self.leading_drafter: LeadingDrafter | None = None
         self.hidden_states: HiddenStates | None = None
@@ -117,7 +119,14 @@ class InferenceController(Controller):
         """
         context, is_alone = self.inference_wrapped_model.inference_context, self.inference_wrapped_model.tp_size == 1
         pool = context.allocated.log_probs
-        result = sample_and_score(logits, context.step, self._scored_logits, pool=pool, is_alone=is_alone)
+        result = sample_and_score(
+            logits,
+            context.step,
+            self._scored_logits,
+            pool=pool,
+            is_alone=is_alone,
+            is_processed=self.has_processed_log_probs,
+        )
         if not self.records_routing:
             return result
         return dataclasses.replace(result, routing=routing_by_request(self._routing, context.step))

@@ -152,7 +152,15 @@ def new_runner(
 ) -> CudaGraphRunner:
     """Return a runner of captured steps around the controller's model."""
     model = _ContextModel(context, controller)
-    return CudaGraphRunner(model, context.plan, context.staging_rules, buckets, graphs, has_peers=has_peers)
+    return CudaGraphRunner(
+        model,
+        context.plan,
+        context.staging_rules,
+        buckets,
+        graphs,
+        has_peers=has_peers,
+        has_processed_log_probs=controller.has_processed_log_probs,
+    )
 
 
 class _ContextModel:

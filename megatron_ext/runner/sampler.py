@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.sampling import SamplingMetadata, greedy_tokens, sample_tokens
+from megatron_ext.ops.sampling.log_probs import filtered_logits
 from megatron_ext.ops.sampling.sampling_metadata import GREEDY
 from megatron_ext.ops.step_metadata import to_device
 from megatron_ext.runner.layout import Layout
@@ -66,10 +67,15 @@ def sampling_layout(rows: int) -> Layout:
 
 
 def write_sampling_options(rows: Sequence[Sampling | None], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the sampling options of each row; `uniform` is negative for greedy rows and rows without a token."""
-    drawn = [None if one is None or one.uniform is None else one for one in rows]
+    """Write the sampling options of each row; `uniform` is negative for greedy rows and rows without a token.
+
+    A row with temperature 0 has no other options. A row with `top_k` 1 is greedy, too, and has all its options, which
+    its processed log-prob needs.
+    """
+    asked = [None if one is None or one.temperature == 0 else one for one in rows]
     for name, neutral in GREEDY.items():
-        arrays[name][:] = [neutral if one is None else getattr(one, name) for one in drawn]
+        values = [None if one is None else getattr(one, name) for one in asked]
+        arrays[name][:] = [neutral if value is None else value for value in values]
 
 
 @dataclass(frozen=True)
@@ -102,18 +108,60 @@ def sample(logits: Tensor, inputs: SamplerInput) -> Tensor:
     return _sample_rows(logits, inputs.options).index_copy(0, index, _sample_rows(values, options))
 
 
+def processed_logits(logits: Tensor, tokens: Tensor, inputs: SamplerInput) -> Tensor:
+    """Return logits of the distributions that the rows' tokens were drawn from: [m, V] -> [m, V] fp32.
+
+    Args:
+        logits: The model's logits, [m, V] of any type.
+        tokens: The sampled tokens, [m] int64.
+        inputs: Inputs of the sampler, with sampling options; see `eager_sampler_input`.
+    """
+    assert inputs.options is not None, "greedy rows have options here, too"
+    values, options = logits, inputs.options
+    if inputs.processors:
+        assert inputs.logits_parts is not None, "processors have inputs"
+        if inputs.processed is None:
+            values = process_logits(logits, inputs.logits_parts, inputs.processors)
+        else:
+            index = to_device(torch.from_numpy(inputs.processed), logits.device)
+            some = process_logits(logits.index_select(0, index), inputs.logits_parts, inputs.processors)
+            values = logits.float().index_copy(0, index, some)
+    at_once = _sorted_at_once(logits.shape[1])
+    pieces = [slice(start, start + at_once) for start in range(0, len(logits), at_once)]
+    return torch.cat([filtered_logits(values[rows], options.select(rows), tokens[rows]) for rows in pieces])
+
+
+def eager_processed_logits(logits: Tensor, tokens: Tensor, rows: Sequence[Sampling]) -> Tensor:
+    """Return `processed_logits` of an eager step's rows."""
+    inputs = eager_sampler_input(rows, logits.shape[1], logits.device, has_options=True)
+    return processed_logits(logits, tokens, inputs)
+
+
+def _sorted_at_once(vocabulary: int) -> int:
+    return max(1, rows_at_once(vocabulary) // _DRAWN)
+
+
 def _sample_rows(logits: Tensor, options: SamplingMetadata | None) -> Tensor:
     if options is None:
         return greedy_tokens(logits)
-    return sample_tokens(logits, options, max(1, rows_at_once(logits.shape[1]) // _DRAWN))
+    return sample_tokens(logits, options, _sorted_at_once(logits.shape[1]))
 
 
-def eager_sampler_input(rows: Sequence[Sampling], words: int, device: torch.device) -> SamplerInput:
-    """Return the sampler's input for rows of a step, in one copy; greedy rows without processors need none."""
-    is_drawn = any(one.uniform is not None for one in rows)
+def eager_sampler_input(
+    rows: Sequence[Sampling], words: int, device: torch.device, *, has_options: bool = False
+) -> SamplerInput:
+    """Return the sampler's input for rows of a step, in one copy.
+
+    Args:
+        rows: Sampling options of the rows.
+        words: V.
+        device: Device of the logits.
+        has_options: Whether greedy rows alone have sampling options, too, as scoring needs.
+    """
+    has_options = has_options or any(one.uniform is not None for one in rows)
     processed = [i for i, one in enumerate(rows) if needs_processing(one)]
     asked = [rows[i] for i in processed]
-    parts = [sampling_layout(len(rows))] if is_drawn else []
+    parts = [sampling_layout(len(rows))] if has_options else []
     if asked:
         has_mask = any(map(needs_mask, asked))
         parts.append(logits_layout(len(asked), entry_counts(asked, words), words, has_mask=has_mask))
@@ -122,13 +170,13 @@ def eager_sampler_input(rows: Sequence[Sampling], words: int, device: torch.devi
     layout = parts[0] if len(parts) == 1 else parts[0] | parts[1]
     whole = torch.empty(layout.count, dtype=torch.int64)
     arrays = {name: one.numpy() for name, one in layout.parts(whole).items()}
-    if is_drawn:
+    if has_options:
         write_sampling_options(rows, arrays)
     processors = asked_processors(arrays, write_logits_inputs(asked, words, arrays)) if asked else ()
     staged = layout.parts(to_device(whole, device))
-    host = {name: arrays[name] for name in GREEDY} if is_drawn else None
+    host = {name: arrays[name] for name in GREEDY} if has_options else None
     return SamplerInput(
-        SamplingMetadata.of(staged, host) if is_drawn else None,
+        SamplingMetadata.of(staged, host) if has_options else None,
         processors,
         staged,
         None if len(asked) == len(rows) else np.asarray(processed),

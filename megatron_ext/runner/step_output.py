@@ -17,7 +17,7 @@ from megatron_ext.ops.step_metadata import to_device
 from megatron_ext.runner.kept_log_probs import exchange_states, keep_log_probs, read_log_probs
 from megatron_ext.runner.model_input import ModelInput, PromptScore, SamplingRow
 from megatron_ext.runner.out_of_memory import is_out_of_memory
-from megatron_ext.runner.sampler import eager_sampler_input, sample
+from megatron_ext.runner.sampler import eager_processed_logits, eager_sampler_input, sample
 from megatron_ext.runner.scoring import score_rows
 
 
@@ -45,6 +45,7 @@ def sample_and_score(
     *,
     pool: LogProbPool | None = None,
     is_alone: bool = True,
+    is_processed: bool = False,
 ) -> StepResult:
     """Sample and score. A scoring that runs out of memory fails only the request that asked for the scores.
 
@@ -55,10 +56,12 @@ def sample_and_score(
         pool: Log-probs kept with blocks; None if none are kept.
         is_alone: Whether no other rank takes part in scoring. Another rank would wait for a scoring that this rank has
             given up, so with several ranks running out of memory fails the step.
+        is_processed: Whether log-probs of generated tokens are of the distributions that the tokens were drawn from;
+            else of the model's logits.
     """
     failures: dict[int, str] = {}
     tokens = next_tokens(logits, step)  # [m]
-    generated = _score_generated(logits, tokens, step.sampling, failures)
+    generated = _score_generated(logits, tokens, step.sampling, failures, is_processed=is_processed)
     prompt, kept = {}, {}
     for part in step.prompt_scores:
         with _out_of_memory_fails(part.request_id, failures) if is_alone else contextlib.nullcontext():
@@ -126,14 +129,14 @@ def _score_prompt(
 
 
 def _score_generated(
-    logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], failures: dict[int, str]
+    logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], failures: dict[int, str], *, is_processed: bool
 ) -> dict[int, Score]:
     """Return scores of sampled tokens by row, in one batch; row by row if that runs out of memory."""
     asked = [i for i, row in enumerate(rows) if row.sampling.top_n is not None]
     if not asked:
         return {}
     try:
-        scores = _score_sampled(logits, tokens, rows, asked)
+        scores = _score_sampled(logits, tokens, rows, asked, is_processed=is_processed)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -142,18 +145,21 @@ def _score_generated(
     found = {}
     for i in asked:
         with _out_of_memory_fails(rows[i].request_id, failures):
-            (found[i],) = _score_sampled(logits, tokens, rows, [i])
+            (found[i],) = _score_sampled(logits, tokens, rows, [i], is_processed=is_processed)
     return found
 
 
-def _score_sampled(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], asked: list[int]) -> tuple[Score, ...]:
+def _score_sampled(
+    logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], asked: list[int], *, is_processed: bool
+) -> tuple[Score, ...]:
     index = to_device(torch.tensor(asked), logits.device)
+    targets, options = tokens.index_select(0, index).clamp(min=0), [rows[i].sampling for i in asked]
 
     def logits_of(part: slice) -> Tensor:
-        return logits.index_select(0, index[part])
+        own = logits.index_select(0, index[part])
+        return eager_processed_logits(own, targets[part], options[part]) if is_processed else own
 
-    top_n = [rows[i].sampling.top_n or 0 for i in asked]
-    return score_rows(logits_of, logits.shape[-1], tokens.index_select(0, index).clamp(min=0), top_n)
+    return score_rows(logits_of, logits.shape[-1], targets, [one.top_n or 0 for one in options])
 
 
 @contextlib.contextmanager

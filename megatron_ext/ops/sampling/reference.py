@@ -42,17 +42,32 @@ def _draw_sorted_in_pieces(logits: Tensor, metadata: SamplingMetadata, together:
 
 def draw_sorted(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Sample with every row sorted, however few tokens it keeps, so that no shape depends on the options."""
-    words, values = logits.shape[1], logits.float()
-    values, ids = values.sort(dim=-1, descending=True, stable=True)  # of equal values, the smaller id first
+    words = logits.shape[1]
+    ids, weights, is_kept = sort_rows(logits, metadata)
+    reached = torch.zeros_like(weights).scatter_(1, ids, weights * is_kept).cumsum(-1)  # in order of ids
+    drawn = owner(reached, metadata.uniform[:, None].clamp(min=0.0) * reached[:, -1:])[:, 0]
+    return ids[:, 0].where(metadata.uniform < 0, drawn).clamp(0, words - 1)
+
+
+def sort_rows(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ids of each row's tokens, best first, their weights at the row's temperature, and which are kept.
+
+    Args:
+        logits: [R, V] of any type.
+        metadata: Sampling options of the rows.
+
+    Returns:
+        [R, V] int64, float64, and bool: which tokens `top_k` and `top_p` keep.
+    """
+    words = logits.shape[1]
+    values, ids = logits.float().sort(dim=-1, descending=True, stable=True)  # of equal values, the smaller id first
     below = (values - values[:, :1]).double()
     weights = (below / metadata.temperature[:, None]).exp()
     max_k = metadata.top_k.where(metadata.top_k > 0, words)[:, None]
-    weights = weights * (torch.arange(words, device=logits.device) < max_k)
+    is_best = torch.arange(words, device=logits.device) < max_k
     is_nucleus = (metadata.top_p > 0) & (metadata.top_p < 1)
-    weights = weights * kept_of_sorted(weights, metadata.top_p.where(is_nucleus, 2.0))
-    reached = torch.zeros_like(weights).scatter_(1, ids, weights).cumsum(-1)  # in order of ids
-    drawn = owner(reached, metadata.uniform[:, None].clamp(min=0.0) * reached[:, -1:])[:, 0]
-    return ids[:, 0].where(metadata.uniform < 0, drawn).clamp(0, words - 1)
+    is_kept = is_best & kept_of_sorted(weights * is_best, metadata.top_p.where(is_nucleus, 2.0))
+    return ids, weights, is_kept
 
 
 def _parts(host: Mapping[str, np.ndarray], logits: Tensor) -> Iterator[tuple[np.ndarray, Callable[..., Tensor]]]:

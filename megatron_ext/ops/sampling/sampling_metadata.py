@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_ext.ops.step_metadata import to_device
 
 GREEDY: Final = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "uniform": -1.0}
-"""Options of a greedy row, and of a padding row; those of a `SamplingMetadata`, int64 for integers, else float64."""
+"""Neutral options, as of a row with temperature 0 and of a padding row, in int64 for integers, else float64."""
 
 
 class SamplingMetadata(NamedTuple):
@@ -41,6 +41,14 @@ class SamplingMetadata(NamedTuple):
     def of(cls, parts: Mapping[str, Tensor], host: Mapping[str, np.ndarray] | None = None) -> SamplingMetadata:
         """Return the options among arrays by name."""
         return cls(parts["temperature"], parts["top_k"], parts["top_p"], parts["uniform"], host)
+
+    @property
+    def may_filter(self) -> bool:
+        """False if neither `top_k` nor `top_p` is known to be on in any row."""
+        if self.host is None:
+            return True
+        top_k, top_p = self.host["top_k"], self.host["top_p"]
+        return bool(((top_k > 0) | ((top_p > 0) & (top_p < 1))).any())
 
     def select(self, rows: slice | np.ndarray) -> SamplingMetadata:
         """Return the options of some rows."""

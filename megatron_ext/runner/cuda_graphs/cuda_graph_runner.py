@@ -38,7 +38,7 @@ from megatron_ext.runner.logits_metadata import (
     write_logits_inputs,
 )
 from megatron_ext.runner.model_input import ModelInput
-from megatron_ext.runner.sampler import SamplerNeeds, sampler_needs_of
+from megatron_ext.runner.sampler import SamplerNeeds, eager_processed_logits, sampler_needs_of
 from megatron_ext.runner.step_output import next_tokens
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 
@@ -96,6 +96,7 @@ class CudaGraphRunner:
         graphs: Captures the graphs.
         has_peers: Whether other ranks capture the same graphs, with messages between them inside. Then all ranks drop
             their graphs at the same commands, and capture later ones in the steps that need them.
+        has_processed_log_probs: See `GraphSampler`.
 
     Attributes:
         prev_sampled_token_ids: Tokens that the step launched last has left on the device.
@@ -110,7 +111,9 @@ class CudaGraphRunner:
         graphs: Capture,
         *,
         has_peers: bool = False,
+        has_processed_log_probs: bool = False,
     ) -> None:
+        self._has_processed_log_probs = has_processed_log_probs
         self._model, self._rules, self.has_peers = model, rules, has_peers
         self._buckets, self._graphs = buckets, HoldingCapture(graphs, model.weight_addresses)
         self._spare = SpareSlots.of(plan, rules.device)
@@ -195,7 +198,9 @@ class CudaGraphRunner:
         logits, layout = self._logits[: bucket.rows], output_layout(bucket.rows, self._vocabulary)
         forward = self._graphs.capture(partial(self._forward, bucket, logits))
         parts = self._buffers.parts(self._guided[bucket])
-        return BucketGraphs(forward, GraphSampler(self._graphs, logits, parts, layout.parts(self._buffers.answer)))
+        answer, is_processed = layout.parts(self._buffers.answer), self._has_processed_log_probs
+        sampler = GraphSampler(self._graphs, logits, parts, answer, has_processed_log_probs=is_processed)
+        return BucketGraphs(forward, sampler)
 
     # Steps
 
@@ -248,6 +253,8 @@ class CudaGraphRunner:
         parts["tokens"].copy_(next_tokens(logits, step))
         is_scored = any(row.sampling.top_n is not None for row in step.sampling)
         if is_scored:
+            if self._has_processed_log_probs:
+                logits = eager_processed_logits(logits, parts["tokens"], [row.sampling for row in step.sampling])
             score(logits, parts)
         rows = [OutputRow(one.request_id, row, one.sampling.top_n) for row, one in enumerate(step.sampling)]
         return Launched(self._outputs.fetch(layout.count if is_scored else len(rows)), layout, rows)

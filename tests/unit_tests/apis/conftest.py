@@ -28,6 +28,7 @@ class Config:
     kv_cache_management_mode: str = "persist"
     static_kv_memory_pointers: bool = False
     num_speculative_tokens: int = 0
+    logprobs_mode: str = "raw_logprobs"
     cuda_graph_max_tokens: int = 512
     track_paused_request_events: bool = False
     track_generated_token_events: bool = False

@@ -11,6 +11,7 @@ import torch
 from megatron.core.inference import inference_request as upstream
 
 from megatron_ext.apis import DynamicInferenceRequest, MegatronAsyncLLM, SamplingParams
+from megatron_ext.config.batching import LOGPROBS_MODES
 from megatron_ext.errors import ConfigError, EngineClosed
 from tests.unit_tests.apis.conftest import tokenizer
 from tests.unit_tests.support.megatron_models import MAX_LENGTH, PROMPT, generate
@@ -58,6 +59,18 @@ class TestResults:
         assert len(request.prompt_log_probs) == len(request.prompt_top_n_logprobs) == len(PROMPT) - 1
         best = [max(top, key=top.get) for top in request.generated_top_n_logprobs]
         assert best == [tokenizer().detokenize([token]) for token in expected]
+
+    def test_processed_scores(self, start):
+        """SA-16: the best token is certain with top_k 1, as in Megatron; log-probs of the prompt are raw."""
+        found = []
+        for mode in LOGPROBS_MODES:
+            llm = start(logprobs_mode=mode)
+            found += llm.generate(PROMPT, greedy(return_log_probs=True))
+            llm.shutdown()
+        raw, processed = found
+        assert processed.generated_log_probs == [0.0] * COUNT
+        assert max(raw.generated_log_probs) < -0.1
+        assert processed.prompt_log_probs == pytest.approx(raw.prompt_log_probs, abs=1e-6)
 
     def test_scores_that_are_not_asked_for(self, start):
         llm = start()

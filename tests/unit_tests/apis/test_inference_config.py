@@ -67,6 +67,7 @@ DEFAULTS = {
     "eviction_policy": "ref_zero",
     "inference_logging_step_interval": 0,
     "kv_cache_management_mode": "persist",
+    "logprobs_mode": "raw_logprobs",
 }
 
 
@@ -89,6 +90,7 @@ def test_defaults_are_megatrons():
         ({"prefix_caching_mamba_gb": 1.5}, {"snapshot_buffer_gb": 1.5}),
         ({"num_cuda_graphs": 4}, {"cuda_graph_impl": "local", "num_cuda_graphs": 4}),
         ({"logging_step_interval": 5}, {"inference_logging_step_interval": 5}),
+        ({"logprobs_mode": "processed_logprobs"}, {"logprobs_mode": "processed_logprobs"}),
         ({"kv_cache_management_mode": Mode.OFFLOAD}, {"kv_cache_management_mode": "offload"}),
     ],
 )
@@ -125,7 +127,6 @@ def test_events():
         {"unified_memory_level": 1},
         {"num_speculative_tokens": 2},
         {"metrics_writer": object()},
-        {"logprobs_mode": "processed_logprobs"},
         {"request_metadata_types": []},
         {"of_a_later_version": [1]},
     ],

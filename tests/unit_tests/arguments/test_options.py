@@ -75,6 +75,7 @@ OPTIONS = """
 --operator-backend --pack-weights --no-pack-weights --cpu-weight-quantization
 --cuda-graph-impl --inference-dynamic-batching-num-cuda-graphs
 --rl-kv-cache-management-mode
+--logprobs-mode --inference-dynamic-batching-logprobs-mode
 --moe-enable-routing-replay --no-moe-enable-routing-replay
 --inference-dynamic-batching-enable-prefix-caching --no-inference-dynamic-batching-enable-prefix-caching
 --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching

@@ -149,6 +149,7 @@ REFUSED = [
     (BatchingConfig, {"conv_states_dtype": "fp8"}, ["'fp8'", "fp32, bf16, fp16"]),
     (BatchingConfig, {"operator_backend": "cuda"}, ["'cuda'", "auto, reference, triton"]),
     (BatchingConfig, {"cpu_weight_quantization": "int4"}, ["'int4'", "none or int8"]),
+    (BatchingConfig, {"logprobs_mode": "raw_logits"}, ["'raw_logits'", "raw_logprobs or processed_logprobs"]),
     (BatchingConfig, {"kv_cache_management_mode": "host"}, ["'host'", "persist, offload, recompute"]),
     (BatchingConfig, {"cuda_graph_impl": "graphs"}, ["'graphs'", "none, local"]),
     (BatchingConfig, {"num_cuda_graphs": 0}, ["-num-cuda-graphs 0", "or -1 for 16"]),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext.ops import triton
 from megatron_ext.ops.sampling import SAMPLING, SamplingMetadata, greedy_tokens, sample_tokens, sampling_metadata
+from megatron_ext.ops.sampling.log_probs import filtered_logits
 from tests.on_request import long_except
 from tests.unit_tests.ops.backends import usable
 
@@ -411,3 +412,11 @@ def test_nothing_sorts_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     for parameters in KINDS[:4]:
         sample(logits, torch.full((rows,), 0.5), **parameters)
     assert longest < 65_536 / 8
+
+
+def test_a_drawn_token_is_possible() -> None:
+    """SA-16: a token at the border, which a backend's rounding keeps, and all better ones."""
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    for metadata in (sampling_metadata([1.0], [2], [0.0], [0.99]), sampling_metadata([1.0], [0], [0.7], [0.99])):
+        expected = torch.tensor([-torch.inf, 3.0, 2.0, 1.0]) - 3.0
+        assert torch.equal(filtered_logits(logits, metadata, torch.tensor([3]))[0], expected)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from megatron_ext.config import CacheConfig, RequestParams
+from megatron_ext.config.batching import LOGPROBS_MODES
 from megatron_ext.runner import logits_processors
+from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_events import EventType
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support import choice
+from tests.unit_tests.support.drafters import ANSWERS, Knowing
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.padded import PaddedDriver
@@ -42,6 +46,7 @@ CASES: dict[str, dict] = {
         "top_p": 0.95,
         **DRAWN,
     },
+    "best": {"top_k": 1, "temperature": 0.7},
     "nothing": dict(DRAWN),
 }
 # Prompts share a block and a half, so that caches hit and tails differ.
@@ -156,14 +161,68 @@ def test_a_history_that_is_cut_is_seen(new_driver, wanted, monkeypatch, broken):
     assert all(got[name] != wanted[name][1] for name in names)
 
 
-def test_log_probs_are_the_models_own(new_driver, model, wanted):
-    """Log-probs do not show the logits processing before the choice."""
-    driver, oracle = new_driver(), Oracle(model)
-    params = dataclasses.replace(wanted["all"][0], return_log_probs=True, top_n_logprobs=3, skip_prompt_log_probs=True)
-    driver.engine.add_request(0, PROMPTS["all"], params)
-    record = driver.run()[0]
-    tokens = [*PROMPTS["all"], *record.generated_tokens]
-    for i, (token, log_prob) in enumerate(zip(record.generated_tokens, record.generated_log_probs, strict=True)):
-        scores = oracle.logits(tokens[: len(PROMPTS["all"]) + i])[-1].log_softmax(-1)
-        assert log_prob == pytest.approx(float(scores[token]), abs=1e-4)
-        assert list(record.generated_top_n_log_probs[i]) == scores.topk(3).indices.tolist()
+SCORED = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 3}
+RAW, PROCESSED = LOGPROBS_MODES
+
+
+def score(driver: Driver, wanted: dict, fields: dict = SCORED) -> dict[str, list[RequestRecord]]:
+    """Run each case twice, with log-probs; of two equal prompts one is a fork where a step has room for both."""
+    first = len(driver.records)
+    for i, name in enumerate((*CASES, *CASES)):
+        driver.engine.add_request(first + i, PROMPTS[name], dataclasses.replace(wanted[name][0], **fields))
+    driver.run()
+    return {name: [driver.records[first + i + j] for j in (0, len(CASES))] for i, name in enumerate(CASES)}
+
+
+def assert_scores(records: dict[str, list[RequestRecord]], oracle: Oracle, wanted: dict, mode: str) -> None:
+    """Compare with a plain recompute: the log-prob of each token, and of the best tokens."""
+    for name, (params, tokens) in wanted.items():
+        for record in records[name]:
+            assert list(record.generated_tokens) == tokens
+            for i, token in enumerate(tokens):
+                logits = oracle.logits([*PROMPTS[name], *tokens[:i]])[-1]
+                found = logits.log_softmax(-1).tolist()
+                if mode == PROCESSED:
+                    values = choice.shaped(logits.tolist(), PROMPTS[name], tokens[:i], params, bad_words(params))
+                    found = choice.log_probs(values, params)
+                assert math.isfinite(record.generated_log_probs[i])
+                assert record.generated_log_probs[i] == pytest.approx(found[token], abs=2e-4), name
+                listed = record.generated_top_n_log_probs[i]
+                assert list(listed.values()) == pytest.approx(sorted(found, reverse=True)[:3], abs=2e-4), name
+                assert list(listed.values()) == pytest.approx([found[one] for one in listed], abs=2e-4), name
+
+
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_log_probs_of_generated_tokens(new_driver, model, wanted, mode):
+    """SA-16: raw ones are the model's own, processed ones of the distribution that the token was drawn from."""
+    driver = new_driver(logprobs_mode=mode, cache=CacheConfig(snapshot_slots=20))
+    for _ in ("cold", "after a hit"):
+        records = score(driver, wanted)
+        assert_scores(records, Oracle(model), wanted, mode)
+    assert all(one.skipped_prefill_token_count for found in records.values() for one in found)
+
+
+def test_log_probs_of_accepted_drafts(model, wanted):
+    """SA-16: processed log-probs of tokens that were drafted, each after the drafts before it."""
+    drafter = Knowing(ANSWERS["right_for_a_while"])
+    drafter.truth = dict(enumerate([*PROMPTS[name], *wanted[name][1]] for name in (*CASES, *CASES)))
+    driver = Driver(
+        model, CONFIGS["hybrid"], logprobs_mode=PROCESSED, speculative_tokens=3, drafter=drafter, block_count=200
+    )
+    records = score(driver, wanted)
+    assert driver.scheduler.counters.accepted > 20
+    assert_scores(records, Oracle(model), wanted, PROCESSED)
+
+
+def test_log_probs_of_prompts_are_raw_in_both_modes(model, wanted):
+    """SA-16, RL-10: computed with the first token, and read back where they were kept."""
+    found = []
+    for mode in LOGPROBS_MODES:
+        cache = CacheConfig(snapshot_slots=20, prefix_cache_log_probs=True)
+        driver = Driver(model, CONFIGS["hybrid"], logprobs_mode=mode, cache=cache)
+        first, again = (score(driver, wanted, {"return_log_probs": True}) for _ in range(2))
+        assert all(records[0].skipped_prefill_token_count for records in again.values())
+        found.append([records[0].prompt_log_probs for one in (first, again) for records in one.values()])
+        assert first["all"][0].prompt_log_probs == pytest.approx(again["all"][0].prompt_log_probs, abs=2e-4)
+    for raw, processed in zip(*found, strict=True):
+        assert raw == pytest.approx(processed, abs=1e-6)

@@ -55,18 +55,24 @@ Rows = list[Sampling | None]
 
 
 class Eager:
-    """Sampling as an eager step does it."""
+    """Sampling as an eager step does it, with raw or with processed log-probs."""
+
+    def __init__(self, *, is_processed: bool = False) -> None:
+        self.is_processed = is_processed
 
     def choose(self, logits: Tensor, rows: Rows) -> StepResult:
         asking = [i for i, one in enumerate(rows) if one is not None]
         step = SimpleNamespace(sampling=[SamplingRow(i, rows[i]) for i in asking], prompt_scores=[])
-        return sample_and_score(logits[asking] if len(asking) < len(rows) else logits, step, lambda _: None)
+        own = logits[asking] if len(asking) < len(rows) else logits
+        return sample_and_score(own, step, lambda _: None, is_processed=self.is_processed)
 
 
 class Captured:
     """Static buffers full of garbage, and the sampling graphs of a bucket over them."""
 
-    def __init__(self, graphs: object = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, graphs: object = None, dtype: torch.dtype = torch.float32, *, is_processed: bool = False
+    ) -> None:
         room = room_for(ROWS)
         self.processed, self.masked = (BASE | logits_layout(ROWS, room, WORDS, has_mask=one) for one in (False, True))
         self.output = output_layout(ROWS, WORDS)
@@ -77,7 +83,7 @@ class Captured:
         self.logits = torch.zeros(ROWS, WORDS, dtype=dtype)
         self.write(rows_of(0)[:1] + [None] * (ROWS - 1))
         parts = self.buffers.parts(self.masked), self.output.parts(self.buffers.answer)
-        self.graphs = GraphSampler(graphs or NoGraphs(), self.logits, *parts)
+        self.graphs = GraphSampler(graphs or NoGraphs(), self.logits, *parts, has_processed_log_probs=is_processed)
 
     def write(self, rows: Rows) -> None:
         needs = sampler_needs_of(rows)
@@ -163,11 +169,12 @@ def random_options(source: random.Random, *, masks: bool) -> LogitsOptions:
 
 def random_sampling(source: random.Random, *, processed: bool, scored: bool, masks: bool) -> Sampling:
     is_greedy = source.random() < 0.4
+    temperature, top_k = source.choice([(0.0, 5), (0.7, 1)]) if is_greedy else (source.uniform(0.3, 1.5), None)
     return sampling(
         None if is_greedy else source.random(),
         random_options(source, masks=masks) if processed and source.random() < 0.6 else None,
-        temperature=0.0 if is_greedy else source.uniform(0.3, 1.5),
-        top_k=source.choice([0, 5]),
+        temperature=temperature,
+        top_k=source.choice([0, 5]) if top_k is None else top_k,
         top_p=source.choice([0.0, 0.9]),
         forbidden=tuple(source.choices([3, 9, -1, WORDS + 5], k=2)) if processed and source.random() < 0.4 else (),
         top_n=source.choice([None, 0, 3, MAX_LISTED]) if scored else None,
@@ -189,20 +196,69 @@ def logits_of(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return logits.to(dtype)
 
 
+@pytest.mark.parametrize("is_processed", [False, True], ids=["raw", "processed"])
 @pytest.mark.parametrize("graphs", [NoGraphs, ReplayedGraphs])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_mix_of_rows_to_the_bit(dtype: torch.dtype, graphs: type, backend: None) -> None:
+def test_any_mix_of_rows_to_the_bit(dtype: torch.dtype, graphs: type, is_processed: bool, backend: None) -> None:
     """CU-5, SA-1, SA-2: greedy and drawn, processed and scored rows; ties of 16 bits; graphs that are used again."""
-    captured, seen = Captured(graphs(), dtype), []
+    captured, seen = Captured(graphs(), dtype, is_processed=is_processed), []
     for seed in range(12):
         rows = rows_of(seed, processed=seed % 3 > 0, scored=seed % 4 > 0, masks=seed % 2 > 0)
         logits = logits_of(seed, dtype)
-        found, expected = captured.choose(logits, rows), Eager().choose(logits, rows)
+        found, expected = captured.choose(logits, rows), Eager(is_processed=is_processed).choose(logits, rows)
         assert found.tokens == expected.tokens
         assert found.generated == expected.generated
         seen.append(expected)
     assert any(len(score.top_n) == MAX_LISTED for result in seen for score in result.generated.values())
     assert any(not result.generated for result in seen)
+
+
+def processed_log_probs(logits: Tensor, one: Sampling) -> Tensor:
+    """Log-probs [V] of the distribution of a row, by docs/sampling.md: one token and one filter after the other."""
+    values, options = logits.double().clone(), one.logits_options or options_of()
+    params, generated = options.params, list(options.tokens[options.prompt_length :])
+    for token in set(options.tokens):
+        factor = params.repetition_penalty
+        values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
+    for token in set(generated):
+        values[token] -= params.frequency_penalty * generated.count(token) + params.presence_penalty
+    for token, bias in params.logit_bias:
+        values[token] += bias
+    if options.allowed is not None:
+        bits = np.unpackbits(np.frombuffer(options.allowed, np.uint8), bitorder="little")[:WORDS]
+        values[torch.from_numpy(bits == 0)] = -torch.inf
+    values[list(options.ruled_out)] = -torch.inf
+    values[[token for token in one.forbidden if 0 <= token < WORDS]] = -torch.inf
+    if one.temperature == 0:
+        return values.log_softmax(-1)
+    values /= one.temperature
+    values[values - values.amax() < np.log(max(params.min_p, 1e-300))] = -torch.inf
+    order = values.argsort(descending=True, stable=True)
+    values[order[one.top_k or WORDS :]] = -torch.inf
+    shares = values.softmax(-1)[order]
+    values[order[shares.cumsum(-1) - shares >= (one.top_p or 2)]] = -torch.inf
+    return values.log_softmax(-1)
+
+
+@pytest.mark.parametrize("made", [Eager, Captured])
+def test_processed_log_probs_by_definition(made: type, backend: None) -> None:
+    """SA-16: of drawn and of greedy rows; the drawn token is always possible, a listed one may be impossible."""
+    differing = impossible = 0
+    for seed in range(8):
+        rows, logits = rows_of(seed, masks=seed % 2 > 0), logits_of(seed)
+        found = made(is_processed=True).choose(logits, rows)
+        raw = made().choose(logits, rows).generated
+        for row, score in found.generated.items():
+            expected = processed_log_probs(logits[row], rows[row])
+            assert score.log_prob == pytest.approx(float(expected[found.tokens[row]]), abs=1e-5)
+            assert np.isfinite(score.log_prob)
+            listed = list(score.top_n)
+            assert list(score.top_n.values()) == pytest.approx(expected[listed].tolist(), abs=1e-5)
+            assert expected[listed].tolist() == pytest.approx(expected.topk(len(listed)).values.tolist(), abs=1e-5)
+            differing += abs(score.log_prob - raw[row].log_prob) > 1e-3
+            impossible += -torch.inf in score.top_n.values()
+    assert differing > 30
+    assert impossible > 10
 
 
 def test_a_row_does_not_depend_on_the_others(backend: None) -> None:
@@ -215,6 +271,9 @@ def test_a_row_does_not_depend_on_the_others(backend: None) -> None:
         for i, one in enumerate(rows):
             if one is not None:
                 assert Eager().choose(logits[i : i + 1], [one]).tokens[0] == together.tokens[i]
+        scored = Eager(is_processed=True).choose(logits, rows).generated
+        alone = {i: Eager(is_processed=True).choose(logits[i : i + 1], [rows[i]]).generated[0] for i in scored}
+        assert alone == scored
 
 
 MIXES = {

@@ -57,6 +57,13 @@ def line(values: Sequence[float], params: RequestParams) -> dict[int, float]:
     return {i: weights[i] / total for i in sorted(kept)}
 
 
+def log_probs(values: Sequence[float], params: RequestParams) -> list[float]:
+    """Processed log-probs of all tokens; of logits without temperature and filters where the temperature is 0."""
+    plain = RequestParams(temperature=1.0) if params.temperature == 0 else params
+    found = line(values, plain)
+    return [math.log(found[i]) if i in found else -math.inf for i in range(len(values))]
+
+
 def choose(values: Sequence[float], params: RequestParams, uniform: float | None) -> int:
     """The token.
 

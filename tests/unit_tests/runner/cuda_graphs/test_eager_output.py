@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from megatron_ext.config.batching import LOGPROBS_MODES
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.layers.moe import reads_back
 from megatron_ext.runner.cuda_graphs import buckets
@@ -41,10 +42,11 @@ def serve(driver: Driver) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_prefills_equal_those_that_are_waited_for(get_oracle, kind):
-    """CU-6: tokens, logits, log-probs, counts; beside decodes whose tokens only the device knows."""
-    padded = new_driver(kind, get_oracle, **SIZES)
+    """CU-6, SA-16: tokens, logits, log-probs of both modes, counts; beside decodes whose tokens are on the device."""
+    mode = LOGPROBS_MODES[kind == "hybrid"]
+    padded = new_driver(kind, get_oracle, **SIZES, logprobs_mode=mode)
     serve(padded)
-    plain = new_driver(kind, get_oracle, Driver, **SIZES)
+    plain = new_driver(kind, get_oracle, Driver, **SIZES, logprobs_mode=mode)
     serve(plain)
     assert padded.eager_steps > 1
     for request_id, record in plain.records.items():

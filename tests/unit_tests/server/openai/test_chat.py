@@ -124,6 +124,22 @@ def test_log_probs(embedded):
         assert bytes(one.bytes).decode() == one.token
 
 
+def test_processed_log_probs(embedded, monkeypatch):
+    """SA-16: the best token is certain with top_k 1 and a temperature; another one that is listed cannot come."""
+    monkeypatch.setattr(embedded.engine.controller, "has_processed_log_probs", True)
+    answer = embedded.client().chat.completions.create(
+        model="embedded",
+        messages=[user("Hello")],
+        temperature=0.7,
+        max_tokens=6,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"top_k": 1},
+    )
+    found = [[one.logprob for one in token.top_logprobs] for token in answer.choices[0].logprobs.content]
+    assert found == [[0, -9999]] * 6
+
+
 def test_streamed_log_probs_are_all_there(embedded):
     arguments = {"model": "embedded", "messages": [user("Hello")], "temperature": 0, "max_tokens": 6, "logprobs": True}
     client = embedded.client()

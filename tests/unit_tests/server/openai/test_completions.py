@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -308,6 +309,21 @@ def test_echo_with_kept_log_probs(serve, stream):
     first, second = (joined(one.scores[0]) if stream else one.scores[0].model_dump() for one in got)
     assert second["tokens"] == first["tokens"]
     assert second["token_logprobs"][1:] == pytest.approx(first["token_logprobs"][1:], abs=1e-4)
+
+
+def test_processed_log_probs(serve, offline, stream):
+    """SA-16: of two tokens that are left; others that are listed have the least log-prob, and the prompt raw ones."""
+    server = serve(tiny_engine(logprobs_mode="processed_logprobs"))
+    fields = {"temperature": 0.8, "top_k": 2, "seed": 5, "max_tokens": 6, "logprobs": 4, "echo": True}
+    got = complete(server, stream=stream, **fields)
+    scores = joined(got.scores[0]) if stream else got.scores[0].model_dump()
+    for log_prob, best in zip(scores["token_logprobs"][-6:], scores["top_logprobs"][-6:], strict=True):
+        first, second, *others = sorted(best.values(), reverse=True)
+        assert math.exp(first) + math.exp(second) == pytest.approx(1)
+        assert others == [-9999.0] * 2
+        assert log_prob in (first, second)
+    prompt = offline(PROMPT, num_tokens_to_generate=1, return_log_probs=True).prompt_log_probs
+    assert scores["token_logprobs"][1 : len(PROMPT)] == pytest.approx(prompt, abs=1e-4)
 
 
 def test_usage_comes_only_if_asked_for(tiny):
