@@ -44,6 +44,10 @@ SOURCE = FlagGroup(
             "moe_layer_freq",
             "Layers of a GPT that have experts: every Nth from the first, or a list as in ([0]*1+[1]*3); default: all",
         ),
+        Flag(
+            "window_attn_skip_freq",
+            "Layers of a GPT without a window: every Nth, or those with 0 in a list; default: none",
+        ),
         Flag("padded_vocab_size", "Rows of the embedding; default: the checkpoint's, else --vocab-size"),
         Flag(
             "generation_config",

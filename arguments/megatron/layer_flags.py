@@ -186,22 +186,19 @@ def _describe_yarn(given: ParsedFlags) -> None:
 
 def _describe_window(given: ParsedFlags) -> None:
     values = given.values
-    size, freq = values.pop(_SIZE, None), values.pop(_SKIP_FREQ, None)
+    size, freq, pattern = values.pop(_SIZE, None), values.get(_SKIP_FREQ), values.get(_PATTERN)
     window = None if size is None else _window(str(size))
-    if window is None and size is not None and CHECKPOINTS & values.keys():
-        values[_WINDOW], given.typed[_WINDOW] = None, f"--{_SIZE} {size}"  # compared with the checkpoint's
-        size = None
-    if window is None:
-        for key, value in ((_SIZE, size), (_SKIP_FREQ, freq)):
-            if value is not None:
-                given.without_effect.note(f"--{key}")
-        return
-    if values.setdefault(_WINDOW, window) != window:
-        raise ConfigError(f"--{_SIZE} {size} and --{_WINDOW} {values[_WINDOW]} contradict each other; give one of them")
-    given.typed[_WINDOW] = f"--{_SIZE} {size}"
-    pattern = values.get(_PATTERN)
-    if pattern is None:  # a checkpoint's layers have windows, or have none
-        if freq is not None:
+    has_checkpoint = bool(CHECKPOINTS & values.keys())  # whose window and layers are compared
+    if size is not None and (window is not None or has_checkpoint):
+        if values.setdefault(_WINDOW, window) != window:
+            raise ConfigError(
+                f"--{_SIZE} {size} and --{_WINDOW} {values[_WINDOW]} contradict each other; give one of them"
+            )
+        given.typed[_WINDOW] = f"--{_SIZE} {size}"
+    elif size is not None:
+        given.without_effect.note(f"--{_SIZE}")
+    if window is None or pattern is None:
+        if freq is not None and not has_checkpoint:
             given.without_effect.note(f"--{_SKIP_FREQ}")
         return
     assert isinstance(pattern, str), "a pattern has been read"

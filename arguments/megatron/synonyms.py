@@ -31,7 +31,6 @@ class Synonyms:
     max_requests_override: int | None = None
     fp8_as_16bit: bool = False
     window_size: str | None = None
-    window_attn_skip_freq: str | None = None
     parsers: tuple[str, ...] = ()
     rl_inference_parsers: tuple[str, ...] = ()
 
@@ -49,10 +48,6 @@ SYNONYMS = FlagGroup(
         ),
         Flag("hybrid_mlp_ratio", "Fraction of --num-layers that are MLP layers, likewise"),
         Flag("window_size", "Tokens before and after its own that attention sees: 127,0 is --attention-window 128"),
-        Flag(
-            "window_attn_skip_freq",
-            "Layers of a GPT without a window: every Nth, or those with 0 in a list; default: none",
-        ),
         Flag("parsers", f"--reasoning-parser and --tool-call-parser of a server: {', '.join(MEGATRONS_PARSERS)}"),
         Flag("rl_inference_parsers", "--parsers, of Megatron's training with reinforcement learning"),
         Flag(

@@ -128,6 +128,7 @@ class SourceConfig(TokenizerConfig):
     typed: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # fields of the model, and flags as typed
     model_provider: str | None = None  # one of MODEL_PROVIDERS; default: any that the checkpoint has
     moe_layer_freq: str | None = None  # which layers of a GPT have experts; see `config.layers.layer_freq`
+    window_attn_skip_freq: str | None = None  # which layers of a GPT with windows have none; likewise
     padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
     # One of GENERATION_CONFIGS: source of sampling defaults; default: auto on a server, none elsewhere
     generation_config: str | None = None
@@ -168,6 +169,8 @@ class SourceConfig(TokenizerConfig):
         )
         if self.moe_layer_freq is not None:
             parse_layer_freq(self.moe_layer_freq)
+        if self.window_attn_skip_freq is not None:
+            parse_layer_freq(self.window_attn_skip_freq, "--window-attn-skip-freq")
         sources = ", ".join(GENERATION_CONFIGS)
         require(
             self.generation_config in (None, *GENERATION_CONFIGS),

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ext.config import RECURRENT_KINDS, BatchingConfig, ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.differences import as_flag, differences, logit_differences
-from megatron_ext.config.layers import GPT, YARN, gpt_layers, is_gpt_pattern, moe_letters, parse_layer_freq
+from megatron_ext.config.layers import (
+    GPT,
+    YARN,
+    gpt_layers,
+    is_gpt_pattern,
+    moe_letters,
+    parse_layer_freq,
+    windowed_letters,
+)
 from megatron_ext.config.options import flag_of
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.megatron.training_args import TrainingFacts
@@ -60,7 +70,7 @@ def fitting_overrides(
     """
     _check_provider(source, saved, directory, trained)
     _check_rows(source, saved, directory, trained)
-    _check_moe_layers(source, saved, directory)
+    _check_layer_freqs(source, saved, directory)
     wanted = _without_unused_yarn(saved, {name: value for name, value in overrides.items() if name != _COUNT})
     others, typed = _count_that_differs(saved, overrides), dict(source.typed)
     named = set(source.override_checkpoint_args)
@@ -191,26 +201,38 @@ def _counts(saved: ModelConfig) -> str:
     return f"{len(pattern)} layers" + (f", or {pairs} layers of a GPT" if pairs else "")
 
 
-def _check_moe_layers(source: SourceConfig, saved: ModelConfig, directory: Path) -> None:
-    """Compare --moe-layer-freq with the layers of a GPT that have experts; other models have none to compare."""
-    pattern, text = saved.hybrid_override_pattern, source.moe_layer_freq
-    count = gpt_layers(pattern)
-    if text is None or count is None or not saved.is_moe:
+def _check_layer_freqs(source: SourceConfig, saved: ModelConfig, directory: Path) -> None:
+    """Compare the layers of a GPT that have experts or windows, if it has any; other models have none to compare."""
+    pattern, count = saved.hybrid_override_pattern, gpt_layers(saved.hybrid_override_pattern)
+    if count is None:
         return
-    stored = pattern[1::2]
-    try:
-        asked = moe_letters(parse_layer_freq(text), count)
-    except ValueError:
-        asked = ""
-    if asked == stored:
-        return
+    mixers, mlps = pattern[::2], pattern[1::2]
+    if source.moe_layer_freq is not None and saved.is_moe:
+        text, flag = source.moe_layer_freq, "--moe-layer-freq"
+        _check_layer_freq(source, saved, directory, flag, text, lambda freq: moe_letters(freq, count) == mlps)
+    if source.window_attn_skip_freq is not None and saved.attention_window is not None:
+        text, flag, plain = source.window_attn_skip_freq, "--window-attn-skip-freq", mixers.replace("W", "*")
+        _check_layer_freq(source, saved, directory, flag, text, lambda freq: windowed_letters(plain, freq) == mixers)
+
+
+def _check_layer_freq(
+    source: SourceConfig,
+    saved: ModelConfig,
+    directory: Path,
+    flag: str,
+    text: str,
+    fits: Callable[[int | list[int]], bool],
+) -> None:
+    with contextlib.suppress(ValueError):
+        if fits(parse_layer_freq(text, flag)):
+            return
     if not source.use_checkpoint_args:
         raise ConfigError(
-            f"--moe-layer-freq {text} contradicts {directory}, whose layers are {pattern}; leave it out or load "
-            "another checkpoint"
+            f"{flag} {text} contradicts {directory}, whose layers are {saved.hybrid_override_pattern}; leave it out or "
+            "load another checkpoint"
         )
     if is_first_rank():
-        logger.warning("--use-checkpoint-args: %s decides over --moe-layer-freq %s", directory, text)
+        logger.warning("--use-checkpoint-args: %s decides over %s %s", directory, flag, text)
 
 
 def _check_provider(source: SourceConfig, saved: ModelConfig, directory: Path, trained: TrainingFacts | None) -> None:

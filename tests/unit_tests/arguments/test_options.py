@@ -25,7 +25,7 @@ OPTIONS = """
 -h --help
 --load --load-hf --hf-overrides --save --model-config --use-checkpoint-args --no-use-checkpoint-args
 --override-checkpoint-args --model-provider
---moe-layer-freq --padded-vocab-size --generation-config --transformer-impl
+--moe-layer-freq --window-attn-skip-freq --padded-vocab-size --generation-config --transformer-impl
 --dtype --bf16 --no-bf16 --fp16 --no-fp16 --seed --inference-sampling-seed
 --tokenizer-type --tokenizer-model --vocab-file --merge-file --tiktoken-pattern --tiktoken-num-special-tokens
 --use-tokenizer-model-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
@@ -104,7 +104,7 @@ OPTIONS = """
 SYNONYM_OPTIONS = """
 --pretrained-checkpoint --disable-chunked-prefill --no-disable-chunked-prefill
 --use-rotary-position-embeddings --no-use-rotary-position-embeddings --hybrid-attention-ratio --hybrid-mlp-ratio
---window-size --window-attn-skip-freq --parsers --rl-inference-parsers
+--window-size --parsers --rl-inference-parsers
 --inference-dynamic-batching-max-requests-override
 --fp8-as-16bit --no-fp8-as-16bit
 """.split()

@@ -173,6 +173,24 @@ def test_positions_of_the_checkpoint_decide_over_the_longest_sequence(caplog, de
     assert ("4096 positions decide over --inference-max-seq-length 9000" in caplog.text) is (longest == 4096)
 
 
+def test_layers_with_windows_fit_the_checkpoint(caplog):
+    """MF-5: --window-attn-skip-freq is compared with the layers of a GPT that has windows."""
+    for line in ("--window-attn-skip-freq 2", "--window-size 127,0 --window-attn-skip-freq [1,0,1]"):
+        overrides = parse_arguments(["--load", "there", *line.split()])
+        assert fitting_line(WINDOWED, line) == overrides.model_overrides
+        assert overrides.start.lines == ()
+    assert fitting_line(GPT, "--window-attn-skip-freq 3") == fitting_line(HYBRID, "--window-attn-skip-freq 3") == {}
+    for freq in ("1", "3", "[1,0,0]", "[1,0]"):
+        with pytest.raises(ConfigError) as caught:
+            fitting_line(WINDOWED, f"--window-size 127,0 --window-attn-skip-freq {freq}")
+        assert str(caught.value).startswith(
+            f"--window-attn-skip-freq {freq} contradicts there, whose layers are W-*-W-"
+        )
+    caplog.clear()
+    assert fitting_line(WINDOWED, "--window-attn-skip-freq 3 --use-checkpoint-args") == {}
+    assert caplog.messages == ["--use-checkpoint-args: there decides over --window-attn-skip-freq 3"]
+
+
 def test_layers_with_experts_fit_the_checkpoint(caplog):
     """MF-5: --moe-layer-freq is compared with the layers of a GPT."""
     saved = dataclasses.replace(GPT, hybrid_override_pattern="*-*E*E", num_experts=4)
