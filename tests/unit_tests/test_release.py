@@ -33,8 +33,11 @@ def section(name: str) -> str:
 
 def extras() -> dict[str, list[str]]:
     """Requirements of each extra."""
-    lines = (line.partition("=") for line in section("project.optional-dependencies").splitlines() if "= [" in line)
-    return {name.strip(): re.findall(r'"([^"]+)"', listed.partition("#")[0]) for name, _, listed in lines}
+    text = re.sub(r" *#.*", "", section("project.optional-dependencies"))
+    return {
+        name: re.findall(r'"([^"]+)"', listed)
+        for name, listed in re.findall(r"^(\w+) = \[(.*?)\n?\]$", text, re.M | re.S)
+    }
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
