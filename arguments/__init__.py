@@ -1,4 +1,4 @@
-"""Command line: argparse groups, each bound to one frozen dataclass of `megatron_ext.config`."""
+"""Command line: argparse groups, each made of one frozen dataclass of `megatron_ext.config`."""
 
 from arguments.parser import build_parser, build_server_parser, parse_arguments, parse_server_arguments
 

@@ -85,11 +85,20 @@ class _WordsAction(argparse.Action):
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """Flags of one dataclass."""
+    """Flags of the fields that one dataclass declares itself, without those of its bases."""
 
     title: str
     config: type
-    flags: tuple[Flag, ...]
+
+    @functools.cached_property
+    def flags(self) -> tuple[Flag, ...]:
+        """Flags, in the order of the fields."""
+        own = vars(self.config)["__annotations__"]
+        return tuple(
+            Flag(field, one.help_text, one.flag, one.aliases, one.choices, one.metavar)
+            for field, one in options_of(self.config).items()
+            if one.help_text and field in own
+        )
 
     def kind(self, flag: Flag) -> FieldType:
         """Return the type of the flag's field."""
@@ -100,19 +109,20 @@ class FlagGroup:
         (field,) = (field for field in dataclasses.fields(self.config) if field.name == flag.field)
         return field.default
 
-    def add_to(self, parser: argparse.ArgumentParser, *, as_attributes: bool = False) -> None:
-        """Add the flags to `parser`. A flag that is not given leaves no attribute in the namespace.
-
-        Args:
-            parser: Parser to add the flags to.
-            as_attributes: Name values in the namespace with underscores, and leave None for a flag that is not given.
-        """
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags to `parser`. A flag that is not given leaves no attribute in the namespace."""
         section = parser.add_argument_group(self.title)
         for flag in self.flags:
-            self.add_flag(section.add_argument, flag, as_attribute=as_attributes)
+            self.add_flag(section.add_argument, flag)
 
     def add_flag(self, add_argument: Callable[..., argparse.Action], flag: Flag, *, as_attribute: bool = False) -> None:
-        """Add one flag by the `add_argument` of a section of a parser; `as_attribute` as in `add_to`."""
+        """Add one flag by the `add_argument` of a section of a parser.
+
+        Args:
+            add_argument: Adds the flag.
+            flag: Flag of this group.
+            as_attribute: Name its value in the namespace with underscores, and leave None if the flag is not given.
+        """
         names, kind = (flag.option, *flag.aliases), self.kind(flag)
         metavar, text = flag.metavar or _metavar(kind), self._help(flag)
         dest, default = (flag.key.replace("-", "_"), None) if as_attribute else (flag.key, argparse.SUPPRESS)
@@ -156,15 +166,6 @@ class FlagGroup:
         default = self.default(flag)
         text = flag.help if default is None or default == () else f"{flag.help} (default: {default})"
         return text.replace("%", "%%")
-
-
-def option_flags(config: type) -> tuple[Flag, ...]:
-    """Return the flags of a dataclass whose fields declare them as options, in the order of the fields."""
-    return tuple(
-        Flag(field, declared.help_text, name=declared.flag, metavar=declared.metavar)
-        for field, declared in options_of(config).items()
-        if declared.help_text
-    )
 
 
 @functools.cache

@@ -8,7 +8,24 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
-from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER_GROUPS
+from arguments.groups import (
+    ACCESS,
+    BATCHING,
+    CACHE,
+    GROUPS,
+    KV_EVENTS,
+    LIMITS,
+    MODEL,
+    PARALLEL,
+    ROUTING,
+    RUN,
+    SAMPLING,
+    SERVER,
+    SERVER_GROUPS,
+    SOURCE,
+    SPECULATION,
+    TOKENIZER,
+)
 from arguments.help import HelpAction
 from arguments.megatron import options
 from arguments.megatron.flag_table import SERVER_TABLE, TABLE, MegatronGroup, WithoutEffect, family_of, records
@@ -16,10 +33,6 @@ from arguments.megatron.layer_flags import describe_attention, describe_layers
 from arguments.megatron.synonyms import SYNONYMS, require_16_bits, translate, without_checkpoint
 from arguments.parsed_flags import ParsedFlags, note_no_effect
 from arguments.removed import refuse_removed_words
-from arguments.routing_group import ROUTING
-from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
-from arguments.source_groups import SOURCE, TOKENIZER
-from arguments.speculation_group import SPECULATION
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
     BatchingConfig,

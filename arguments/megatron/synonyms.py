@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from arguments.flags import Flag, FlagGroup, normalize_key
+from arguments.flags import FlagGroup, normalize_key
 from arguments.megatron.flag_table import records
 from arguments.megatron.layer_flags import CHECKPOINTS
 from arguments.parsed_flags import ParsedFlags
+from megatron_ext.config.options import option
 from megatron_ext.config.server import MEGATRONS_PARSERS, from_megatrons_parsers
 from megatron_ext.errors import ConfigError
 
@@ -23,44 +24,29 @@ _FALLBACKS = {"pretrained-checkpoint": "load", f"{_MAX_REQUESTS}-override": _MAX
 class Synonyms:
     """Values of the synonyms, translated into this package's flags by `translate`."""
 
-    pretrained_checkpoint: str | None = None
-    disable_chunked_prefill: bool = False
-    use_rotary_position_embeddings: bool = False
-    hybrid_attention_ratio: float = 0.0
-    hybrid_mlp_ratio: float = 0.0
-    max_requests_override: int | None = None
-    fp8_as_16bit: bool = False
-    window_size: str | None = None
-    parsers: tuple[str, ...] = ()
-    rl_inference_parsers: tuple[str, ...] = ()
+    pretrained_checkpoint: str | None = option(None, "Checkpoint to load if --load is not given", metavar="DIR")
+    disable_chunked_prefill: bool = option(False, "--no-enable-chunked-prefill")
+    use_rotary_position_embeddings: bool = option(False, "--position-embedding-type rope")
+    hybrid_attention_ratio: float = option(
+        0.0, "Fraction of --num-layers that are attention layers, evenly spaced; instead of a pattern"
+    )
+    hybrid_mlp_ratio: float = option(0.0, "Fraction of --num-layers that are MLP layers, likewise")
+    max_requests_override: int | None = option(
+        None, f"--{_MAX_REQUESTS} if that is not given; Megatron's older name", flag=f"--{_MAX_REQUESTS}-override"
+    )
+    fp8_as_16bit: bool = option(
+        False, "Accept Megatron's flags of 8-bit computation, and compute in bf16 (or --fp16) instead"
+    )
+    window_size: str | None = option(
+        None, "Tokens before and after its own that attention sees: 127,0 is --attention-window 128"
+    )
+    parsers: tuple[str, ...] = option(
+        (), f"--reasoning-parser and --tool-call-parser of a server: {', '.join(MEGATRONS_PARSERS)}"
+    )
+    rl_inference_parsers: tuple[str, ...] = option((), "--parsers, of Megatron's training with reinforcement learning")
 
 
-SYNONYMS = FlagGroup(
-    "Megatron's synonyms of other flags",
-    Synonyms,
-    (
-        Flag("pretrained_checkpoint", "Checkpoint to load if --load is not given", metavar="DIR"),
-        Flag("disable_chunked_prefill", "--no-enable-chunked-prefill"),
-        Flag("use_rotary_position_embeddings", "--position-embedding-type rope"),
-        Flag(
-            "hybrid_attention_ratio",
-            "Fraction of --num-layers that are attention layers, evenly spaced; instead of a pattern",
-        ),
-        Flag("hybrid_mlp_ratio", "Fraction of --num-layers that are MLP layers, likewise"),
-        Flag("window_size", "Tokens before and after its own that attention sees: 127,0 is --attention-window 128"),
-        Flag("parsers", f"--reasoning-parser and --tool-call-parser of a server: {', '.join(MEGATRONS_PARSERS)}"),
-        Flag("rl_inference_parsers", "--parsers, of Megatron's training with reinforcement learning"),
-        Flag(
-            "max_requests_override",
-            f"--{_MAX_REQUESTS} if that is not given; Megatron's older name",
-            name=f"--{_MAX_REQUESTS}-override",
-        ),
-        Flag(
-            "fp8_as_16bit",
-            "Accept Megatron's flags of 8-bit computation, and compute in bf16 (or --fp16) instead",
-        ),
-    ),
-)
+SYNONYMS = FlagGroup("Megatron's synonyms of other flags", Synonyms)
 # Equivalent of each flag that is given as true: (key, value).
 _MEANINGS: Mapping[str, tuple[str, Any]] = {
     "disable-chunked-prefill": ("enable-chunked-prefill", False),

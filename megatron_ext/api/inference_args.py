@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from arguments.flags import Flag, FlagGroup
-from arguments.groups import GROUPS, MODEL
+from arguments.groups import GROUPS, MODEL, SOURCE, TOKENIZER
 from arguments.megatron.flag_table import Kind, MegatronFlag, WithoutEffect, records
 from arguments.megatron.synonyms import SYNONYMS, require_16_bits
 from arguments.parsed_flags import ParsedFlags
-from arguments.source_groups import SOURCE, TOKENIZER
 from megatron_ext.api.settings import Setting, is_of_the_engine, read_settings
 from megatron_ext.config import DTYPES, StartNotes
 from megatron_ext.console.start import say_start
@@ -72,8 +70,9 @@ def add_inference_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     for group in (*GROUPS, SYNONYMS):
         ours = tuple(flag for _, flag in _engine_flags((group,)) if not taken.keys() & _names(group, flag))
         if ours:
-            added = dataclasses.replace(group, title=f"megatron_ext: {group.title}", flags=ours)
-            added.add_to(parser, as_attributes=True)
+            section = parser.add_argument_group(f"megatron_ext: {group.title}")
+            for flag in ours:
+                group.add_flag(section.add_argument, flag, as_attribute=True)
     parse = parser.parse_known_args
 
     def parse_known_args(

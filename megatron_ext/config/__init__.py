@@ -13,8 +13,14 @@ from megatron_ext.config.batching import (
     SnapshotMode,
 )
 from megatron_ext.config.layers import LAYER_SYMBOLS
-from megatron_ext.config.model import LARGEST_SIZE, MAX_LAYERS, RECURRENT_LAYERS, ModelConfig
-from megatron_ext.config.model_fields import NORMALIZATIONS, POSITION_EMBEDDINGS, ROUTER_SCORE_FUNCTIONS, SOFTMAX_TYPES
+from megatron_ext.config.model import LARGEST_SIZE, MAX_LAYERS, ModelConfig
+from megatron_ext.config.model_fields import (
+    NORMALIZATIONS,
+    POSITION_EMBEDDINGS,
+    RECURRENT_LAYERS,
+    ROUTER_SCORE_FUNCTIONS,
+    SOFTMAX_TYPES,
+)
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.recurrent import RECURRENT_KINDS
 from megatron_ext.config.request import (

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.config.options import require
+from megatron_ext.config.options import option, require
 
+_BATCHING = "--inference-dynamic-batching"
 DTYPES = ("fp32", "bf16", "fp16")
 # auto: on CUDA Triton, on CPUs C++ and, for large weights, oneDNN, else plain torch; onednn: for all weights;
 # mamba-ssm and flashinfer: libraries for CUDA, never chosen by auto
@@ -34,6 +35,10 @@ GRAPH_IMPLS = ("none", "local")
 DEFAULT_GRAPHS = 16
 # Sizes of the captured graphs of steps with prefills: number of prefills, and their total tokens.
 MIXED_STEPS = ((4, 64), (4, 256))
+
+
+def _by_device(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{number:.10g} on {device.upper()}" for device, number in numbers.items())
 
 
 class EvictionPolicyName(str, enum.Enum):
@@ -63,28 +68,109 @@ SUSPEND_LEVELS: Mapping[str, SuspendLevel] = {"persist": "keep", "offload": "off
 class BatchingConfig:
     """Memory and batch limits of the dynamic engine."""
 
-    buffer_size_gb: float | None = None  # see `buffer_gb_on`
-    block_count: int | None = None  # exact number of usable KV blocks, instead of buffer_size_gb
-    paused_buffer_size_gb: float | None = None  # KV that paused requests may keep; default: no limit
-    block_size: int = 64  # tokens
-    max_requests: int | None = None  # see `effective_max_requests`
-    max_tokens: int | None = None  # per step; see `max_tokens_on`
-    max_sequence_length: int | None = None  # default: the model's
-    allow_long_max_model_len: bool = False  # more than the model's rotary positions
-    max_prefills_per_step: int | None = None  # 0: no limit; default: see `ENOUGH_PREFILL_TOKENS`
-    decode_share: float | None = None  # of their own rate, for requests that decode; see `prefill_tokens_beside_on`
+    buffer_size_gb: float | None = option(
+        None,
+        f"GiB of memory for KV blocks and running states; default: {_by_device(DEFAULT_BUFFER_GB)}",
+        flag=f"{_BATCHING}-buffer-size-gb",
+    )  # see `buffer_gb_on`
+    block_count: int | None = option(
+        None, "Exact number of KV blocks, instead of a buffer size", flag=f"{_BATCHING}-block-count"
+    )
+    paused_buffer_size_gb: float | None = option(
+        None, "GiB of KV that paused requests may keep; default: no limit", flag=f"{_BATCHING}-paused-buffer-size-gb"
+    )
+    block_size: int = option(64, "Tokens per KV block", flag=f"{_BATCHING}-block-size")
+    max_requests: int | None = option(
+        None,
+        f"Maximum number of running requests; default: {DEFAULT_MAX_REQUESTS}, or the tokens of a step if fewer",
+        flag=f"{_BATCHING}-max-requests",
+    )  # see `effective_max_requests`
+    max_tokens: int | None = option(
+        None,
+        f"Maximum number of tokens in a step; default: {_by_device(DEFAULT_MAX_TOKENS)}",
+        flag=f"{_BATCHING}-max-tokens",
+    )  # see `max_tokens_on`
+    max_sequence_length: int | None = option(
+        None,
+        "Maximum length of a sequence, prompt and generated tokens together; default: the model's",
+        flag="--inference-max-seq-length",
+        aliases=("--max-model-len",),
+    )
+    allow_long_max_model_len: bool = option(
+        False,
+        "Allow an --inference-max-seq-length above the model's rotary positions, where its output is likely wrong",
+    )
+    max_prefills_per_step: int | None = option(
+        None,
+        "Maximum number of prompts in prefill per step; 0: no limit; default: on CPU a step starts no further "
+        f"prompt once it has {ENOUGH_PREFILL_TOKENS['cpu']} prefill tokens, on CUDA no limit",
+        flag=f"{_BATCHING}-max-prefills-per-step",
+    )
+    decode_share: float | None = option(
+        None,
+        "Share of their own rate, 0 to "
+        f"{MAX_DECODE_SHARE}, that requests which decode keep beside prefills; 0: steps are filled with prefill; "
+        f"above 0 steps beside decodes have at most {PREFILL_TOKENS_BESIDE_DECODES['cpu']} prefill tokens on CPU; "
+        "default: only this bound on a server, 0 elsewhere",
+    )  # see `prefill_tokens_beside_on`
     is_served: bool = False  # whether clients wait for single tokens; see `ServerSettings`
-    enable_chunked_prefill: bool = True
-    conv_states_dtype: str | None = None  # default: the parameters' type
-    ssm_states_dtype: str = "fp32"
-    operator_backend: str = OPERATOR_BACKENDS[0]  # implementation of the operators of a step
-    pack_weights: bool | None = None  # of linear layers; default: unless a caller of the engine uses them, too
-    cpu_weight_quantization: str = WEIGHT_QUANTIZATIONS[0]  # of linear layers, on CPUs; docs/operators.md
-    cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; "local" pads steps on a CPU, too
-    logprobs_mode: str = LOGPROBS_MODES[0]  # docs/sampling.md
-    moe_enable_routing_replay: bool = False  # records have the experts of each token
-    kv_cache_management_mode: str = "recompute"  # of a suspended engine; see `SUSPEND_LEVELS`
-    num_cuda_graphs: int = DEFAULT_GRAPHS  # batch sizes of decode graphs; -1 is the default number, as in Megatron
+    enable_chunked_prefill: bool = option(
+        True, "Split the prefill of a prompt that does not fit a step over several steps"
+    )
+    conv_states_dtype: str | None = option(
+        None,
+        "Type of Mamba convolution states; default: the parameters' type",
+        flag="--mamba-inference-conv-states-dtype",
+        choices=DTYPES,
+    )
+    ssm_states_dtype: str = option(
+        "fp32", "Type of Mamba SSM states", flag="--mamba-inference-ssm-states-dtype", choices=DTYPES
+    )
+    operator_backend: str = option(
+        OPERATOR_BACKENDS[0],
+        "Implementation of attention, convolutions and scans: auto is Triton on CUDA if it can be imported, C++ on "
+        "CPUs if it could be compiled, else plain torch (reference); mamba-ssm and flashinfer are libraries for "
+        "CUDA",
+        choices=OPERATOR_BACKENDS,
+    )
+    pack_weights: bool | None = option(
+        None,
+        "On CPUs, compute large linear layers with packed weights, which replace the weights; default: yes, but no "
+        "for a model that attach_engine shares, whose weights are then held twice",
+    )
+    cpu_weight_quantization: str = option(
+        WEIGHT_QUANTIZATIONS[0],
+        "int8: quantize the weights of linear layers, with a scale for each output and 128 inputs, on CPUs: less "
+        "memory and faster decodes, and results that differ (docs/operators.md)",
+        choices=WEIGHT_QUANTIZATIONS,
+    )
+    cuda_graph_impl: str = option(
+        GRAPH_IMPLS[0],
+        "local: pad steps to fixed sizes and compute them in static buffers, by CUDA graphs on CUDA",
+        choices=GRAPH_IMPLS,
+    )  # off until graphs have run on a GPU; "local" pads steps on a CPU, too
+    moe_enable_routing_replay: bool = option(
+        False, "Record the experts of each token, routing_indices in the JSON; steps are no CUDA graphs then"
+    )
+    logprobs_mode: str = option(  # docs/sampling.md
+        LOGPROBS_MODES[0],
+        "Log-probs of generated tokens: of the model's logits (raw_logprobs), or after "
+        "penalties, masks, temperature and filters (processed_logprobs)",
+        aliases=(f"{_BATCHING}-logprobs-mode",),
+        choices=LOGPROBS_MODES,
+    )
+    kv_cache_management_mode: str = option(
+        "recompute",
+        "What a suspended engine does with its pools: keep them (persist), move them to host memory and back "
+        "(offload), or free them and compute again (recompute)",
+        flag="--rl-kv-cache-management-mode",
+        choices=tuple(SUSPEND_LEVELS),
+    )
+    num_cuda_graphs: int = option(
+        DEFAULT_GRAPHS,
+        "With --cuda-graph-impl local: number of decode batch sizes, up to the maximum of requests; -1: default",
+        flag=f"{_BATCHING}-num-cuda-graphs",
+    )
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
@@ -195,21 +281,75 @@ class BatchingConfig:
 class CacheConfig:
     """Settings of the prefix cache."""
 
-    enable_prefix_caching: bool = True
-    eviction_policy: str = EvictionPolicyName.LRU.value
-    snapshot_buffer_gb: float | None = None  # GiB; default: one memory with the blocks, a quarter larger
-    snapshot_slots: int | None = None  # exact number of slots, in place of a size in GB
-    snapshot_mode: str = SnapshotMode.KERNEL.value
-    provisional_slots: int | None = None  # for opportunistic checkpoints; 0: none; default: all free slots
-    explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
-    prefix_cache_log_probs: bool = False  # keeps prompts' log-probs with their blocks
-    audit_interval: int = 0  # one hit in this many is computed again and compared; 0: none
-    audit_dir: str | None = None  # reports of wrong entries; default: beside the cache on disk
-    prefix_cache_dir: str | None = None  # contents between processes; docs/persistence.md
-    prefix_cache_dir_optional: bool = False  # whether serving goes on if the directory cannot be used
-    prefix_cache_disk_gb: float = 16.0  # GiB
-    prefix_cache_drain_seconds: float = 10.0  # at the end of a process
-    prefix_cache_load_seconds: float = 10.0  # that a request waits for entries on disk, at most; 0: for none
+    enable_prefix_caching: bool = option(
+        True,
+        "Skip the cached prefix of a prompt",
+        flag=f"{_BATCHING}-enable-prefix-caching",
+        aliases=(f"{_BATCHING}-prefix-caching",),
+    )
+    eviction_policy: str = option(
+        EvictionPolicyName.LRU.value,
+        "Eviction of cached blocks that no request uses: least recently used first, when memory is needed (lru), "
+        "or at once (ref_zero)",
+        flag=f"{_BATCHING}-prefix-caching-eviction-policy",
+        choices=tuple(policy.value for policy in EvictionPolicyName),
+    )
+    snapshot_buffer_gb: float | None = option(
+        None,
+        "GiB of memory for snapshots of recurrent states; 0: no snapshots; default: blocks and snapshots "
+        "share the buffer and a quarter more",
+        flag=f"{_BATCHING}-prefix-caching-mamba-gb",
+    )
+    snapshot_slots: int | None = option(
+        None, "Number of snapshot slots, instead of GiB", flag=f"{_BATCHING}-prefix-caching-mamba-slots"
+    )
+    snapshot_mode: str = option(
+        SnapshotMode.KERNEL.value,
+        "Position of a prefill's snapshots: inside its chunks (kernel), or at the ends of chunks cut at block "
+        "boundaries (align)",
+        flag=f"{_BATCHING}-prefix-caching-mamba-mode",
+        choices=tuple(mode.value for mode in SnapshotMode),
+    )
+    provisional_slots: int | None = option(
+        None,
+        "Maximum number of opportunistic checkpoints: snapshots that no request asked for, in slots that are free "
+        "anyway; 0: none; default: all free slots",
+        flag=f"{_BATCHING}-prefix-caching-provisional-slots",
+    )
+    explain_prefix_cache: bool = option(
+        False,
+        "Explain for each request why it skipped no more: where it diverged from the cache, or which entry is gone",
+    )  # keeps 4 bytes on the host for each cached token
+    prefix_cache_log_probs: bool = option(
+        False,
+        "Keep the log-probs of prompt tokens with their cached blocks, so that requests for them skip like others",
+    )
+    audit_interval: int = option(
+        0,
+        "Compute every N-th hit once more without the cache, when there is time, and compare the cached entries; "
+        "0: never",
+        flag="--prefix-cache-audit",
+    )
+    audit_dir: str | None = option(
+        None,
+        "Directory for a report of each wrong entry that --prefix-cache-audit finds; default: audits/ in "
+        "--prefix-cache-dir",
+        flag="--prefix-cache-audit-dir",
+        metavar="DIR",
+    )
+    prefix_cache_dir: str | None = option(
+        None, "Directory, of a local file system, that keeps the cache's contents for the next start", metavar="DIR"
+    )
+    prefix_cache_dir_optional: bool = option(
+        False, "Go on without --prefix-cache-dir, with a warning, if it cannot be used; default: an error"
+    )
+    prefix_cache_disk_gb: float = option(16.0, "GiB of the files in --prefix-cache-dir, of each process")
+    prefix_cache_drain_seconds: float = option(
+        10.0, "Seconds at the end to write the most valuable entries; a second signal ends it"
+    )
+    prefix_cache_load_seconds: float = option(
+        10.0, "Maximum seconds that a request waits for evicted entries to be loaded from the directory; 0: never"
+    )
 
     def __post_init__(self) -> None:
         self._check_disk()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megatron_ext.config.hosts import is_loopback, parse_host
-from megatron_ext.config.options import require
+from megatron_ext.config.options import option, require
 
 # Sent
 BATCH_BYTES = 2**18  # of a message with several events
@@ -110,12 +110,31 @@ class KvEventsConfig:
     message classes cannot decode events of states.
     """
 
-    kv_events_endpoint: str | None = None  # tcp://HOST:PORT or ipc:///PATH
-    kv_events_topic: str = "kv-events"
-    kv_events_replay_endpoint: str | None = None  # default: no replay
-    kv_events_buffer_steps: int = 10_000  # messages of each socket that can be replayed one by one
-    kv_events_states_endpoint: str | None = None  # default: states are not published
-    kv_events_states_replay_endpoint: str | None = None
+    kv_events_endpoint: str | None = option(
+        None,
+        "Publish changes of the cache, token ids included, as vLLM's events over ZeroMQ, e.g. to "
+        "tcp://127.0.0.1:5557. The server binds a loopback address or *, and connects to any other host; "
+        "ipc:///PATH is a socket file, readable only with access to its directory. Default: no events",
+        metavar="tcp://HOST:PORT",
+    )
+    kv_events_topic: str = option("kv-events", "Topic of the events")
+    kv_events_replay_endpoint: str | None = option(
+        None, "Address at which subscribers request lost events; default: no replay", metavar="tcp://HOST:PORT"
+    )
+    kv_events_buffer_steps: int = option(
+        10_000, "Messages that each socket keeps for replay; after a longer gap subscribers get the whole contents"
+    )
+    kv_events_states_endpoint: str | None = option(
+        None,
+        "Publish the positions at which a model with recurrent layers can resume, in events of this package; "
+        "default: no such events",
+        metavar="tcp://HOST:PORT",
+    )
+    kv_events_states_replay_endpoint: str | None = option(
+        None,
+        "Address at which subscribers request lost events of states; default: no replay",
+        metavar="tcp://HOST:PORT",
+    )
 
     def __post_init__(self) -> None:
         texts = self._texts()

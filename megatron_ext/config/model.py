@@ -11,11 +11,12 @@ from megatron_ext.config.model_fields import (
     MULTIPLIERS,
     NORMALIZATIONS,
     POSITION_EMBEDDINGS,
+    RECURRENT_LAYERS,
     ROUTER_SCORE_FUNCTIONS,
     SOFTMAX_TYPES,
     ModelFields,
 )
-from megatron_ext.config.options import bounds_of, flag_of, require
+from megatron_ext.config.options import flag_of, options_of, require
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentKind
 from megatron_ext.errors import ConfigError
 
@@ -264,7 +265,6 @@ def check_multipliers(config: ModelFields) -> None:
     )
 
 
-RECURRENT_LAYERS = tuple(RECURRENT_KINDS)
 # Bounds far above any real model: larger values are mistakes, or attempts to exhaust resources (SE-1).
 MAX_LAYERS = 4096
 LARGEST_SIZE = 2**24  # of every dimension and count
@@ -317,11 +317,13 @@ class ModelConfig(ModelFields):
         )
 
     def _check_sizes(self) -> None:
-        bounds = bounds_of(type(self))
+        config: type = type(self)
+        options = options_of(config)
         for name, value in self.to_dict().items():
             if not isinstance(value, int) or isinstance(value, bool):
                 continue
-            largest = bounds.get(name, LARGEST_SIZE)
+            declared = options.get(name)
+            largest = LARGEST_SIZE if declared is None or declared.maximum is None else declared.maximum
             require(value <= largest, f"{flag_of(name)} {_digits(value)} must be at most {largest}")
             require(value > 0, f"{flag_of(name)} {_digits(value)} must be positive")
 

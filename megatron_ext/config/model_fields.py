@@ -6,13 +6,14 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.layers import is_attention, is_gpt_pattern, is_recurrent
-from megatron_ext.config.options import bounded, flag
+from megatron_ext.config.layers import LAYER_SYMBOLS, YARN, is_attention, is_gpt_pattern, is_recurrent
+from megatron_ext.config.options import option
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 LEARNED_POSITIONS = "learned_absolute"
 POSITION_EMBEDDINGS = ("none", "rope", LEARNED_POSITIONS)
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
+RECURRENT_LAYERS = ("mamba2", "mamba1", "gated_delta_net", "short_conv")  # by the names of `RECURRENT_KINDS`
 SOFTMAX_TYPES = ("vanilla", "learnable")  # learnable: with a sink for each query head
 INNER_NORMS = ("none", "plain", "weighted")  # of Mamba-1
 GATE_FIRST, NORM_FIRST = "gate_first", "norm_first"  # of Mamba-2
@@ -52,93 +53,121 @@ class ModelFields:
     """
 
     # Width, and the norms before layers
-    hidden_size: int = 256
-    normalization: str = NORMALIZATIONS[0]
-    norm_epsilon: float = 1e-5
-    apply_layernorm_1p: bool = False  # norms multiply by 1 + weight
+    hidden_size: int = option(256, "Hidden size of the model")
+    normalization: str = option(NORMALIZATIONS[0], "Kind of norm", choices=NORMALIZATIONS)
+    norm_epsilon: float = option(1e-5, "Epsilon that norms add to the variance")
+    apply_layernorm_1p: bool = option(False, "Multiply by one plus the weight in norms")
 
     # Recurrent layers: Mamba of either version
-    mamba_state_dim: int = flag(128, "State size of a Mamba layer")
-    mamba_conv_kernel: int = bounded(4, maximum=LONGEST_WINDOW)
+    mamba_state_dim: int = option(128, "State size of a Mamba layer")
+    mamba_conv_kernel: int = option(4, maximum=LONGEST_WINDOW)
     mamba_chunk_size: int = 128
 
     # Recurrent layers: Mamba-2
-    mamba_head_dim: int = flag(64, "Size of one Mamba head")
-    mamba_num_heads: int | None = flag(None, "Mamba heads; default: 2 * hidden size / head dimension")
-    mamba_num_groups: int = flag(8, "Groups of Mamba heads that share B and C")
+    mamba_head_dim: int = option(64, "Size of one Mamba head")
+    mamba_num_heads: int | None = option(None, "Mamba heads; default: 2 * hidden size / head dimension")
+    mamba_num_groups: int = option(8, "Groups of Mamba heads that share B and C")
     mamba_gated_norm: str | None = GATE_FIRST  # after the scan: gate before or after the norm; None: no norm
     mamba_multipliers: tuple[float, ...] | None = None  # five factors, of z, x, B, C and dt after in_proj; default: 1
 
     # Recurrent layers: Mamba-1
-    mamba_inner_size: int | None = flag(None, "Channels of a Mamba-1 layer; default: 2 * hidden size")
-    mamba_dt_rank: int | None = flag(None, "Rank of a Mamba-1 layer's step sizes; default: hidden size / 16")
+    mamba_inner_size: int | None = option(None, "Channels of a Mamba-1 layer; default: 2 * hidden size")
+    mamba_dt_rank: int | None = option(None, "Rank of a Mamba-1 layer's step sizes; default: hidden size / 16")
     mamba_inner_norm: str = INNER_NORMS[0]  # RMS norms of dt, B and C, without or with weights
     mamba_inner_norm_epsilon: float | None = None  # default: norm_epsilon
 
     # Recurrent layers: gated delta net, with megatron-core's names
-    linear_key_head_dim: int = flag(128, "Channels of a key head of a gated delta net")
-    linear_value_head_dim: int = flag(128, "Channels of a value head of a gated delta net")
-    linear_num_key_heads: int = flag(16, "Key heads of a gated delta net")
-    linear_num_value_heads: int = flag(32, "Value heads of a gated delta net")
-    linear_conv_kernel_dim: int = flag(4, "Convolution window of a gated delta net, in tokens", maximum=LONGEST_WINDOW)
+    linear_key_head_dim: int = option(128, "Channels of a key head of a gated delta net")
+    linear_value_head_dim: int = option(128, "Channels of a value head of a gated delta net")
+    linear_num_key_heads: int = option(16, "Key heads of a gated delta net")
+    linear_num_value_heads: int = option(32, "Value heads of a gated delta net")
+    linear_conv_kernel_dim: int = option(
+        4, "Convolution window of a gated delta net, in tokens", maximum=LONGEST_WINDOW
+    )
     linear_norm_epsilon: float | None = None  # of the output norm; default: norm_epsilon
     linear_allow_neg_eigval: bool = False  # the delta rule's strength is at most 2, not 1
 
     # Recurrent layers: short convolution, of `hidden_size` channels
-    short_conv_kernel_dim: int = flag(3, "Window of a short convolution, in tokens", maximum=LONGEST_WINDOW)
+    short_conv_kernel_dim: int = option(3, "Window of a short convolution, in tokens", maximum=LONGEST_WINDOW)
 
     # MLPs; `disable_bias_linear` also applies to attention and Mamba layers
-    ffn_hidden_size: int | None = None  # default: 4 * hidden_size
-    squared_relu: bool = False
-    swiglu: bool = False
-    quick_geglu: bool = False  # gated, like swiglu; the gate's activation is x * sigmoid(1.702 x)
-    activation_func_clamp_value: float | None = None  # of gated MLPs: above for the gate, both ways for the other part
-    glu_linear_offset: float = 0.0  # of gated MLPs: added to the part that the gate multiplies
-    disable_bias_linear: bool = True
+    ffn_hidden_size: int | None = option(None, "Intermediate size of an MLP; default: 4 * hidden size")
+    squared_relu: bool = option(False, "Use squared ReLU in MLPs")
+    swiglu: bool = option(False, "Use SwiGLU in MLPs")
+    quick_geglu: bool = option(False, "Use a gate of x * sigmoid(1.702 x) in MLPs")
+    activation_func_clamp_value: float | None = option(
+        None, "Bound of the inputs of gated MLPs' activations"
+    )  # of gated MLPs: above for the gate, both ways for the other part
+    glu_linear_offset: float = option(0.0, "Number added to what the gate of an MLP multiplies")
+    disable_bias_linear: bool = option(True, "Omit the biases of linear layers")
     add_mlp_bias: bool = False  # with disable_bias_linear: MLPs (-) have biases nevertheless
 
     # Mixtures of experts
-    num_experts: int | None = None  # of each E layer
-    moe_ffn_hidden_size: int | None = None  # of one expert; default: ffn_hidden_size
-    moe_shared_expert_intermediate_size: int | None = None  # default: no shared experts
-    moe_shared_expert_gate: bool = False  # a sigmoid of the layer's input, on the shared experts' output
-    moe_latent_size: int | None = None  # width of the routed experts' inputs and outputs; default: hidden_size
-    moe_router_topk: int = 2
-    moe_router_score_function: str = "softmax"
-    moe_router_num_groups: int | None = None  # default: one group
-    moe_router_group_topk: int | None = None  # number of groups that a token's experts are chosen from; default: all
-    moe_router_pre_softmax: bool = False  # weights are a softmax over all experts, not over those chosen
-    moe_router_topk_scaling_factor: float | None = None  # default: 1
-    moe_router_enable_expert_bias: bool = False
+    num_experts: int | None = option(None, "Number of experts of each MoE layer (E)")
+    moe_ffn_hidden_size: int | None = option(None, "Intermediate size of an expert; default: the size of an MLP")
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, "Intermediate size of the shared experts; default: no shared experts"
+    )
+    moe_shared_expert_gate: bool = option(False, "Gate the shared experts' output with a sigmoid of the layer's input")
+    moe_latent_size: int | None = option(
+        None, "Size that tokens are projected to before the experts; default: no projection"
+    )
+    moe_router_topk: int = option(2, "Number of experts that each token is routed to")
+    moe_router_score_function: str = option(
+        "softmax", "Function that turns router logits into expert weights", choices=ROUTER_SCORE_FUNCTIONS
+    )
+    moe_router_num_groups: int | None = option(None, "Number of expert groups; needs --moe-router-group-topk")
+    moe_router_group_topk: int | None = option(
+        None, "Number of groups that a token's experts are chosen from; default: all"
+    )
+    moe_router_pre_softmax: bool = option(False, "Apply the softmax to all experts instead of the chosen ones only")
+    moe_router_topk_scaling_factor: float | None = option(None, "Scaling factor of the experts' weights; default: 1")
+    moe_router_enable_expert_bias: bool = option(
+        False, "Add a bias to each expert's score for the choice, not for its weight; needs sigmoid"
+    )
 
     # Attention
-    num_attention_heads: int = 4
-    group_query_attention: bool = False
-    num_query_groups: int | None = None  # default: num_attention_heads, or 1 with group_query_attention
-    kv_channels: int | None = None  # default: hidden_size // num_attention_heads
-    qk_layernorm: bool = False  # over each head, before rotation
+    num_attention_heads: int = option(4, "Number of query heads of an attention layer")
+    group_query_attention: bool = option(
+        False, "Use grouped-query attention; one group unless --num-query-groups is given"
+    )
+    num_query_groups: int | None = option(None, "Number of key/value heads; default: one for each query head")
+    kv_channels: int | None = option(None, "Size of an attention head; default: hidden size / attention heads")
+    qk_layernorm: bool = option(False, "Normalize each query and key head before the rotary embedding")
     qk_layernorm_over_heads: bool = False  # over the channels of all heads together instead
-    attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
-    add_qkv_bias: bool = False  # with disable_bias_linear: queries, keys and values have biases nevertheless
+    attention_output_gate: bool = option(False, "Gate attention outputs with a sigmoid of the layer's input")
+    add_qkv_bias: bool = option(
+        False, "Add biases to queries, keys and values"
+    )  # with disable_bias_linear: queries, keys and values have biases nevertheless
     add_attention_output_bias: bool = False  # attention's output projection too; needs add_qkv_bias
-    softmax_type: str = SOFTMAX_TYPES[0]
-    attention_window: int | None = None  # of layers W: tokens that a query sees, including its own
+    softmax_type: str = option(
+        SOFTMAX_TYPES[0], "learnable: attention with a learned sink for each query head", choices=SOFTMAX_TYPES
+    )
+    attention_window: int | None = option(
+        None, "Number of tokens that a query of a layer W attends to, its own included"
+    )
 
     # Position embeddings, which rotate attention heads or are added to the token embeddings
-    position_embedding_type: str = "none"
-    rotary_base: int = bounded(10000, maximum=2**53)
-    rotary_percent: float = 1.0
-    use_rope_scaling: bool = False  # of long wavelengths, as in Llama 3.1
-    rope_scaling_factor: float = 8.0
+    position_embedding_type: str = option(
+        "none",
+        "Kind of position embedding; yarn is rope with stretched wavelengths",
+        choices=(*POSITION_EMBEDDINGS, YARN),
+    )
+    rotary_base: int = option(10000, "Base of the rotary wavelengths, with rope", maximum=2**53)
+    rotary_percent: float = option(1.0, "Fraction of each attention head that is rotated, with rope")
+    use_rope_scaling: bool = option(False, "Stretch the long rotary wavelengths as Llama 3.1 does")
+    rope_scaling_factor: float = option(8.0, "Factor by which --use-rope-scaling stretches them")
     # YaRN: wavelengths with many turns within the original length stay, those with few turns are stretched.
-    yarn_rotary_scaling_factor: float | None = None  # stretch factor; default: no YaRN
-    yarn_original_max_position_embeddings: int = 4096
-    yarn_beta_fast: float = 32.0  # turns at and above which a wavelength stays
-    yarn_beta_slow: float = 1.0  # turns up to which it is stretched by the full factor
-    yarn_mscale: float = 1.0
-    yarn_mscale_all_dim: float = 0.0
-    yarn_correction_range_round_to_int: bool = True  # both ends of the range in between, in channel pairs
-    max_position_embeddings: int = 4096
+    yarn_rotary_scaling_factor: float | None = option(
+        None, "Factor by which yarn stretches wavelengths; default: 1", flag="--rotary-scaling-factor"
+    )
+    yarn_original_max_position_embeddings: int = option(4096, "Maximum length of the model before yarn stretched it")
+    yarn_beta_fast: float = option(32.0, "Turns within that length at and above which yarn keeps a wavelength")
+    yarn_beta_slow: float = option(1.0, "Turns up to which yarn stretches a wavelength by the whole factor")
+    yarn_mscale: float = option(1.0, "Scale of yarn's factor of queries and keys", flag="--mscale")
+    yarn_mscale_all_dim: float = option(0.0, "Scale of the divisor of that factor", flag="--mscale-all-dim")
+    yarn_correction_range_round_to_int: bool = option(True, "Round yarn's range of wavelengths to pairs of channels")
+    max_position_embeddings: int = option(4096, "Maximum sequence length of the model in tokens")
 
     # Multipliers of activations, not weights: scaling rounds 16-bit weights, and each use of tied ones has its own
     embedding_multiplier: float = 1.0
@@ -151,17 +180,26 @@ class ModelFields:
     softmax_scale: float | None = None  # of queries times keys; default: one over the root of a head's channels
 
     # The stack, its vocabulary and its spec
-    hybrid_override_pattern: str = "M-M*M-M-"  # one letter a layer, see LAYER_SYMBOLS
-    recurrent_layer: str = "mamba2"  # what an M in the pattern is; one of RECURRENT_KINDS
-    num_layers: int | None = None  # default: the pattern's length
-    untie_embeddings_and_output_weights: bool = False
-    vocab_size: int | None = None  # default: the tokenizer's
-    spec: tuple[str, str] | None = None  # (module, name) of a stack spec; default: ours
+    hybrid_override_pattern: str = option(
+        "M-M*M-M-",
+        "One letter per layer: " + ", ".join(f"{symbol} {name}" for symbol, name in LAYER_SYMBOLS.items()),
+        aliases=("--hybrid-layer-pattern",),
+        metavar="PATTERN",
+    )
+    recurrent_layer: str = option(
+        "mamba2", "Kind of recurrent layer that M stands for in the pattern", choices=RECURRENT_LAYERS
+    )
+    num_layers: int | None = option(None, "Number of layers; default: the length of the pattern")
+    untie_embeddings_and_output_weights: bool = option(False, "Give the output layer weights of its own")
+    vocab_size: int | None = option(None, "Size of the vocabulary; default: the tokenizer's")
+    spec: tuple[str, str] | None = option(
+        None, "Module and name of a layer spec; default: this package's spec", metavar=("MODULE", "NAME")
+    )
 
     # Multi-token prediction, with megatron-core's names
-    mtp_num_layers: int | None = flag(None, "Depths of multi-token prediction; default: none")
-    mtp_use_repeated_layer: bool = flag(False, "Use one layer of multi-token prediction for all depths")
-    mtp_hybrid_override_pattern: str | None = flag(
+    mtp_num_layers: int | None = option(None, "Depths of multi-token prediction; default: none")
+    mtp_use_repeated_layer: bool = option(False, "Use one layer of multi-token prediction for all depths")
+    mtp_hybrid_override_pattern: str | None = option(
         None, "Pattern of a layer of multi-token prediction; default: the last layer of a GPT"
     )
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 from megatron_ext.errors import ConfigError
 
 T = TypeVar("T")
+_KEY = "option"
 
 
 def require(condition: bool, message: str) -> None:
@@ -25,29 +26,6 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def flag(default: T, help_text: str, *, maximum: int | None = None) -> T:
-    """Return a dataclass field with a flag of the same name and its text in `--help`; `maximum` as in `bounded`."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "maximum": maximum})
-
-
-def bounded(default: T, maximum: int) -> T:
-    """Return a dataclass field with an upper bound of its own, in place of the common one for sizes."""
-    return dataclasses.field(default=default, metadata={"maximum": maximum})
-
-
-def bounds_of(config: type) -> dict[str, int]:
-    """Return the upper bounds of the fields that have one of their own."""
-    return {one.name: one.metadata["maximum"] for one in dataclasses.fields(config) if one.metadata.get("maximum")}
-
-
-def flags_of(config: type) -> dict[str, str]:
-    """Return the fields made by `flag`, in order, with their help texts."""
-    return {one.name: one.metadata["help"] for one in dataclasses.fields(config) if "help" in one.metadata}
-
-
-_KEY = "option"
-
-
 @dataclass(frozen=True)
 class Option:
     """Declaration of an option.
@@ -55,7 +33,9 @@ class Option:
     Attributes:
         help_text: Text of its flag in `--help`; "" if it has no flag.
         flag: The flag, with its dashes; "" if it is the field's name with dashes.
-        metavar: Value as shown by `--help`; None for the default of the field's type.
+        aliases: Other spellings of the flag, with their dashes.
+        choices: Allowed values, or None for any.
+        metavar: Value as shown by `--help`, a tuple for several; None for the default of the field's type.
         minimum: Smallest value of a number; None for any.
         maximum: Largest value of a number; None for any finite one.
         bounds: Both in words, to follow "must be"; "" if the number is checked elsewhere.
@@ -64,7 +44,9 @@ class Option:
 
     help_text: str = ""
     flag: str = ""
-    metavar: str | None = None
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] | None = None
+    metavar: str | tuple[str, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
     bounds: str = ""
@@ -85,14 +67,16 @@ def option(
     help_text: str = "",
     *,
     flag: str = "",
-    metavar: str | None = None,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+    metavar: str | tuple[str, ...] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
     bounds: str = "",
     in_generation_config: bool = False,
 ) -> T:
     """Return a dataclass field with a default and an `Option` of these attributes."""
-    declared = Option(help_text, flag, metavar, minimum, maximum, bounds, in_generation_config)
+    declared = Option(help_text, flag, aliases, choices, metavar, minimum, maximum, bounds, in_generation_config)
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.options import flag_of, require
+from megatron_ext.config.options import flag_of, option, require
 
 LARGEST_WORLD = 2**20  # ranks; a larger number is a mistake
 LONGEST_TIMEOUT = 60 * 24 * 365  # minutes
@@ -19,15 +19,25 @@ class ParallelConfig:
     `parallel.layout` checks the sizes against the model and the number of ranks.
     """
 
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int | None = None  # default: tensor_model_parallel_size
-    num_layers_in_first_pipeline_stage: int | None = None  # default: an equal share, see `parallel.stages`
-    num_layers_in_last_pipeline_stage: int | None = None  # default: an equal share
-    distributed_backend: str | None = None  # default: nccl on CUDA, gloo elsewhere
-    distributed_timeout_minutes: float = 10.0  # Megatron-LM's default
-    check_ranks: bool = False
+    tensor_model_parallel_size: int = option(1, "Number of ranks that each layer is split over")
+    pipeline_model_parallel_size: int = option(1, "Number of ranks that the stack of layers is split over")
+    expert_model_parallel_size: int = option(1, "Number of ranks that the experts are distributed over")
+    expert_tensor_parallel_size: int | None = option(
+        None, "Number of ranks that each expert is split over; default: --tensor-model-parallel-size"
+    )
+    num_layers_in_first_pipeline_stage: int | None = option(
+        None, "Number of layers in the first stage; default: even; the first stages take the remainder"
+    )
+    num_layers_in_last_pipeline_stage: int | None = option(None, "Number of layers in the last stage; default: even")
+    distributed_backend: str | None = option(
+        None, "Communication backend of the ranks; default: nccl on CUDA, gloo elsewhere", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: float = option(
+        10.0, "Minutes that a rank waits for another one before all ranks end"
+    )  # Megatron-LM's default
+    check_ranks: bool = option(
+        False, "Compare the scheduled step of all ranks before each step, and end all ranks if they differ"
+    )
 
     def __post_init__(self) -> None:
         for name in _SIZES:

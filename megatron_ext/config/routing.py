@@ -6,7 +6,9 @@ import enum
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.options import require
+from megatron_ext.config.options import option, require
+
+_CACHING = "--inference-dynamic-batching-prefix-caching"
 
 
 class RoutingPolicyName(str, enum.Enum):
@@ -24,10 +26,20 @@ class RoutingPolicyName(str, enum.Enum):
 class RoutingConfig:
     """Routing policy, and its weight between affinity and load."""
 
-    policy: str = RoutingPolicyName.LEAST_COMPUTED.value
+    policy: str = option(
+        RoutingPolicyName.LEAST_COMPUTED.value,
+        "Policy that chooses the replica of a request: least_computed is this package's; longest_prefix, "
+        "first_prefix_block and load_balanced are Megatron's",
+        flag=f"{_CACHING}-coordinator-policy",
+        choices=tuple(one.value for one in RoutingPolicyName),
+    )
     # 1: affinity alone, 0: load alone. With `least_computed` each breaks the ties of the other, and 0.5 means fewest
     # tokens to compute before the request's first token.
-    alpha: float = 0.5
+    alpha: float = option(
+        0.5,
+        "Weight of cache affinity against load: 1 is affinity only, 0 is load only",
+        flag=f"{_CACHING}-routing-alpha",
+    )
 
     def __post_init__(self) -> None:
         names = [one.value for one in RoutingPolicyName]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.kv_events import MAX_BLOCK_TOKENS
-from megatron_ext.config.options import flag_of, require
+from megatron_ext.config.options import flag_of, option, require
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
 from megatron_ext.config.routing import RoutingConfig
@@ -28,30 +28,56 @@ MAX_SYNTHETIC_PROMPTS = 2**20
 class RunConfig:
     """Settings of `megatron-ext run`: prompts, their arrival, and output."""
 
-    prompts: tuple[str, ...] = ()
-    prompt_file: str | None = None  # "-" is standard input; default: the shipped prompts
-    prompt_file_num_truncate: int | None = None  # number of prompts to read from the file; default: all
-    num_tokens_to_prompt: tuple[int, int] | None = None  # minimum and maximum tokens of a synthetic prompt
-    incoming_requests_duration: float | None = None  # seconds in which synthetic prompts arrive
-    ignore_unknown_prompt_fields: bool = False
-    num_tokens_from_file: bool = False  # take the tokens to generate from chatgpt_output_token_length
-    output_path: str | None = None
-    run_output_path: str | None = None  # empty: none; default: see `run_results_path`
-    output_format: str = OUTPUT_FORMATS[0]
-    output_every_n_results: int = 1  # every nth request, and the last one
-    output_request_events: bool = False
-    record_throughput: bool = True
-    throughput_check_only: bool = False  # --output-path contains the throughput only
-    inference_repeat_n: int = 1
-    drain_between_batches: bool = False
-    batch_boundaries: tuple[int, ...] = ()  # indices of the prompts that start a batch
-    incoming_requests_per_step: int | None = None  # default: all at once
-    incoming_requests_per_sec: float | None = None  # default, zero and less: all at once
-    inference_logging_step_interval: int = 0  # steps; 0 is no log
-    suspend_resume_interval: int = 0  # steps; 0 is never
-    prefix_cache_compare: bool = False
-    dry_run: bool = False  # print what the engine would take, and load nothing
-    profile: str | None = None  # a directory for a trace of the first steps
+    prompts: tuple[str, ...] = option((), "Prompts; default without --prompt-file: the shipped example prompts")
+    prompt_file: str | None = option(
+        None, "File of prompts, one JSON object per line; - is standard input", metavar="FILE.jsonl"
+    )
+    prompt_file_num_truncate: int | None = option(None, "Number of prompts to read from the file; default: all")
+    num_tokens_to_prompt: tuple[int, int] | None = option(
+        None, "Minimum and maximum length of synthetic prompts in tokens; default: 64 1024"
+    )
+    incoming_requests_duration: float | None = option(
+        None, "Seconds of --incoming-requests-per-sec synthetic prompts; default: 10"
+    )
+    ignore_unknown_prompt_fields: bool = option(False, "Ignore unknown fields of a prompt line")
+    num_tokens_from_file: bool = option(
+        False, "Take the number of tokens to generate from each prompt line's chatgpt_output_token_length"
+    )
+    output_path: str | None = option(None, "Output file of the requests' results, as JSON", metavar="FILE.json")
+    run_output_path: str | None = option(
+        None, "Output file of the run's counts, as JSON; empty for none; default: FILE.run.json", metavar="FILE.json"
+    )  # see `run_results_path`
+    output_format: str = option(
+        OUTPUT_FORMATS[0],
+        "Contents of --output-path: the last pass for Megatron's checker, or all passes and the run's counts",
+        choices=OUTPUT_FORMATS,
+    )
+    output_every_n_results: int = option(1, "Write every nth request, and the last one")
+    output_request_events: bool = option(False, "With --output-path: include the events of each request")
+    record_throughput: bool = option(True, "Include the throughput in the results")
+    throughput_check_only: bool = option(False, "Write only the throughput to --output-path")
+    inference_repeat_n: int = option(1, "Number of passes over the prompts, one after the other")
+    drain_between_batches: bool = option(
+        False, "Submit a batch when all earlier ones have finished; needs --batch-boundaries"
+    )
+    batch_boundaries: tuple[int, ...] = option((), "Indices, from 0, of the prompts that start a batch")
+    incoming_requests_per_step: int | None = option(
+        None, "Number of prompts to submit before each engine step; default: all at once"
+    )
+    incoming_requests_per_sec: float | None = option(
+        None, "Number of prompts to submit per second; zero or less, and the default: all at once"
+    )
+    inference_logging_step_interval: int = option(0, "Number of steps between two log lines; 0: no log lines")
+    suspend_resume_interval: int = option(
+        0, "Number of steps between suspend and resume, more than a prefill takes; 0: never"
+    )
+    prefix_cache_compare: bool = option(
+        False, "Run the prompts with the cache off, then on; exit code 1 if the results differ"
+    )
+    dry_run: bool = option(
+        False, "Print bytes of weights, blocks and snapshots, and how many requests fit; load nothing"
+    )
+    profile: str | None = option(None, "Directory for a trace of the first 100 steps with named phases", metavar="DIR")
 
     def __post_init__(self) -> None:
         self._check_contradictions()

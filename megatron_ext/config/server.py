@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.hosts import ANY_HOST, parse_host, parse_origin
 from megatron_ext.config.kv_events import KvEventsConfig
-from megatron_ext.config.options import flag_of, require
+from megatron_ext.config.options import flag_of, option, require
 
 KB, MB = 2**10, 2**20
 
@@ -18,15 +18,27 @@ KB, MB = 2**10, 2**20
 class ServerLimits:
     """Limits on request bodies and connections. Times are in seconds."""
 
-    max_body_mb: float = 8.0  # of 2**20 bytes
-    max_connections: int = 1024
-    header_timeout: float = 10.0  # from the connection, or a request's first byte, to the end of its headers
-    body_timeout: float = 60.0  # for all of the body
-    idle_timeout: float = 75.0  # between two requests, and for a client that does not read its response
-    max_schema_kb: float = 64.0  # of 2**10 bytes: a JSON schema, or a regular expression
-    grammar_timeout: float = 5.0  # to compile a schema or a regular expression
-    responses_store_mb: float = 0.0  # of 2**20 bytes; 0: no responses are stored
-    answers_memory_mb: float = 64.0  # of 2**20 bytes; 0: token ids of answers are not remembered
+    max_body_mb: float = option(8.0, "Maximum size of a request body in MB of 2**20 bytes; larger ones get a 413")
+    max_connections: int = option(1024, "Maximum number of connections; lowered to fit `ulimit -n`")
+    header_timeout: float = option(
+        10.0, "Timeout in seconds for a request's headers"
+    )  # from the connection, or a request's first byte, to the end of its headers
+    body_timeout: float = option(60.0, "Timeout in seconds for a request's body")
+    idle_timeout: float = option(
+        75.0, "Timeout in seconds of a connection between requests, and of a client that does not read"
+    )
+    max_schema_kb: float = option(
+        64.0, "Maximum size of a response_format's JSON schema or regular expression, in KB of 2**10 bytes"
+    )
+    grammar_timeout: float = option(5.0, "Timeout in seconds for compiling a response_format; longer ones get a 400")
+    responses_store_mb: float = option(
+        0.0, "Memory for responses that clients continue by id, in MB of 2**20 bytes; 0: none are stored"
+    )
+    answers_memory_mb: float = option(
+        64.0,
+        "Memory for the token ids of answers, with which the next turn of a chat begins, in MB of 2**20 bytes; "
+        "0: each turn is tokenized anew",
+    )
 
     def __post_init__(self) -> None:
         size, connections = self.max_body_mb, self.max_connections
@@ -92,53 +104,52 @@ def from_megatrons_parsers(names: Sequence[str]) -> FieldValues:
 
 
 @dataclass(frozen=True)
-class ServerConfig:
-    """Settings of `megatron-ext serve`."""
+class AccessConfig:
+    """Access to a server: keys, hosts, origins, admin routes, and what clients' texts may mean."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one
-    served_model_name: tuple[str, ...] = ()  # the first is shown; default: the last part of the checkpoint's path
-    max_waiting_requests: int = 256
-    shutdown_timeout: float = 30.0  # seconds
-    inference_logging_step_interval: int | None = None  # steps; 0 is no log; default: every ten seconds of work
-    log_level: str = "info"  # one of LOG_LEVELS
-    access_log: bool = True  # a line for each request
-    dry_run: bool = False  # print what the engine would take, and load nothing
-    profile: str | None = None  # a directory for a trace of the first steps
-    limits: ServerLimits = field(default_factory=ServerLimits)
-    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
-    api_key: str | None = None  # default: the variable MEGATRON_EXT_API_KEY or the file; without any, no key is needed
-    api_key_file: str | None = None
-    admin_key_file: str | None = None
-    allowed_hosts: tuple[str, ...] = ()  # default: the loopback names without keys, any host with keys
-    hide_cache_counts: bool = False
-    chat_control_tokens: str = "text"  # one of CONTROL_TOKENS
-    tool_call_parser: str = "auto"  # one of TOOL_CALL_PARSERS
-    reasoning_parser: str = "auto"  # one of REASONING_PARSERS
-    strict_fields: bool = False  # refuse unknown fields of bodies
-    cors_allowed_origins: tuple[str, ...] = ()  # origins of web pages; default: none
-    enable_admin_routes: bool = False
-    weights_root: str | None = None  # directory of new weights; default: weights cannot be replaced
+    api_key: str | None = option(
+        None,
+        "Key that clients must send as Authorization: Bearer KEY; visible in the list of processes. "
+        "Default: the variable MEGATRON_EXT_API_KEY, else no key is required",
+    )
+    api_key_file: str | None = option(
+        None, "File with one key per line; the clients of each key have a separate cache", metavar="FILE"
+    )
+    admin_key_file: str | None = option(
+        None,
+        "File with the only key for /prefix_cache and /reset_prefix_cache; default: a single API key",
+        metavar="FILE",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (), "Accepted Host names, * for any; default: the loopback names, with API keys any", metavar="HOST"
+    )
+    hide_cache_counts: bool = option(
+        False, "Hide how much of a prompt was cached; counts and metrics need the admin key"
+    )
+    chat_control_tokens: str = option(
+        "text",
+        "Treatment of special tokens spelled in messages of system, user or tool: text, or the tokens (parse)",
+        choices=CONTROL_TOKENS,
+    )
+    tool_call_parser: str = option(
+        "auto", "Format of the model's tool calls: auto finds it in the chat template", choices=TOOL_CALL_PARSERS
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "Markers around the model's thinking: auto finds them in the chat template, none leaves it in the content",
+        choices=REASONING_PARSERS,
+    )
+    cors_allowed_origins: tuple[str, ...] = option(
+        (), "Origins whose web pages may send requests, * for any; default: none", metavar="ORIGIN"
+    )
+    enable_admin_routes: bool = option(
+        False, "Enable the routes that sleep, wake up, abort requests and update weights; needs an admin key"
+    )
+    weights_root: str | None = option(
+        None, "With --enable-admin-routes: directory that new weights must lie below", metavar="DIR"
+    )
 
     def __post_init__(self) -> None:
-        self._check_access()
-        level, levels = self.log_level, ", ".join(LOG_LEVELS)
-        require(level in LOG_LEVELS, f"--log-level {level!r} is unknown; one of {levels}")
-        require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
-        require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
-        names = self.served_model_name
-        require(not isinstance(names, str), f"--served-model-name {names!r} is one text; give a list of them")
-        require(all(names), "--served-model-name has an empty name; leave it out for the checkpoint's name")
-        require(len(set(names)) == len(names), f"--served-model-name has a name twice: {' '.join(names)}")
-        waiting, timeout = self.max_waiting_requests, self.shutdown_timeout
-        require(waiting >= 0, f"--max-waiting-requests {waiting} must be zero or more")
-        valid_timeout = math.isfinite(timeout) and timeout >= 0
-        require(valid_timeout, f"--shutdown-timeout {timeout} must be zero (cancel at once) or more seconds")
-        interval = self.inference_logging_step_interval
-        valid_interval = interval is None or interval >= 0
-        require(valid_interval, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
-
-    def _check_access(self) -> None:
         if self.api_key is not None:
             problem = key_problem(self.api_key)
             require(problem is None, f"--api-key {problem}; leave it out to admit all clients")
@@ -171,6 +182,53 @@ class ServerConfig:
             ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
         ):
             require(value in known, f"{flag} {value!r} must be one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class ServerConfig(AccessConfig):
+    """Settings of `megatron-ext serve`."""
+
+    host: str = option("127.0.0.1", "Address to listen on")
+    port: int = option(8000, "Port to listen on; 0: any free port")
+    served_model_name: tuple[str, ...] = option(
+        (), "Names of the model for clients, of which the first is shown; default: the checkpoint's", metavar="NAME"
+    )
+    max_waiting_requests: int = option(256, "Maximum number of waiting requests; further ones get a 429")
+    shutdown_timeout: float = option(30.0, "Seconds after a stop signal before running requests are cancelled")
+    inference_logging_step_interval: int | None = option(
+        None, "Number of steps between two log lines of load and throughput; 0: none; default: ten seconds of work"
+    )
+    log_level: str = option("info", "Lowest level of the lines that are logged", choices=LOG_LEVELS)
+    access_log: bool = option(True, "Log a line for each request when it ends: counts and times, never texts")
+    dry_run: bool = option(
+        False, "Print bytes of weights, blocks and snapshots, and how many requests fit; load nothing"
+    )
+    profile: str | None = option(
+        None, "Directory for a trace of the first 100 steps with named phases; ui.perfetto.dev shows it", metavar="DIR"
+    )
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
+    strict_fields: bool = option(
+        False, "Refuse unknown fields of bodies; default: they are ignored, and named in the log once"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        level, levels = self.log_level, ", ".join(LOG_LEVELS)
+        require(level in LOG_LEVELS, f"--log-level {level!r} is unknown; one of {levels}")
+        require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
+        require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
+        names = self.served_model_name
+        require(not isinstance(names, str), f"--served-model-name {names!r} is one text; give a list of them")
+        require(all(names), "--served-model-name has an empty name; leave it out for the checkpoint's name")
+        require(len(set(names)) == len(names), f"--served-model-name has a name twice: {' '.join(names)}")
+        waiting, timeout = self.max_waiting_requests, self.shutdown_timeout
+        require(waiting >= 0, f"--max-waiting-requests {waiting} must be zero or more")
+        valid_timeout = math.isfinite(timeout) and timeout >= 0
+        require(valid_timeout, f"--shutdown-timeout {timeout} must be zero (cancel at once) or more seconds")
+        interval = self.inference_logging_step_interval
+        valid_interval = interval is None or interval >= 0
+        require(valid_interval, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
 
 
 def key_problem(key: str) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from megatron_ext.config.layers import MODEL_PROVIDERS, parse_layer_freq
-from megatron_ext.config.options import flag_of, require
+from megatron_ext.config.options import flag_of, option, require
 
 _NESTED = "_config"  # ending of the names of nested configurations, such as `text_config`
 
@@ -75,14 +75,30 @@ _OF_KIND = {
 class TokenizerConfig:
     """Kind of tokenizer, its files, and settings that the files do not contain."""
 
-    tokenizer_type: str | None = None  # one of TOKENIZER_TYPES; default: the checkpoint's
-    tokenizer_model: str | None = None  # a directory, a file, or a name on the Hugging Face hub
-    vocab_file: str | None = None  # for GPT2BPETokenizer
-    merge_file: str | None = None  # the same
-    tiktoken_pattern: str | None = None  # for TikTokenizer; default: v2
-    tiktoken_num_special_tokens: int | None = None  # the same; default: 1000
-    use_tokenizer_model_from_checkpoint_args: bool = True
-    chat_template: str | None = None  # file of the chat template; default: the tokenizer's
+    tokenizer_type: str | None = option(
+        None,
+        "Kind of tokenizer; default: the checkpoint's. NullTokenizer: texts are token ids separated by spaces",
+        choices=TOKENIZER_TYPES,
+    )
+    tokenizer_model: str | None = option(
+        None,
+        "Tokenizer's directory or file, or its name on the Hugging Face hub; default: the checkpoint's",
+        metavar="PATH",
+    )
+    vocab_file: str | None = option(None, "vocab.json of a GPT2BPETokenizer", metavar="FILE")
+    merge_file: str | None = option(None, "merges.txt of a GPT2BPETokenizer", metavar="FILE")
+    tiktoken_pattern: str | None = option(
+        None, "Pattern by which a TikTokenizer splits texts; default: v2", choices=TIKTOKEN_PATTERNS
+    )
+    tiktoken_num_special_tokens: int | None = option(
+        None, "Number of ids of a TikTokenizer before its file's ids; default: 1000"
+    )
+    use_tokenizer_model_from_checkpoint_args: bool = option(
+        True, "Without a tokenizer beside the checkpoint, use the tokenizer that its arguments name, if it exists"
+    )
+    chat_template: str | None = option(
+        None, "Jinja file of the chat template; default: the tokenizer's", metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
         kind = self.tokenizer_type
@@ -118,26 +134,56 @@ GENERATION_CONFIGS = (AUTO_GENERATION_CONFIG, NO_GENERATION_CONFIG)
 class SourceConfig(TokenizerConfig):
     """Source of the weights and the tokenizer, and the type of the parameters."""
 
-    load: str | None = None
-    load_hf: str | None = None
-    hf_overrides: HfOverrides | None = None  # changes of the fields of its config.json
-    save: str | None = None
-    model_config: str | None = None  # a YAML file of flags
-    use_checkpoint_args: bool = False  # the checkpoint's values override model flags
-    override_checkpoint_args: tuple[str, ...] = ()  # model flags, without dashes in front, that win over the checkpoint
+    load: str | None = option(
+        None, "Checkpoint to load; default: --load-hf, else the model flags, else the embedded model", metavar="DIR"
+    )
+    load_hf: str | None = option(None, "Hugging Face checkpoint to load: config.json and safetensors", metavar="DIR")
+    hf_overrides: HfOverrides | None = option(
+        None,
+        'Changes of the fields of its config.json, as in {"rope_theta": 1000000, "sliding_window": null}',
+        metavar="JSON",
+    )
+    save: str | None = option(None, "Directory to save the model to before it runs", metavar="DIR")
+    model_config: str | None = option(
+        None, "YAML file of flags; flags on the command line override it", metavar="FILE.yaml"
+    )
+    use_checkpoint_args: bool = option(False, "Let the checkpoint override model flags, and log the differences")
+    override_checkpoint_args: tuple[str, ...] = option(
+        (),
+        "Flags of the model that may differ from the checkpoint's arguments, as in rotary-base norm-epsilon",
+        metavar="NAME",
+    )
     typed: tuple[tuple[str, str], ...] = field(default=(), compare=False)  # fields of the model, and flags as typed
-    model_provider: str | None = None  # one of MODEL_PROVIDERS; default: any that the checkpoint has
-    moe_layer_freq: str | None = None  # which layers of a GPT have experts; see `config.layers.layer_freq`
-    window_attn_skip_freq: str | None = None  # which layers of a GPT with windows have none; likewise
-    padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
+    model_provider: str | None = option(
+        None, "Kind of model; the checkpoint or --num-layers must fit it", choices=MODEL_PROVIDERS
+    )
+    moe_layer_freq: str | None = option(
+        None, "Layers of a GPT that have experts: every Nth from the first, or a list as in ([0]*1+[1]*3); default: all"
+    )
+    window_attn_skip_freq: str | None = option(
+        None, "Layers of a GPT without a window: every Nth, or those with 0 in a list; default: none"
+    )
+    padded_vocab_size: int | None = option(None, "Rows of the embedding; default: the checkpoint's, else --vocab-size")
     # One of GENERATION_CONFIGS: source of sampling defaults; default: auto on a server, none elsewhere
-    generation_config: str | None = None
-    transformer_impl: str = LOCAL  # one of TRANSFORMER_IMPLEMENTATIONS, for linear layers and norms
-    dtype: str = AUTO_TYPE  # one of PARAMETER_TYPES; auto: bf16 and fp16, else bfloat16 on CUDA and float32 elsewhere
-    bf16: bool = False
-    fp16: bool = False
-    seed: int = 1234
-    inference_sampling_seed: int | None = None  # default: seed
+    generation_config: str | None = option(
+        None,
+        "auto, the server's default: options that neither flags nor requests set are taken from the model's "
+        "generation_config.json; none, the default elsewhere: they are not",
+        choices=GENERATION_CONFIGS,
+    )
+    transformer_impl: str = option(
+        LOCAL,
+        "Implementation of linear layers and norms: Transformer Engine if it is installed, on CUDA; "
+        "inference_optimized means local",
+        choices=TRANSFORMER_IMPLEMENTATIONS,
+    )
+    dtype: str = option(
+        AUTO_TYPE, "Type of the parameters; auto: bfloat16 on CUDA, float32 elsewhere", choices=PARAMETER_TYPES
+    )
+    bf16: bool = option(False, "Use bfloat16 parameters")
+    fp16: bool = option(False, "Use float16 parameters")
+    seed: int = option(1234, "Seed of random weights and of each request's random generator")
+    inference_sampling_seed: int | None = option(None, "Seed of each request's random generator; default: --seed")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.options import require
+from megatron_ext.config.options import option, require
 
 MAX_SPECULATIVE_TOKENS = 64
 LONGEST_NGRAM = 64  # tokens
@@ -23,12 +23,24 @@ class SpeculativeMethod(str, enum.Enum):
 class SpeculationConfig:
     """Speculative decoding; off without a number of tokens. See docs/speculation.md."""
 
-    speculative_method: str | None = None  # of SpeculativeMethod; default: mtp, as in Megatron, if drafts are asked for
-    num_speculative_tokens: int = 0  # maximum drafts per request and step
-    speculative_ngram_longest: int = 4  # tokens
-    speculative_ngram_shortest: int = 2
-    speculative_adaptive: bool = True  # the number of drafts depends on their expected gain
-    speculative_draft_cost: float | None = None  # plain steps of a draft for each request; default: measured
+    speculative_method: str | None = option(
+        None,
+        "Source of the drafts: the tokens that followed the same n-gram earlier (ngram), or the model's own layers "
+        "of multi-token prediction (mtp); default: mtp, as in Megatron, if --num-speculative-tokens is given",
+        choices=tuple(method.value for method in SpeculativeMethod),
+    )
+    num_speculative_tokens: int = option(0, "Maximum number of drafts of a request that a step verifies; 0: off")
+    speculative_ngram_longest: int = option(4, "With ngram: maximum length of the n-gram in tokens")
+    speculative_ngram_shortest: int = option(2, "With ngram: minimum length of the n-gram in tokens")
+    speculative_adaptive: bool = option(
+        True, "Choose the number of drafts by their acceptance rate and the cost of verifying them"
+    )
+    speculative_draft_cost: float | None = option(
+        None,
+        "Cost of a draft of each request, as a share of a step without drafts; default: measured at the start, "
+        "which takes some seconds",
+        metavar="SHARE",
+    )
 
     def __post_init__(self) -> None:
         if self.speculative_method is None and self.num_speculative_tokens > 0:

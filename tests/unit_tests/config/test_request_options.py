@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from pydantic import ValidationError
 
-from arguments.flags import FlagGroup, option_flags
+from arguments.flags import FlagGroup
 from megatron_ext.config import RequestParams
 from megatron_ext.config.annotations import field_types
 from megatron_ext.config.options import option, options_of
@@ -37,14 +37,15 @@ def test_an_option_is_named_in_two_files_outside_the_step():
 
 
 def test_flags():
-    group = FlagGroup("made", Made, option_flags(Made))
+    group = FlagGroup("made", Made)
     parser = argparse.ArgumentParser()
     group.add_to(parser)
     assert vars(parser.parse_args([])) == {}
-    given = vars(parser.parse_args(["--warm", "1.5", "--is-kind", "--min_p", "0.2"]))
-    assert given == {"warm": 1.5, "is-kind": True, "min-p": 0.2}
+    given = vars(parser.parse_args(["--warm", "1.5", "--is-kind"]))
+    assert given == {"warm": 1.5, "is-kind": True}
     assert "Warmth of the answer (default: 0.5)" in parser.format_help()
-    assert "seed" not in {flag.field for flag in group.flags}, "an option without a text has no flag"
+    assert "min_p" not in {flag.field for flag in group.flags}, "the flags of a base are its own group's"
+    assert "seed" not in {flag.field for flag in FlagGroup("base", RequestParams).flags}, "no text, no flag"
 
 
 def test_types_for_prompt_lines():
