@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.config.options import option, require
+from megatron_ext.config.options import option, require, require_options
 
 _BATCHING = "--inference-dynamic-batching"
 DTYPES = ("fp32", "bf16", "fp16")
@@ -72,29 +71,43 @@ class BatchingConfig:
         None,
         f"GiB of memory for KV blocks and running states; default: {_by_device(DEFAULT_BUFFER_GB)}",
         flag=f"{_BATCHING}-buffer-size-gb",
+        minimum=0,
     )  # see `buffer_gb_on`
     block_count: int | None = option(
-        None, "Exact number of KV blocks, instead of a buffer size", flag=f"{_BATCHING}-block-count"
+        None,
+        "Exact number of KV blocks, instead of a buffer size",
+        flag=f"{_BATCHING}-block-count",
+        minimum=1,
+        maximum=MAX_UNITS,
     )
     paused_buffer_size_gb: float | None = option(
-        None, "GiB of KV that paused requests may keep; default: no limit", flag=f"{_BATCHING}-paused-buffer-size-gb"
+        None,
+        "GiB of KV that paused requests may keep; default: no limit",
+        flag=f"{_BATCHING}-paused-buffer-size-gb",
+        minimum=0,
     )
-    block_size: int = option(64, "Tokens per KV block", flag=f"{_BATCHING}-block-size")
+    block_size: int = option(64, "Tokens per KV block", flag=f"{_BATCHING}-block-size", minimum=1, maximum=MAX_UNITS)
     max_requests: int | None = option(
         None,
         f"Maximum number of running requests; default: {DEFAULT_MAX_REQUESTS}, or the tokens of a step if fewer",
         flag=f"{_BATCHING}-max-requests",
+        minimum=1,
+        maximum=MAX_UNITS,
     )  # see `effective_max_requests`
     max_tokens: int | None = option(
         None,
         f"Maximum number of tokens in a step; default: {_by_device(DEFAULT_MAX_TOKENS)}",
         flag=f"{_BATCHING}-max-tokens",
+        minimum=1,
+        maximum=MAX_UNITS,
     )  # see `max_tokens_on`
     max_sequence_length: int | None = option(
         None,
         "Maximum length of a sequence, prompt and generated tokens together; default: the model's",
         flag="--inference-max-seq-length",
         aliases=("--max-model-len",),
+        minimum=1,
+        maximum=MAX_UNITS,
     )
     allow_long_max_model_len: bool = option(
         False,
@@ -105,6 +118,8 @@ class BatchingConfig:
         "Maximum number of prompts in prefill per step; 0: no limit; default: on CPU a step starts no further "
         f"prompt once it has {ENOUGH_PREFILL_TOKENS['cpu']} prefill tokens, on CUDA no limit",
         flag=f"{_BATCHING}-max-prefills-per-step",
+        minimum=0,
+        bounds="1 or more, or 0 for no limit",
     )
     decode_share: float | None = option(
         None,
@@ -112,6 +127,9 @@ class BatchingConfig:
         f"{MAX_DECODE_SHARE}, that requests which decode keep beside prefills; 0: steps are filled with prefill; "
         f"above 0 steps beside decodes have at most {PREFILL_TOKENS_BESIDE_DECODES['cpu']} prefill tokens on CPU; "
         "default: only this bound on a server, 0 elsewhere",
+        minimum=0,
+        maximum=MAX_DECODE_SHARE,
+        bounds=f"0 (steps are filled with prefill) to {MAX_DECODE_SHARE}",
     )  # see `prefill_tokens_beside_on`
     is_served: bool = False  # whether clients wait for single tokens; see `ServerSettings`
     enable_chunked_prefill: bool = option(
@@ -173,23 +191,7 @@ class BatchingConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name.replace('_', ' ')} {value} must be positive")
-            message = f"{name.replace('_', ' ')} {value} must be at most {MAX_UNITS}"
-            require(value is None or value <= MAX_UNITS, message)
-        prefills = self.max_prefills_per_step
-        flag = "--inference-dynamic-batching-max-prefills-per-step"
-        require(prefills is None or prefills >= 0, f"{flag} {prefills} must be 1 or more, or 0 for no limit")
-        share = self.decode_share
-        require(
-            share is None or 0 <= share <= MAX_DECODE_SHARE,
-            f"--decode-share {share} must be 0 (steps are filled with prefill) to {MAX_DECODE_SHARE}",
-        )
-        for name in ("buffer_size_gb", "paused_buffer_size_gb"):
-            value = getattr(self, name)
-            valid = value is None or (math.isfinite(value) and value >= 0)
-            require(valid, f"{name.replace('_', ' ')} {value} must be zero or more")
+        require_options(self)
         require(
             self.buffer_size_gb is None or self.block_count is None,
             f"--inference-dynamic-batching-buffer-size-gb {self.buffer_size_gb} and "
@@ -201,22 +203,6 @@ class BatchingConfig:
             f"--inference-dynamic-batching-max-requests {self.effective_max_requests}, "
             "so that every running request can decode",
         )
-        backend, known = self.operator_backend, ", ".join(OPERATOR_BACKENDS)
-        require(backend in OPERATOR_BACKENDS, f"--operator-backend {backend!r} is unknown; one of {known}")
-        quantization, known = self.cpu_weight_quantization, " or ".join(WEIGHT_QUANTIZATIONS)
-        require(
-            quantization in WEIGHT_QUANTIZATIONS,
-            f"--cpu-weight-quantization {quantization!r} must be {known}",
-        )
-        for name in ("conv_states_dtype", "ssm_states_dtype"):
-            value = getattr(self, name)
-            require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
-        mode, known = self.logprobs_mode, " or ".join(LOGPROBS_MODES)
-        require(mode in LOGPROBS_MODES, f"--logprobs-mode {mode!r} is unknown; {known}")
-        mode, known = self.kv_cache_management_mode, ", ".join(SUSPEND_LEVELS)
-        require(mode in SUSPEND_LEVELS, f"--rl-kv-cache-management-mode {mode!r} is unknown; one of {known}")
-        graphs, known = self.cuda_graph_impl, ", ".join(GRAPH_IMPLS)
-        require(graphs in GRAPH_IMPLS, f"--cuda-graph-impl {graphs!r} is unknown; one of {known}")
         sizes = self.num_cuda_graphs
         flag = "--inference-dynamic-batching-num-cuda-graphs"
         valid_sizes = sizes == -1 or 1 <= sizes <= MAX_UNITS
@@ -299,9 +285,16 @@ class CacheConfig:
         "GiB of memory for snapshots of recurrent states; 0: no snapshots; default: blocks and snapshots "
         "share the buffer and a quarter more",
         flag=f"{_BATCHING}-prefix-caching-mamba-gb",
+        minimum=0,
+        bounds="zero (no snapshots) or more",
     )
     snapshot_slots: int | None = option(
-        None, "Number of snapshot slots, instead of GiB", flag=f"{_BATCHING}-prefix-caching-mamba-slots"
+        None,
+        "Number of snapshot slots, instead of GiB",
+        flag=f"{_BATCHING}-prefix-caching-mamba-slots",
+        minimum=0,
+        maximum=MAX_UNITS,
+        bounds=f"between 0 (no snapshots) and {MAX_UNITS}",
     )
     snapshot_mode: str = option(
         SnapshotMode.KERNEL.value,
@@ -315,6 +308,9 @@ class CacheConfig:
         "Maximum number of opportunistic checkpoints: snapshots that no request asked for, in slots that are free "
         "anyway; 0: none; default: all free slots",
         flag=f"{_BATCHING}-prefix-caching-provisional-slots",
+        minimum=0,
+        maximum=MAX_UNITS,
+        bounds=f"between 0 (none) and {MAX_UNITS}",
     )
     explain_prefix_cache: bool = option(
         False,
@@ -329,6 +325,9 @@ class CacheConfig:
         "Compute every N-th hit once more without the cache, when there is time, and compare the cached entries; "
         "0: never",
         flag="--prefix-cache-audit",
+        minimum=0,
+        maximum=MAX_UNITS,
+        bounds=f"between 0 (no audits) and {MAX_UNITS}",
     )
     audit_dir: str | None = option(
         None,
@@ -343,61 +342,35 @@ class CacheConfig:
     prefix_cache_dir_optional: bool = option(
         False, "Go on without --prefix-cache-dir, with a warning, if it cannot be used; default: an error"
     )
-    prefix_cache_disk_gb: float = option(16.0, "GiB of the files in --prefix-cache-dir, of each process")
+    prefix_cache_disk_gb: float = option(
+        16.0, "GiB of the files in --prefix-cache-dir, of each process", above=0, maximum=MAX_DISK_GB
+    )
     prefix_cache_drain_seconds: float = option(
-        10.0, "Seconds at the end to write the most valuable entries; a second signal ends it"
+        10.0,
+        "Seconds at the end to write the most valuable entries; a second signal ends it",
+        minimum=0,
+        bounds="zero (write nothing) or more seconds",
     )
     prefix_cache_load_seconds: float = option(
-        10.0, "Maximum seconds that a request waits for evicted entries to be loaded from the directory; 0: never"
+        10.0,
+        "Maximum seconds that a request waits for evicted entries to be loaded from the directory; 0: never",
+        minimum=0,
+        bounds="zero (load nothing) or more seconds",
     )
 
     def __post_init__(self) -> None:
-        self._check_disk()
+        require_options(self)
         budget, slots = self.snapshot_buffer_gb, self.snapshot_slots
         flag = "--inference-dynamic-batching-prefix-caching-mamba"
-        valid_budget = budget is None or (math.isfinite(budget) and budget >= 0)
-        require(valid_budget, f"{flag}-gb {budget} must be zero (no snapshots) or more")
-        require(slots is None or slots >= 0, f"{flag}-slots {slots} must be zero (no snapshots) or more")
-        require(slots is None or slots <= MAX_UNITS, f"{flag}-slots {slots} must be at most {MAX_UNITS}")
         require(
             budget is None or slots is None,
             f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",
-        )
-        guesses = self.provisional_slots
-        require(
-            guesses is None or 0 <= guesses <= MAX_UNITS,
-            f"--inference-dynamic-batching-prefix-caching-provisional-slots {guesses} must be between 0 (none) and "
-            f"{MAX_UNITS}",
-        )
-        require(
-            0 <= self.audit_interval <= MAX_UNITS,
-            f"--prefix-cache-audit {self.audit_interval} must be between 0 (no audits) and {MAX_UNITS}",
         )
         require(
             self.audit_dir is None or (self.audit_dir != "" and self.audit_interval > 0),
             f"--prefix-cache-audit-dir {self.audit_dir!r} names a directory for reports of --prefix-cache-audit N: "
             "give both, or leave it out",
         )
-        names = [policy.value for policy in EvictionPolicyName]
-        require(
-            self.eviction_policy in names,
-            f"eviction policy {self.eviction_policy!r} is unknown; one of {', '.join(names)}",
-        )
-        modes = [mode.value for mode in SnapshotMode]
-        require(
-            self.snapshot_mode in modes, f"{flag}-mode {self.snapshot_mode!r} is unknown; one of {', '.join(modes)}"
-        )
-
-    def _check_disk(self) -> None:
-        size, seconds = self.prefix_cache_disk_gb, self.prefix_cache_drain_seconds
-        require(
-            0 < size <= MAX_DISK_GB, f"--prefix-cache-disk-gb {size} must be more than 0, and at most {MAX_DISK_GB}"
-        )
-        valid = math.isfinite(seconds) and seconds >= 0
-        require(valid, f"--prefix-cache-drain-seconds {seconds} must be zero (write nothing) or more seconds")
-        patience = self.prefix_cache_load_seconds
-        valid = math.isfinite(patience) and patience >= 0
-        require(valid, f"--prefix-cache-load-seconds {patience} must be zero (load nothing) or more seconds")
         place = self.prefix_cache_dir
         require(place != "", "--prefix-cache-dir is empty; leave it out for a cache that ends with the process")
         require(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megatron_ext.config.hosts import is_loopback, parse_host
-from megatron_ext.config.options import option, require
+from megatron_ext.config.options import option, require, require_options
 
 # Sent
 BATCH_BYTES = 2**18  # of a message with several events
@@ -122,7 +122,10 @@ class KvEventsConfig:
         None, "Address at which subscribers request lost events; default: no replay", metavar="tcp://HOST:PORT"
     )
     kv_events_buffer_steps: int = option(
-        10_000, "Messages that each socket keeps for replay; after a longer gap subscribers get the whole contents"
+        10_000,
+        "Messages that each socket keeps for replay; after a longer gap subscribers get the whole contents",
+        minimum=1,
+        maximum=MAX_BUFFER_STEPS,
     )
     kv_events_states_endpoint: str | None = option(
         None,
@@ -137,6 +140,7 @@ class KvEventsConfig:
     )
 
     def __post_init__(self) -> None:
+        require_options(self)
         texts = self._texts()
         for flag, text in texts.items():
             _check(flag, text)
@@ -167,9 +171,6 @@ class KvEventsConfig:
             length <= MAX_TOPIC_BYTES,
             f"--kv-events-topic has {length} bytes and must have at most {MAX_TOPIC_BYTES}",
         )
-        steps = self.kv_events_buffer_steps
-        valid_steps = 1 <= steps <= MAX_BUFFER_STEPS
-        require(valid_steps, f"--kv-events-buffer-steps {steps} must be between 1 and {MAX_BUFFER_STEPS}")
 
     def _texts(self) -> dict[str, str | None]:
         return {

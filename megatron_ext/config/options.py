@@ -37,8 +37,9 @@ class Option:
         choices: Allowed values, or None for any.
         metavar: Value as shown by `--help`, a tuple for several; None for the default of the field's type.
         minimum: Smallest value of a number; None for any.
+        above: Bound that a number must exceed; None without one.
         maximum: Largest value of a number; None for any finite one.
-        bounds: Both in words, to follow "must be"; "" if the number is checked elsewhere.
+        bounds: Bounds in words, to follow "must be"; "" for the numbers themselves.
         in_generation_config: Whether a model's `generation_config.json` may have a default of the same name.
     """
 
@@ -48,9 +49,15 @@ class Option:
     choices: tuple[str, ...] | None = None
     metavar: str | tuple[str, ...] | None = None
     minimum: float | None = None
+    above: float | None = None
     maximum: float | None = None
     bounds: str = ""
     in_generation_config: bool = False
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if a number must be within bounds."""
+        return (self.minimum, self.above, self.maximum) != (None, None, None)
 
     def allows(self, value: float) -> bool:
         """Return whether a number is within the bounds; NaN and infinity are not."""
@@ -58,8 +65,17 @@ class Option:
         return (
             is_finite
             and (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
             and (self.maximum is None or value <= self.maximum)
         )
+
+    def described(self) -> str:
+        """Return the bounds in words, to follow "must be"."""
+        if self.bounds:
+            return self.bounds
+        if self.above is not None:
+            return f"more than {self.above}" + ("" if self.maximum is None else f", and at most {self.maximum}")
+        return f"at least {self.minimum}" if self.maximum is None else f"between {self.minimum} and {self.maximum}"
 
 
 def option(
@@ -71,12 +87,13 @@ def option(
     choices: tuple[str, ...] | None = None,
     metavar: str | tuple[str, ...] | None = None,
     minimum: float | None = None,
+    above: float | None = None,
     maximum: float | None = None,
     bounds: str = "",
     in_generation_config: bool = False,
 ) -> T:
     """Return a dataclass field with a default and an `Option` of these attributes."""
-    declared = Option(help_text, flag, aliases, choices, metavar, minimum, maximum, bounds, in_generation_config)
+    declared = Option(help_text, flag, aliases, choices, metavar, minimum, above, maximum, bounds, in_generation_config)
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
@@ -86,14 +103,21 @@ def options_of(config: type) -> Mapping[str, Option]:
     return {one.name: one.metadata[_KEY] for one in dataclasses.fields(config) if _KEY in one.metadata}
 
 
-def require_bounds(instance: object) -> None:
-    """Check the options of a dataclass that have bounds, in order.
+def require_options(instance: object, *, by_flag: bool = True) -> None:
+    """Check the options of a dataclass that have choices or bounds, in order; None is always allowed.
+
+    Args:
+        instance: The dataclass.
+        by_flag: Name an option by its flag, and not by its field.
 
     Raises:
-        ConfigError: An option is outside its bounds; the first one is named.
+        ConfigError: An option has another value; the first one is named.
     """
     config: type = type(instance)
-    for name, declared in options_of(config).items():
-        value = getattr(instance, name)
-        if declared.bounds and not declared.allows(value):
-            raise ConfigError(f"{name} {value} must be {declared.bounds}")
+    for field, declared in options_of(config).items():
+        value = getattr(instance, field)
+        name = (declared.flag or flag_of(field)) if by_flag else field
+        if declared.choices and value not in (None, *declared.choices):
+            raise ConfigError(f"{name} {value!r} is unknown; one of {', '.join(declared.choices)}")
+        if declared.is_bounded and value is not None and not declared.allows(value):
+            raise ConfigError(f"{name} {value} must be {declared.described()}")

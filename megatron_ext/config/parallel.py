@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.options import flag_of, option, require
+from megatron_ext.config.options import flag_of, option, require, require_options
 
 LARGEST_WORLD = 2**20  # ranks; a larger number is a mistake
 LONGEST_TIMEOUT = 60 * 24 * 365  # minutes
@@ -19,31 +19,42 @@ class ParallelConfig:
     `parallel.layout` checks the sizes against the model and the number of ranks.
     """
 
-    tensor_model_parallel_size: int = option(1, "Number of ranks that each layer is split over")
-    pipeline_model_parallel_size: int = option(1, "Number of ranks that the stack of layers is split over")
-    expert_model_parallel_size: int = option(1, "Number of ranks that the experts are distributed over")
+    tensor_model_parallel_size: int = option(
+        1, "Number of ranks that each layer is split over", minimum=1, maximum=LARGEST_WORLD
+    )
+    pipeline_model_parallel_size: int = option(
+        1, "Number of ranks that the stack of layers is split over", minimum=1, maximum=LARGEST_WORLD
+    )
+    expert_model_parallel_size: int = option(
+        1, "Number of ranks that the experts are distributed over", minimum=1, maximum=LARGEST_WORLD
+    )
     expert_tensor_parallel_size: int | None = option(
-        None, "Number of ranks that each expert is split over; default: --tensor-model-parallel-size"
+        None,
+        "Number of ranks that each expert is split over; default: --tensor-model-parallel-size",
+        minimum=1,
+        maximum=LARGEST_WORLD,
     )
     num_layers_in_first_pipeline_stage: int | None = option(
-        None, "Number of layers in the first stage; default: even; the first stages take the remainder"
+        None,
+        "Number of layers in the first stage; default: even; the first stages take the remainder",
+        minimum=1,
+        maximum=LARGEST_WORLD,
     )
-    num_layers_in_last_pipeline_stage: int | None = option(None, "Number of layers in the last stage; default: even")
+    num_layers_in_last_pipeline_stage: int | None = option(
+        None, "Number of layers in the last stage; default: even", minimum=1, maximum=LARGEST_WORLD
+    )
     distributed_backend: str | None = option(
         None, "Communication backend of the ranks; default: nccl on CUDA, gloo elsewhere", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = option(
-        10.0, "Minutes that a rank waits for another one before all ranks end"
+        10.0, "Minutes that a rank waits for another one before all ranks end", above=0, maximum=LONGEST_TIMEOUT
     )  # Megatron-LM's default
     check_ranks: bool = option(
         False, "Compare the scheduled step of all ranks before each step, and end all ranks if they differ"
     )
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            size = getattr(self, name)
-            require(size is None or size >= 1, f"{flag_of(name)} {size} must be at least 1")
-            require(size is None or size <= LARGEST_WORLD, f"{flag_of(name)} {size} is too large; at most 1048576")
+        require_options(self)
         for name in _UNEVEN:
             given = getattr(self, name)
             require(
@@ -62,11 +73,6 @@ class ParallelConfig:
             f"--check-ranks and --expert-model-parallel-size {self.expert_model_parallel_size} contradict each other: "
             "replicas that share experts compute their steps at once, and are compared one after the other; leave "
             "--check-ranks out",
-        )
-        minutes = self.distributed_timeout_minutes
-        require(
-            math.isfinite(minutes) and 0 < minutes <= LONGEST_TIMEOUT,
-            f"--distributed-timeout-minutes {minutes} must be more than zero and at most {LONGEST_TIMEOUT}",
         )
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ext.config.annotations import require_types
-from megatron_ext.config.options import option, require, require_bounds
+from megatron_ext.config.options import option, require, require_options
 
 LARGEST_BIAS = 100.0
 
@@ -312,7 +312,7 @@ class RequestParams:
         if self.response_format is not None and self.response_format.is_free:
             object.__setattr__(self, "response_format", None)
         self._check_counts()
-        require_bounds(self)
+        require_options(self, by_flag=False)
         self._check_logits()
         self._check_checkpoints()
         require(all(self.stop_words), "a stop word is empty; leave it out")

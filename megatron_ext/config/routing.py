@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 
-from megatron_ext.config.options import option, require
+from megatron_ext.config.options import option, require_options
 
 _CACHING = "--inference-dynamic-batching-prefix-caching"
 
@@ -39,10 +38,10 @@ class RoutingConfig:
         0.5,
         "Weight of cache affinity against load: 1 is affinity only, 0 is load only",
         flag=f"{_CACHING}-routing-alpha",
+        minimum=0,
+        maximum=1,
+        bounds="from 0 (load alone) to 1 (affinity alone)",
     )
 
     def __post_init__(self) -> None:
-        names = [one.value for one in RoutingPolicyName]
-        require(self.policy in names, f"routing policy {self.policy!r} is unknown; one of {', '.join(names)}")
-        valid = math.isfinite(self.alpha) and 0 <= self.alpha <= 1
-        require(valid, f"routing alpha {self.alpha} must be from 0 (load alone) to 1 (affinity alone)")
+        require_options(self)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.kv_events import MAX_BLOCK_TOKENS
-from megatron_ext.config.options import flag_of, option, require
+from megatron_ext.config.options import flag_of, option, require, require_options
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
 from megatron_ext.config.routing import RoutingConfig
@@ -32,12 +32,14 @@ class RunConfig:
     prompt_file: str | None = option(
         None, "File of prompts, one JSON object per line; - is standard input", metavar="FILE.jsonl"
     )
-    prompt_file_num_truncate: int | None = option(None, "Number of prompts to read from the file; default: all")
+    prompt_file_num_truncate: int | None = option(
+        None, "Number of prompts to read from the file; default: all", minimum=1
+    )
     num_tokens_to_prompt: tuple[int, int] | None = option(
         None, "Minimum and maximum length of synthetic prompts in tokens; default: 64 1024"
     )
     incoming_requests_duration: float | None = option(
-        None, "Seconds of --incoming-requests-per-sec synthetic prompts; default: 10"
+        None, "Seconds of --incoming-requests-per-sec synthetic prompts; default: 10", above=0
     )
     ignore_unknown_prompt_fields: bool = option(False, "Ignore unknown fields of a prompt line")
     num_tokens_from_file: bool = option(
@@ -52,24 +54,29 @@ class RunConfig:
         "Contents of --output-path: the last pass for Megatron's checker, or all passes and the run's counts",
         choices=OUTPUT_FORMATS,
     )
-    output_every_n_results: int = option(1, "Write every nth request, and the last one")
+    output_every_n_results: int = option(1, "Write every nth request, and the last one", minimum=1)
     output_request_events: bool = option(False, "With --output-path: include the events of each request")
     record_throughput: bool = option(True, "Include the throughput in the results")
     throughput_check_only: bool = option(False, "Write only the throughput to --output-path")
-    inference_repeat_n: int = option(1, "Number of passes over the prompts, one after the other")
+    inference_repeat_n: int = option(1, "Number of passes over the prompts, one after the other", minimum=1)
     drain_between_batches: bool = option(
         False, "Submit a batch when all earlier ones have finished; needs --batch-boundaries"
     )
     batch_boundaries: tuple[int, ...] = option((), "Indices, from 0, of the prompts that start a batch")
     incoming_requests_per_step: int | None = option(
-        None, "Number of prompts to submit before each engine step; default: all at once"
+        None, "Number of prompts to submit before each engine step; default: all at once", minimum=1
     )
     incoming_requests_per_sec: float | None = option(
         None, "Number of prompts to submit per second; zero or less, and the default: all at once"
     )
-    inference_logging_step_interval: int = option(0, "Number of steps between two log lines; 0: no log lines")
+    inference_logging_step_interval: int = option(
+        0, "Number of steps between two log lines; 0: no log lines", minimum=0, bounds="zero (no log) or more"
+    )
     suspend_resume_interval: int = option(
-        0, "Number of steps between suspend and resume, more than a prefill takes; 0: never"
+        0,
+        "Number of steps between suspend and resume, more than a prefill takes; 0: never",
+        minimum=0,
+        bounds="zero (never) or more",
     )
     prefix_cache_compare: bool = option(
         False, "Run the prompts with the cache off, then on; exit code 1 if the results differ"
@@ -80,16 +87,9 @@ class RunConfig:
     profile: str | None = option(None, "Directory for a trace of the first 100 steps with named phases", metavar="DIR")
 
     def __post_init__(self) -> None:
+        require_options(self)
         self._check_contradictions()
-        rate, per_step = self.incoming_requests_per_sec, self.incoming_requests_per_step
-        interval = self.inference_logging_step_interval
-        require(self.inference_repeat_n >= 1, f"--inference-repeat-n {self.inference_repeat_n} must be at least 1")
-        require(per_step is None or per_step >= 1, f"--incoming-requests-per-step {per_step} must be at least 1")
-        every, first = self.output_every_n_results, self.prompt_file_num_truncate
-        require(every >= 1, f"--output-every-n-results {every} must be at least 1")
-        require(first is None or first >= 1, f"--prompt-file-num-truncate {first} must be at least 1")
-        formats = ", ".join(OUTPUT_FORMATS)
-        require(self.output_format in OUTPUT_FORMATS, f"--output-format {self.output_format!r}: one of {formats}")
+        rate = self.incoming_requests_per_sec
         require(
             self.output_path is None or self.run_results_path != self.output_path,
             f"--run-output-path {self.run_output_path} is the file of --output-path; name another one",
@@ -97,9 +97,6 @@ class RunConfig:
         self._check_synthetic()
         valid_rate = rate is None or math.isfinite(rate)
         require(valid_rate, f"--incoming-requests-per-sec {rate} must be a number; zero or less is all at once")
-        require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
-        suspend = self.suspend_resume_interval
-        require(suspend >= 0, f"--suspend-resume-interval {suspend} must be zero (never) or more")
         increasing = all(a < b for a, b in zip(self.batch_boundaries, self.batch_boundaries[1:], strict=False))
         require(
             increasing and all(index >= 0 for index in self.batch_boundaries),
@@ -131,9 +128,6 @@ class RunConfig:
             1 <= shortest <= longest,
             f"--num-tokens-to-prompt {shortest} {longest} must be the minimum and the maximum length, 1 or more",
         )
-        duration = self.incoming_requests_duration
-        valid = duration is None or (math.isfinite(duration) and duration > 0)
-        require(valid, f"--incoming-requests-duration {duration} must be more than zero seconds")
         if not self.is_synthetic:
             return
         count = self.synthetic_count

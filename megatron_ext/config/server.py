@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.hosts import ANY_HOST, parse_host, parse_origin
 from megatron_ext.config.kv_events import KvEventsConfig
-from megatron_ext.config.options import flag_of, option, require
+from megatron_ext.config.options import option, require, require_options
 
 KB, MB = 2**10, 2**20
 
@@ -18,42 +17,39 @@ KB, MB = 2**10, 2**20
 class ServerLimits:
     """Limits on request bodies and connections. Times are in seconds."""
 
-    max_body_mb: float = option(8.0, "Maximum size of a request body in MB of 2**20 bytes; larger ones get a 413")
-    max_connections: int = option(1024, "Maximum number of connections; lowered to fit `ulimit -n`")
+    max_body_mb: float = option(
+        8.0, "Maximum size of a request body in MB of 2**20 bytes; larger ones get a 413", above=0
+    )
+    max_connections: int = option(1024, "Maximum number of connections; lowered to fit `ulimit -n`", minimum=1)
     header_timeout: float = option(
-        10.0, "Timeout in seconds for a request's headers"
+        10.0, "Timeout in seconds for a request's headers", above=0
     )  # from the connection, or a request's first byte, to the end of its headers
-    body_timeout: float = option(60.0, "Timeout in seconds for a request's body")
+    body_timeout: float = option(60.0, "Timeout in seconds for a request's body", above=0)
     idle_timeout: float = option(
-        75.0, "Timeout in seconds of a connection between requests, and of a client that does not read"
+        75.0, "Timeout in seconds of a connection between requests, and of a client that does not read", above=0
     )
     max_schema_kb: float = option(
-        64.0, "Maximum size of a response_format's JSON schema or regular expression, in KB of 2**10 bytes"
+        64.0, "Maximum size of a response_format's JSON schema or regular expression, in KB of 2**10 bytes", above=0
     )
-    grammar_timeout: float = option(5.0, "Timeout in seconds for compiling a response_format; longer ones get a 400")
+    grammar_timeout: float = option(
+        5.0, "Timeout in seconds for compiling a response_format; longer ones get a 400", above=0
+    )
     responses_store_mb: float = option(
-        0.0, "Memory for responses that clients continue by id, in MB of 2**20 bytes; 0: none are stored"
+        0.0,
+        "Memory for responses that clients continue by id, in MB of 2**20 bytes; 0: none are stored",
+        minimum=0,
+        bounds="zero (no store) or more",
     )
     answers_memory_mb: float = option(
         64.0,
         "Memory for the token ids of answers, with which the next turn of a chat begins, in MB of 2**20 bytes; "
         "0: each turn is tokenized anew",
+        minimum=0,
+        bounds="zero (no memory) or more",
     )
 
     def __post_init__(self) -> None:
-        size, connections = self.max_body_mb, self.max_connections
-        require(math.isfinite(size) and size > 0, f"--max-body-mb {size} must be more than zero")
-        require(connections >= 1, f"--max-connections {connections} must be at least 1")
-        schema = self.max_schema_kb
-        require(math.isfinite(schema) and schema > 0, f"--max-schema-kb {schema} must be more than zero")
-        for name, nothing in (("responses_store_mb", "no store"), ("answers_memory_mb", "no memory")):
-            memory = getattr(self, name)
-            valid = math.isfinite(memory) and memory >= 0
-            require(valid, f"{flag_of(name)} {memory} must be zero ({nothing}) or more")
-        for name in ("header_timeout", "body_timeout", "idle_timeout", "grammar_timeout"):
-            seconds = getattr(self, name)
-            valid = math.isfinite(seconds) and seconds > 0
-            require(valid, f"{flag_of(name)} {seconds} must be more than zero seconds")
+        require_options(self)
 
     @property
     def schema_bytes(self) -> int:
@@ -150,6 +146,7 @@ class AccessConfig:
     )
 
     def __post_init__(self) -> None:
+        require_options(self)
         if self.api_key is not None:
             problem = key_problem(self.api_key)
             require(problem is None, f"--api-key {problem}; leave it out to admit all clients")
@@ -173,15 +170,6 @@ class AccessConfig:
             self.weights_root is None or self.enable_admin_routes,
             f"--weights-root {self.weights_root} needs --enable-admin-routes; give both or neither",
         )
-        require(
-            self.chat_control_tokens in CONTROL_TOKENS,
-            f"--chat-control-tokens {self.chat_control_tokens!r} must be one of {', '.join(CONTROL_TOKENS)}",
-        )
-        for flag, value, known in (
-            ("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS),
-            ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
-        ):
-            require(value in known, f"{flag} {value!r} must be one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -189,14 +177,28 @@ class ServerConfig(AccessConfig):
     """Settings of `megatron-ext serve`."""
 
     host: str = option("127.0.0.1", "Address to listen on")
-    port: int = option(8000, "Port to listen on; 0: any free port")
+    port: int = option(
+        8000,
+        "Port to listen on; 0: any free port",
+        minimum=0,
+        maximum=65535,
+        bounds="between 0 (any free one) and 65535",
+    )
     served_model_name: tuple[str, ...] = option(
         (), "Names of the model for clients, of which the first is shown; default: the checkpoint's", metavar="NAME"
     )
-    max_waiting_requests: int = option(256, "Maximum number of waiting requests; further ones get a 429")
-    shutdown_timeout: float = option(30.0, "Seconds after a stop signal before running requests are cancelled")
+    max_waiting_requests: int = option(256, "Maximum number of waiting requests; further ones get a 429", minimum=0)
+    shutdown_timeout: float = option(
+        30.0,
+        "Seconds after a stop signal before running requests are cancelled",
+        minimum=0,
+        bounds="zero (cancel at once) or more seconds",
+    )
     inference_logging_step_interval: int | None = option(
-        None, "Number of steps between two log lines of load and throughput; 0: none; default: ten seconds of work"
+        None,
+        "Number of steps between two log lines of load and throughput; 0: none; default: ten seconds of work",
+        minimum=0,
+        bounds="zero (no log) or more",
     )
     log_level: str = option("info", "Lowest level of the lines that are logged", choices=LOG_LEVELS)
     access_log: bool = option(True, "Log a line for each request when it ends: counts and times, never texts")
@@ -214,21 +216,11 @@ class ServerConfig(AccessConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        level, levels = self.log_level, ", ".join(LOG_LEVELS)
-        require(level in LOG_LEVELS, f"--log-level {level!r} is unknown; one of {levels}")
         require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
-        require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
         names = self.served_model_name
         require(not isinstance(names, str), f"--served-model-name {names!r} is one text; give a list of them")
         require(all(names), "--served-model-name has an empty name; leave it out for the checkpoint's name")
         require(len(set(names)) == len(names), f"--served-model-name has a name twice: {' '.join(names)}")
-        waiting, timeout = self.max_waiting_requests, self.shutdown_timeout
-        require(waiting >= 0, f"--max-waiting-requests {waiting} must be zero or more")
-        valid_timeout = math.isfinite(timeout) and timeout >= 0
-        require(valid_timeout, f"--shutdown-timeout {timeout} must be zero (cancel at once) or more seconds")
-        interval = self.inference_logging_step_interval
-        valid_interval = interval is None or interval >= 0
-        require(valid_interval, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
 
 
 def key_problem(key: str) -> str | None:

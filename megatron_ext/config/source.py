@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from megatron_ext.config.layers import MODEL_PROVIDERS, parse_layer_freq
-from megatron_ext.config.options import flag_of, option, require
+from megatron_ext.config.options import flag_of, option, require, require_options
 
 _NESTED = "_config"  # ending of the names of nested configurations, such as `text_config`
 
@@ -91,7 +91,7 @@ class TokenizerConfig:
         None, "Pattern by which a TikTokenizer splits texts; default: v2", choices=TIKTOKEN_PATTERNS
     )
     tiktoken_num_special_tokens: int | None = option(
-        None, "Number of ids of a TikTokenizer before its file's ids; default: 1000"
+        None, "Number of ids of a TikTokenizer before its file's ids; default: 1000", minimum=1
     )
     use_tokenizer_model_from_checkpoint_args: bool = option(
         True, "Without a tokenizer beside the checkpoint, use the tokenizer that its arguments name, if it exists"
@@ -101,17 +101,8 @@ class TokenizerConfig:
     )
 
     def __post_init__(self) -> None:
+        require_options(self)
         kind = self.tokenizer_type
-        require(
-            kind is None or kind in TOKENIZER_TYPES,
-            f"--tokenizer-type {kind} is unknown; one of {', '.join(TOKENIZER_TYPES)}",
-        )
-        pattern, specials = self.tiktoken_pattern, self.tiktoken_num_special_tokens
-        require(
-            pattern is None or pattern in TIKTOKEN_PATTERNS,
-            f"--tiktoken-pattern {pattern!r} is unknown; one of {', '.join(TIKTOKEN_PATTERNS)}",
-        )
-        require(specials is None or specials > 0, f"--tiktoken-num-special-tokens {specials} must be positive")
         for owner, names in _OF_KIND.items():
             for name in names:
                 given = getattr(self, name)
@@ -163,7 +154,9 @@ class SourceConfig(TokenizerConfig):
     window_attn_skip_freq: str | None = option(
         None, "Layers of a GPT without a window: every Nth, or those with 0 in a list; default: none"
     )
-    padded_vocab_size: int | None = option(None, "Rows of the embedding; default: the checkpoint's, else --vocab-size")
+    padded_vocab_size: int | None = option(
+        None, "Rows of the embedding; default: the checkpoint's, else --vocab-size", minimum=1
+    )
     # One of GENERATION_CONFIGS: source of sampling defaults; default: auto on a server, none elsewhere
     generation_config: str | None = option(
         None,
@@ -182,8 +175,12 @@ class SourceConfig(TokenizerConfig):
     )
     bf16: bool = option(False, "Use bfloat16 parameters")
     fp16: bool = option(False, "Use float16 parameters")
-    seed: int = option(1234, "Seed of random weights and of each request's random generator")
-    inference_sampling_seed: int | None = option(None, "Seed of each request's random generator; default: --seed")
+    seed: int = option(
+        1234, "Seed of random weights and of each request's random generator", minimum=0, maximum=2**63 - 1
+    )
+    inference_sampling_seed: int | None = option(
+        None, "Seed of each request's random generator; default: --seed", minimum=0, maximum=2**63 - 1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,39 +193,18 @@ class SourceConfig(TokenizerConfig):
             f"--hf-overrides {self.hf_overrides} needs --load-hf; the flags of the model change other checkpoints",
         )
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
-        types = ", ".join(PARAMETER_TYPES)
-        require(self.dtype in PARAMETER_TYPES, f"--dtype {self.dtype!r} is unknown; one of {types}")
         require(
             self.dtype in (AUTO_TYPE, self.parameter_type),
             f"--dtype {self.dtype} and --{'bf16' if self.bf16 else 'fp16'} contradict each other; give one of them",
         )
-        for flag, seed in (("--seed", self.seed), ("--inference-sampling-seed", self.sampling_seed)):
-            require(0 <= seed < 2**63, f"{flag} {seed} must be between 0 and {2**63 - 1}")
         require(
             bool(self.load or self.load_hf) or not self.use_checkpoint_args,
             "--use-checkpoint-args needs a checkpoint; give --load or --load-hf",
-        )
-        known = ", ".join(MODEL_PROVIDERS)
-        require(
-            self.model_provider in (None, *MODEL_PROVIDERS),
-            f"--model-provider {self.model_provider!r} is unknown; one of {known}",
         )
         if self.moe_layer_freq is not None:
             parse_layer_freq(self.moe_layer_freq)
         if self.window_attn_skip_freq is not None:
             parse_layer_freq(self.window_attn_skip_freq, "--window-attn-skip-freq")
-        sources = ", ".join(GENERATION_CONFIGS)
-        require(
-            self.generation_config in (None, *GENERATION_CONFIGS),
-            f"--generation-config {self.generation_config!r} is unknown; one of {sources}",
-        )
-        implementations = ", ".join(TRANSFORMER_IMPLEMENTATIONS)
-        require(
-            self.transformer_impl in TRANSFORMER_IMPLEMENTATIONS,
-            f"--transformer-impl {self.transformer_impl!r} is unknown; one of {implementations}",
-        )
-        rows = self.padded_vocab_size
-        require(rows is None or rows > 0, f"--padded-vocab-size {rows} must be positive")
 
     @property
     def sampling_seed(self) -> int:

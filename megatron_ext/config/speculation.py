@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 
-from megatron_ext.config.options import option, require
+from megatron_ext.config.options import option, require, require_options
 
 MAX_SPECULATIVE_TOKENS = 64
 LONGEST_NGRAM = 64  # tokens
@@ -29,7 +28,13 @@ class SpeculationConfig:
         "of multi-token prediction (mtp); default: mtp, as in Megatron, if --num-speculative-tokens is given",
         choices=tuple(method.value for method in SpeculativeMethod),
     )
-    num_speculative_tokens: int = option(0, "Maximum number of drafts of a request that a step verifies; 0: off")
+    num_speculative_tokens: int = option(
+        0,
+        "Maximum number of drafts of a request that a step verifies; 0: off",
+        minimum=0,
+        maximum=MAX_SPECULATIVE_TOKENS,
+        bounds=f"between 0 (off) and {MAX_SPECULATIVE_TOKENS}",
+    )
     speculative_ngram_longest: int = option(4, "With ngram: maximum length of the n-gram in tokens")
     speculative_ngram_shortest: int = option(2, "With ngram: minimum length of the n-gram in tokens")
     speculative_adaptive: bool = option(
@@ -40,19 +45,15 @@ class SpeculationConfig:
         "Cost of a draft of each request, as a share of a step without drafts; default: measured at the start, "
         "which takes some seconds",
         metavar="SHARE",
+        minimum=0,
+        bounds="zero or more, as a share of a step without drafts",
     )
 
     def __post_init__(self) -> None:
         if self.speculative_method is None and self.num_speculative_tokens > 0:
             object.__setattr__(self, "speculative_method", SpeculativeMethod.MTP.value)
+        require_options(self)
         method, count = self.speculative_method, self.num_speculative_tokens
-        methods = ", ".join(one.value for one in SpeculativeMethod)
-        known = method is None or method in {one.value for one in SpeculativeMethod}
-        require(known, f"--speculative-method {method!r} is unknown; one of {methods}")
-        require(
-            0 <= count <= MAX_SPECULATIVE_TOKENS,
-            f"--num-speculative-tokens {count} must be between 0 (off) and {MAX_SPECULATIVE_TOKENS}",
-        )
         require(
             method is None or count > 0,
             f"--speculative-method {method} needs --num-speculative-tokens of 1 or more; try 4",
@@ -76,10 +77,6 @@ class SpeculationConfig:
         require(
             self.is_on and self.speculative_adaptive,
             f"--speculative-draft-cost {cost:g} needs {needs}; give both or neither",
-        )
-        require(
-            cost >= 0 and math.isfinite(cost),
-            f"--speculative-draft-cost {cost:g} must be zero or more, as a share of a step without drafts",
         )
 
     @property

@@ -65,7 +65,7 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         ("--num-attention-heads 0", "--num-attention-heads 0 must be positive"),
         (f"{NGRAM} --num-speculative-tokens 65", "--num-speculative-tokens 65 must be between 0 (off) and 64"),
         (f"{NGRAM} --speculative-ngram-longest 1", "--speculative-ngram-longest 1 must be between 1 and 64"),
-        (f"{NGRAM} --speculative-draft-cost -1", "--speculative-draft-cost -1 must be zero or more"),
+        (f"{NGRAM} --speculative-draft-cost -1", "--speculative-draft-cost -1.0 must be zero or more"),
         (f"{NGRAM} --speculative-draft-cost nan", "--speculative-draft-cost nan must be zero or more"),
         ("--hidden-size 250 --num-attention-heads 4", "250 is not a multiple of 4"),
         ("--mamba-num-heads 6 --mamba-num-groups 4", "--mamba-num-groups"),
@@ -103,8 +103,8 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         ("--num-tokens-from-file", "--num-tokens-from-file needs --prompt-file"),
         ("--drain-between-batches --batch-boundaries 4,2", "4,2 must be increasing"),
         ("--drain-between-batches --batch-boundaries 1,x", "'1,x' is not a list of whole numbers"),
-        ("--inference-dynamic-batching-block-size 0", "block size 0 must be positive"),
-        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
+        ("--inference-dynamic-batching-block-size 0", "-block-size 0 must be between 1 and"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be between 1 and"),
     ],
 )
 def test_bad_values(one_line_error, argv, expected):

@@ -264,7 +264,7 @@ def test_the_other_kind_of_checkpoint(saved: Path, hf_copy: Path) -> None:
     [
         (
             {"tokenizer_type": "SentencePiece"},
-            "--tokenizer-type SentencePiece is unknown; one of HuggingFaceTokenizer, Null",
+            "--tokenizer-type 'SentencePiece' is unknown; one of HuggingFaceTokenizer, Null",
         ),
         ({"tokenizer_type": "NullTokenizer", "tokenizer_model": "x"}, "contradicts --tokenizer-model x"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs tokenizer files"),
