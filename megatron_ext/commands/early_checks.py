@@ -12,7 +12,7 @@ from megatron_ext.config.model_folder import require_model_folder
 from megatron_ext.console.start import check_profile
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.fields import FIXED_IN_ALL, check_fixed, read_fields
-from megatron_ext.models.megatron.directory import require_place
+from megatron_ext.models.new_directory import require_place
 from megatron_ext.offline.output_file import check_output_paths
 from megatron_ext.offline.prompts import check_prompt_file
 from megatron_ext.parallel.world import world_of_environment

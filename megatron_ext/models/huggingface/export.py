@@ -32,10 +32,10 @@ from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
 from megatron_ext.models.megatron.directory import (
     TokenizerSource,
     common_fields,
-    new_directory,
     stored_tensor,
     write_config_and_tokenizer,
 )
+from megatron_ext.models.new_directory import new_directory
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles, is_prediction
 from megatron_ext.text.tokenizer_files import copy_tokenizer_files
 

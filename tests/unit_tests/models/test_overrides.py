@@ -98,7 +98,7 @@ def fitting_line(saved: ModelConfig, line: str, kind: str = "load") -> dict:
         (WINDOWED, "--window-size=-1,0", "--window-size -1,0 (not 127,0) contradicts there; leave it out, or load"),
         (WINDOWED, "--attention-window 64", "--attention-window 64 (not 128)"),
         (GPT, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern *- (not *-*-*-)"),
-        (ROPE, "--rotary-base 5 --norm-epsilon 1", "--rotary-base 5 (not 10000), --norm-epsilon 1.0 (not 1e-05) con"),
+        (ROPE, "--rotary-base 5 --norm-epsilon 1", "--norm-epsilon 1.0 (not 1e-05), --rotary-base 5 (not 10000) con"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_is_not_contradicted(saved, line, message):

@@ -12,8 +12,8 @@ import torch
 from megatron_ext.config import ParallelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
+from megatron_ext.models import new_directory
 from megatron_ext.models.load import load_model, save_model
-from megatron_ext.models.megatron import directory
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.unit_tests.support.layouts import (
     CONFIGS,
@@ -124,7 +124,7 @@ def fail_to_save(source: Path, target: Path, parallel: ParallelConfig, where: st
     if where == "write" and torch.distributed.get_rank() == 1:
         torch.distributed.checkpoint.filesystem._write_item = fail
     elif where == "commit":
-        directory._replace = fail
+        new_directory._replace = fail
     elif where == "share" and torch.distributed.get_rank() == 1:
         Path.is_dir = lambda _: False
     with pytest.raises(ConfigError) as error:

@@ -94,7 +94,7 @@ def test_sigterm_ends_a_program_without_a_handler(tmp_path: Path) -> None:
     code = f"""
 import signal, sys
 from pathlib import Path
-from megatron_ext.models.megatron.directory import new_directory
+from megatron_ext.models.new_directory import new_directory
 with new_directory(Path({str(tmp_path / "new" / "checkpoint")!r})) as directory:
     (directory / "weights").write_text("half")
     print(len(list(Path({str(tmp_path)!r}).rglob("weights"))), flush=True)
