@@ -17,6 +17,7 @@ _MAX_LEVELS = 32  # nesting of lists and objects
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -71,8 +72,12 @@ def open_regular(path: str | Path, error: type[ConfigError] = ConfigError) -> Bi
 
 def _require_regular(path: str | Path, status: os.stat_result, error: type[ConfigError]) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise error(f"{path}: {kind}; only a regular file is read")
+        raise error(f"{path}: {kind_of(status.st_mode)}; only a regular file is read")
+
+
+def kind_of(mode: int) -> str:
+    """Return the kind of a file that is not regular, in words."""
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def read_json(path: Path, limit: int = _LONGEST_JSON) -> JsonObject:

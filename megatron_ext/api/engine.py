@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial as partial_call
 from types import TracebackType
 from typing import TypeVar, overload
@@ -12,6 +12,7 @@ from megatron_ext.api.prompt_input import ParamsForAll, Prompt, PromptReader, Pr
 from megatron_ext.api.stream import RequestStream
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.config.in_flight import InFlight, check_version
+from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.engine.statistics import EngineStatistics
@@ -27,6 +28,28 @@ from megatron_ext.scheduling.record import RequestRecord
 
 Result = TypeVar("Result")
 Own = TypeVar("Own", bound="LoadedEngine")
+
+
+def serve(client: EngineClient, requests: Sequence[EngineRequest]) -> list[RequestRecord]:
+    """Serve requests to completion, and return their records in order; raises the errors of `LoadedEngine.generate`."""
+    submitted = client.submit(requests)
+    try:
+        submitted.result()
+        return [request.record.result() for request in requests]
+    except BaseException:  # Ctrl-C, too
+        client.abort(requests)
+        raise
+
+
+async def serve_async(client: EngineClient, requests: Sequence[EngineRequest]) -> list[RequestRecord]:
+    """Serve requests as `serve`, without blocking the event loop; they are aborted if the task is cancelled."""
+    submitted = client.submit(requests)
+    try:
+        await asyncio.wrap_future(submitted)
+        return [await asyncio.wrap_future(request.record) for request in requests]
+    except BaseException:
+        client.abort(requests)
+        raise
 
 
 class LoadedEngine(LLMEngine):
@@ -92,14 +115,7 @@ class LoadedEngine(LLMEngine):
             SilentWeightChange: Weights of an attached model were written without a trace, see `attach_engine`. None of
                 the prompts is served.
         """
-        requests = [EngineRequest(one) for one in self._reader.read_all(prompts, params)]
-        submitted = self.client.submit(requests)
-        try:
-            submitted.result()
-            return [request.record.result() for request in requests]
-        except BaseException:  # Ctrl-C, too
-            self.client.abort(requests)
-            raise
+        return serve(self.client, [EngineRequest(one) for one in self._reader.read_all(prompts, params)])
 
     async def generate_async(self, prompt: Prompt, params: RequestParams | None = None) -> RequestRecord:
         """Serve one prompt to completion; the request is aborted if the task is cancelled.
@@ -111,13 +127,8 @@ class LoadedEngine(LLMEngine):
 
         Takes the arguments of `generate`, for one prompt, and raises its errors.
         """
-        request = await asyncio.to_thread(self._one, prompt, params)
-        try:
-            await asyncio.wrap_future(self.client.submit([request]))
-            return await asyncio.wrap_future(request.record)
-        except BaseException:
-            self.client.abort([request])
-            raise
+        (record,) = await serve_async(self.client, [await asyncio.to_thread(self._one, prompt, params)])
+        return record
 
     def stream(self, prompt: Prompt, params: RequestParams | None = None) -> RequestStream:
         """Stream the output of one prompt; the request is aborted if the loop is left or its task is cancelled.
@@ -279,9 +290,7 @@ class LoadedEngine(LLMEngine):
         """Return the engine itself, which is closed when the block ends."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

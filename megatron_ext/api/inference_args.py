@@ -12,7 +12,7 @@ from arguments.groups import GROUPS, MODEL, SOURCE, TOKENIZER
 from arguments.megatron.flag_table import Kind, MegatronFlag, WithoutEffect, records
 from arguments.megatron.synonyms import SYNONYMS, require_16_bits
 from arguments.parsed_flags import ParsedFlags
-from megatron_ext.api.settings import Setting, is_of_the_engine, read_settings
+from megatron_ext.api.loading import Setting, is_of_the_engine, read_settings
 from megatron_ext.config import DTYPES, StartNotes
 from megatron_ext.console.start import say_start
 from megatron_ext.errors import ConfigError

@@ -1,6 +1,7 @@
 """Engine loading from keyword arguments, or around a model in memory, on one rank or several.
 
-Heavy modules are imported after the settings have been checked.
+Settings are named like the command line's flags, or like the fields that the flags set. Heavy
+modules are imported after the settings have been checked.
 """
 
 from __future__ import annotations
@@ -8,13 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from megatron_ext.api.settings import Setting, known_names, read_settings
-from megatron_ext.config import InferenceSettings, ModelConfig, ParallelConfig, SourceConfig
+from arguments.flags import Flag, FlagGroup, closest, shown
+from arguments.groups import GROUPS
+from arguments.megatron.synonyms import SYNONYMS
+from arguments.parser import settings_of
+from arguments.removed import refuse_removed
+from megatron_ext.config import InferenceSettings, ModelConfig, ParallelConfig, RunConfig, SourceConfig
+from megatron_ext.config.annotations import MismatchError
 from megatron_ext.config.source import TokenizerConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.host_limits import check_address_space
@@ -23,6 +30,78 @@ if TYPE_CHECKING:
     from megatron_ext.api.engine import AttachedEngine, EngineFollower, LoadedEngine
     from megatron_ext.models.load import LoadedModel
     from megatron_ext.parallel.parallel_context import ParallelContext
+
+Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | Mapping[str, object] | None
+
+_LOG_INTERVAL = "inference_logging_step_interval"  # the only field of a run that the engine uses
+
+
+def known_names() -> dict[str, tuple[FlagGroup, Flag]]:
+    """Return every name of a setting: `--inference-max-seq-length` is `inference_max_seq_length`.
+
+    The field that a flag sets is a name, too, unless a flag has this name: `max_sequence_length`.
+    """
+    flags = [(group, flag) for group in (*GROUPS, SYNONYMS) for flag in group.flags]
+    names = {key.replace("-", "_"): (group, flag) for group, flag in flags for key in flag.keys}
+    for group, flag in flags:
+        names.setdefault(flag.field, (group, flag))
+    return names
+
+
+def is_of_the_engine(group: FlagGroup, flag: Flag) -> bool:
+    """Return whether a flag is for the engine; other flags control prompts and results of the tool."""
+    return group.config is not RunConfig or flag.field == _LOG_INTERVAL
+
+
+def read_settings(given: Mapping[str, Setting]) -> InferenceSettings:
+    """Return the settings of keyword arguments, which override a file named by `model_config`.
+
+    Raises:
+        ConfigError: A name is unknown or was removed, a value has the wrong type, or the command line would refuse it.
+    """
+    known = known_names()
+    values: dict[str, object] = {}
+    for name, value in given.items():
+        refuse_removed(name, value if isinstance(value, str) else None, name)
+        group, flag = _found(name, known)
+        if flag.key in values:
+            raise ConfigError(f"{name} {shown(value)} is given twice, as {flag.field} too; give one of them")
+        values[flag.key] = _checked(name, value, group, flag)
+    settings = settings_of({key: value for key, value in values.items() if value is not None})
+    run = vars(settings.run).items()
+    others = [name for name, value in run if name != _LOG_INTERVAL and value != getattr(RunConfig, name)]
+    if others:
+        raise ConfigError(f"{others[0]} in the file that model_config names {_RUN_ONLY}")
+    return settings
+
+
+def _found(name: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> tuple[FlagGroup, Flag]:
+    if name not in known:
+        engine_flags = [other for other, pair in known.items() if is_of_the_engine(*pair)]
+        meant = closest(name, engine_flags)
+        hint = f"did you mean {meant}?" if meant else "megatron-ext run --help=all lists the names"
+        raise ConfigError(f"{name} is not a setting of an engine; {hint}")
+    group, flag = known[name]
+    if not is_of_the_engine(group, flag):
+        raise ConfigError(f"{name} {_RUN_ONLY}")
+    return group, flag
+
+
+_RUN_ONLY = "is a setting of megatron-ext run only; leave it out, and pass prompts to generate()"
+
+
+def _checked(name: str, value: Setting, group: FlagGroup, flag: Flag) -> object:
+    """Return the value converted to the type of the flag's field; None if not given."""
+    kind = group.kind(flag)
+    if isinstance(value, os.PathLike) and kind.item is str:
+        value = os.fspath(value)
+    try:
+        converted = kind.convert(value)
+    except MismatchError as error:
+        raise ConfigError(f"{name} {shown(value)} is not {error}") from None
+    if flag.choices and converted is not None and converted not in flag.choices:
+        raise ConfigError(f"{name} {shown(value)} is unknown; one of {', '.join(flag.choices)}")
+    return converted
 
 
 def load_engine(**settings: Setting) -> LoadedEngine:
@@ -47,10 +126,17 @@ def load_engine(**settings: Setting) -> LoadedEngine:
             anything is allocated.
         RankError: One of several ranks could not load its part.
     """
-    read = read_settings(settings)
-    check_address_space()
-    with quiet_imports():
-        return _load(read)
+    with _prepared(settings) as read:
+        from megatron_ext.api.engine import LoadedEngine
+        from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
+        from megatron_ext.models.engine_args import EngineArgs
+        from megatron_ext.models.generation_defaults import request_defaults
+
+        defaults = request_defaults(read.source, read.sampling_given)
+        with _joined_ranks(read, _Role.LEADS) as parallel_context:
+            args = EngineArgs(read, parallel_context)
+            writer = args.weight_writer()
+            return LoadedEngine(args.build_engine(), writer, defaults, PROCESS_GROUPS.leave)
 
 
 def follow_engine(**settings: Setting) -> None:
@@ -63,10 +149,14 @@ def follow_engine(**settings: Setting) -> None:
         ConfigError: As `load_engine`; or this is the first rank, or the only one.
         RankError: A rank has failed or does not answer, the first one included.
     """
-    read = read_settings(settings)
-    check_address_space()
-    with quiet_imports():
-        _follow(read)
+    with _prepared(settings) as read:
+        from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
+        from megatron_ext.models.engine_args import follow
+
+        with _joined_ranks(read, _Role.FOLLOWS) as parallel_context:
+            assert parallel_context is not None, "a rank that is alone leads"
+            follow(read, parallel_context, on_ready=lambda: None)
+        PROCESS_GROUPS.leave()
 
 
 def load_follower(**settings: Setting) -> EngineFollower:
@@ -82,54 +172,26 @@ def load_follower(**settings: Setting) -> EngineFollower:
         ConfigError: As `follow_engine`.
         RankError: One of the ranks could not load its part.
     """
-    read = read_settings(settings)
-    check_address_space()
-    with quiet_imports():
-        return _load_follower(read)
+    with _prepared(settings) as read:
+        from megatron_ext.api.engine import EngineFollower
+        from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
+        from megatron_ext.models.engine_args import build_follower, load, weight_writer
+
+        with _joined_ranks(read, _Role.RETURNS) as parallel_context:
+            assert parallel_context is not None, "a rank that is alone leads"
+            writer = weight_writer(read, parallel_context, load(read))
+            worker = build_follower(read, parallel_context, writer, read.cache)
+            return EngineFollower(worker, writer, PROCESS_GROUPS.leave)
 
 
 @contextlib.contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Hide megatron-core's warnings of missing optional packages."""
+def _prepared(given: Mapping[str, Setting]) -> Iterator[InferenceSettings]:
+    """Read settings, and hide megatron-core's warnings of missing optional packages from imports in the block."""
+    settings = read_settings(given)
+    check_address_space()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core")
-        yield
-
-
-def _load(settings: InferenceSettings) -> LoadedEngine:
-    from megatron_ext.api.engine import LoadedEngine
-    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
-    from megatron_ext.models.engine_args import EngineArgs
-    from megatron_ext.models.generation_defaults import request_defaults
-
-    defaults = request_defaults(settings.source, settings.sampling_given)
-    with contextlib.ExitStack() as stack:
-        parallel_context = stack.enter_context(_joined_ranks(settings, _Role.LEADS))
-        args = EngineArgs(settings, parallel_context)
-        writer = args.weight_writer()
-        return LoadedEngine(args.build_engine(), writer, defaults, PROCESS_GROUPS.leave)
-
-
-def _follow(settings: InferenceSettings) -> None:
-    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
-    from megatron_ext.models.engine_args import follow
-
-    with _joined_ranks(settings, _Role.FOLLOWS) as parallel_context:
-        assert parallel_context is not None, "a rank that is alone leads"
-        follow(settings, parallel_context, on_ready=lambda: None)
-    PROCESS_GROUPS.leave()
-
-
-def _load_follower(settings: InferenceSettings) -> EngineFollower:
-    from megatron_ext.api.engine import EngineFollower
-    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
-    from megatron_ext.models.engine_args import build_follower, load, weight_writer
-
-    with _joined_ranks(settings, _Role.RETURNS) as parallel_context:
-        assert parallel_context is not None, "a rank that is alone leads"
-        writer = weight_writer(settings, parallel_context, load(settings))
-        worker = build_follower(settings, parallel_context, writer, settings.cache)
-        return EngineFollower(worker, writer, PROCESS_GROUPS.leave)
+        yield settings
 
 
 class _Role(enum.Enum):
@@ -217,10 +279,8 @@ def attach_engine(model: object, tokenizer: object = None, **settings: Setting) 
         RankError: Another rank has failed or does not answer.
     """
     _refuse_names_of_models(settings)
-    read = read_settings(settings)
-    _refuse_model_settings(read)
-    check_address_space()
-    with quiet_imports():
+    with _prepared(settings) as read:
+        _refuse_model_settings(read)
         return _attach(model, tokenizer, read)
 
 

@@ -12,9 +12,8 @@ from megatron_ext.mcore.inference_request import DynamicInferenceRequest, Dynami
 
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_ext.apis.async_llm import MegatronAsyncLLM
-from megatron_ext.apis.llm import MegatronLLM
-from megatron_ext.apis.serve_config import ServeConfig
+from megatron_ext.apis.http_frontend import ServeConfig
+from megatron_ext.apis.llm import MegatronAsyncLLM, MegatronLLM
 
 __all__ = [
     "DynamicInferenceRequest",

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from megatron_ext.api.settings import Setting
+from megatron_ext.api.loading import Setting
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.sampling_params import default_of
 

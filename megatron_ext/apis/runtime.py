@@ -1,24 +1,227 @@
-"""Engine of `MegatronLLM` on the rank that takes requests: its states, from start to shutdown."""
+"""Engine of `MegatronLLM` on the rank that takes requests: its prompts, its states, and views of it.
+
+Reading views is safe in any thread; requests and the lifecycle go through `MegatronLLM`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_ext.api.engine import LoadedEngine
-from megatron_ext.apis.generation import Generation, Prompt, conversion_for, make_requests
-from megatron_ext.apis.http_frontend import HttpFrontend
+from megatron_ext.api.engine import LoadedEngine, serve, serve_async
+from megatron_ext.apis.http_frontend import HttpFrontend, ServeConfig
 from megatron_ext.apis.inference_config import EngineOptions
-from megatron_ext.apis.serve_config import ServeConfig
-from megatron_ext.apis.state_log import State, StateLog
-from megatron_ext.apis.views import EngineView, context_facts
+from megatron_ext.apis.state_log import Change, State, StateLog
+from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.errors import EngineClosed, RankError
-from megatron_ext.mcore.inference_request import DynamicInferenceRequest
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.inference_request import DynamicInferenceRequest, RequestConversion
+from megatron_ext.mcore.sampling_params import to_request_params
+from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request_inputs import RequestInputs
+from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron_ext.apis.ranks import FollowingRuntime
+
+logger = logging.getLogger(__name__)
+
+Prompt: TypeAlias = str | list[int]
+
+
+def conversion_for(engine: LLMEngine, *, has_pause_events: bool) -> RequestConversion:
+    """Return the conversion of an engine's records.
+
+    Args:
+        engine: The engine.
+        has_pause_events: Whether events include pauses.
+    """
+    return RequestConversion(
+        detokenize=engine.vocabulary.detokenize,
+        eod=engine.tokenizer.eod,
+        block_size=engine.limits.block_size,
+        is_caching=engine.is_caching,
+        device=platform.device(),
+        has_pause_events=has_pause_events,
+    )
+
+
+def make_requests(
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    tokenize: Callable[[Prompt, bool], tuple[int, ...]],
+    max_sequence_length: int,
+    *,
+    has_token_events: bool,
+) -> list[EngineRequest]:
+    """Return requests for prompts that share their parameters.
+
+    A number of tokens to generate that exceeds the maximum length is reduced, with a warning, as in Megatron.
+
+    Args:
+        prompts: Texts or token ids.
+        params: Parameters of all prompts.
+        tokenize: Function from a prompt, and whether to prepend the BOS token, to token ids.
+        max_sequence_length: Maximum number of tokens of a request, prompt included.
+        has_token_events: Whether requests record an event for each generated token.
+
+    Raises:
+        ConfigError: A prompt or a parameter is invalid.
+    """
+    requests = []
+    for index, prompt in enumerate(prompts):
+        tokens = tokenize(prompt, params.add_BOS)
+        ours = to_request_params(params, len(tokens), max_sequence_length)
+        room = max_sequence_length - len(tokens)
+        if 0 <= room < ours.num_tokens_to_generate:
+            logger.warning(
+                "prompt %d of %d tokens leaves room for %d generated tokens, not for %d",
+                index,
+                len(tokens),
+                room,
+                ours.num_tokens_to_generate,
+            )
+            ours = dataclasses.replace(ours, num_tokens_to_generate=room)
+        if has_token_events:
+            ours = dataclasses.replace(ours, track_generated_token_events=True)
+        requests.append(EngineRequest(RequestInputs(tokens, ours, prompt if isinstance(prompt, str) else None)))
+    return requests
+
+
+def listed(prompts: object) -> tuple[list[Prompt], bool]:
+    """Return a list of prompts, and whether there may be several; a list of numbers is one prompt.
+
+    Raises:
+        TypeError: The value is neither a prompt nor a list of prompts.
+    """
+    if isinstance(prompts, str):
+        return [prompts], False
+    if not isinstance(prompts, list):
+        raise TypeError(f"prompts are of type {type(prompts).__name__}; give a text, a list of token ids, or several")
+    if prompts and isinstance(prompts[0], int):
+        return [prompts], False
+    wrong = next((one for one in prompts if not isinstance(one, str | list)), None)
+    if wrong is not None:
+        raise TypeError(f"a prompt is of type {type(wrong).__name__}; give a text or a list of token ids")
+    return prompts, True
+
+
+def context_facts(engine: LLMEngine) -> dict[str, int]:
+    """Return the limits of an engine, equal on all ranks, by the names of `ContextView`."""
+    limits = engine.limits
+    return {
+        "max_requests": limits.max_requests,
+        "max_tokens": limits.max_tokens,
+        "max_sequence_length": limits.max_model_len,
+        "block_size_tokens": limits.block_size,
+        "blocks": engine.geometry.blocks,
+        "enable_prefix_caching": engine.is_caching,
+        "is_hybrid_model": engine.is_hybrid,
+    }
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Numbers of KV blocks: in total, for running requests, and in the pool with the dummy block."""
+
+    total_count: int
+    active_count: int
+    pool_size: int
+
+
+class ContextView:
+    """Limits and counts, under the names of `DynamicInferenceContext`.
+
+    Args:
+        facts: See `context_facts`.
+        counted: The engine's counts; all stay zero on a rank without requests.
+    """
+
+    unified_memory_level = 0
+    cuda_graph_batch_dimensions_list = ()
+
+    def __init__(self, facts: Mapping[str, int], counted: EngineRuntime | FollowingRuntime) -> None:
+        self._counted = counted
+        self.max_requests, self.max_tokens = facts["max_requests"], facts["max_tokens"]
+        self.max_sequence_length = facts["max_sequence_length"]
+        self.block_size_tokens = facts["block_size_tokens"]
+        self.enable_prefix_caching = facts["enable_prefix_caching"]
+        self.is_hybrid_model = facts["is_hybrid_model"]
+        self.kv_block_allocator = BlockCounts(facts["blocks"], facts["blocks"], facts["blocks"] + 1)
+
+    @property
+    def step_count(self) -> int:
+        """Steps since the last reset."""
+        return self._counted.progress().steps
+
+    @property
+    def lifetime_prefill_token_count(self) -> int:
+        """Prefill tokens computed since the last reset."""
+        return self._counted.progress().prefill_tokens
+
+    @property
+    def async_sched_step_count(self) -> int:
+        """Steps launched before the tokens of the previous step were known."""
+        return self._counted.progress().asynchronous
+
+    @property
+    def async_sched_compaction_step_count(self) -> int:
+        """Steps launched so of which rows were discarded."""
+        return self._counted.progress().discarding
+
+
+class ControllerView:
+    """Tokenizer, and text to tokens and back, under the names of `TextGenerationController`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    @staticmethod
+    def tokenize_prompt(tokenizer: Tokenizer, prompt: str, add_BOS: bool = False) -> list[int]:
+        """Return the token ids of a prompt."""
+        return tokenize_prompt(tokenizer, prompt, add_bos=add_BOS)
+
+
+class EngineView:
+    """Counts and parts, under the names of `DynamicInferenceEngine`.
+
+    Args:
+        facts: See `context_facts`.
+        tokenizer: Tokenizer as the caller gave it.
+        counted: The engine's counts.
+        capture_stats: Seconds (`time`) of the capture of CUDA graphs; None without graphs.
+    """
+
+    def __init__(
+        self,
+        facts: Mapping[str, int],
+        tokenizer: Tokenizer,
+        counted: EngineRuntime | FollowingRuntime,
+        capture_stats: object = None,
+    ) -> None:
+        self.context, self.controller = ContextView(facts, counted), ControllerView(tokenizer)
+        self.capture_stats = capture_stats
+        self._counted = counted
+
+    @property
+    def step_count(self) -> int:
+        """Steps since the last reset."""
+        return self.context.step_count
+
+    def reset(self) -> None:
+        """Abort all requests, empty the prefix cache, and count from zero."""
+        self._counted.reset()
 
 
 class EngineRuntime:
@@ -52,83 +255,49 @@ class EngineRuntime:
         if log is not None:
             log.publish(facts)
 
-    # Requests
-
-    def begin(self, prompts: Sequence[Prompt], params: SamplingParams) -> Generation:
-        """Submit prompts.
-
-        Raises:
-            ConfigError: A prompt or a parameter is invalid.
-            EngineClosed: The engine is closed.
-        """
-        requests = make_requests(
-            prompts,
-            params,
-            self._loaded.tokenize,
-            self._loaded.limits.max_model_len,
-            has_token_events=self._options.has_token_events,
-        )
-        return Generation(self._loaded.client, requests, params, self._conversion)
-
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[DynamicInferenceRequest]:
-        """Serve prompts to the end; raises the errors of `begin` and of `Generation.wait`."""
-        return self.begin(prompts, params).wait() if prompts else []
-
-    # Lifecycle
-
-    def pause(self) -> None:
-        """Stop stepping; requests wait. Does nothing if the engine does not run.
+        """Serve prompts to the end, and return their requests in order; they are aborted if the wait is interrupted.
 
         Raises:
+            ConfigError: A prompt or a parameter is invalid. None of the prompts is served.
+            EngineSuspended: The engine is suspended.
+            EngineClosed: The engine is closed, or was closed meanwhile.
+        """
+        requests = self._requests(prompts, params)
+        return self._converted(requests, serve(self._loaded.client, requests), params)
+
+    async def generate_async(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[DynamicInferenceRequest]:
+        """Serve prompts as `generate`, without blocking the event loop."""
+        requests = await asyncio.to_thread(self._requests, prompts, params)
+        records = await serve_async(self._loaded.client, requests)
+        return await asyncio.to_thread(self._converted, requests, records, params)
+
+    def _requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[EngineRequest]:
+        longest, has_events = self._loaded.limits.max_model_len, self._options.has_token_events
+        return make_requests(prompts, params, self._loaded.tokenize, longest, has_token_events=has_events)
+
+    def _converted(
+        self, requests: Sequence[EngineRequest], records: Sequence[RequestRecord], params: SamplingParams
+    ) -> list[DynamicInferenceRequest]:
+        return [
+            self._conversion.convert(record, params, one.inputs.params.num_tokens_to_generate)
+            for one, record in zip(requests, records, strict=True)
+        ]
+
+    def change(self, change: Change) -> None:
+        """Change the state.
+
+        Raises:
+            RuntimeError: The state refuses the change.
             EngineClosed: The engine is closed.
         """
         with self._changing:
             self._check_open()
-            if self._state is State.RUNNING:
-                self._loaded.pause_generation()
-                self._become(State.PAUSED)
-
-    def unpause(self) -> None:
-        """Continue to step. Does nothing if the engine runs.
-
-        Raises:
-            RuntimeError: The engine is suspended.
-            EngineClosed: The engine is closed.
-        """
-        with self._changing:
-            self._check_open()
-            if self._state is State.SUSPENDED:
-                raise RuntimeError("the engine is suspended; call resume() before unpause()")
-            if self._state is State.PAUSED:
-                self._loaded.resume_generation()
-                self._become(State.RUNNING)
-
-    def suspend(self) -> None:
-        """Suspend a paused engine, at the level of its options.
-
-        Raises:
-            RuntimeError: The engine is not paused.
-            EngineClosed: The engine is closed.
-        """
-        with self._changing:
-            self._check_open()
-            if self._state is State.RUNNING:
-                raise RuntimeError("the engine runs; call pause() before suspend()")
-            if self._state is State.PAUSED:
-                self._loaded.suspend()
-                self._become(State.SUSPENDED)
-
-    def resume(self) -> None:
-        """Allocate the pools again; the engine is paused then. Does nothing if it is not suspended.
-
-        Raises:
-            EngineClosed: The engine is closed.
-        """
-        with self._changing:
-            self._check_open()
-            if self._state is State.SUSPENDED:
-                self._loaded.resume()
-                self._become(State.PAUSED)
+            if self._state is change.refused:
+                raise RuntimeError(change.problem)
+            if self._state is change.before:
+                change.call(self._loaded)
+                self._become(change.after)
 
     def serve(self, config: ServeConfig) -> None:
         """Start the HTTP server, and return when it listens.

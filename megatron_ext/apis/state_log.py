@@ -1,4 +1,4 @@
-"""States of an engine, in the store of torch.distributed: the first rank writes them, the others read them."""
+"""States of an engine and their changes; the first rank writes them into the store of torch.distributed for others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from megatron_ext.api.engine import LoadedEngine
 
 Value = TypeVar("Value")
 
@@ -24,6 +27,39 @@ class State(enum.Enum):
     PAUSED = enum.auto()
     SUSPENDED = enum.auto()
     STOPPED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Change:
+    """Change of an engine's state, which does nothing unless the engine is in the state before it.
+
+    Attributes:
+        before: State before.
+        after: State after.
+        call: Method of the engine.
+        refused: State in which the change is an error.
+        problem: Message of that error.
+    """
+
+    before: State
+    after: State
+    call: Callable[[LoadedEngine], object]
+    refused: State | None = None
+    problem: str = ""
+
+
+PAUSE = Change(State.RUNNING, State.PAUSED, LoadedEngine.pause_generation)
+UNPAUSE = Change(
+    State.PAUSED,
+    State.RUNNING,
+    LoadedEngine.resume_generation,
+    State.SUSPENDED,
+    "the engine is suspended; call resume() before unpause()",
+)
+SUSPEND = Change(
+    State.PAUSED, State.SUSPENDED, LoadedEngine.suspend, State.RUNNING, "the engine runs; call pause() before suspend()"
+)
+RESUME = Change(State.SUSPENDED, State.PAUSED, LoadedEngine.resume)
 
 
 class StateLog:

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_ext.commands.early_checks import check_paths
-from megatron_ext.console.start import limit_spinning
-from megatron_ext.console.startup import StartUp
+from megatron_ext.console.start import StartUp, limit_spinning
 from megatron_ext.console.terminal import Output
 from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.memory.host_limits import check_address_space
@@ -105,7 +104,7 @@ def _run(argv: Sequence[str] | None, interruption: Interruption, program: str) -
         check_paths(settings)
         limit_spinning()
         check_address_space()
-        is_first_run = is_first_rank() and not has_flags(argv)
+        is_first_run = is_first_rank() and not (sys.argv[1:] if argv is None else argv)
         if is_first_run:
             logger.info("start: %s", GREETING)
         with StartUp(is_visible=is_first_rank()) as start_up:
@@ -151,11 +150,6 @@ STEPS = (
     ('run DIR --prompts "..."', "your model's folder, in Hugging Face's form or Megatron's"),
     ("run --prefix-cache-compare", "these prompts with the cache off, then on"),
 )
-
-
-def has_flags(argv: Sequence[str] | None) -> bool:
-    """Return whether a command line says anything; None is the process's own."""
-    return bool(sys.argv[1:] if argv is None else argv)
 
 
 def print_next_steps() -> None:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from arguments import parse_server_arguments
 from megatron_ext.commands.early_checks import check_paths
-from megatron_ext.console.start import limit_spinning
-from megatron_ext.console.startup import StartUp
+from megatron_ext.console.start import StartUp, limit_spinning
 from megatron_ext.errors import ConfigError, MachineError, RankError
 from megatron_ext.memory.host_limits import check_address_space
 from megatron_ext.parallel.world import is_first_rank, message_of_this_rank

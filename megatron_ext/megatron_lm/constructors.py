@@ -16,10 +16,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 from torch import nn
 
 from megatron_ext.api.engine import AttachedEngine
-from megatron_ext.api.loading import attach_engine
-from megatron_ext.api.settings import Setting, read_settings
-from megatron_ext.apis.generation import conversion_for
+from megatron_ext.api.loading import Setting, attach_engine, read_settings
 from megatron_ext.apis.inference_config import read_inference_config
+from megatron_ext.apis.runtime import conversion_for
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import RequestedParams

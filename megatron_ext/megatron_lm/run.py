@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_ext.api.settings import Setting
+from megatron_ext.api.loading import Setting
 from megatron_ext.console.start import limit_spinning
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.world import message_of_this_rank

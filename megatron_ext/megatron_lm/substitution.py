@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Final
 
-from megatron_ext.api.settings import Setting
+from megatron_ext.api.loading import Setting
 from megatron_ext.megatron_lm.constructors import ScriptContext, ScriptController, ScriptEngine, ScriptWrapper
 
 _INFERENCE = "megatron.core.inference"

@@ -89,20 +89,19 @@ def _is_tie(record: RequestRecord, index: int, other: int) -> bool:
 
 def problems(differences: Sequence[Difference], dtype: torch.dtype) -> list[str]:
     """Return the reasons for a failed comparison, a line each; empty if the cache skipped tokens and changed none."""
-    return list(_problems(differences, dtype))
-
-
-def _problems(differences: Sequence[Difference], dtype: torch.dtype) -> Iterator[str]:
-    for one in differences:
-        for name, record in (("off", one.off), ("on", one.on)):
-            if record.status is not Status.COMPLETED:
-                yield f"request {record.request_id} did not complete with the cache {name}: {record.error}"
+    found = [
+        f"request {record.request_id} did not complete with the cache {name}: {record.error}"
+        for one in differences
+        for name, record in (("off", one.off), ("on", one.on))
+        if record.status is not Status.COMPLETED
+    ]
     different = [one for one in differences if one.first_token is not None]
     if different:
-        yield f"{len(different)} of {len(differences)} requests have different tokens"
-    yield from _log_prob_problems([gap for one in differences for gap in one.log_probs], dtype)
+        found.append(f"{len(different)} of {len(differences)} requests have different tokens")
+    found += _log_prob_problems([gap for one in differences for gap in one.log_probs], dtype)
     if not any(one.on.skipped_prefill_token_count for one in differences):
-        yield "the cached run skipped no tokens, so the comparison proves nothing"
+        found.append("the cached run skipped no tokens, so the comparison proves nothing")
+    return found
 
 
 def _log_prob_problems(gaps: list[float], dtype: torch.dtype) -> Iterator[str]:

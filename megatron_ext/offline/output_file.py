@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_ext.config import RunConfig
 from megatron_ext.errors import ConfigError, OutputError
+from megatron_ext.files import kind_of
 from megatron_ext.scheduling.record import RequestRecord
 
 if TYPE_CHECKING:
@@ -29,14 +30,6 @@ logger = logging.getLogger(__name__)
 PARTIAL_SUFFIX = ".partial.jsonl"
 OUTPUT_FLAG = "--output-path"
 RUN_OUTPUT_FLAG = "--run-output-path"
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-}
 _UNFOLDED = 2  # levels of objects with a line for each field: the whole, and each request
 # O_EXCL follows no link at the name itself; O_NOFOLLOW makes this explicit.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -232,7 +225,7 @@ def _foreign_kind(path: Path) -> str | None:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return None
-    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "not a regular file")
+    return None if stat.S_ISREG(mode) else kind_of(mode)
 
 
 def _require_regular(path: Path) -> None:

@@ -115,7 +115,8 @@ class _PassRun:
             elif len(self._requests) == len(self._prompts):
                 return
             elif self._run.arrival_rate:
-                self._sleep(len(self._requests) / self._run.arrival_rate - elapsed)
+                until_next = len(self._requests) / self._run.arrival_rate - elapsed
+                time.sleep(min(max(0.0, until_next), _LONGEST_SLEEP))  # a signal does not go unnoticed
             rounds += 1
 
     def abort(self) -> None:
@@ -140,11 +141,6 @@ class _PassRun:
         output = self._client.step()
         self.steps += 1
         self._on_step(output)
-
-    @staticmethod
-    def _sleep(seconds: float) -> None:
-        """Sleep until the next arrival, but not so long that a signal goes unnoticed."""
-        time.sleep(min(max(0.0, seconds), _LONGEST_SLEEP))
 
 
 def _due(run: RunConfig, total: int, submitted: int, *, rounds: int, seconds: float, busy: bool) -> int:

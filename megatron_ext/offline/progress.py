@@ -73,9 +73,7 @@ class Progress:
             self._finished += done
             self.total += done.done - self._expected[record.request_id]
             self.ended += 1
-        self._look_back(time.monotonic())
-
-    def _look_back(self, now: float) -> None:
+        now = time.monotonic()
         self._seen.append((now, self.tokens))
         while len(self._seen) > 2 and self._seen[1][0] < now - _WINDOW:
             self._seen.popleft()

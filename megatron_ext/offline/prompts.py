@@ -70,24 +70,6 @@ MEGATRONS_LENGTH = "chatgpt_output_token_length"  # in Megatron's prompt files; 
 
 
 @dataclass(frozen=True)
-class LineRules:
-    """Rules for reading the lines of a prompt file.
-
-    Attributes:
-        defaults: Settings of a prompt without its own.
-        ignores_unknown: Whether unknown fields are ignored; otherwise they are errors, since a mistyped `cache_salt`
-            would let tenants share.
-        length_from_file: Whether a line's `chatgpt_output_token_length` is the number of tokens that it generates.
-        max_prompts: Number of prompts to read, from the first on; None for all.
-    """
-
-    defaults: RequestParams
-    ignores_unknown: bool = False
-    length_from_file: bool = False
-    max_prompts: int | None = None
-
-
-@dataclass(frozen=True)
 class Prompt:
     """Prompt to submit: text, token ids or a number of random ones, the request's settings, and its source."""
 
@@ -124,14 +106,11 @@ def read_prompts(
         return [Prompt(content, defaults, f"synthetic prompt {i}") for i, content in enumerate(contents, start=1)]
     if run.prompt_file is None:
         return example_prompts(defaults)
-    rules = LineRules(
-        defaults, run.ignore_unknown_prompt_fields, run.num_tokens_from_file, run.prompt_file_num_truncate
-    )
     if run.prompt_file == STANDARD_INPUT:
-        return parse_lines(stdin or sys.stdin.buffer, "standard input", rules)
+        return parse_lines(stdin or sys.stdin.buffer, "standard input", run, defaults)
     try:
         with open(run.prompt_file, "rb") as file:
-            return parse_lines(file, run.prompt_file, rules)
+            return parse_lines(file, run.prompt_file, run, defaults)
     except OSError as error:
         raise ConfigError(f"--prompt-file {run.prompt_file}: {error.strerror}") from None
 
@@ -154,11 +133,18 @@ def check_prompt_file(run: RunConfig) -> None:
 def example_prompts(defaults: RequestParams) -> list[Prompt]:
     """Return the shipped prompts: a long system prompt with several questions, and conversations turn by turn."""
     with (files("megatron_ext.offline") / "example_prompts.jsonl").open("rb") as file:
-        return parse_lines(file, "example_prompts.jsonl", LineRules(defaults))
+        return parse_lines(file, "example_prompts.jsonl", RunConfig(), defaults)
 
 
-def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Prompt]:
+def parse_lines(lines: Iterable[bytes], name: str, run: RunConfig, defaults: RequestParams) -> list[Prompt]:
     """Parse JSON lines; blank ones are skipped.
+
+    Args:
+        lines: Lines of a file.
+        name: Name of the file, for messages.
+        run: Number of prompts to read, and the treatment of unknown fields, which are errors by default, since a
+            mistyped `cache_salt` would let tenants share; and of Megatron's `chatgpt_output_token_length`.
+        defaults: Settings of a prompt without its own.
 
     Raises:
         ConfigError: There is no prompt, or a line is invalid: `name`, its number, and the reason.
@@ -166,13 +152,13 @@ def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Pro
     prompts: list[Prompt] = []
     ignored: Counter[str] = Counter()
     for number, line in enumerate(lines, start=1):
-        if len(prompts) == rules.max_prompts:
+        if len(prompts) == run.prompt_file_num_truncate:
             break
         if not line.strip():
             continue
         source = f"{name}, line {number}"
         try:
-            prompts.append(_parse_line(line, rules, source, ignored))
+            prompts.append(_parse_line(line, run, defaults, source, ignored))
         except ValueError as error:  # ConfigError, JSONDecodeError and UnicodeDecodeError are ValueErrors
             raise ConfigError(f"{source}: {_reason(error)}") from None
     if not prompts:
@@ -215,26 +201,24 @@ def _tokens(
     return content.draw(vocabulary.ids) if isinstance(content, RandomTokens) else content
 
 
-def _parse_line(line: bytes, rules: LineRules, source: str, ignored: Counter[str]) -> Prompt:
+def _parse_line(line: bytes, run: RunConfig, defaults: RequestParams, source: str, ignored: Counter[str]) -> Prompt:
     fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_fields)
     if not isinstance(fields, dict):
         raise ConfigError('not a JSON object, such as {"text": "Hello"}')
     known = field_types(RequestParams)
-    _sort_out_unknown(fields, (*_CONTENT_FIELDS, *known, MEGATRONS_LENGTH), rules, ignored)
+    _sort_out_unknown(fields, (*_CONTENT_FIELDS, *known, MEGATRONS_LENGTH), run, ignored)
     content = _content(fields)
     own: FieldValues = {name: _checked(name, value, known[name]) for name, value in fields.items() if name in known}
-    params = dataclasses.replace(rules.defaults, **{**own, **_megatrons_length(fields, rules)})
+    params = dataclasses.replace(defaults, **{**own, **_megatrons_length(fields, run)})
     if own.get("skip_prompt_log_probs") and not params.return_log_probs:
         raise ConfigError("skip_prompt_log_probs needs return_log_probs; set it or leave skip_prompt_log_probs out")
     return Prompt(content, params, source)
 
 
-def _sort_out_unknown(
-    fields: dict[str, object], known: tuple[str, ...], rules: LineRules, ignored: Counter[str]
-) -> None:
+def _sort_out_unknown(fields: dict[str, object], known: tuple[str, ...], run: RunConfig, ignored: Counter[str]) -> None:
     """Count the unknown fields, or refuse the first of them."""
     unknown = sorted(set(fields) - set(known))
-    if unknown and not rules.ignores_unknown:
+    if unknown and not run.ignore_unknown_prompt_fields:
         raise ConfigError(
             f"unknown field {unknown[0][:_NAME_SHOWN]!r}; known are {', '.join(known)}; "
             "--ignore-unknown-prompt-fields ignores others"
@@ -242,14 +226,14 @@ def _sort_out_unknown(
     ignored.update(unknown)
 
 
-def _megatrons_length(fields: dict[str, object], rules: LineRules) -> dict[str, int]:
+def _megatrons_length(fields: dict[str, object], run: RunConfig) -> dict[str, int]:
     """Return the generation length of Megatron's field; without the flag, only check that it is a number."""
     if MEGATRONS_LENGTH not in fields:
-        if rules.length_from_file:
+        if run.num_tokens_from_file:
             raise ConfigError(f"--num-tokens-from-file needs {MEGATRONS_LENGTH}, which this line lacks")
         return {}
     length = _checked(MEGATRONS_LENGTH, fields[MEGATRONS_LENGTH], FieldType(int))
-    if not rules.length_from_file:
+    if not run.num_tokens_from_file:
         return {}
     if "num_tokens_to_generate" in fields:
         raise ConfigError(

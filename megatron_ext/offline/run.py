@@ -16,8 +16,7 @@ from dataclasses import replace
 from megatron_ext.config import FULL_FORMAT, InferenceSettings
 from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_engine
 from megatron_ext.console.profiling import profiled
-from megatron_ext.console.start import check_machine, check_profile, say_start
-from megatron_ext.console.startup import StartUp
+from megatron_ext.console.start import StartUp, check_machine, check_profile, say_start
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.input_processor import check_drafts

@@ -1,37 +1,22 @@
 """Autoscaling policy of Ray Serve by the prompt tokens that wait to be computed; rules in `routing/scaling.py`.
 
 Ray's controller calls the policy, with what replicas return from `record_autoscaling_stats`, and applies the delays and
-bounds of the autoscaling configuration to its result. Tried with Ray 2.60.0; nothing of Ray is imported.
+bounds of the autoscaling configuration to its result. Tried with Ray 2.60.0; nothing of Ray is imported here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron_ext.routing.scaling import ReplicaLoad, is_worth_least, replicas_wanted, stop_order
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 POLICY = f"{__name__}:WaitingTokensPolicy"
 _STATS = tuple(field.name for field in fields(ReplicaLoad) if field.name != "name")
 _SINCE = "wanted_fewer_since"  # in the policy's state
-
-
-class _Point(Protocol):
-    """Value of a metric at a time."""
-
-    value: float
-
-
-class ScalingContext(Protocol):
-    """Part of Ray's `AutoscalingContext` that the policy reads."""
-
-    target_num_replicas: int
-    running_replicas: Sequence[object]
-    aggregated_metrics: Mapping[str, Mapping[object, float]] | None
-    raw_metrics: Mapping[str, Mapping[object, Sequence[_Point]]] | None
-    policy_state: dict[str, object]
-    current_time: float
 
 
 class WaitingTokensPolicy:
@@ -49,7 +34,7 @@ class WaitingTokensPolicy:
         self._tokens = tokens_per_replica
         self._patience = patience
 
-    def __call__(self, context: ScalingContext) -> tuple[int, dict[str, object]]:
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, object]]:
         """Return the number of replicas that the deployment should have, and the state of the policy."""
         loads = replica_loads(context)
         target = context.target_num_replicas
@@ -63,7 +48,7 @@ class WaitingTokensPolicy:
         return wanted if is_due or is_worth_least(loads, stop_order(loads)[0]) else target, state
 
 
-def replica_loads(context: ScalingContext) -> list[ReplicaLoad]:
+def replica_loads(context: AutoscalingContext) -> list[ReplicaLoad]:
     """Return the loads of the replicas that have reported: averages over the look-back period, and spared tokens.
 
     Args:

@@ -48,9 +48,8 @@ from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
 from megatron_ext.ray_serve.settings import AppSettings
-from megatron_ext.server.access import AccessLog
+from megatron_ext.server.access import AccessLog, RequestIds
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
-from megatron_ext.server.http.request_ids import RequestIds
 from megatron_ext.server.log import set_up_logging
 from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.openai.responses_api.response_store import tag_of
@@ -416,7 +415,7 @@ def deploy(settings: AppSettings) -> Application:
     wanted, server = settings.deployment, settings.server.server
     timeout = server.shutdown_timeout
     options = {
-        **wanted.scaling.options(wanted.num_replicas),
+        **wanted.scaling_options,
         "max_ongoing_requests": wanted.max_ongoing_requests,
         "ray_actor_options": wanted.actor_options,
         "graceful_shutdown_timeout_s": timeout,
@@ -431,13 +430,13 @@ def deploy(settings: AppSettings) -> Application:
     arguments = list(settings.words), settings.ranks, wanted.replica_timeout
     if not settings.routes_by_prefix:
         return serve.deployment(name=NAME, **options)(serve.ingress()(Replica)).bind(*arguments)
-    routing = {"policy": wanted.routing_policy, "alpha": wanted.routing_alpha, "scaling": wanted.scaling.rule}
+    routing = {"policy": wanted.routing_policy, "alpha": wanted.routing_alpha, "scaling": wanted.rule}
     config = RequestRouterConfig(request_router_class=PrefixRequestRouter, request_router_kwargs=routing)
     replicas = serve.deployment(name=REPLICAS, request_router_config=config, **options)(RoutedReplica)
     ingress = serve.deployment(
         name=NAME,
-        num_replicas=wanted.scaling.num_ingress_replicas,
-        max_ongoing_requests=wanted.max_ongoing_requests * wanted.scaling.most(wanted.num_replicas),
+        num_replicas=wanted.num_ingress_replicas,
+        max_ongoing_requests=wanted.max_ongoing_requests * wanted.most,
         ray_actor_options={"num_cpus": 0},
         max_surge_percent=100,
         graceful_shutdown_timeout_s=timeout + LONGER,

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -80,7 +81,7 @@ async def whole_answer(app: ASGIApp, request: ForwardedRequest, replica: str) ->
 
 # By the name of the replica; a text says why a replica has not answered.
 Answers = Mapping[str, WholeAnswer | str]
-AskAll = Callable[[ForwardedRequest, float], Awaitable[Answers]]
+AskAll = Callable[[ForwardedRequest, float], Coroutine[object, None, Answers]]
 
 
 def _health(answers: Answers) -> Response:
@@ -169,11 +170,6 @@ def _by_replica(answers: Answers, *, needs_all: bool = True) -> Response:
     return JSONResponse({"replicas": content}, 200 if is_good else bad[0])
 
 
-def _any(answers: Answers) -> Response:
-    """Return each replica's answer, by name; one of them has to be good."""
-    return _by_replica(answers, needs_all=False)
-
-
 @dataclass(frozen=True)
 class _Route:
     """Route of all replicas: how its answers become one, and how long a replica has for its own, in seconds."""
@@ -182,29 +178,18 @@ class _Route:
     patience: float = LATE_REPLY
 
 
+_HEALTH = _Route(_health, PROMPT_REPLY)
 _ROUTES: Mapping[tuple[str, str], _Route] = {
-    ("GET", "/health"): _Route(_health, PROMPT_REPLY),
-    ("HEAD", "/health"): _Route(_health, PROMPT_REPLY),
-    ("GET", "/ping"): _Route(_health, PROMPT_REPLY),
-    ("POST", "/ping"): _Route(_health, PROMPT_REPLY),
+    **dict.fromkeys([("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping")], _HEALTH),
     ("GET", "/load"): _Route(_load, PROMPT_REPLY),
     ("GET", "/metrics"): _Route(_metrics, PROMPT_REPLY),
     ("GET", "/replicas"): _Route(_rows, PROMPT_REPLY),
-    ("GET", "/is_sleeping"): _Route(_by_replica),
-    ("GET", "/is_paused"): _Route(_by_replica),
-    ("GET", "/metrics/history"): _Route(_by_replica),
-    ("GET", "/prefix_cache"): _Route(_by_replica),
-    ("GET", "/prefix_cache/trace"): _Route(_by_replica),
-    ("POST", "/reset_prefix_cache"): _Route(_by_replica),
-    ("POST", "/flush_cache"): _Route(_by_replica),
-    ("POST", "/sleep"): _Route(_by_replica),
-    ("POST", "/pause"): _Route(_by_replica),
-    ("POST", "/start_profile"): _Route(_by_replica),
-    ("POST", "/stop_profile"): _Route(_by_replica),
-    ("POST", "/resume"): _Route(_by_replica),
-    ("POST", "/wake_up"): _Route(_by_replica),
+    **{("GET", path): _Route(_by_replica) for path in ("/is_sleeping", "/is_paused", "/metrics/history")},
+    **{("GET", path): _Route(_by_replica) for path in ("/prefix_cache", "/prefix_cache/trace")},
+    **{("POST", path): _Route(_by_replica) for path in ("/reset_prefix_cache", "/flush_cache", "/sleep", "/wake_up")},
+    **{("POST", path): _Route(_by_replica) for path in ("/pause", "/resume", "/start_profile", "/stop_profile")},
     ("POST", "/update_weights_from_disk"): _Route(_by_replica),
-    ("POST", "/abort"): _Route(_any),
+    ("POST", "/abort"): _Route(partial(_by_replica, needs_all=False)),
 }
 
 
@@ -243,16 +228,13 @@ class FleetRoutes:
         try:
             body = await read_body(Request(scope, receive), self._limit)
             request = ForwardedRequest.of(scope, body)
-            answers = await while_connected(receive, self._answers(request, route.patience))
+            answers = await while_connected(receive, self._ask_all(request, route.patience))
             response = _merged(route, answers)
         except ClientGone:
             return
         except ApiError as error:
             response = error.to_response()
         await response(scope, receive, send)
-
-    async def _answers(self, request: ForwardedRequest, patience: float) -> Answers:
-        return await self._ask_all(request, patience)
 
 
 def _noting_the_replica(scope: Scope, send: Send) -> Send:

@@ -335,15 +335,12 @@ class Answer:
         """
         if self._head is None or not self.has_begun:
             raise error
-        if not _is_stream(self._head):
+        kind = dict(self._head["headers"]).get(b"content-type", b"")
+        if not kind.startswith(b"text/event-stream"):
             raise BrokenAnswerError(f"the replica was lost in the middle of its answer: {error}") from None
         await self._send(
             {"type": "http.response.body", "body": error_event(lost(error), self._path), "more_body": False}
         )
-
-
-def _is_stream(head: Message) -> bool:
-    return dict(head["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
 
 
 def lost(error: ReplicaLostError) -> ApiError:

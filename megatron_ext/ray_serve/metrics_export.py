@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from prometheus_client.core import Metric, Sample
+from prometheus_client.core import Metric
+
+if TYPE_CHECKING:
+    from ray.serve.metrics import Gauge
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +23,7 @@ INTERVAL = 5.0  # seconds; Ray's agents collect every 10 s
 _UNWANTED = "_created"
 
 
-class Gauge(Protocol):
-    """Gauge of the other system."""
-
-    def set(self, value: float, tags: dict[str, str]) -> None:
-        """Set the value for these labels."""
-
-
-MakeGauge = Callable[[str, str, tuple[str, ...]], Gauge]  # of name, description and names of the labels
+MakeGauge = Callable[[str, str, tuple[str, ...]], "Gauge"]  # of name, description and names of the labels
 
 
 class MetricsExport:
@@ -59,13 +55,9 @@ class MetricsExport:
         for family in self._collect():
             for sample in family.samples:
                 if not sample.name.endswith(_UNWANTED):
-                    self._gauge(sample, family).set(sample.value, _tags(sample.labels))
-
-    def _gauge(self, sample: Sample, family: Metric) -> Gauge:
-        if sample.name not in self._gauges:
-            self._gauges[sample.name] = self._make_gauge(sample.name, family.documentation, tuple(sample.labels))
-        return self._gauges[sample.name]
-
-
-def _tags(labels: Mapping[str, str]) -> dict[str, str]:
-    return {name: str(value) for name, value in labels.items()}
+                    if sample.name not in self._gauges:
+                        labels = tuple(sample.labels)
+                        self._gauges[sample.name] = self._make_gauge(sample.name, family.documentation, labels)
+                    self._gauges[sample.name].set(
+                        sample.value, {name: str(value) for name, value in sample.labels.items()}
+                    )

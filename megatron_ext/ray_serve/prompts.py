@@ -19,9 +19,8 @@ from megatron_ext.ray_serve.forwarded import (
     ReadPrompt,
 )
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.server.anthropic.chat_translation import as_chat
 from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH
-from megatron_ext.server.anthropic.message_fields import CountTokensRequest, MessagesRequest
+from megatron_ext.server.anthropic.message_fields import CountTokensRequest, MessagesRequest, as_chat
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.http.body import parse_json

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-
 from fastapi import APIRouter, Depends
 from starlette.responses import HTMLResponse
 
@@ -15,62 +13,39 @@ from megatron_ext.server.serving import ServerDependency, Serving
 ADMIN_PATHS = frozenset(("/replicas",))
 
 
-@dataclass(frozen=True)
-class ReplicaRow:
-    """Row of one replica in the status page; counts are since its process has started."""
+def _row(serving: Serving, replica: str, node: str) -> dict[str, object]:
+    """Return the row of a replica in the status page; counts are since its process has started.
 
-    replica: str
-    node: str
-    status: str
-    problem: str
-    model: str
-    weights: str
-    in_flight: int
-    waiting: int
-    load_tokens: int
-    skipped: int
-    computed: int
-    hits: int
-    blocks: int
-    blocks_cached: int
-    states: int
-    state_slots: int
-    errors: int
+    Args:
+        serving: State of the replica.
+        replica: Name of the replica.
+        node: Address of its node.
+    """
+    requests, state = serving.requests, serving.metrics.state
 
-    @classmethod
-    def of(cls, serving: Serving, replica: str, node: str) -> ReplicaRow:
-        """Return the row of a replica.
+    def value(path: str) -> int:
+        return 0 if state is None else state.value(path)
 
-        Args:
-            serving: State of the replica.
-            replica: Name of the replica.
-            node: Address of its node.
-        """
-        requests, state = serving.requests, serving.metrics.state
-
-        def value(path: str) -> int:
-            return 0 if state is None else state.value(path)
-
-        in_flight, load_tokens, _ = requests.load_of_others("")
-        return cls(
-            replica=replica,
-            node=node,
-            status=requests.status,
-            problem="" if requests.is_healthy else "its last steps have failed; the log has their tracebacks",
-            model=serving.model,
-            weights=serving.weights_hash,
-            in_flight=in_flight,
-            waiting=value("waiting"),
-            load_tokens=load_tokens,
-            skipped=value("counters.skipped_tokens"),
-            computed=value("counters.prefill_tokens"),
-            hits=value("counters.hits"),
-            blocks=serving.engine.geometry.blocks,
-            blocks_cached=value("use.blocks_cached"),
-            states=value("use.slots_used"),
-            state_slots=value("use.slots_total"),
-            errors=requests.error_count,
-        )
+    in_flight, load_tokens, _ = requests.load_of_others("")
+    return {
+        "replica": replica,
+        "node": node,
+        "status": requests.status,
+        "problem": "" if requests.is_healthy else "its last steps have failed; the log has their tracebacks",
+        "model": serving.model,
+        "weights": serving.weights_hash,
+        "in_flight": in_flight,
+        "waiting": value("waiting"),
+        "load_tokens": load_tokens,
+        "skipped": value("counters.skipped_tokens"),
+        "computed": value("counters.prefill_tokens"),
+        "hits": value("counters.hits"),
+        "blocks": serving.engine.geometry.blocks,
+        "blocks_cached": value("use.blocks_cached"),
+        "states": value("use.slots_used"),
+        "state_slots": value("use.slots_total"),
+        "errors": requests.error_count,
+    }
 
 
 def status_router(replica: str, node: str) -> APIRouter:
@@ -85,8 +60,7 @@ def status_router(replica: str, node: str) -> APIRouter:
     @router.get("/replicas", dependencies=[Depends(only_queries())])
     async def replicas(serving: ServerDependency) -> dict[str, object]:
         """Return all replicas in numbers; source of the status page."""
-        row = ReplicaRow.of(serving, replica, node)
-        return {"version": megatron_ext.__version__, "replicas": [asdict(row)]}
+        return {"version": megatron_ext.__version__, "replicas": [_row(serving, replica, node)]}
 
     @router.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def status_page() -> HTMLResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,7 +14,7 @@ from arguments.groups import SERVER_GROUPS
 from arguments.megatron.synonyms import SYNONYMS
 from arguments.removed import refuse_removed
 from megatron_ext.config import ServerSettings
-from megatron_ext.config.annotations import FieldType, MismatchError
+from megatron_ext.config.annotations import FieldType, MismatchError, field_types
 from megatron_ext.config.options import require
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
@@ -44,6 +44,7 @@ class ScalingConfig:
     """Number of replicas, and how replicas replace each other.
 
     Attributes:
+        num_replicas: Number of replicas; with autoscaling, at the start.
         max_replicas: Maximum number of replicas; None for as many as `num_replicas`, always.
         min_replicas: Minimum number of replicas.
         waiting_tokens_per_replica: Prompt tokens that wait to be computed, for each replica, at most.
@@ -55,6 +56,7 @@ class ScalingConfig:
         weights: Directory below `weights_root` with weights that replace the model's.
     """
 
+    num_replicas: int = 1
     max_replicas: int | None = None
     min_replicas: int = 1
     waiting_tokens_per_replica: float = 32768.0
@@ -66,55 +68,45 @@ class ScalingConfig:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        most = 2**20
-        for name in ("min_replicas", "num_ingress_replicas"):
-            require(1 <= getattr(self, name) <= most, f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("num_replicas", "min_replicas", "num_ingress_replicas"):
+            require(1 <= getattr(self, name) <= 2**20, f"{name}={getattr(self, name)} must be at least 1")
         for name in ("waiting_tokens_per_replica", "scaling_window"):
             require(0 < getattr(self, name) <= 2**40, f"{name}={getattr(self, name)} must be positive")
         for name in ("upscale_delay", "downscale_delay"):
             require(0 <= getattr(self, name) <= 2**40, f"{name}={getattr(self, name)} must not be negative")
         require(0 <= self.max_surge_percent <= 100, f"max_surge_percent={self.max_surge_percent} must be 0 to 100")
-
-    def check(self, num_replicas: int) -> None:
-        """Check the bounds of the number of replicas.
-
-        Raises:
-            ConfigError: The number is outside of them.
-        """
-        most = self.most(num_replicas)
         require(
             self.max_replicas is not None or self.min_replicas == 1,
             f"min_replicas={self.min_replicas} without max_replicas; give both or neither",
         )
         require(
-            self.min_replicas <= num_replicas <= most,
-            f"num_replicas={num_replicas} must be from min_replicas={self.min_replicas} to max_replicas={most}",
+            self.min_replicas <= self.num_replicas <= self.most,
+            f"num_replicas={self.num_replicas} must be from min_replicas={self.min_replicas} to "
+            f"max_replicas={self.most}",
         )
 
-    def most(self, num_replicas: int) -> int:
-        """Return the maximum number of replicas."""
-        return num_replicas if self.max_replicas is None else self.max_replicas
+    @property
+    def most(self) -> int:
+        """Maximum number of replicas."""
+        return self.num_replicas if self.max_replicas is None else self.max_replicas
 
     @property
     def rule(self) -> tuple[float, int] | None:
         """Waiting tokens of a replica, and the minimum number of replicas; None without autoscaling."""
         return None if self.max_replicas is None else (self.waiting_tokens_per_replica, self.min_replicas)
 
-    def options(self, num_replicas: int) -> dict[str, object]:
-        """Return options of Ray's deployment.
-
-        Args:
-            num_replicas: Number of replicas at the start.
-        """
+    @property
+    def scaling_options(self) -> dict[str, object]:
+        """Options of Ray's deployment."""
         options: dict[str, object] = {"max_surge_percent": self.max_surge_percent}
         if self.weights is not None:
             options["user_config"] = {WEIGHTS: self.weights}
         if self.max_replicas is None:
-            return options | {"num_replicas": num_replicas}
+            return options | {"num_replicas": self.num_replicas}
         policy = {"tokens_per_replica": self.waiting_tokens_per_replica, "patience": self.downscale_delay}
         scaling: dict[str, object] = {
             "min_replicas": self.min_replicas,
-            "initial_replicas": num_replicas,
+            "initial_replicas": self.num_replicas,
             "max_replicas": self.max_replicas,
             "look_back_period_s": self.scaling_window,
             "upscale_delay_s": self.upscale_delay,
@@ -135,16 +127,6 @@ MAX_ONGOING_REQUESTS = 1000
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 PREFIX, SERVE = "prefix", "serve"
 ROUTERS = (PREFIX, SERVE)
-_KINDS: Mapping[str, type[int] | type[float] | type[str]] = {
-    **{"num_replicas": int, "num_cpus": float, "num_gpus": float, "max_ongoing_requests": int},
-    **{"placement_group_strategy": str, "replica_timeout": float},
-    **{"router": str, "routing_policy": str, "routing_alpha": float},
-}
-_SCALING_KINDS: Mapping[str, type[int] | type[float] | type[str]] = {
-    **{"max_replicas": int, "min_replicas": int, "waiting_tokens_per_replica": float, "scaling_window": float},
-    **{"upscale_delay": float, "downscale_delay": float, "num_ingress_replicas": int, "max_surge_percent": int},
-    "weights": str,
-}
 _NOT_HERE = {
     "host": "Ray's proxies listen; give `serve start --http-host`",
     "port": "Ray's proxies listen; give `serve start --http-port`",
@@ -153,11 +135,10 @@ _NOT_HERE = {
 
 
 @dataclass(frozen=True)
-class DeploymentConfig:
-    """Resources of the replicas.
+class DeploymentConfig(ScalingConfig):
+    """Resources of the replicas, and their number.
 
     Attributes:
-        num_replicas: Number of replicas; with autoscaling, at the start.
         num_cpus: CPUs that Ray reserves for each rank of a replica; None for Ray's default of one.
         num_gpus: GPUs of each rank.
         placement_group_strategy: Nodes of a replica's ranks, as Ray names it.
@@ -167,10 +148,8 @@ class DeploymentConfig:
             replicas by Ray's own rule. None for the first one if there are several replicas with prefix caching.
         routing_policy: See `RoutingConfig`.
         routing_alpha: See `RoutingConfig`.
-        scaling: Autoscaling and updates.
     """
 
-    num_replicas: int = 1
     num_cpus: float | None = None
     num_gpus: float = 0.0
     placement_group_strategy: str = "PACK"
@@ -179,11 +158,9 @@ class DeploymentConfig:
     router: str | None = None
     routing_policy: str = RoutingPolicyName.LEAST_COMPUTED.value
     routing_alpha: float = 0.5
-    scaling: ScalingConfig = field(default_factory=ScalingConfig)
 
     def __post_init__(self) -> None:
-        require(self.num_replicas >= 1, f"num_replicas={self.num_replicas} must be at least 1")
-        self.scaling.check(self.num_replicas)
+        super().__post_init__()
         require(self.max_ongoing_requests >= 1, f"max_ongoing_requests={self.max_ongoing_requests} must be at least 1")
         strategies = ", ".join(STRATEGIES)
         require(
@@ -216,6 +193,9 @@ class DeploymentConfig:
         return {name: value for name, value in (("CPU", cpus), ("GPU", self.num_gpus)) if value}
 
 
+_KINDS = field_types(DeploymentConfig)
+
+
 @dataclass(frozen=True)
 class AppSettings:
     """Settings of an application.
@@ -232,7 +212,7 @@ class AppSettings:
     server: ServerSettings
 
     def __post_init__(self) -> None:
-        weights, root = self.deployment.scaling.weights, self.server.server.weights_root
+        weights, root = self.deployment.weights, self.server.server.weights_root
         require(weights is None or root is not None, f"weights={weights} needs weights_root; give both or neither")
         require(
             self.ranks == 1 or bool(self.deployment.bundle),
@@ -263,7 +243,7 @@ class AppSettings:
         if self.deployment.router is not None:
             return self.deployment.router == PREFIX
         is_possible = self.server.cache.enable_prefix_caching and not self.server.server.kv_events.kv_events_endpoint
-        return self.deployment.scaling.most(self.deployment.num_replicas) > 1 and is_possible
+        return self.deployment.most > 1 and is_possible
 
 
 def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
@@ -271,24 +251,20 @@ def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
 
     Args:
         given: Flags of `megatron-ext serve` by name, with underscores, as typed values or as texts; fields of
-            `DeploymentConfig` and `ScalingConfig`; and `model`, the directory of a checkpoint in any format, or
+            `DeploymentConfig`; and `model`, the directory of a checkpoint in any format, or
             "embedded".
 
     Raises:
         ConfigError: A name is unknown, a value has the wrong type, or the server would refuse it.
     """
     rest = dict(given)
-    resources, scaling = (
-        {name: _resource(name, rest.pop(name), kind) for name, kind in kinds.items() if name in rest}
-        for kinds in (_KINDS, _SCALING_KINDS)
-    )
+    resources = {name: _resource(name, rest.pop(name), kind.item) for name, kind in _KINDS.items() if name in rest}
     words = [*_model_words(rest.pop("model", None), rest), *_words(rest)]
     server = parse_server_arguments(words)
-    config = ScalingConfig(**scaling)  # type: ignore[arg-type]  # of `_SCALING_KINDS`
-    return AppSettings(DeploymentConfig(**resources, scaling=config), tuple(words), server)  # type: ignore[arg-type]
+    return AppSettings(DeploymentConfig(**resources), tuple(words), server)  # type: ignore[arg-type]  # of `_KINDS`
 
 
-def _resource(name: str, value: Setting, kind: type[int] | type[float] | type[str]) -> int | float | str:
+def _resource(name: str, value: Setting, kind: type) -> object:
     try:
         if kind is str and isinstance(value, str):
             return value
@@ -318,7 +294,7 @@ def _words(given: Mapping[str, Setting]) -> list[str]:
     for name, value in given.items():
         refuse_removed(name, value if isinstance(value, str) else None, name)
         if name not in known:
-            meant = closest(name, [*known, *_KINDS, *_SCALING_KINDS, "model"])
+            meant = closest(name, [*known, *_KINDS, "model"])
             hint = f"did you mean {meant}?" if meant else "megatron-ext serve --help=all lists the names"
             raise ConfigError(f"{name} is not a setting; {hint}")
         group, flag = known[name]

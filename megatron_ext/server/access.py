@@ -1,9 +1,14 @@
-"""Access log: one line for each request when it ends, with counts and times, never texts."""
+"""Access log: one line for each request when it ends, with counts and times, never texts; and the ids of requests.
+
+Ids in answers and log lines are given by clients and proxies in `X-Request-Id`, or new ones.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -11,10 +16,54 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.scheduling.record import Status
-from megatron_ext.server.client.request_group import RequestGroup, RequestHandle
-from megatron_ext.server.log import printable
+from megatron_ext.server.log import REQUEST_ID, printable
 from megatron_ext.server.openai.responses import AnswerBuilder
+from megatron_ext.server.request_manager import RequestGroup, RequestHandle
 from megatron_ext.server.scope import route_path
+
+HEADER = b"x-request-id"
+LONGEST_ID = 100  # characters
+_UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@-]")  # to be left out: an id is quoted in headers, JSON and log lines
+
+
+def new_request_id() -> str:
+    """Return an id for a request that has none."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+class RequestIds:
+    """Middleware that gives a request its id while it is answered, and the answer the same id.
+
+    Args:
+        app: Next ASGI application; it finds the id in the request's header, too, and may hand it on.
+        answers: Whether to add the header to answers; False where a proxy such as Ray's does that.
+    """
+
+    def __init__(self, app: ASGIApp, *, answers: bool = True) -> None:
+        self._app = app
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; log lines of its tasks carry its id meanwhile."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(HEADER, b"").decode("latin-1")
+        request_id = _UNSAFE.sub("", given)[:LONGEST_ID] or new_request_id()
+        field = HEADER, request_id.encode()
+        scope["headers"] = [*(one for one in scope["headers"] if one[0] != HEADER), field]
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), field]}
+            await send(message)
+
+        token = REQUEST_ID.set(request_id)
+        try:
+            await self._app(scope, receive, send_with_id if self._answers else send)
+        finally:
+            REQUEST_ID.reset(token)
+
 
 logger = logging.getLogger(__name__)
 
@@ -110,16 +159,13 @@ def _answered(builder: AnswerBuilder, group: RequestGroup) -> tuple[str, str]:
     handles, firsts = group.handles, group.handles[:: builder.choices]
     skipped = _sum(None if one.result is None else one.result.skipped_prefill_token_count for one in firsts)
     generated = _sum(_generated(one) for one in handles)
-    times = [one.result.ttft for one in handles if one.result is not None and one.result.ttft is not None]
+    results = [one.result for one in handles if one.result is not None]
+    times = [one.ttft for one in results if one.ttft is not None]
     ttft = f"{min(times):.3f}" if times else UNKNOWN
-    failures = sum(one.error is not None or _has_failed(one) for one in handles)
+    failures = sum(one.error is not None for one in handles) + sum(one.status is Status.FAILED for one in results)
     failed = f" failed={failures}" if failures else ""
     prompt = sum(len(one.inputs.prompt_tokens) for one in firsts)
     return builder.id, f" prompt={prompt} skipped={skipped} generated={generated} ttft={ttft}{failed}"
-
-
-def _has_failed(handle: RequestHandle) -> bool:
-    return handle.result is not None and handle.result.status is Status.FAILED
 
 
 def _generated(handle: RequestHandle) -> int | None:

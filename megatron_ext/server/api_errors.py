@@ -107,19 +107,6 @@ def overloaded(living: int, limit: int, retry_after: int) -> ApiError:
     )
 
 
-def too_many_requests(prompts: int, choices: int, limit: int) -> ApiError:
-    """400: the number of prompts and choices in one HTTP request never fits."""
-    if prompts == 1:
-        what = f"{choices} choices (n) of a prompt"
-    elif choices == 1:
-        what = f"{prompts} prompts in one request"
-    else:
-        what = f"{prompts} prompts with {choices} choices (n) each, {prompts * choices} in all"
-    return ApiError(
-        400, f"{what}; this server accepts at most {limit} at once", param="n" if prompts == 1 else "prompt"
-    )
-
-
 def shutting_down() -> ApiError:
     """503: no new request is accepted, and slow ones are cancelled."""
     return ApiError(503, "the server is shutting down", kind=FAULT)
@@ -137,12 +124,6 @@ def aborted() -> ApiError:
     return ApiError(503, "an administrator has ended this request", kind=FAULT, code="request_aborted")
 
 
-def no_such_answer(shown: str) -> ApiError:
-    """404: no request in flight has this id."""
-    message = f"no running request has the id {shown!r}"
-    return ApiError(404, message, param="request_id", code="request_not_found")
-
-
 def no_memory(what: str) -> ApiError:
     """503: not enough memory for now."""
     return ApiError(503, f"the server has no memory for {what}", kind=FAULT)
@@ -156,22 +137,6 @@ def engine_fault(error: BaseException) -> ApiError:
 def body_too_large(limit: int) -> ApiError:
     """413: the body exceeds the limit."""
     return ApiError(413, f"the body is longer than the limit of {limit} bytes; see --max-body-mb")
-
-
-def request_timeout(seconds: float) -> ApiError:
-    """408: the client has started a request and not completed it."""
-    return ApiError(408, f"the request was not complete after {seconds:g} s")
-
-
-def incomplete_request() -> ApiError:
-    """400: the client has ended its side before its request."""
-    return ApiError(400, "the connection ended before the request did; send all bytes of Content-Length")
-
-
-def connections_full(limit: int) -> ApiError:
-    """503: all connections are in use."""
-    message = f"all {limit} connections of this server are in use; try again"
-    return ApiError(503, message, kind=OVERLOADED, headers={"Retry-After": "1"})
 
 
 def unknown_model(name: str, *served: str) -> ApiError:
@@ -191,22 +156,10 @@ def no_such_response(identifier: str, param: str, *, is_on: bool) -> ApiError:
     return ApiError(404, message, param=param, code="response_not_found")
 
 
-def stored_too_long(size: int, limit: int) -> ApiError:
-    """400: a stored conversation is longer than a body may be."""
-    message = f"the stored conversation has {size} bytes; the limit is {limit} (--max-body-mb); send less as input"
-    return ApiError(400, message, param="input")
-
-
 def not_explained(why: str) -> ApiError:
     """400: the client asks for an explanation of its cached prefix, which this server does not give."""
     message = f"explain_prefix_cache: {why}; leave it out"
     return ApiError(400, message, param="explain_prefix_cache", code="not_explained")
-
-
-def routing_not_recorded() -> ApiError:
-    """400: the client asks for the experts of its tokens, which this server does not record."""
-    message = "return_routed_experts: the server was started without --moe-enable-routing-replay; leave it out"
-    return ApiError(400, message, param="return_routed_experts", code="routing_not_recorded")
 
 
 class ContextExceeded(ApiError):
@@ -235,30 +188,6 @@ def context_exceeded(prompt: int, generated: int, limit: int) -> ContextExceeded
     return ContextExceeded(f"{excess}; {remedy}", prompt, generated, limit, param)
 
 
-def generates_nothing() -> ApiError:
-    """400: no token is to be generated, and no prompt to be echoed."""
-    message = "max_tokens must be at least 1; 0 needs echo on /v1/completions, which returns the scores of the prompt"
-    return ApiError(400, message, param="max_tokens")
-
-
-def response_format_too_long(kind: str, size: int, limit: int, param: str) -> ApiError:
-    """400: a schema or expression exceeds the size that this server compiles."""
-    message = f"the {kind} has {size} bytes; this server accepts at most {limit} (--max-schema-kb)"
-    return ApiError(400, message, param=param, code="schema_too_long")
-
-
-def response_format_too_slow(kind: str, seconds: float, param: str) -> ApiError:
-    """400: a response format takes too long to compile."""
-    message = f"the {kind} was not compiled within {seconds:g} s (--grammar-timeout); send a simpler one"
-    return ApiError(400, message, param=param, code="schema_too_slow")
-
-
-def response_format_refused(reason: str, param: str) -> ApiError:
-    """400: a response format has unsupported features."""
-    logged = f"{param}: has features that are not supported"
-    return ApiError(400, reason, param=param, code="schema_not_supported", logged=logged)  # the reason has its text
-
-
 def text_too_long(characters: int, max_characters: int, limit: int) -> ContextExceeded:
     """400: a text is too long for the model's context under any tokenization."""
     most = f"the limit of {limit} tokens has at most {max_characters} characters"
@@ -285,40 +214,38 @@ def no_route(method: str, path: str, allowed: Sequence[str], routes: Sequence[st
 
 def install_error_handlers(app: FastAPI) -> None:
     """Install exception handlers that turn every exception of a route into an error object."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return next(convert for kind, convert in _CONVERSIONS.items() if isinstance(error, kind))(error).to_response()
+
+    for kind in _CONVERSIONS:
+        app.add_exception_handler(kind, answer)
     handlers: dict[type[Exception], Callable[..., Awaitable[Response]]] = {
-        ApiError: _api_error,
-        ConfigError: _refused,
-        WeightUpdateError: _without_weights,
-        RequestValidationError: _bad_fields,
         HTTPException: _http_error,
         ClientGone: _client_gone,
-        RecursionError: _too_deep,
         MemoryError: _no_memory,
         Exception: _fault,
     }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
+    for other, handler in handlers.items():
+        app.add_exception_handler(other, handler)
 
 
-async def _api_error(_: Request, error: ApiError) -> Response:
-    return error.to_response()
+def _bad_fields(error: RequestValidationError) -> ApiError:
+    message, param = describe(error.errors())
+    return ApiError(400, message, param=param)
 
 
-async def _refused(_: Request, error: ConfigError) -> Response:
-    return ApiError(400, str(error)).to_response()
-
-
-async def _without_weights(_: Request, error: WeightUpdateError) -> Response:
-    return ApiError(503, str(error), kind=FAULT, code="weights_not_written").to_response()
+_CONVERSIONS: Mapping[type[Exception], Callable[..., ApiError]] = {
+    ApiError: lambda error: error,
+    ConfigError: lambda error: ApiError(400, str(error)),
+    WeightUpdateError: lambda error: ApiError(503, str(error), kind=FAULT, code="weights_not_written"),
+    RequestValidationError: _bad_fields,
+    RecursionError: lambda _: ApiError(400, "the request is nested too deeply for this server"),
+}
 
 
 async def _client_gone(*_: object) -> Response:
     return Response(status_code=499)  # nginx's status code for it; it is never sent
-
-
-async def _bad_fields(_: Request, error: RequestValidationError) -> Response:
-    message, param = describe(error.errors())
-    return ApiError(400, message, param=param).to_response()
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -333,10 +260,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 def _shown(path: str) -> str:
     return path.replace(":path}", "}")
-
-
-async def _too_deep(*_: object) -> Response:
-    return ApiError(400, "the request is nested too deeply for this server").to_response()
 
 
 async def _no_memory(request: Request, _: MemoryError) -> Response:

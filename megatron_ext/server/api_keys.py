@@ -9,14 +9,13 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 
 from megatron_ext.config.server import ServerConfig, key_problem
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_text
 
 API_KEY_VARIABLE = "MEGATRON_EXT_API_KEY"
 LARGEST_FILE = 1 << 20  # bytes
@@ -145,7 +144,11 @@ def read_keys(file: str, flag: str) -> list[str]:
     """
     where = f"{flag} {file}"
     keys: list[str] = []
-    for number, line in enumerate(_read_text(Path(file), where).splitlines(), start=1):
+    try:
+        text = read_text(file, LARGEST_FILE)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {error}") from None
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line:
             continue
         problem = "begins with #, and there are no comments" if line.startswith("#") else key_problem(line)
@@ -157,20 +160,3 @@ def read_keys(file: str, flag: str) -> list[str]:
     if not keys:
         raise ConfigError(f"{where} has no key; write one key per line")
     return keys
-
-
-def _read_text(path: Path, where: str) -> str:
-    """Return the text of a regular file of bounded size; reading a pipe could block the start forever."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise ConfigError(f"{where} is not a regular file")
-            data = stream.read(LARGEST_FILE + 1)
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
-    if len(data) > LARGEST_FILE:
-        raise ConfigError(f"{where} has more than {LARGEST_FILE} bytes; it must be a list of keys, one per line")
-    try:
-        return data.decode("ascii")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{where} is not ASCII; it must be a list of keys, one per line") from None

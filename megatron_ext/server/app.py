@@ -13,15 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_ext
 from megatron_ext.config import ServerConfig
-from megatron_ext.server.access import AccessLog
+from megatron_ext.server.access import AccessLog, RequestIds
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.api_errors import install_error_handlers, shutting_down
 from megatron_ext.server.api_keys import Keys
-from megatron_ext.server.http.auth import ADMIN_PATHS, KeyAuth, open_paths
+from megatron_ext.server.http.auth import ADMIN_PATHS, KeyAuth, OriginCheck, open_paths
 from megatron_ext.server.http.description import install_description
-from megatron_ext.server.http.origins import OriginCheck
-from megatron_ext.server.http.request_ids import RequestIds
-from megatron_ext.server.routes import admin, generation, messages, observing, responses, tokens
+from megatron_ext.server.routes import admin, generation, observing, tokens
 from megatron_ext.server.serving import Serving
 
 
@@ -124,8 +122,6 @@ def install_middleware(
 
 ROUTERS = (
     generation.router,
-    responses.router,
-    messages.router,
     tokens.router,
     observing.router,
 )

@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from megatron_ext.config.batching import SuspendLevel
@@ -21,32 +22,82 @@ from megatron_ext.engine.client import ClientListener
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.error_isolation import ErrorIsolation
+from megatron_ext.engine.updates import Progress, Update
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
-from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
-from megatron_ext.server.client.request_group import RequestGroup, RequestHandle
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.monitoring.request_trace import RequestTrace
 
+if TYPE_CHECKING:
+    from megatron_ext.models.llm_engine import LLMEngine
+
+
+@dataclass(eq=False)
+class RequestHandle(EngineRequest):
+    """Request of the server, with what the event loop knows of its output.
+
+    Attributes:
+        progress: Output so far, of a streamed request.
+        result: Whole output, once the request has ended.
+        error: Reason for a missing result, once the request was given up.
+    """
+
+    progress: Progress | None = None
+    result: RequestRecord | None = None
+    error: ApiError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """True once there is a result or an error."""
+        return self.result is not None or self.error is not None
+
+    def take(self, update: Update) -> None:
+        """Append an update."""
+        if self.progress is None:
+            self.progress = Progress(update)
+        self.progress.add(update)
+
+
+@dataclass(eq=False)
+class RequestGroup:
+    """Handles of one HTTP request.
+
+    Attributes:
+        handles: Handles, prompt by prompt.
+        on_abort: Aborts handles in the engine.
+        sender: Router that sent the request; empty for a request of a client.
+        on_result: Called with each record that completes, before it is delivered.
+    """
+
+    handles: list[RequestHandle]
+    on_abort: Callable[[list[RequestHandle]], None]
+    sender: str = ""
+    on_result: Callable[[RequestRecord], None] = lambda _: None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def started(self) -> None:
+        """Wait until a handle has progress or has ended."""
+        while not any(handle.progress or handle.has_ended for handle in self.handles):
+            await self.next_update()
+
+    async def ended(self) -> None:
+        """Wait until all handles have ended."""
+        while not all(handle.has_ended for handle in self.handles):
+            await self.next_update()
+
+    async def next_update(self) -> None:
+        """Wait until a handle has changed since the last call."""
+        await self.changed.wait()
+        self.changed.clear()
+
+    def abort(self) -> None:
+        """Abort the handles that have not ended; return at once."""
+        self.on_abort([handle for handle in self.handles if not handle.has_ended])
+
+
 LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which may be closed
-
-
-class EngineEvents(Protocol):
-    """Receiver of events, in the event loop."""
-
-    def note_step(self, *, has_computed: bool, records: Sequence[RequestRecord]) -> None:
-        """Note a step that has not failed."""
-
-    def note_failed_step(self) -> None:
-        """Note a failed step."""
-
-    def note_lost_ranks(self, error: RankError) -> None:
-        """Note the loss of other ranks."""
-
-    def deliver(self, requests: Sequence[EngineRequest]) -> None:
-        """Deliver new output of requests."""
 
 
 class TokenClock:
@@ -86,7 +137,7 @@ class EngineListener(ClientListener):
     """
 
     def __init__(
-        self, engine: LLMEngine, metrics: Metrics, manager: EngineEvents, loop: asyncio.AbstractEventLoop
+        self, engine: LLMEngine, metrics: Metrics, manager: RequestManager, loop: asyncio.AbstractEventLoop
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -159,6 +210,7 @@ class RequestManager:
         groups: Groups of requests in flight, by the ids of their answers.
         recent: Requests that have ended, for traces.
         is_healthy: False from a failed step until a later step has computed something.
+        lost_ranks: Error that ended all requests: other ranks are lost; None while they live.
         on_lost_ranks: Called when other ranks are lost.
     """
 
@@ -175,7 +227,7 @@ class RequestManager:
         self.recent = RequestTrace()
         self.is_healthy = True
         self.on_lost_ranks: Callable[[], None] = lambda: None
-        self._lost_ranks: RankError | None = None
+        self.lost_ranks: RankError | None = None
         self._is_ending = False
         self._is_closed = False
         self.is_asleep = False
@@ -351,20 +403,6 @@ class RequestManager:
         awake = "paused" if self.is_paused else "ok"
         return "failing" if not self.is_healthy else "asleep" if self.is_asleep else awake
 
-    @property
-    def lost_ranks(self) -> RankError | None:
-        """Error that ended all requests: other ranks are lost; None while they live."""
-        return self._lost_ranks
-
-    def raise_lost_ranks(self) -> None:
-        """Raise the error that ended the server, unless a signal did.
-
-        Raises:
-            RankError: Other ranks are lost.
-        """
-        if self._lost_ranks is not None:
-            raise self._lost_ranks
-
     # Called in the event loop on behalf of the engine's thread
 
     def note_step(self, *, has_computed: bool, records: Sequence[RequestRecord]) -> None:
@@ -383,8 +421,8 @@ class RequestManager:
 
     def note_lost_ranks(self, error: RankError) -> None:
         """End all requests: nothing can be computed any more."""
-        if self._lost_ranks is None:
-            self._lost_ranks = error
+        if self.lost_ranks is None:
+            self.lost_ranks = error
             self.is_healthy = False
             self.give_up(engine_fault(error))
             self.on_lost_ranks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import time
@@ -17,11 +18,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from megatron_ext.config import ServerConfig, ServerLimits, ServerSettings, SourceConfig
+from megatron_ext.config.kv_events import Endpoint, IpcEndpoint, KvEventsConfig
 from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_engine
 from megatron_ext.console.profiling import profiled
-from megatron_ext.console.start import check_machine, check_profile, say_start
-from megatron_ext.console.startup import StartUp
+from megatron_ext.console.start import StartUp, check_machine, check_profile, say_start
 from megatron_ext.errors import ConfigError
+from megatron_ext.kv_events.mirror import Mirror
+from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.mcore.warm_up import Phase, unreported
@@ -45,11 +48,83 @@ from megatron_ext.server.http.connections import (
     effective_max_connections,
     handle_loop_error,
 )
-from megatron_ext.server.monitoring.cache_events import CacheEvents
-from megatron_ext.server.serving import Serving
-from megatron_ext.server.weight_updater import WeightsUpdater
+from megatron_ext.server.serving import Serving, WeightsUpdater
 from megatron_ext.signals import ONE_WISH, Interruption
 from megatron_ext.text.tokenizer import TextTokenizer
+
+
+class CacheEvents:
+    """KV event publishers, one for each replica's cache, on rank 0; empty without an endpoint.
+
+    Binds addresses at once; `close` releases them.
+
+    Args:
+        config: Publisher settings, among them the endpoint.
+        replicas: Number of data-parallel replicas.
+
+    Raises:
+        ConfigError: An address cannot be bound.
+    """
+
+    def __init__(self, config: KvEventsConfig, replicas: int = 1) -> None:
+        self.publishers: list[Publisher] = []
+        self._config = config
+        if config.endpoint is None:
+            return
+        try:
+            for rank in range(replicas):
+                self.publishers.append(Publisher(config, rank))
+        except BaseException:
+            self.close()
+            raise
+        for endpoint in config.endpoints().values():
+            _warn(endpoint)
+
+    def attach(self, engine: LLMEngine) -> None:
+        """Publish the blocks that an engine's replicas store from now on, those put back, and those on disk."""
+        if not self.publishers:
+            return
+        for publisher in self.publishers:
+            publisher.start(Mirror(engine.limits.block_size, has_states=engine.is_hybrid))
+        changes = [publisher.changes for publisher in self.publishers]
+        engine.observe_caches(changes, [one.disk for one in changes])
+        for publisher in self.publishers:
+            for what, channel in (("blocks", publisher.blocks), ("states", publisher.states)):
+                if channel is not None:
+                    replay = channel.replay_endpoint or "no address"
+                    logger.info("KV events of %s at %s, replayed at %s", what, channel.endpoint, replay)
+        if engine.is_hybrid and self._config.states_endpoint is None:
+            logger.info(
+                "the positions at which requests can resume are not published: there is no --kv-events-states-endpoint"
+            )
+
+    def close(self) -> None:
+        """Close all publishers."""
+        for publisher in self.publishers:
+            publisher.close()
+
+
+def _warn(endpoint: Endpoint | None) -> None:
+    """Warn about the other users and machines that can read an address."""
+    if endpoint is None:
+        return
+    address = endpoint.of_replica(0)
+    if isinstance(endpoint, IpcEndpoint):
+        directory = os.path.dirname(endpoint.path)
+        if not os.stat(directory).st_mode & 0o077:
+            return
+        where, remedy = f"{address} is in a directory that other users can enter", f"chmod 700 {directory}"
+    elif endpoint.is_loopback:
+        where = f"every user of this machine can connect to {address}"
+        remedy = "ipc:///PATH in a directory of mode 0700"
+    else:
+        where, remedy = f"{address} is reachable from other machines", "a loopback address, or ipc:///PATH"
+    logger.warning(
+        "KV events contain the token ids of all cached prompts and outputs, and %s; to keep them private: %s",
+        where,
+        remedy,
+    )
+
 
 LAST_WORDS = 5  # seconds for requests that are ended to send their error
 
@@ -104,16 +179,6 @@ def guarded(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
         access_log=False,
         lifespan="on",
     )
-
-
-def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; a second one ends running requests with errors. Later ones change nothing.
-
-    Afterwards the process has nothing left but to end, so signals stay without effect.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again after it has stopped
-        signal.signal(number, lambda *_: None)
-    server.run(sockets=[listener])
 
 
 logger = logging.getLogger(__name__)
@@ -178,7 +243,7 @@ def loaded_serving(
     See `build_serving` for arguments and errors. Addresses of KV events are bound before the model is loaded.
     """
     replicas = 1 if parallel_context is None else parallel_context.replicas
-    with CacheEvents(settings.server.kv_events, replicas) as cache_events:
+    with contextlib.closing(CacheEvents(settings.server.kv_events, replicas)) as cache_events:
         serving = build_serving(settings, keys, parallel_context, phase)
         cache_events.attach(serving.engine)
         freeze_loaded_objects()
@@ -343,10 +408,15 @@ def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.S
 
 
 def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; a second one ends running requests with errors.
+    """Serve until SIGINT or SIGTERM; a second one ends running requests with errors. Later ones change nothing.
+
+    Afterwards the process has nothing left but to end, so signals stay without effect.
 
     Raises:
         RankError: Other ranks are lost; every request has got an error.
     """
-    run_until_signal(build_server(serving, on_ready), listener)
-    serving.requests.raise_lost_ranks()
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again after it has stopped
+        signal.signal(number, lambda *_: None)
+    build_server(serving, on_ready).run(sockets=[listener])
+    if serving.requests.lost_ranks is not None:
+        raise serving.requests.lost_ranks

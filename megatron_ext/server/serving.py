@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
-import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
+from megatron_ext.config.in_flight import InFlight
 from megatron_ext.console.profiling import StepTracer
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.identity import weights_hash
 from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.api_errors import not_explained, unknown_model
+from megatron_ext.server.api_errors import not_explained, text_too_long, unknown_model
 from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.http.auth import CALLER
+from megatron_ext.server.log import printable
 from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.metrics import History, Metrics
 from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember, read_answer
@@ -33,14 +38,117 @@ from megatron_ext.server.openai.chat_prompt import ChatPrompt, Conversation, com
 from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
-from megatron_ext.server.openai.tokenization import TextEncoder
 from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.server.scope import handed_on_to
-from megatron_ext.server.weight_updater import WeightsUpdater
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import ASSISTANT
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
-from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
+
+Result = TypeVar("Result")
+
+# Characters. Tokenization takes hundreds of bytes a character: several longer texts at once would add up.
+LONG_TEXT = 100_000
+# Texts up to this length take less time than waking a thread while the engine's runs (some 0.3 ms).
+SHORT_TEXT = 512
+
+
+class TextEncoder:
+    """Encoder of prompts, in threads, or on the event loop if they are short.
+
+    Long texts are refused if they cannot fit, and otherwise tokenized one at a time.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        tokenize: A text to ids; called in threads.
+        longest_sequence: Maximum number of tokens of a prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tokenize: Callable[[str], list[int]], longest_sequence: int) -> None:
+        self._tokenize = tokenize
+        # None: a token can stand for text of any length, as in prompts of ids separated by spaces.
+        token = tokenizer.longest_token if isinstance(tokenizer, TextTokenizer) else None
+        self._sequence = longest_sequence
+        self._max = None if token is None else longest_sequence * token
+        self._one_by_one = ThreadPoolExecutor(1, "long texts")
+
+    async def encode(self, text: str, tokenize: Callable[[str], list[int]] | None = None) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            text: A prompt, or a rendered conversation.
+            tokenize: Function used instead of the tokenizer alone.
+
+        Raises:
+            ApiError: The text is too long under any tokenization.
+            ConfigError: The tokenizer cannot read the text.
+        """
+        return await self.run(text, tokenize or self._tokenize)
+
+    async def run(self, text: str, tokenize: Callable[[str], Result]) -> Result:
+        """Return the result of a function that tokenizes a text.
+
+        Raises:
+            ApiError: The text is too long under any tokenization.
+            ConfigError: The tokenizer cannot read the text.
+        """
+        if self._max is not None and len(text) > self._max:
+            raise text_too_long(len(text), self._max, self._sequence)
+        if len(text) <= SHORT_TEXT:
+            return tokenize(text)
+        if len(text) <= LONG_TEXT:
+            return await asyncio.to_thread(tokenize, text)
+        return await asyncio.get_running_loop().run_in_executor(self._one_by_one, tokenize, text)
+
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PATH = 500  # characters of a path in a log line
+
+
+@dataclass(eq=False)
+class WeightsUpdater:
+    """Reader of checkpoints below a directory into the model, one at a time.
+
+    Args:
+        root: Directory of the checkpoints; nothing outside is read.
+        engine: Engine of the model, with a writer of weights.
+
+    Attributes:
+        weights_hash: Hash of the weights that were written last; empty before the first update.
+    """
+
+    root: WeightsRoot
+    engine: LLMEngine
+    weights_hash: str = ""
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def update(self, path: str, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None) -> int:
+        """Read a checkpoint, and write it if it fits.
+
+        Args:
+            path: Path of the checkpoint's directory, below the root.
+            in_flight: Treatment of requests in flight.
+            version: Number of the new weights; one more than the last if missing.
+
+        Returns:
+            Number of tensors written.
+
+        Raises:
+            ConfigError: See `WeightsRoot.resolve` and `read_new_weights`. Nothing has been written.
+        """
+        async with self._one_at_a_time:
+            write, found = await asyncio.to_thread(self._read, path)
+            count = await asyncio.wrap_future(self.engine.change_weights(write, in_flight, version))
+            self.weights_hash = found
+        logger.info("weights are now from %s", printable(path, LONGEST_PATH))
+        return count
+
+    def _read(self, path: str) -> tuple[Callable[[], int], str]:
+        """Return a function that writes the weights, and their hash."""
+        directory = self.root.resolve(path)
+        found = weights_hash(directory)
+        return self.engine.weight_writer.read_checkpoint(directory), found
 
 
 @dataclass(eq=False)
@@ -275,10 +383,6 @@ class Serving:
     def is_name(self, name: str) -> bool:
         """Return whether a name is the model's: a served one, or its root, which load generators send."""
         return name in (*self.names, self.root)
-
-    def describe_server(self) -> dict[str, object]:
-        """Return the heading of the status page: model, version, and the start in seconds since 1970."""
-        return {"model": self.model, "version": megatron_ext.__version__, "started": self.created}
 
     def describe(self, name: str) -> dict[str, object]:
         """Return OpenAI's model object under one of the model's names."""

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.server.api_errors import ApiError, ContextExceeded
 from megatron_ext.server.log import REQUEST_ID
-from megatron_ext.server.openai.streaming import event
+from megatron_ext.server.openai.streaming import event, named_event
 from megatron_ext.server.scope import route_path
 
 MESSAGES_PATH = "/v1/messages"
@@ -47,24 +47,21 @@ def envelope(status: int, error: dict[str, object]) -> dict[str, object]:
     return {"type": "error", "error": named, "request_id": REQUEST_ID.get()}
 
 
-def server_sent_event(content: dict[str, object]) -> bytes:
-    """Return a server-sent event that is named as its content's type."""
-    return f"event: {content['type']}\n".encode() + event(content)
-
-
-def error_event(error: ApiError, path: str = MESSAGES_PATH) -> bytes:
+def error_event(error: ApiError, path: str) -> bytes:
     """Return the error that ends a stream.
 
     Args:
         error: Error.
         path: Path of any route, perhaps after a prefix.
     """
-    content = error.to_dict()
-    if not path.endswith(MESSAGES_PATH):
-        return event(content)
-    named = content["error"]
+    return named_event(enveloped(error)) if path.endswith(MESSAGES_PATH) else event(error.to_dict())
+
+
+def enveloped(error: ApiError) -> dict[str, object]:
+    """Return an error in Anthropic's envelope."""
+    named = error.to_dict()["error"]
     assert isinstance(named, dict), named
-    return server_sent_event(envelope(error.status, named))
+    return envelope(error.status, named)
 
 
 def in_messages_words(error: ContextExceeded) -> ApiError:

@@ -21,14 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_ext.config import ServerLimits
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.api_errors import (
-    ApiError,
-    connections_full,
-    incomplete_request,
-    request_timeout,
-    shutting_down,
-)
-from megatron_ext.server.http.request_ids import new_request_id
+from megatron_ext.server.access import new_request_id
+from megatron_ext.server.api_errors import OVERLOADED, ApiError, shutting_down
 from megatron_ext.server.log import BoundedRate
 
 BEGINNING = b"HTTP/1.1 "  # of every answer
@@ -212,7 +206,9 @@ class GuardedProtocol(H11Protocol):
         self._patient = PatientTransport(transport, self._may_receive)
         super().connection_made(self._patient)  # type: ignore[arg-type]  # it has all methods of one
         if not self._guard.admit(self):
-            self._refuse(connections_full(self._guard.limit), drains=False)  # its file is needed
+            message = f"all {self._guard.limit} connections of this server are in use; try again"
+            error = ApiError(503, message, kind=OVERLOADED, headers={"Retry-After": "1"})
+            self._refuse(error, drains=False)  # its file is needed
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -292,7 +288,8 @@ class GuardedProtocol(H11Protocol):
             self._probe()
         elif self._has_ended and phase is not Phase.END:
             if self._waits_for_rest():
-                self._refuse(incomplete_request())
+                message = "the connection ended before the request did; send all bytes of Content-Length"
+                self._refuse(ApiError(400, message))
             self.transport.close()
             phase = Phase.END
         if phase is self._phase:
@@ -320,7 +317,7 @@ class GuardedProtocol(H11Protocol):
             return
         assert self._phase is not None, "a timer runs for a phase"
         if self._waits_for_rest():
-            self._refuse(request_timeout(self._seconds[self._phase]))
+            self._refuse(ApiError(408, f"the request was not complete after {self._seconds[self._phase]:g} s"))
         self.transport.close()
         self._watch()
 

@@ -23,11 +23,6 @@ PAGE, FLEET_PAGE = (_read(name).replace("  /* page.css */\n", STYLE) for name in
 """Pages of a server, and of a fleet (`/replicas`)."""
 
 
-def _script_digest(page: str) -> str:
-    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    return base64.b64encode(sha256(script.encode()).digest()).decode()
-
-
 def page_headers(page: str, *, own_files: bool = False) -> dict[str, str]:
     """Return the security headers of a page.
 
@@ -38,10 +33,12 @@ def page_headers(page: str, *, own_files: bool = False) -> dict[str, str]:
         page: The page, with one script.
         own_files: Whether scripts and styles may also be files of this server.
     """
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(sha256(script.encode()).digest()).decode()
     files_too = " 'self'" if own_files else ""
     rules = (
         "default-src 'none'",
-        f"script-src 'sha256-{_script_digest(page)}'{files_too}",
+        f"script-src 'sha256-{digest}'{files_too}",
         f"style-src 'unsafe-inline'{files_too}",
         "connect-src 'self'",
         "img-src data:",

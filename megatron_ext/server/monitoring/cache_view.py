@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from dataclasses import dataclass
 
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.prefix_cache.block_index import CachedPrefix
@@ -15,16 +14,6 @@ from megatron_ext.server.request_manager import RequestManager
 
 HOTTEST_PREFIXES = 20
 KEPT = 5.0  # seconds for which the hottest prefixes are reused while requests are in flight
-
-Prefixes = list[dict[str, object]]
-
-
-@dataclass(frozen=True)
-class _Hottest:
-    """Hottest prefixes at one moment."""
-
-    prefixes: Prefixes
-    taken: float  # by the monotonic clock
 
 
 class CacheView:
@@ -44,7 +33,8 @@ class CacheView:
         self._engine = engine
         self._requests = requests
         self._metrics = metrics
-        self._hottest: _Hottest | None = None
+        self._hottest: list[dict[str, object]] | None = None
+        self._taken = 0.0  # time of the last search, by the monotonic clock
         self._looking: asyncio.Task[None] | None = None
 
     async def describe(self) -> dict[str, object]:
@@ -64,7 +54,7 @@ class CacheView:
             "lost": None if state is None else state.prefix_cache_lost(),
             "audit_findings": [] if state is None else state.audit_findings,
             "disk": None if state is None else state.prefix_cache_disk(),
-            "hottest_prefixes": self._hottest.prefixes,
+            "hottest_prefixes": self._hottest,
         }
 
     def _settings(self) -> dict[str, object]:
@@ -88,12 +78,12 @@ class CacheView:
 
     def _is_recent(self) -> bool:
         """Return whether the last search is recent enough; never while idle, since a search then waits for no step."""
-        found = self._hottest
-        return self._requests.living > 0 and found is not None and time.monotonic() - found.taken < KEPT
+        is_known = self._requests.living > 0 and self._hottest is not None
+        return is_known and time.monotonic() - self._taken < KEPT
 
     async def _look(self) -> None:
         found = await asyncio.wrap_future(self._engine.hottest_prefixes(HOTTEST_PREFIXES))
-        self._hottest = _Hottest([self._shown(one) for one in found], time.monotonic())
+        self._hottest, self._taken = [self._shown(one) for one in found], time.monotonic()
 
     def _looked(self, task: asyncio.Task[None]) -> None:
         self._looking = None

@@ -148,47 +148,32 @@ class Metrics(Collector):
     def __init__(self, model: str) -> None:
         self.state: EngineStatistics | None = None
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            f"{PREFIX}_requests", "Requests that have ended, by outcome", ["outcome"], registry=registry
-        )
-        self.rejected = Counter(
-            f"{PREFIX}_requests_rejected", "Requests rejected because the queue was full", registry=registry
-        )
-        self._skipped = Counter(
-            f"{PREFIX}_prompt_tokens_skipped", "Prompt tokens that no layer computed", registry=registry
-        )
-        self._sources = Counter(
-            f"{PREFIX}_prompt_tokens_skipped_by_source",
+        self._requests = self._counter("requests", "Requests that have ended, by outcome", "outcome")
+        self.rejected = self._counter("requests_rejected", "Requests rejected because the queue was full")
+        self._skipped = self._counter("prompt_tokens_skipped", "Prompt tokens that no layer computed")
+        self._sources = self._counter(
+            "prompt_tokens_skipped_by_source",
             "Prompt tokens skipped, by source: memory (computed by this process) or disk (put back from there)",
-            ["source"],
-            registry=registry,
+            "source",
         )
-        self._computed = Counter(
-            f"{PREFIX}_prompt_tokens_computed", "Prompt tokens computed, by reason", ["reason"], registry=registry
-        )
-        self._why = Counter(
-            f"{PREFIX}_prefix_cache_explanations",
+        self._computed = self._counter("prompt_tokens_computed", "Prompt tokens computed, by reason", "reason")
+        self._why = self._counter(
+            "prefix_cache_explanations",
             "Requests by the reason why they skipped no more, with --explain-prefix-cache",
-            ["reason"],
-            registry=registry,
+            "reason",
         )
-        self._near_misses = Counter(
-            f"{PREFIX}_prefix_cache_near_misses",
+        self._near_misses = self._counter(
+            "prefix_cache_near_misses",
             "Requests that skipped less than possible, by reason and by depth, the tokens that agree with the nearest "
             "cached prefix; with --explain-prefix-cache",
-            ["reason", "depth"],
-            registry=registry,
+            *("reason", "depth"),
         )
-        self._recomputed = Counter(
-            f"{PREFIX}_tokens_recomputed",
-            "Tokens prefilled again after an eviction or a failed step",
-            registry=registry,
+        self._recomputed = self._counter(
+            "tokens_recomputed", "Tokens prefilled again after an eviction or a failed step"
         )
-        self._generated = Counter(f"{PREFIX}_tokens_generated", "Tokens generated", registry=registry)
-        self.step_failures = Counter(
-            f"{PREFIX}_step_failures",
-            "Engine steps that raised; after three in a row the requests are given up",
-            registry=registry,
+        self._generated = self._counter("tokens_generated", "Tokens generated")
+        self.step_failures = self._counter(
+            "step_failures", "Engine steps that raised; after three in a row the requests are given up"
         )
         self._first_token = self._histogram("time_to_first_token_seconds", "Time from submission to the first token")
         self.inter_token = self._histogram("inter_token_seconds", "Time from one token of a request to its next")
@@ -201,6 +186,9 @@ class Metrics(Collector):
         for source in SOURCES:
             self._sources.labels(source)
         registry.register(self)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}_{name}", text, labels, registry=self._registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"{PREFIX}_{name}", text, buckets=_SECONDS, registry=self._registry)

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias
 
-from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking
-from megatron_ext.text.chat_template import INVALID_JSON
-from megatron_ext.text.tool_calls.source import Content
+from megatron_ext.server.openai.answers import AnswerFormat, AnswerPiece, AnswerReader, arguments_of
 
 _OVERHEAD = 512  # bytes of an entry beside its ids
 _DOMAIN = b"mext.answers"
@@ -82,25 +80,9 @@ def read_answer(text: str, finish_reason: str | None, answer_format: AnswerForma
         finish_reason: Reason for the end of the answer.
         answer_format: Markers of thinking and of calls.
     """
-    thinking, content, calls = "", "", list[CallPart]()
-    for part in AnswerReader(answer_format).parts(text, finish_reason or "stop"):
-        if isinstance(part, Thinking):
-            thinking += part.text
-        elif isinstance(part, Content):
-            content += part.text
-        elif part.name is not None:
-            calls.append(part)
-        else:
-            calls[-1].arguments += part.arguments
-    return thinking, content, [(call.name or "", _arguments(call.arguments)) for call in calls]
-
-
-def _arguments(text: str) -> object:
-    try:
-        parsed = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {INVALID_JSON: text}
+    parts = AnswerReader(answer_format).parts(text, finish_reason or "stop")
+    whole = AnswerPiece([(part, []) for part in parts], [])
+    return whole.thinking, whole.content, [(call.name or "", arguments_of(call.arguments)) for call in whole.calls]
 
 
 def digest_of(text: str) -> bytes:

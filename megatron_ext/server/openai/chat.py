@@ -49,7 +49,7 @@ class ChatFormat:
     def __init__(
         self, tokenizer: Tokenizer, *, parse_control: bool = False, tool_calls: str = AUTO, reasoning_name: str = AUTO
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._parse_control = parse_control
         template = _template_of(tokenizer, has_tools=True)
         self._refuses_tools = False
@@ -71,15 +71,6 @@ class ChatFormat:
         if isinstance(tokenizer, TextTokenizer):
             tokenizer.prepare_chat()
 
-    def render(self, messages: Sequence[Message], options: ChatOptions | None = None) -> RenderedChat:
-        """Return the prompt for the next answer, or as `options` say.
-
-        Raises:
-            ApiError: Arguments of tool calls exceed the limits of one request, or are not JSON.
-            ConfigError: There is no template, or it refuses the messages.
-        """
-        return self.render_dicts(self.dicts_of(messages), options)
-
     def dicts_of(self, messages: Sequence[Message]) -> list[dict[str, object]]:
         """Return messages in the form of chat templates.
 
@@ -95,13 +86,13 @@ class ChatFormat:
         Raises:
             ConfigError: There is no template, or it refuses the messages or the tools.
         """
-        if isinstance(self._tokenizer, MissingTokenizer):
-            raise ConfigError(self._tokenizer.problem)
-        if not isinstance(self._tokenizer, TextTokenizer):
+        if isinstance(self.tokenizer, MissingTokenizer):
+            raise ConfigError(self.tokenizer.problem)
+        if not isinstance(self.tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
         if self._refuses_tools and options is not None and options.tools:
             raise ConfigError("tools: the model's chat template has none, and its --tool-call-parser is not hermes")
-        rendered = self._tokenizer.render_chat(messages, parse_control=self._parse_control, options=options)
+        rendered = self.tokenizer.render_chat(messages, parse_control=self._parse_control, options=options)
         self.end_of_turn  # noqa: B018  # rendered here, since the property is read on the event loop later
         return rendered
 
@@ -111,7 +102,7 @@ class ChatFormat:
 
         It may differ from the tokenizer's end of document, after which a chat model would not continue with a turn.
         """
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         assert isinstance(tokenizer, TextTokenizer), "it has rendered a prompt"
         try:
             text = tokenizer.apply_chat_template(_CONVERSATION, add_generation_prompt=False)
@@ -138,7 +129,7 @@ class ChatFormat:
 
     def token_of(self, text: str) -> int | None:
         """Return the id of the single token that a text is; None if it is several."""
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         tokens = tokenizer.tokenize_plain(text) if isinstance(tokenizer, TextTokenizer) and text else []
         return tokens[0] if len(tokens) == 1 else None
 
@@ -153,46 +144,36 @@ class ChatFormat:
         markers = self.reasoning
         return markers is not None and any(map(self._is_special, (markers.opening, markers.closing)))
 
-    @property
-    def reads_special(self) -> bool:
-        """Return whether answers are read with their special tokens, since some are markers."""
-        return self.calls_are_special or self.thinking_is_special
-
     def _is_special(self, text: str) -> bool:
         token = self.token_of(text)
-        return token is not None and not self._tokenizer.detokenize([token])
+        return token is not None and not self.tokenizer.detokenize([token])
 
     def ends_inside_thinking(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends with the beginning of thinking."""
-        if self.reasoning is None or not isinstance(self._tokenizer, TextTokenizer):
+        if self.reasoning is None or not isinstance(self.tokenizer, TextTokenizer):
             return False
-        tail = self._tokenizer.detokenize(list(prompt[-_TAIL:]), skip_special_tokens=False)
+        tail = self.tokenizer.detokenize(list(prompt[-_TAIL:]), skip_special_tokens=False)
         return reasoning.begins_inside(tail, self.reasoning)
 
     @cached_property
     def thinking_token(self) -> int | None:
         """First token of the marker that begins thinking; None without such a marker."""
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if self.reasoning is None or not isinstance(tokenizer, TextTokenizer):
             return None
         return tokenizer.tokenize_plain(self.reasoning.opening)[0]
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the model."""
-        return self._tokenizer
-
-    @property
     def ends(self) -> tuple[int | None, ...]:
         """Tokens that may end an answer."""
-        return (self.end_of_turn, *ends_of(self._tokenizer))
+        return (self.end_of_turn, *ends_of(self.tokenizer))
 
     @cached_property
     def other_ends(self) -> tuple[int, ...]:
         """Return the tokens other than `end_of_turn` that end an answer."""
         if self.end_of_turn is None:  # end-of-document tokens end it
             return ()
-        return tuple(token for token in ends_of(self._tokenizer) if token != self.end_of_turn)
+        return tuple(token for token in ends_of(self.tokenizer) if token != self.end_of_turn)
 
 
 def _template_of(tokenizer: Tokenizer, *, has_tools: bool) -> str | None:

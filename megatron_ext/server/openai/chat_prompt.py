@@ -183,7 +183,8 @@ class Conversation:
     def _check_fields(self, index: int) -> None:
         """Check that the ids of an answer give the fields of its message, by the parsers that read answers."""
         prompt, generated = self._sent[index]
-        text = self._tokenizer.detokenize(list(generated), skip_special_tokens=not self._format.reads_special)
+        is_read_whole = self._format.calls_are_special or self._format.thinking_is_special  # some are markers
+        text = self._tokenizer.detokenize(list(generated), skip_special_tokens=not is_read_whole)
         message = self._messages[index]
         content, calls = content_and_calls(message)
         functions = tuple(map(_function_of, self._options.tools))

@@ -13,7 +13,7 @@ from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.request import MAX_CHECKPOINTS, ResponseFormat
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.server.api_errors import context_exceeded, generates_nothing, too_many_requests
+from megatron_ext.server.api_errors import ApiError, context_exceeded
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
@@ -41,8 +41,16 @@ def check_count(prompts: int, choices: int, limit: int) -> None:
     Raises:
         ApiError: There are more.
     """
-    if prompts * choices > limit:
-        raise too_many_requests(prompts, choices, limit)
+    if prompts * choices <= limit:
+        return
+    if prompts == 1:
+        what = f"{choices} choices (n) of a prompt"
+    elif choices == 1:
+        what = f"{prompts} prompts in one request"
+    else:
+        what = f"{prompts} prompts with {choices} choices (n) each, {prompts * choices} in all"
+    message = f"{what}; this server accepts at most {limit} at once"
+    raise ApiError(400, message, param="n" if prompts == 1 else "prompt")
 
 
 def completion_inputs(
@@ -69,7 +77,10 @@ def completion_inputs(
     settings = _common(body, caller, defaults) | _scores(body.logprobs, with_prompt=echoes_scores)
     count = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if count == 0 and not body.echo:
-        raise generates_nothing()
+        message = (
+            "max_tokens must be at least 1; 0 needs echo on /v1/completions, which returns the scores of the prompt"
+        )
+        raise ApiError(400, message, param="max_tokens")
     return [one for prompt in prompts for one in _choices(body, prompt, count, settings, limits)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
 from megatron_ext.server.http.body import JsonReader, NotJson
 from megatron_ext.server.openai.request_fields import (
@@ -19,6 +19,7 @@ from megatron_ext.server.openai.request_fields import (
     Ids,
     JsonObject,
     JsonValue,
+    LenientObject,
     Name,
     Prompts,
     Schema,
@@ -83,10 +84,8 @@ class TextPart(Body):
     """Other prompts may have everything up to here in common."""
 
 
-class Message(BaseModel):
-    """Message of a conversation. Unknown fields that clients copy from an answer are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+class Message(LenientObject):
+    """Message of a conversation."""
 
     role: Name
     """Author of the message: `system`, `user`, `assistant`, `tool` and others."""
@@ -117,7 +116,12 @@ class Message(BaseModel):
     @classmethod
     def _is_text(cls, value: object) -> object:
         if isinstance(value, list):
-            value = [_refusal_as_text(part) for part in value]
+            value = [  # a refusal is the text that the assistant has said
+                {"type": "text", "text": part.get("refusal")}
+                if isinstance(part, dict) and part.get("type") == "refusal"
+                else part
+                for part in value
+            ]
         parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
         other = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
         if other is not None:
@@ -163,13 +167,6 @@ class Message(BaseModel):
             fields["role"] = "tool"
         thinking = fields.pop("reasoning", None)  # templates know the older name
         return fields if thinking is None else {"reasoning_content": thinking} | fields
-
-
-def _refusal_as_text(part: object) -> object:
-    """Return a part of a content; a refusal is the text that the assistant has said."""
-    if isinstance(part, dict) and part.get("type") == "refusal":
-        return {"type": "text", "text": part.get("refusal")}
-    return part
 
 
 def _with_object(call: dict[str, object], reader: JsonReader) -> dict[str, object]:

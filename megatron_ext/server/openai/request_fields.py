@@ -116,6 +116,12 @@ class Body(BaseModel):
         return value
 
 
+class LenientObject(BaseModel):
+    """Base of objects that clients copy from answers: strict types; unknown fields are ignored without a note."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+
 @cache
 def _names_of(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in model.model_fields.items())
@@ -339,16 +345,6 @@ class GenerationRequest(SamplingFields):
     def stop_words(self) -> tuple[str, ...]:
         """Return the stop words as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def includes_usage(self) -> bool:
-        """Return whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continues_usage(self) -> bool:
-        """Return whether each part of a stream has the usage so far."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def enforced_format(self) -> ResponseFormat | None:

@@ -1,4 +1,4 @@
-"""Engine records as OpenAI's objects, whole and in parts."""
+"""Engine records as OpenAI's objects, whole and in parts, by a builder for each route."""
 
 from __future__ import annotations
 
@@ -7,47 +7,36 @@ import base64
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
 
 from megatron_ext.engine.pausing import ABORT
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.token_versions import part_of
 from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError, aborted
-from megatron_ext.server.client.request_group import RequestHandle
-from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, thinking_length
+from megatron_ext.server.openai.answers import (
+    PLAIN,
+    AnswerFormat,
+    AnswerPiece,
+    CallPart,
+    Piece,
+    Scored,
+    ScoredReader,
+    finite,
+    generated_scores,
+    prompt_scores,
+    scored_parts,
+    thinking_length,
+)
+from megatron_ext.server.request_manager import RequestHandle
 from megatron_ext.text.detokenizer import excerpt
 from megatron_ext.text.vocabulary import Vocabulary
 
 DROPPED_THINKING = "dropped_thinking"
 _DROPPED_THINKING_TEXT = "The chat template drops the thinking of an earlier turn, which the cached prefix has there"
 _DROPPED_THINKING_ADVICE = "Use a chat template that keeps the thinking of earlier turns, or turn thinking off."
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Token with its log-prob (None for the first of a prompt) and the best alternatives."""
-
-    token: int
-    log_prob: float | None
-    best: dict[int, float]
-
-
-def generated_scores(source: Progress | RequestRecord, start: int) -> list[Scored]:
-    """Return the scores of the tokens generated from `start` on; empty unless log-probs were requested."""
-    log_probs = (source.generated_log_probs or ())[start:]
-    best: Sequence[dict[int, float]] = (source.generated_top_n_log_probs or ())[start:] or [{}] * len(log_probs)
-    tokens = source.generated_tokens[start : start + len(log_probs)]
-    return [Scored(*one) for one in zip(tokens, log_probs, best, strict=True)]
-
-
-def prompt_scores(source: Progress | RequestRecord) -> list[Scored]:
-    """Return the scores of the prompt's tokens, whose log-probs were requested."""
-    tokens, log_probs = source.prompt_tokens, source.prompt_log_probs
-    assert log_probs is not None, "log-probs of the prompt were asked for"
-    best: Sequence[dict[int, float]] = source.prompt_top_n_log_probs or [{}] * len(log_probs)
-    return [Scored(tokens[0], None, {}), *(Scored(*one) for one in zip(tokens[1:], log_probs, best, strict=True))]
 
 
 def finished(handle: RequestHandle) -> RequestRecord:
@@ -63,15 +52,11 @@ def finished(handle: RequestHandle) -> RequestRecord:
     if record.status is Status.FAILED:
         error = record.error or "the request failed"
         raise ApiError(500, error, kind=FAULT, code=REQUEST_FAILED) if record.is_fault else ApiError(400, error)
-    if record.status is Status.ABORTED and not _is_whole(record):
+    scores = record.prompt_log_probs
+    has_scores = scores is None or len(scores) == len(record.prompt_tokens) - 1
+    if record.status is Status.ABORTED and not (record.finish_reason == ABORT and has_scores):
         raise aborted()  # by an update of the weights
     return record
-
-
-def _is_whole(record: RequestRecord) -> bool:
-    """Return whether a pause has ended the request, and all its prompt's log-probs are known if it wants any."""
-    scores = record.prompt_log_probs
-    return record.finish_reason == ABORT and (scores is None or len(scores) == len(record.prompt_tokens) - 1)
 
 
 def usage(builder: AnswerBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:
@@ -118,23 +103,6 @@ def usage_so_far(builder: ResponseBuilder, handles: Sequence[RequestHandle]) -> 
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Next part of a choice.
-
-    Attributes:
-        text: Text that cannot change any more; it may be empty.
-        tokens: Tokens since the previous piece.
-        scores: Scores of these tokens, if requested.
-        reason: Finish reason, in the last piece.
-    """
-
-    text: str
-    tokens: Sequence[int] = ()
-    scores: Sequence[Scored] = ()
-    reason: str | None = None
-
-
 class AnswerBuilder:
     """Base of the builders of answers: identity of an answer, and what of its records it shows.
 
@@ -167,35 +135,59 @@ class AnswerBuilder:
         return thinking_length(record.generated_tokens, self._answer_format, decode)
 
 
+Event = dict[str, Any]
+
+
+class EventBuilder(AnswerBuilder, abc.ABC):
+    """Builder of one answer as typed events, which add up to the whole answer."""
+
+    @abc.abstractmethod
+    def begin(self, source: Progress | RequestRecord) -> Iterator[Event]:
+        """Yield the events before any output."""
+
+    @abc.abstractmethod
+    def feed(self, piece: Piece) -> Iterator[Event]:
+        """Yield the events of the next piece; the last one closes all that is open."""
+
+    @abc.abstractmethod
+    def finish(self, record: RequestRecord) -> list[Event]:
+        """Return the last events, after the last piece."""
+
+    @abc.abstractmethod
+    def fail(self, error: ApiError) -> Event:
+        """Return the last event of an answer that has failed."""
+
+
 class ResponseBuilder(AnswerBuilder, abc.ABC):
     """Builder of OpenAI's objects: the differences between completions and chat completions.
 
     Args:
-        prefix: Beginning of the id.
         model: Name that the model is served under.
         vocabulary: Vocabulary that decodes tokens.
-        answer_format: Format of the answers.
         choices: Choices of each prompt.
         has_scores: Whether log-probs were requested.
         shows_ids: Whether token ids are returned as well.
+        answer_format: Format of the answers' thinking and tool calls.
 
     Attributes:
+        PREFIX: Beginning of ids.
         shows_versions: Whether choices have the versions of the weights.
         shows_routing: Whether choices have the experts of their tokens.
     """
 
+    PREFIX: ClassVar[str]
+
     def __init__(
         self,
-        prefix: str,
         model: str,
         vocabulary: Vocabulary,
-        answer_format: AnswerFormat,
         choices: int,
         *,
         has_scores: bool,
-        shows_ids: bool,
+        shows_ids: bool = False,
+        answer_format: AnswerFormat = PLAIN,
     ) -> None:
-        super().__init__(f"{prefix}-{uuid.uuid4().hex}", vocabulary, answer_format, choices)
+        super().__init__(f"{self.PREFIX}-{uuid.uuid4().hex}", vocabulary, answer_format, choices)
         self.shows_versions = False
         self.shows_routing = False
         self.has_scores = has_scores
@@ -276,3 +268,192 @@ def whole(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[st
     ]
     envelope = builder.envelope(is_part=False) | builder.heading(records[0])
     return envelope | {"choices": choices, "usage": usage(builder, records)}
+
+
+CALLED = "tool_calls"  # finish reason of an answer with tool calls
+
+
+class CompletionResponseBuilder(ResponseBuilder):
+    """Response builder of `/v1/completions`; see `ResponseBuilder`.
+
+    Args:
+        echoes: Prompt text of each choice, if it precedes the output.
+    """
+
+    PREFIX = "cmpl"
+
+    def __init__(
+        self,
+        model: str,
+        vocabulary: Vocabulary,
+        choices: int,
+        *,
+        has_scores: bool,
+        echoes: Sequence[str] | None,
+        shows_ids: bool = False,
+    ) -> None:
+        super().__init__(model, vocabulary, choices, has_scores=has_scores, shows_ids=shows_ids)
+        self._echoes = echoes
+        self._lengths: dict[int, int] = {}  # characters of the text so far, by choice
+
+    def envelope(self, *, is_part: bool) -> dict[str, object]:
+        """Return the fields around the choices."""
+        return {"object": "text_completion", **self._fields}
+
+    def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
+        """Return no fields: prompts are returned with their choices."""
+        return {}
+
+    def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
+        """Return the prompt, if echoed, and its ids, if requested."""
+        if self._echoes is None and not self._shows_ids:
+            return None
+        echo = "" if self._echoes is None else self._echoes[index]
+        return self._choice(index, [Piece(echo, scores=self._prompt_scores(first))]) | self._prompt_ids(first)
+
+    def part(self, index: int, piece: Piece) -> dict[str, object] | None:
+        """Return a part of a choice."""
+        return self._choice(index, [piece])
+
+    def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
+        """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
+        echo = "" if self._echoes is None else self._echoes[index]
+        prompt = Piece(echo, scores=self._prompt_scores(first))
+        scores = generated_scores(record, 0)
+        answer = Piece(record.generated_text, record.generated_tokens, scores, record.finish_reason)
+        return self._choice(index, [prompt, answer]) | self._prompt_ids(record)
+
+    def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, object]:
+        """Return a choice, or a part of it, whose text is the one of `pieces`."""
+        text, last = "".join(piece.text for piece in pieces), pieces[-1]
+        log_probs = self._log_probs(index, pieces) if self.has_scores else None
+        fields = {"index": index, "text": text, "logprobs": log_probs, "finish_reason": last.reason}
+        return fields | self._ids(last.tokens)
+
+    def _prompt_scores(self, first: Progress | RequestRecord) -> list[Scored]:
+        return prompt_scores(first) if self.has_scores and self._echoes is not None else []
+
+    def _log_probs(self, index: int, pieces: Sequence[Piece]) -> dict[str, object]:
+        """Return the log-probs of all tokens, even of tokens that the text does not show: clients count them."""
+        offsets: list[int] = []
+        length = self._lengths.get(index, 0)
+        for piece in pieces:
+            for one in scored_parts(self._vocabulary, piece.scores, piece.text):
+                begun = sum(byte & 0xC0 != 0x80 for byte in one.data)  # characters
+                offsets.append(length - (bool(one.data) and one.data[0] & 0xC0 == 0x80))
+                length += begun
+            self._lengths[index] = length = self._lengths.get(index, 0) + len(piece.text)
+        scores = [score for piece in pieces for score in piece.scores]
+        return {
+            "tokens": [self._vocabulary.token_text(one.token) for one in scores],
+            "token_logprobs": [finite(one.log_prob) for one in scores],
+            "top_logprobs": [self._best(one) for one in scores],
+            "text_offset": offsets,
+        }
+
+    def _best(self, one: Scored) -> dict[str, float | None] | None:
+        """Return the best tokens and, always, the chosen one. Tokens with equal text count as the best of them."""
+        if one.log_prob is None:
+            return None
+        log_probs: dict[int, float] = one.best | {one.token: one.log_prob}
+        ranked = sorted(log_probs.items(), key=lambda item: item[1])
+        return {self._vocabulary.token_text(token): finite(log_prob) for token, log_prob in ranked}
+
+
+class ChatResponseBuilder(ResponseBuilder):
+    """Response builder of `/v1/chat/completions`."""
+
+    PREFIX = "chatcmpl"
+
+    @cached_property
+    def _readers(self) -> list[ScoredReader]:
+        """Reader of each choice."""
+        return [ScoredReader(self._answer_format, self._vocabulary) for _ in range(self.choices)]
+
+    def envelope(self, *, is_part: bool) -> dict[str, object]:
+        """Return the fields around the choices."""
+        return {"object": "chat.completion.chunk" if is_part else "chat.completion", **self._fields}
+
+    def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
+        """Return the conversation's ids, if requested."""
+        return self._prompt_ids(source)
+
+    def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
+        """Return the first part of a choice, with the role."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def part(self, index: int, piece: Piece) -> dict[str, object] | None:
+        """Return a part of a choice; pieces of calls are returned as soon as they are certain."""
+        part, reason = self._read(index, piece)
+        thinking, content, log_probs = part.thinking, part.content, self._log_probs(part)
+        delta: dict[str, object] = _thinking(thinking) if thinking else {}
+        if content:
+            delta["content"] = content
+        if calls := part.calls:
+            delta["tool_calls"] = [_call_part(call) for call in calls]
+        has_scores = log_probs is not None and bool(log_probs["content"])
+        if not delta and reason is None and not has_scores and not self._shows_ids and not self.shows_versions:
+            return None
+        return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": reason} | self._ids(
+            piece.tokens
+        )
+
+    def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
+        """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
+        scores = generated_scores(record, 0)
+        piece = Piece(record.generated_text, record.generated_tokens, scores, record.finish_reason or "")
+        part, reason = self._read(index, piece)
+        calls = part.calls
+        text = part.content or (None if calls else "")
+        message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+        if self._readers[index].has_thought:
+            message |= _thinking(part.thinking)
+        if calls:
+            message["tool_calls"] = [_whole_call(call) for call in calls]
+        log_probs = self._log_probs(part)
+        both = {}
+        # Under Megatron's names; in a message, which a client may send back, if they read as the message.
+        if self._shows_ids:
+            both = {**self._prompt_ids(first), "generation_token_ids": list(piece.tokens)}
+        return (
+            {
+                "index": index,
+                "message": message | (both if record.stop_word is None else {}),
+                "logprobs": log_probs,
+                "finish_reason": reason or None,
+            }
+            | both
+            | self._ids(piece.tokens)
+        )
+
+    def _read(self, index: int, piece: Piece) -> tuple[AnswerPiece, str | None]:
+        """Return what a piece has made certain, and the finish reason: None until the choice has ended."""
+        reader = self._readers[index]
+        found = reader.read(piece)
+        has_called = reader.call_count and piece.reason == "stop"
+        return found, CALLED if has_called else piece.reason
+
+    def _log_probs(self, found: AnswerPiece) -> dict[str, object] | None:
+        """Return the log-probs of the content's tokens; of all tokens where their ids are shown, too."""
+        if not self.has_scores:
+            return None
+        scores = found.scores if self._shows_ids else found.content_scores
+        return {"content": [one.to_dict(self._vocabulary) for one in scores], "refusal": None}
+
+
+def _thinking(text: str) -> dict[str, object]:
+    """Return the fields of thinking under the names of vLLM and DeepSeek."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _whole_call(call: CallPart) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _call_part(call: CallPart) -> dict[str, object]:
+    """Return a part of a call: the first one has its id and name."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **_whole_call(call)}

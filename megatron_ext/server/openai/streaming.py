@@ -6,8 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,19 +16,19 @@ from megatron_ext.engine.updates import Progress
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import ApiError, ClientGone, engine_fault
-from megatron_ext.server.client.request_group import RequestGroup, RequestHandle
+from megatron_ext.server.openai.answers import Piece, Scored, generated_scores
 from megatron_ext.server.openai.responses import (
-    Piece,
+    Event,
+    EventBuilder,
     ResponseBuilder,
-    Scored,
     experts_of,
     explained,
     finished,
-    generated_scores,
     usage,
     usage_so_far,
     versions_of,
 )
+from megatron_ext.server.request_manager import RequestGroup, RequestHandle
 from megatron_ext.text.stop_words import TextStream
 
 logger = logging.getLogger(__name__)
@@ -44,19 +43,9 @@ def event(content: dict[str, object]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
-@dataclass(frozen=True)
-class StreamOptions:
-    """Options of a stream.
-
-    Attributes:
-        decoder: Decoder of a request's params: token ids to text.
-        ends_with_usage: Whether an extra event at the end has the usage.
-        continues_usage: Whether each part has the usage so far.
-    """
-
-    decoder: Callable[[RequestParams], Callable[..., str]]
-    ends_with_usage: bool
-    continues_usage: bool
+def named_event(content: dict[str, object]) -> bytes:
+    """Return a server-sent event that is named as its content's type."""
+    return f"event: {content['type']}\n".encode() + event(content)
 
 
 class PieceReader:
@@ -177,19 +166,34 @@ def source_of(handle: RequestHandle) -> Progress | RequestRecord | None:
     return finished(handle) if handle.has_ended else handle.progress
 
 
-async def events(group: RequestGroup, builder: ResponseBuilder, options: StreamOptions) -> AsyncIterator[bytes]:
-    """Yield the events of a response; an error on the way is the last event."""
+async def events(
+    group: RequestGroup,
+    builder: ResponseBuilder,
+    decoder: Callable[[RequestParams], Callable[..., str]],
+    *,
+    ends_with_usage: bool,
+    continues_usage: bool,
+) -> AsyncIterator[bytes]:
+    """Yield the events of a response; an error on the way is the last event.
+
+    Args:
+        group: Group of the requests.
+        builder: Builder of the response.
+        decoder: Decoder of a request's params: token ids to text.
+        ends_with_usage: Whether an extra event at the end has the usage.
+        continues_usage: Whether each part has the usage so far.
+    """
     envelope, handles = builder.envelope(is_part=True), group.handles
     streams = [
-        _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, options.decoder(handle.inputs.params))
+        _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, decoder(handle.inputs.params))
         for i, handle in enumerate(handles)
     ]
-    usage_now: dict[str, object] = {"usage": None} if options.ends_with_usage else {}
+    usage_now: dict[str, object] = {"usage": None} if ends_with_usage else {}
     try:
         while True:
             for stream in streams:
                 for part in stream.parts():
-                    if options.continues_usage:
+                    if continues_usage:
                         usage_now = {"usage": usage_so_far(builder, handles)}
                     yield event(envelope | part | usage_now)
             if all(stream.is_ended for stream in streams):
@@ -198,10 +202,58 @@ async def events(group: RequestGroup, builder: ResponseBuilder, options: StreamO
     except Exception as error:
         yield event(failure_of(error).to_dict())
         return
-    if options.ends_with_usage:
+    if ends_with_usage:
         records = [finished(handle) for handle in group.handles]
         yield event(envelope | {"choices": [], "usage": usage(builder, records)})
     yield DONE
+
+
+async def typed_events(
+    group: RequestGroup,
+    builder: EventBuilder,
+    decoder: Callable[[RequestParams], Callable[..., str]],
+    *,
+    splits_tokens: bool = False,
+    on_end: Callable[[], None] = lambda: None,
+) -> AsyncIterator[Event]:
+    """Yield the events of an answer.
+
+    Args:
+        group: Group of one request, which has started.
+        builder: Builder of the answer.
+        decoder: Decoder of a request's params: token ids to text.
+        splits_tokens: See `PieceReader`.
+        on_end: Called when the answer is complete, before the last events.
+
+    Raises:
+        ApiError: The request has failed.
+    """
+    (handle,) = group.handles
+    pieces = PieceReader(handle, decoder(handle.inputs.params), splits_tokens=splits_tokens)
+    source = source_of(handle)
+    assert source is not None, "the request has started"
+    for one in builder.begin(source):
+        yield one
+    while True:
+        for piece in pieces.read():
+            for one in builder.feed(piece):
+                yield one
+        if pieces.is_ended:
+            break
+        await group.next_update()
+    last = builder.finish(finished(handle))
+    on_end()
+    for one in last:
+        yield one
+
+
+async def named_events(events: AsyncIterator[Event], builder: EventBuilder) -> AsyncIterator[bytes]:
+    """Yield events as a client gets them; an error on the way is the last event."""
+    try:
+        async for one in events:
+            yield named_event(one)
+    except Exception as error:
+        yield named_event(builder.fail(failure_of(error)))
 
 
 def failure_of(error: Exception) -> ApiError:
@@ -214,13 +266,6 @@ def failure_of(error: Exception) -> ApiError:
     return engine_fault(error)
 
 
-class Abortable(Protocol):
-    """Work that can be aborted."""
-
-    def abort(self) -> None:
-        """Abort the work unless it has ended; return at once."""
-
-
 class EventStream(Response):
     """Response that sends events as they come; the group is aborted if the client disconnects or sending fails.
 
@@ -231,7 +276,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, group: Abortable, source: AsyncIterator[bytes]) -> None:
+    def __init__(self, group: RequestGroup, source: AsyncIterator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._group = group

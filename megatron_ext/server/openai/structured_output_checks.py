@@ -14,7 +14,7 @@ from typing import TypeVar
 from megatron_ext.config import ServerLimits
 from megatron_ext.config.request import JSON_OBJECT, JSON_SCHEMA, LARK, ResponseFormat, ThinkingBudget
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.api_errors import response_format_refused, response_format_too_long, response_format_too_slow
+from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import MAX_CALLS, ChatRequest
@@ -74,16 +74,20 @@ class StructuredOutputChecks:
     def _check_size(self, size: int, kind: str, param: str) -> None:
         limit = self._limits.schema_bytes
         if size > limit:
-            raise response_format_too_long(kind, size, limit, param)
+            message = f"the {kind} has {size} bytes; this server accepts at most {limit} (--max-schema-kb)"
+            raise ApiError(400, message, param=param, code="schema_too_long")
 
     async def _run(self, function: Callable[[], Result], kind: str, param: str) -> Result:
         running = asyncio.get_running_loop().run_in_executor(self._threads, function)
         try:
             return await asyncio.wait_for(running, self._limits.grammar_timeout)
         except asyncio.TimeoutError:  # the thread continues until the library's own limits end it
-            raise response_format_too_slow(kind, self._limits.grammar_timeout, param) from None
+            seconds = f"{self._limits.grammar_timeout:g} s (--grammar-timeout)"
+            message = f"the {kind} was not compiled within {seconds}; send a simpler one"
+            raise ApiError(400, message, param=param, code="schema_too_slow") from None
         except ConfigError as error:
-            raise response_format_refused(str(error), param) from None
+            logged = f"{param}: has features that are not supported"  # the message has the client's text
+            raise ApiError(400, str(error), param=param, code="schema_not_supported", logged=logged) from None
 
 
 def _supported(functions: Sequence[Function]) -> dict[str, Function]:

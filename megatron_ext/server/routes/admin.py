@@ -15,7 +15,7 @@ from megatron_ext.console.profiling import StepTracer
 from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.errors import ConfigError
 from megatron_ext.runner.out_of_memory import is_out_of_memory
-from megatron_ext.server.api_errors import ApiError, aborted, no_memory, no_such_answer
+from megatron_ext.server.api_errors import ApiError, aborted, no_memory
 from megatron_ext.server.http.body import JsonRoute, only_queries
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.request_fields import Body, Name
@@ -178,7 +178,8 @@ async def abort(serving: ServerDependency, body: AbortRequest) -> dict[str, obje
         group = serving.requests.groups.get(body.request_id)
         count = 0 if group is None else serving.requests.end(group, aborted())
         if count == 0:
-            raise no_such_answer(printable(body.request_id, LONGEST_ID))
+            message = f"no running request has the id {printable(body.request_id, LONGEST_ID)!r}"
+            raise ApiError(404, message, param="request_id", code="request_not_found")
     else:
         count = serving.requests.living
         serving.requests.give_up(aborted())

@@ -1,34 +1,64 @@
-"""Routes that generate."""
+"""Routes that generate: completions, chats, the Responses API, and Anthropic's Messages API: other words for chats."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.access import note_answer
-from megatron_ext.server.api_errors import routing_not_recorded
-from megatron_ext.server.client.request_group import RequestGroup
+from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH, in_messages_words
+from megatron_ext.server.anthropic.message_builder import MessageBuilder
+from megatron_ext.server.anthropic.message_fields import (
+    CountTokensRequest,
+    MessagesRequest,
+    as_chat,
+    note_betas,
+    refuse_threads,
+)
+from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, ContextExceeded
+from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.http.auth import CALLER
-from megatron_ext.server.http.body import JsonRoute, sender_of
+from megatron_ext.server.http.body import JsonRoute, ShortPath, only_queries, sender_of
+from megatron_ext.server.log import printable
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.engine_requests import chat_inputs, check_count, completion_inputs
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
-from megatron_ext.server.openai.request_fields import GenerationRequest
-from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
-from megatron_ext.server.openai.responses import AnswerBuilder, ResponseBuilder, finished, whole
-from megatron_ext.server.openai.streaming import EventStream, StreamOptions, events, source_of, while_connected
+from megatron_ext.server.openai.request_fields import GenerationRequest, StreamOptions
+from megatron_ext.server.openai.responses import (
+    AnswerBuilder,
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    Event,
+    ResponseBuilder,
+    finished,
+    whole,
+)
+from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
+from megatron_ext.server.openai.responses_api.create_request import ResponsePrompt, ResponsesRequest, conversation_of
+from megatron_ext.server.openai.responses_api.response_store import tag_of
+from megatron_ext.server.openai.streaming import (
+    EventStream,
+    events,
+    named_events,
+    source_of,
+    typed_events,
+    while_connected,
+)
 from megatron_ext.server.openai.structured_output_checks import answer_format_of, constrained_format
+from megatron_ext.server.request_manager import RequestGroup
 from megatron_ext.server.scope import handed_on_to
 from megatron_ext.server.serving import ServerDependency, Serving
+from megatron_ext.server.unknown_fields import note_ignored
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -133,12 +163,15 @@ async def _answer(
     builder.shows_versions = bool(body.return_weights_version)
     builder.shows_routing = bool(body.return_routed_experts)
     if builder.shows_routing and not serving.limits.keeps_routing:
-        raise routing_not_recorded()
+        message = "return_routed_experts: the server was started without --moe-enable-routing-replay; leave it out"
+        raise ApiError(400, message, param="return_routed_experts", code="routing_not_recorded")
     group = await run_requests(request, serving, body, inputs, builder, on_result)
     if not body.stream:
         return json_response(whole(builder, [finished(handle) for handle in group.handles]))
-    options = StreamOptions(serving.decoder, body.includes_usage, body.continues_usage)
-    return EventStream(group, events(group, builder, options))
+    given = body.stream_options or StreamOptions()
+    ends, continues = bool(given.include_usage), bool(given.continuous_usage_stats)
+    parts = events(group, builder, serving.decoder, ends_with_usage=ends, continues_usage=continues)
+    return EventStream(group, parts)
 
 
 async def run_requests(
@@ -185,3 +218,162 @@ async def run_requests(
 def json_response(content: object) -> Response:
     """Return a response with a JSON body, in UTF-8."""
     return Response(json.dumps(content, ensure_ascii=False, allow_nan=False).encode(), media_type="application/json")
+
+
+async def whole_answer(events: AsyncIterator[Event], answer: Event) -> Response:
+    """Return the response with an answer that is what events add up to, once all of them have come."""
+    async for _ in events:
+        pass
+    return json_response(answer)
+
+
+@router.post(MESSAGES_PATH)
+async def create_message(body: MessagesRequest, request: Request, serving: ServerDependency) -> Response:
+    """Answer in a conversation, in the form of Anthropic's Messages API."""
+    refuse_threads(body)
+    note_betas(request.headers.get("anthropic-beta", ""))
+    chat = as_chat(body, can_think=serving.chat_format.reasoning is not None)
+    try:
+        inputs, answer_format, remember = await prepare_chat(chat, request, serving)
+    except ContextExceeded as error:
+        raise in_messages_words(error) from None
+    builder = MessageBuilder(serving.answered_name(body.model), serving.vocabulary, answer_format)
+    group = await run_requests(request, serving, chat, inputs, builder, remember)
+    events = typed_events(group, builder, serving.decoder)
+    if body.stream:
+        return EventStream(group, named_events(events, builder))
+    return await whole_answer(events, builder.message)
+
+
+@router.post(COUNT_PATH)
+async def count_message_tokens(body: CountTokensRequest, request: Request, serving: ServerDependency) -> dict[str, int]:
+    """Return the number of prompt tokens of a request to the Messages API."""
+    refuse_threads(body)
+    serving.check_name(body.model)
+    chat = as_chat(body)
+    try:
+        prompt = await serving.chat_prompt(request, chat.messages, chat.chat_options, body.cache_salt)
+    except ContextExceeded as error:
+        raise in_messages_words(error) from None
+    return {"input_tokens": len(prompt.ids)}
+
+
+_MAX_WARNED = 10  # kinds in a warning
+# Fields of a chat request that errors are about, and their names here.
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
+
+
+@router.post("/v1/responses")
+async def create_response(body: ResponsesRequest, request: Request, serving: ServerDependency) -> Response:
+    """Answer in a conversation, given as items or continued from a stored response."""
+    tenant = _tenant(request)
+    conversation = conversation_of(body, serving.response_store, tenant)
+    chat = body.chat_request(conversation.messages)
+    try:
+        inputs, answer_format, remember = await prepare_chat(chat, request, serving)
+        is_stored = serving.response_store.is_on and body.store is not False
+        answer = ResponseAnswer(
+            _fields(body, inputs[0].params, serving.answered_name(body.model), is_stored=is_stored),
+            answer_format,
+            serving.vocabulary,
+            tag_of(serving.instance),
+            shows_ids=bool(body.return_token_ids),
+        )
+        answer.thinking_token = serving.chat_format.thinking_token
+        group = await run_requests(request, serving, chat, inputs, answer, remember)
+    except ApiError as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise
+
+    def store() -> None:
+        if is_stored:
+            key = (tenant, answer.id)
+            answer.response["store"] = serving.response_store.put(
+                key, conversation.items, answer.response, conversation.before
+            )
+
+    events = typed_events(group, answer, serving.decoder, splits_tokens=body.has_scores, on_end=store)
+    if body.stream:
+        response: Response = EventStream(group, named_events(events, answer))
+    else:
+        response = await whole_answer(events, answer.response)
+    if body.left_out:
+        response.headers["Warning"] = _warning(body.left_out)
+    return response
+
+
+@router.post("/v1/responses/input_tokens", dependencies=[Depends(only_queries())])
+async def count_input_tokens(body: ResponsePrompt, request: Request, serving: ServerDependency) -> dict[str, object]:
+    """Return the number of tokens of a conversation, and with `return_token_ids` the tokens."""
+    serving.check_name(body.model)
+    conversation = conversation_of(body, serving.response_store, _tenant(request))
+    chat = await serving.chat_prompt(request, conversation.messages, body.chat_options, body.cache_salt)
+    tokens = list(chat.ids)
+    shown = {"prompt_token_ids": tokens} if body.return_token_ids else {}
+    return {"object": "response.input_tokens", "input_tokens": len(tokens), **shown}
+
+
+@router.get("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
+async def retrieve_response(response_id: ShortPath, request: Request, serving: ServerDependency) -> Response:
+    """Return a stored response."""
+    stored = serving.response_store.get((_tenant(request), response_id), "response_id")
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
+async def delete_response(response_id: ShortPath, request: Request, serving: ServerDependency) -> dict[str, object]:
+    """Delete a stored response; responses that continue it keep its turn."""
+    serving.response_store.delete((_tenant(request), response_id))
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _warning(kinds: Sequence[str]) -> str:
+    """Return the header that names the parts of a request that were left out, and note them once."""
+    shown = ", ".join(ascii(printable(kind, LONGEST_NAME))[1:-1].replace('"', "") for kind in kinds[:_MAX_WARNED])
+    for kind in kinds:
+        note_ignored(f"tools and items of type {kind}")
+    return f'299 - "left out, since this server does not have them: {shown}"'
+
+
+def _tenant(request: Request) -> str:
+    """Return the tenant of a request's key; empty without keys."""
+    caller: Caller = request.scope[CALLER]
+    return caller.tenant
+
+
+def _fields(body: ResponsesRequest, params: RequestParams, model: str, *, is_stored: bool) -> dict[str, object]:
+    """Return the fields of a response that repeat its request, with what holds for those left out."""
+    given = body.model_dump(
+        mode="json", include={"reasoning", "text", "metadata", "user", "safety_identifier", "prompt_cache_key"}
+    )
+    choice = body.tool_choice
+    named = [{"type": "function", "name": name} for name in choice.names or ()]
+    text = given["text"] or {}
+    return {
+        "model": model,
+        "instructions": body.instructions,
+        "previous_response_id": body.previous_response_id,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": given["metadata"] or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": params.temperature,
+        "top_p": params.top_p or 1.0,
+        "top_logprobs": body.top_logprobs or 0,
+        "tool_choice": {"type": "allowed_tools", "mode": choice.mode, "tools": named} if named else choice.mode,
+        "tools": [tool.model_dump(mode="json") for tool in body.functions],
+        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity") or "medium"},
+        "reasoning": {"effort": None, "summary": None} | (given["reasoning"] or {}),
+        "truncation": "disabled",
+        "background": False,
+        "service_tier": "default",
+        "store": is_stored,
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+    }

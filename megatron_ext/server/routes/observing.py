@@ -61,7 +61,8 @@ async def metrics_history(
     serving: ServerDependency, since: Annotated[float, Query(description=_SINCE)] = 0.0
 ) -> dict[str, object]:
     """Return the metrics of the last ten minutes, or since a moment, followed by the current values."""
-    return serving.describe_server() | serving.history.since(since)
+    heading = {"model": serving.model, "version": megatron_ext.__version__, "started": serving.created}
+    return heading | serving.history.since(since)
 
 
 @router.get("/prefix_cache")

@@ -15,7 +15,7 @@ from arguments.megatron.synonyms import SYNONYMS
 from arguments.parser import parse_arguments
 from megatron_ext import add_inference_args, settings_from_args
 from megatron_ext.api.inference_args import RECORD
-from megatron_ext.api.settings import read_settings
+from megatron_ext.api.loading import read_settings
 from megatron_ext.config import RunConfig
 from megatron_ext.errors import ConfigError
 from tests.unit_tests.support.megatron_parsers import VERSIONS, megatron_parser

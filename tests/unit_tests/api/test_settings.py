@@ -13,7 +13,7 @@ from arguments.megatron.flag_table import records
 from arguments.megatron.synonyms import SYNONYMS
 from arguments.parser import build_parser
 from megatron_ext import ConfigError, load_engine
-from megatron_ext.api.settings import is_of_the_engine, known_names, read_settings
+from megatron_ext.api.loading import is_of_the_engine, known_names, read_settings
 from megatron_ext.config import InferenceSettings, RunConfig
 from megatron_ext.config.request import ResponseFormat, TokenBiases
 from megatron_ext.config.source import HfOverrides

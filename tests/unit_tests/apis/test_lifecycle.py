@@ -16,7 +16,8 @@ from megatron.core.inference.model_inference_wrappers.abstract_model_inference_w
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 
 from megatron_ext import LoadedEngine, attach_engine
-from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig, http_frontend, llm_base
+from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig, http_frontend
+from megatron_ext.apis import llm as llm_module
 from megatron_ext.errors import ConfigError, EngineClosed, EngineSuspended
 from tests.unit_tests.apis.conftest import SMALL, Config, tokenizer
 from tests.unit_tests.support.holding import PATIENCE
@@ -247,7 +248,7 @@ class TestConstruction:
             return made[0]
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm_base, "_attach", lambda model, tokenizer, _: attach(model, tokenizer))
+            patch.setattr(llm_module, "_attach", lambda model, tokenizer, _: attach(model, tokenizer))
             patch.setattr("megatron_ext.apis.runtime.EngineView", None)
             with pytest.raises(TypeError):
                 MegatronLLM(model=model, tokenizer=tokenizer())
@@ -268,7 +269,7 @@ class TestConstruction:
             MegatronLLM(model=model, tokenizer=tokenizer(), inference_wrapper_cls=AbstractModelInferenceWrapper)
 
     def test_an_address_of_the_coordinator_is_said_to_have_no_effect(self, model, caplog):
-        caplog.set_level("INFO", llm_base.__name__)
+        caplog.set_level("INFO", llm_module.__name__)
         with MegatronLLM(
             model=model, tokenizer=tokenizer(), inference_config=Config(**SMALL), coordinator_port=12345
         ) as llm:

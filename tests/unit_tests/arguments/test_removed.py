@@ -9,7 +9,7 @@ import pytest
 
 from arguments import parse_arguments, parse_server_arguments
 from arguments.removed import removed
-from megatron_ext.api.settings import read_settings
+from megatron_ext.api.loading import read_settings
 from megatron_ext.commands.main import COMMANDS, main
 from megatron_ext.errors import ConfigError
 

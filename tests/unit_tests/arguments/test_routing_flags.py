@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_arguments, parse_server_arguments
-from megatron_ext.api.settings import read_settings
+from megatron_ext.api.loading import read_settings
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
 

@@ -31,7 +31,7 @@ COMMANDS = [
         "broken.jinja: the chat template is broken, line 2",
     ),
     ("serve --load-hf nowhere", "--load-hf nowhere does not exist"),
-    ("serve --api-key-file nowhere", "--api-key-file nowhere cannot be read"),
+    ("serve --api-key-file nowhere", "--api-key-file nowhere: No such file"),
     ("serve --prefix-cache-dir file/x", "--prefix-cache-dir file/x: Not a directory"),
 ]
 CODE = """

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from megatron_ext.console.startup import PHASES, StartUp
+from megatron_ext.console.start import PHASES, StartUp
 
 
 class Terminal(io.StringIO):

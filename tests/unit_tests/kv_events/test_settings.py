@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.server.monitoring.cache_events import CacheEvents
+from megatron_ext.server.run import CacheEvents
 from tests.unit_tests.scheduling.builders import make_limits
 from tests.unit_tests.support.kv_events import Worker, until
 from tests.unit_tests.support.server import tiny_engine
@@ -131,7 +132,7 @@ def test_contradictions(words, message):
 
 def test_warns_of_addresses_of_other_machines(caplog):
     """RP-1: token ids leave the process."""
-    with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig("tcp://*:0"), 2) as events:
+    with caplog.at_level(logging.WARNING), closing(CacheEvents(KvEventsConfig("tcp://*:0"), 2)) as events:
         assert "token ids of all cached prompts" in caplog.text
         assert "tcp://*:* is reachable from other machines" in caplog.text
         assert len({publisher.blocks.endpoint for publisher in events.publishers}) == 2
@@ -148,7 +149,7 @@ def test_warns_of_addresses_of_other_machines(caplog):
 def test_warns_of_endpoints_that_other_users_can_read(short_path, caplog, mode, endpoint, said):
     """SE-8: the loopback address is every user's; a socket file belongs to the users that can enter its directory."""
     short_path.chmod(mode)
-    with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig(endpoint.format(short_path))):
+    with caplog.at_level(logging.WARNING), closing(CacheEvents(KvEventsConfig(endpoint.format(short_path)))):
         assert (said in caplog.text) if said else (caplog.text == "")
 
 
@@ -168,7 +169,7 @@ def test_each_replica_of_a_world_has_its_publisher():
     """RP-1: rank 0 has a mirror of every replica, and tells of each under its rank."""
     config = KvEventsConfig("tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://127.0.0.1:0")
     schedulers = [Scheduler(make_limits(), EvictionPolicyName.LRU, b"", slots) for slots in (None, None)]
-    with CacheEvents(config, 2) as events:
+    with closing(CacheEvents(config, 2)) as events:
         events.attach(engine_of(*schedulers))
         observers = [one.cache.observers for one in schedulers]
         assert observers == [[publisher.changes] for publisher in events.publishers]
@@ -178,7 +179,7 @@ def test_each_replica_of_a_world_has_its_publisher():
 def test_each_socket_has_an_address_of_its_own():
     """Port 0 is any free one: two ranks with blocks, states and the replays of both."""
     host = "tcp://127.0.0.1:0"
-    with CacheEvents(KvEventsConfig(host, "t", host, 5, host, host), 2) as events:
+    with closing(CacheEvents(KvEventsConfig(host, "t", host, 5, host, host), 2)) as events:
         channels = [channel for one in events.publishers for channel in (one.blocks, one.states)]
     assert len({address for one in channels for address in (one.endpoint, one.replay_endpoint)}) == 8
 
@@ -186,7 +187,7 @@ def test_each_socket_has_an_address_of_its_own():
 def test_states_without_an_endpoint_are_mentioned(caplog):
     """A hybrid model's states are not published unless asked for, which is logged once."""
     scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"", 3)
-    with CacheEvents(KvEventsConfig("tcp://127.0.0.1:0")) as events, caplog.at_level(logging.INFO):
+    with closing(CacheEvents(KvEventsConfig("tcp://127.0.0.1:0"))) as events, caplog.at_level(logging.INFO):
         events.attach(engine_of(scheduler))
     assert caplog.text.count("there is no --kv-events-states-endpoint") == 1
 
@@ -206,7 +207,7 @@ def test_an_engine_computes_the_same_with_events():
     silent = answers(tiny_engine())
     host = "tcp://127.0.0.1:0"
     config = KvEventsConfig(host, "t", host, 100, host, host)
-    with CacheEvents(config) as events:
+    with closing(CacheEvents(config)) as events:
         engine = tiny_engine()
         events.attach(LLMEngine(engine))
         assert answers(engine) == silent

@@ -79,10 +79,10 @@ def make_link(path: Path) -> None:
 
 
 KINDS = {
-    "a folder": Path.mkdir,
+    "a directory": Path.mkdir,
     "a symbolic link": make_link,
     "a symbolic link to nothing": lambda path: path.symlink_to(path.parent / "nowhere"),
-    "a pipe": os.mkfifo,
+    "a named pipe": os.mkfifo,
 }
 
 
@@ -134,9 +134,9 @@ def test_the_path_of_the_runs_counts_is_checked(tmp_path):
     (tmp_path / "out.run.json").mkdir()
     (tmp_path / "counts").mkdir()
     beside = RunConfig(output_path=str(tmp_path / "out.json"))
-    with pytest.raises(ConfigError, match=r"^--run-output-path .*out\.run\.json is a folder"):
+    with pytest.raises(ConfigError, match=r"^--run-output-path .*out\.run\.json is a directory"):
         check_output_paths(beside)
-    with pytest.raises(ConfigError, match=r"^--run-output-path .*counts: .* is a folder"):
+    with pytest.raises(ConfigError, match=r"^--run-output-path .*counts: .* is a directory"):
         check_output_paths(dataclasses.replace(beside, run_output_path=str(tmp_path / "counts")))
     check_output_paths(dataclasses.replace(beside, run_output_path=""))
     check_output_paths(dataclasses.replace(beside, output_format="full"))

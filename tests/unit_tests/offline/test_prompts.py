@@ -10,7 +10,6 @@ import pytest
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.prompts import (
-    LineRules,
     Prompt,
     example_prompts,
     parse_lines,
@@ -28,7 +27,8 @@ def parse(*lines: str | bytes | dict, **rules: bool) -> list[Prompt]:
     return parse_lines(
         [line if isinstance(line, bytes) else line.encode() for line in encoded],
         "prompts.jsonl",
-        LineRules(DEFAULTS, **rules),
+        RunConfig(prompt_file="prompts.jsonl", **rules),
+        DEFAULTS,
     )
 
 
@@ -74,7 +74,7 @@ def test_every_field_of_a_line():
 def test_a_line_can_ask_for_less_than_the_flags():
     """The flags' `--skip-prompt-log-probs` says nothing about a line that wants no log-probs at all."""
     defaults = RequestParams(return_log_probs=True, skip_prompt_log_probs=True)
-    (prompt,) = parse_lines([b'{"text": "a", "return_log_probs": false}'], "prompts.jsonl", LineRules(defaults))
+    (prompt,) = parse_lines([b'{"text": "a", "return_log_probs": false}'], "prompts.jsonl", RunConfig(), defaults)
     assert not prompt.params.return_log_probs
 
 
@@ -147,13 +147,13 @@ def test_unknown_fields_can_be_passed_over(caplog):
         ConfigError, match=r"line 1: unknown field 'id'; .*; --ignore-unknown-prompt-fields ignores others"
     ):
         parse(*lines)
-    prompts = parse(*lines, ignores_unknown=True)
+    prompts = parse(*lines, ignore_unknown_prompt_fields=True)
     assert [prompt.content for prompt in prompts] == ["a", "b"]
     assert [prompt.params for prompt in prompts] == [DEFAULTS] * 2
     (message,) = caplog.messages
     assert message.endswith("are ignored; lines with each: 'source' (2), 'id' (1)")
     with pytest.raises(ConfigError, match="temperature"):
-        parse({"text": "a", "source": 1, "temperature": "hot"}, ignores_unknown=True)
+        parse({"text": "a", "source": 1, "temperature": "hot"}, ignore_unknown_prompt_fields=True)
 
 
 def test_the_flag_reaches_the_file(tmp_path):
@@ -172,7 +172,7 @@ class TestMegatronsLength:
         assert prompt.params == DEFAULTS
 
     def test_with_the_flag(self):
-        prompts = parse({"text": "a", "chatgpt_output_token_length": 12}, length_from_file=True)
+        prompts = parse({"text": "a", "chatgpt_output_token_length": 12}, num_tokens_from_file=True)
         assert [prompt.params.num_tokens_to_generate for prompt in prompts] == [12]
 
     @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ class TestMegatronsLength:
     )
     def test_refuses_invalid_fields(self, fields, reason):
         with pytest.raises(ConfigError, match=reason):
-            parse({"text": "a"} | fields, length_from_file=True)
+            parse({"text": "a"} | fields, num_tokens_from_file=True)
 
 
 def test_a_file_without_prompts():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.commands.run import BAD_USAGE, DONE, REQUEST_FAILED, main
-from megatron_ext.console.startup import PHASES
+from megatron_ext.console.start import PHASES
 from tests.forked import fork
 from tests.unit_tests.support.held_server import run_tool
 from tests.unit_tests.support.holding import PATIENCE

@@ -9,8 +9,8 @@ from megatron_ext.config import ServerConfig
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt, ReplicaLostError
 from megatron_ext.ray_serve.prompts import read_prompt
+from megatron_ext.server.access import RequestIds
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
-from megatron_ext.server.http.request_ids import RequestIds
 from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.messages import MESSAGES, check_envelope, contents, events_of

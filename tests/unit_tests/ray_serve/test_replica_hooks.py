@@ -11,8 +11,7 @@ from megatron_ext.config import ServerConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.server.app import create_app
-from megatron_ext.server.serving import Serving
-from megatron_ext.server.weight_updater import WeightsUpdater
+from megatron_ext.server.serving import Serving, WeightsUpdater
 from tests.unit_tests.server.test_admin import tiny_updater, write_tiny_weights
 
 

@@ -129,12 +129,12 @@ def test_without_ray_the_extra_is_named(build, monkeypatch: pytest.MonkeyPatch):
 def test_scaling_becomes_options_of_ray():
     """RP-6: without a maximum the number of replicas is fixed; with one the policy decides, and an ingress routes."""
     fixed = read_app_settings({"num_replicas": 3})
-    assert fixed.deployment.scaling.options(3) == {"num_replicas": 3, "max_surge_percent": 0}
-    assert fixed.deployment.scaling.rule is None
+    assert fixed.deployment.scaling_options == {"num_replicas": 3, "max_surge_percent": 0}
+    assert fixed.deployment.rule is None
     given = {"max_replicas": "4", "min_replicas": "1", "waiting_tokens_per_replica": "500", "scaling_window": "6"}
     settings = read_app_settings({**given, "num_replicas": 2, "downscale_delay": 60})
-    scaling = settings.deployment.scaling
-    options = scaling.options(2)["autoscaling_config"]
+    scaling = settings.deployment
+    options = scaling.scaling_options["autoscaling_config"]
     assert (options["min_replicas"], options["initial_replicas"], options["max_replicas"]) == (1, 2, 4)
     assert (options["metrics_interval_s"], options["look_back_period_s"]) == (2.0, 6.0)
     assert options["policy"]["policy_kwargs"] == {"tokens_per_replica": 500.0, "patience": 60.0}
@@ -145,4 +145,4 @@ def test_scaling_becomes_options_of_ray():
 def test_weights_become_a_configuration_of_running_replicas():
     """RP-6: a replica reads them when it starts, and when they change."""
     settings = read_app_settings({"weights": "a", "weights_root": "/w", "enable_admin_routes": True})
-    assert settings.deployment.scaling.options(1)["user_config"] == {"weights": "a"}
+    assert settings.deployment.scaling_options["user_config"] == {"weights": "a"}

@@ -32,7 +32,7 @@ from megatron_ext.server.api_keys import load_keys
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.run import weights_root
-from megatron_ext.server.weight_updater import WeightsUpdater
+from megatron_ext.server.serving import WeightsUpdater
 from tests.priority import TestPriority
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.server.test_errors import check_error

@@ -13,9 +13,8 @@ import torch
 
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.anthropic.message_builder import MessageBuilder
-from megatron_ext.server.openai.answers import AnswerFormat
-from megatron_ext.server.openai.response_builders import ChatResponseBuilder
-from megatron_ext.server.openai.responses import Piece
+from megatron_ext.server.openai.answers import AnswerFormat, Piece
+from megatron_ext.server.openai.responses import ChatResponseBuilder
 from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
 from megatron_ext.text import reasoning
 from megatron_ext.text.template_files import ChatTemplates
@@ -90,14 +89,15 @@ def histories(answer: RequestRecord, form: AnswerFormat, vocabulary: Vocabulary)
     results = [{"role": "tool", "tool_call_id": one, "content": "cut off"} for one in calls]
     yield "/tokenize", {"messages": [ASKED, message, *results, NEXT]}
 
-    response = ResponseAnswer({}, form, vocabulary, "0" * 8)
-    for _ in response.feed(Piece(answer.generated_text, reason=answer.finish_reason)):
-        pass
+    piece = Piece(answer.generated_text, reason=answer.finish_reason)
+    response, builder = ResponseAnswer({}, form, vocabulary, "0" * 8), MessageBuilder("m", vocabulary, form)
+    for answered in (response, builder):
+        list(answered.feed(piece))
     calls = [one["call_id"] for one in response.output if one["type"] == "function_call"]
     results = [{"type": "function_call_output", "call_id": one, "output": "cut off"} for one in calls]
     yield "/v1/responses/input_tokens", {"input": [ASKED, *response.output, *results, NEXT]}
 
-    content = MessageBuilder("m", vocabulary, form).whole(answer)["content"]
+    content = builder.message["content"]
     calls = [one["id"] for one in content if one["type"] == "tool_use"]
     results = [{"type": "tool_result", "tool_use_id": one, "content": "cut off"} for one in calls]
     said = {"role": "assistant", "content": content}

@@ -251,8 +251,8 @@ class TestSources:
             (b"one\ntwo\none\n", "line 3"),
             (b"one\n two\n", "line 2"),
             (b"# a comment\none\n", "line 1: a key begins with #"),
-            (b"one\n\xff\n", "not ASCII"),
-            (b"x" * (1 << 20) + b"y", "more than 1048576 bytes"),
+            (b"one\n\xff\n", "not a text file in UTF-8"),
+            (b"x" * (1 << 20) + b"y", "must have at most 1048576"),
         ],
     )
     def test_files_that_are_no_list_of_keys(self, tmp_path, text, named):
@@ -267,8 +267,8 @@ class TestSources:
         os.mkfifo(tmp_path / "pipe")
         for name, why in (
             ("missing", "No such file"),
-            (".", "not a regular file|Is a directory"),
-            ("pipe", "not a regular"),
+            (".", "a directory; only a regular file"),
+            ("pipe", "a named pipe; only a regular file"),
         ):
             with pytest.raises(ConfigError, match=f"--api-key-file .*({why})"):
                 load_keys(ServerConfig(api_key_file=str(tmp_path / name)), {})

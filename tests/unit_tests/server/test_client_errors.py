@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from megatron_ext.server.http.request_ids import LONGEST_ID
+from megatron_ext.server.access import LONGEST_ID
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.template_files import ChatTemplates
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error

@@ -25,7 +25,7 @@ from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.http.auth import open_paths
 from megatron_ext.server.http.description import install_description
-from megatron_ext.server.weight_updater import WeightsUpdater
+from megatron_ext.server.serving import WeightsUpdater
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 COMMON = {

@@ -7,13 +7,12 @@ import json
 import re
 import subprocess
 import threading
-from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.ray_serve.replica_status import ReplicaRow
 from megatron_ext.server.http.status_page import FLEET_PAGE, FLEET_PAGE_HEADERS, PAGE, STYLE
 from tests.on_request import long_except
 from tests.unit_tests.server.test_observing import _Page, chromium, needs_chromium
@@ -174,15 +173,16 @@ def test_values_by_keys_and_pointer_and_the_grid(reading, tmp_path, monkeypatch,
 class FleetOfOne(BaseHTTPRequestHandler):
     """Server of the page of a fleet, and of its data: one replica."""
 
-    row = ReplicaRow(
-        *("a1", "10.0.0.1", "ok", "", "tiny", "0123456789abcdef" * 2),
+    row = SimpleNamespace(
+        **{"replica": "a1", "node": "10.0.0.1", "status": "ok", "problem": ""},
+        **{"model": "tiny", "weights": "0123456789abcdef" * 2},
         **{"in_flight": 0, "waiting": 0, "load_tokens": 0, "skipped": 5, "computed": 7, "hits": 1, "errors": 0},
         **{"blocks": 200, "blocks_cached": 20, "states": 3, "state_slots": 64},
     )
 
     def do_GET(self) -> None:  # the name that http.server calls
         is_page = self.path == "/"
-        content = FLEET_PAGE if is_page else json.dumps({"version": "1", "replicas": [asdict(self.row)]})
+        content = FLEET_PAGE if is_page else json.dumps({"version": "1", "replicas": [vars(self.row)]})
         self.send_response(200)
         for name, value in (FLEET_PAGE_HEADERS if is_page else {}).items():
             self.send_header(name, value)

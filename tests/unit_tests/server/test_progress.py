@@ -9,9 +9,9 @@ import pytest
 
 from megatron_ext.engine.input_processor import InputProcessor
 from megatron_ext.scheduling.request import Request
-from megatron_ext.server.client.request_group import RequestHandle
-from megatron_ext.server.openai.response_builders import CompletionResponseBuilder
+from megatron_ext.server.openai.responses import CompletionResponseBuilder
 from megatron_ext.server.openai.streaming import _ChoiceStream
+from megatron_ext.server.request_manager import RequestHandle
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import make_request

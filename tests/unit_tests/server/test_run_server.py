@@ -17,7 +17,7 @@ import pytest
 from arguments import parse_server_arguments
 from megatron_ext.commands import run, serve
 from megatron_ext.config import RequestParams, ServerConfig, SourceConfig
-from megatron_ext.console.startup import PHASES
+from megatron_ext.console.start import PHASES
 from megatron_ext.mcore import platform
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.server.run import bind, build_serving, model_name
@@ -119,7 +119,7 @@ class TestProcess:
             log = server.log_of_the_end()
         assert "Traceback" not in log
         time = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO megatron_ext\.server\.\w+: "
-        assert re.findall(r"startup: start: (\w+)", log) == [*PHASES, "ready"]
+        assert re.findall(r"start: start: (\w+)", log) == [*PHASES, "ready"]
         for line in (
             r"shutdown begins: 1 requests",
             r"cmpl-\w+ POST .* generated=40 ",

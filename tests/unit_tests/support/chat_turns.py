@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ext.server.openai.chat import ChatFormat
+from megatron_ext.server.openai.protocol import Message
+from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.chat_tokens import RenderedChat
 from tests.unit_tests.support.agent_loop import TOOLS
 from tests.unit_tests.support.server import LiveServer
 
@@ -113,3 +117,8 @@ def play_all(server: LiveServer, seeds: range, together: int = 1, fields: Sequen
             server.reset_cache()
             list(pool.map(lambda seed: play(server, seed, counts, fields), seeds[first : first + together]))
     return counts
+
+
+def rendered(chat_format: ChatFormat, messages: Sequence[Message], options: ChatOptions | None = None) -> RenderedChat:
+    """Prompt of messages."""
+    return chat_format.render_dicts(chat_format.dicts_of(messages), options)

@@ -11,18 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.engine.pausing import ABORT
+from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
-from megatron_ext.server.openai.answers import AnswerFormat, CallPart, Thinking
-from megatron_ext.server.openai.responses import AnswerBuilder, Piece, explained, usage
+from megatron_ext.server.openai.answers import AnswerFormat, CallPart, Piece, ScoredPart, ScoredReader, Thinking
+from megatron_ext.server.openai.responses import Event, EventBuilder, explained, usage
 from megatron_ext.server.openai.responses_api.response_store import new_id
-from megatron_ext.server.openai.scored_content import ScoredPart, ScoredReader
 from megatron_ext.text.vocabulary import Vocabulary
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
 _DETAILS = {"length": "max_output_tokens", ABORT: ABORT}  # of answers that are cut off, by finish reason
-Event = dict[str, object]
 # Codes of errors that the API knows, by OpenAI's type of the error.
 _CODES = {FAULT: "server_error", OVERLOADED: "rate_limit_exceeded"}
 
@@ -73,7 +72,7 @@ class _OpenItem:
             self.item["content"] = [self.part()]
 
 
-class ResponseAnswer(AnswerBuilder):
+class ResponseAnswer(EventBuilder):
     """Answer to one request.
 
     Args:
@@ -115,7 +114,7 @@ class ResponseAnswer(AnswerBuilder):
             **fields,
         }
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, source: Progress | RequestRecord) -> Iterator[Event]:
         """Yield the events before any output."""
         for name in ("created", IN_PROGRESS):
             yield self._event(f"response.{name}", response=dict(self.response))
@@ -133,7 +132,7 @@ class ResponseAnswer(AnswerBuilder):
         if piece.reason is not None:
             yield from self._end(INCOMPLETE if piece.reason in _DETAILS else COMPLETED)
 
-    def finish(self, record: RequestRecord) -> Event:
+    def finish(self, record: RequestRecord) -> list[Event]:
         """Return the last event, after the last piece."""
         details = _DETAILS.get(record.finish_reason or "")
         status = COMPLETED if details is None else INCOMPLETE
@@ -147,7 +146,7 @@ class ResponseAnswer(AnswerBuilder):
         if self._shows_ids:
             self.response["prompt_token_ids"] = list(record.prompt_tokens)
             self.response["token_ids"] = list(record.generated_tokens)
-        return self._event(f"response.{status}", response=self.response)
+        return [self._event(f"response.{status}", response=self.response)]
 
     def fail(self, error: ApiError) -> Event:
         """Return the last event of an answer that has failed; an item that was being written is not complete."""

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
 from megatron_ext.server.openai.protocol import LONGEST_TOOL_NAME, Message
-from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Text
+from megatron_ext.server.openai.request_fields import MAX_MESSAGES, LenientObject, Text
 
 # Types of parts that are texts, and the field that has the text.
 _TEXT_PARTS = {
@@ -45,10 +45,8 @@ def text_of(value: object) -> object:
 Content = Annotated[Text, BeforeValidator(text_of, json_schema_input_type=str | list[dict[str, Any]])]
 
 
-class InputItem(BaseModel):
-    """Base of items. Unknown fields that clients copy from an answer are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+class InputItem(LenientObject):
+    """Base of items."""
 
 
 class MessageItem(InputItem):
@@ -234,7 +232,8 @@ def messages_of(items: Sequence[InputItem], instructions: str | None = None) -> 
             continue
         if isinstance(item, FunctionOutputItem):
             if item.call_id not in known:
-                raise _no_call(item.call_id)
+                result = f"function_call_output of call_id {item.call_id[:LONGEST_NAME]!r}"
+                raise ApiError(400, f"input: no function_call before the {result} has it", param="input")
             answer = None
             turns.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
         elif isinstance(item, MessageItem) and item.role != "assistant":
@@ -287,8 +286,3 @@ class _Answer:
             tool_calls=self._calls or None,
             reasoning_content="".join(self._thinking) or None,
         )
-
-
-def _no_call(call_id: str) -> ApiError:
-    message = f"input: no function_call before the function_call_output of call_id {call_id[:LONGEST_NAME]!r} has it"
-    return ApiError(400, message, param="input")

@@ -9,8 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     PlainValidator,
@@ -40,6 +38,7 @@ from megatron_ext.server.openai.request_fields import (
     Body,
     BoundedBy,
     JsonObject,
+    LenientObject,
     ModelName,
     Name,
     SamplingFields,
@@ -138,18 +137,10 @@ def _chat_format(value: Mapping[str, object]) -> dict[str, object]:
     return {"type": kind, "json_schema": {name: one for name, one in value.items() if name != "type"}}
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     """Function that the model may call."""
 
     type: Literal["function"]
-    name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
-    """Name of the function."""
-    description: Text | None = None
-    """Purpose of the function, for the model."""
-    parameters: Schema | None = None
-    """JSON schema of the arguments."""
-    strict: bool | None = None
-    """Make arguments follow the schema where the model may also answer with text; false by default."""
 
     @property
     def tool(self) -> Tool:
@@ -158,10 +149,8 @@ class FunctionTool(Body):
         return Tool(type="function", function=Function(**fields))
 
 
-class HostedTool(BaseModel):
+class HostedTool(LenientObject):
     """Tool of another kind, such as `web_search` or `custom`, which this server does not have; it is left out."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     type: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
     """Kind of the tool."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_ext.server.api_errors import no_such_response, stored_too_long
+from megatron_ext.server.api_errors import ApiError, no_such_response
 
 RANDOM_BYTES = 16
 TAG_DIGITS = 8  # hexadecimal
@@ -193,7 +193,9 @@ class ResponseStore:
             last = last.before
         size = more + sum(turn.length for turn in turns)
         if size > self._max_conversation:
-            raise stored_too_long(size, self._max_conversation)
+            limit = f"{self._max_conversation} (--max-body-mb)"
+            message = f"the stored conversation has {size} bytes; the limit is {limit}; send less as input"
+            raise ApiError(400, message, param="input")
         return [
             item
             for turn in reversed(turns)

@@ -17,7 +17,7 @@ import yaml
 from arguments import parse_arguments
 from arguments.megatron.yaml_form import arguments_of
 from megatron_ext import add_inference_args, settings_from_args
-from megatron_ext.api.settings import read_settings
+from megatron_ext.api.loading import read_settings
 from megatron_ext.config import InferenceSettings
 from megatron_ext.errors import ConfigError
 from tests.unit_tests.support.megatron_parsers import megatron_parser

@@ -16,7 +16,7 @@ from megatron_ext.config import ServerLimits
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http import body as bodies
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest, Message
-from megatron_ext.server.openai.tokenization import LONG_TEXT, TextEncoder
+from megatron_ext.server.serving import LONG_TEXT, TextEncoder
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, HEADERS, check_alive, check_error
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer

@@ -28,7 +28,7 @@ from megatron_ext.text.tool_calls.formats import HERMES
 from megatron_ext.text.tool_calls.functions import Function
 from tests.on_request import long_except
 from tests.unit_tests.support.agent_loop import TOOLS, WITHOUT_TOOLS
-from tests.unit_tests.support.chat_turns import TURNS, ask, play_all, post, sent_back
+from tests.unit_tests.support.chat_turns import TURNS, ask, play_all, post, rendered, sent_back
 from tests.unit_tests.support.server import LiveServer, embedded_engine
 from tests.unit_tests.text.test_control_tokens import KINDS, Kind
 
@@ -74,7 +74,7 @@ class Chats:
 
     def plain(self, messages: list[dict]) -> list[int]:
         """The ids without a memory."""
-        return self.serving.chat_format.render([Message(**one) for one in messages], self.options).ids()
+        return rendered(self.serving.chat_format, [Message(**one) for one in messages], self.options).ids()
 
     def answer(
         self, text: str, messages: Sequence[dict] = (FIRST,), scope: str | None = None, end: str = END, cut: str = ""

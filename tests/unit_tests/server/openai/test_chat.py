@@ -13,6 +13,7 @@ from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 from tests.on_request import long_except
+from tests.unit_tests.support.chat_turns import rendered
 from tests.unit_tests.support.server import LiveServer, embedded_engine
 
 SYSTEM = "You are a careful assistant. Read the question, find the function that it names, and say what it does."
@@ -174,8 +175,8 @@ class TestCheckpoints:
         embedded.reset_cache()
         for number, question in enumerate(["Which functions does json have? " * 6, "What is a list? " * 9]):
             *_, usage = chat(embedded, [SYSTEM_TURN, user(question)], stream=stream, max_tokens=2)
-            shared = embedded.serving.chat_format.render(
-                [Message(**SYSTEM_TURN), Message(role="user", content="")]
+            shared = rendered(
+                embedded.serving.chat_format, [Message(**SYSTEM_TURN), Message(role="user", content="")]
             ).ids()
             end = embedded.serving.chat_format.ends_of_turns(shared)[0]
             assert (usage.prompt_tokens_details.cached_tokens if number else 0) == (end // 16 * 16 if number else 0)
@@ -183,7 +184,7 @@ class TestCheckpoints:
 
     def test_a_spelled_end_token_ends_no_turn(self, embedded):
         turns = [user("Hello<|end|>" * 3), {"role": "assistant", "content": "Yes."}, user("And?")]
-        prompt = embedded.serving.chat_format.render([Message(**turn) for turn in turns]).ids()
+        prompt = rendered(embedded.serving.chat_format, [Message(**turn) for turn in turns]).ids()
         ends = embedded.serving.chat_format.ends_of_turns(prompt)
         assert len(ends) == 3
         assert ends == [ends[0], *sorted(ends[1:], reverse=True)]
@@ -217,7 +218,7 @@ class TestMarks:
         for question in ("Is water wet? " * 9, "What is a list, and what is a tuple? " * 9):
             *_, usage = chat(embedded, self.marked(first=True, question=question), stream=stream, max_tokens=1)
             cached.append(usage.prompt_tokens_details.cached_tokens)
-        common = embedded.serving.chat_format.render([Message(role="user", content="".join(self.TEXTS))]).ids()
+        common = rendered(embedded.serving.chat_format, [Message(role="user", content="".join(self.TEXTS))]).ids()
         assert cached[0] == 0
         assert len(common) - 32 < cached[1] <= len(common)
 
@@ -226,7 +227,7 @@ class TestMarks:
         messages = self.marked(first=True, second=True, question="Is water wet?")
         body = ChatRequest(messages=[*messages, {"role": "assistant", "content": "Yes."}, user("And fire?")])
         serving = embedded.serving
-        prompt = serving.chat_format.render(body.messages).ids()
+        prompt = rendered(serving.chat_format, body.messages).ids()
         last, first = asyncio.run(serving.marked_positions(body, prompt))
         assert 0 < first < last < len(prompt)
         decode = serving.tokenizer.detokenize
@@ -262,7 +263,7 @@ class TestControlTokens:
 
     def test_a_forged_turn_is_text(self, embedded, stream):
         """The prompt has the control tokens of the template and no others; its text is the whole content."""
-        prompt = embedded.serving.chat_format.render([Message(role="user", content=self.FORGED)]).ids()
+        prompt = rendered(embedded.serving.chat_format, [Message(role="user", content=self.FORGED)]).ids()
         *_, usage = chat(embedded, [user(self.FORGED)], stream=stream, max_tokens=1)
         assert usage.prompt_tokens == len(prompt)
         assert [token for token in prompt if token < 5] == [2, 4, 3]
@@ -293,7 +294,7 @@ class TestControlTokens:
         more = [*turns, {"role": "assistant", "content": "Yes."}, user(SYSTEM)]
         second = chat(embedded, more, stream=stream, max_tokens=1)[2]
         assert second.prompt_tokens_details.cached_tokens == (first.prompt_tokens - 1) // 16 * 16 > 0
-        prompt = embedded.serving.chat_format.render([Message(**turn) for turn in turns]).ids()
+        prompt = rendered(embedded.serving.chat_format, [Message(**turn) for turn in turns]).ids()
         assert [token for token in prompt if token < 5] == [2, 4, 3, *[4, 2] * 3, 4, 2, 4, 3]
 
 
@@ -309,11 +310,11 @@ class TestFormat:
         chat_format = ChatFormat(tokenizer)
         messages = [Message(role="developer", content="Be brief."), Message(role="user", content="Hi")]
         text = "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
-        assert chat_format.render(messages).ids() == tokenizer.tokenize(text)
+        assert rendered(chat_format, messages).ids() == tokenizer.tokenize(text)
 
     def test_without_a_template_there_is_no_chat(self):
         with pytest.raises(ConfigError, match="/v1/completions"):
-            ChatFormat(NullTokenizer(8)).render([Message(role="user", content="1")])
+            rendered(ChatFormat(NullTokenizer(8)), [Message(role="user", content="1")])
 
     @pytest.mark.parametrize(
         ("template", "end"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_ext.server.openai.tokenization import SHORT_TEXT
+from megatron_ext.server.serving import SHORT_TEXT
 from tests.unit_tests.support.server import TWO_LAYERS, LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 

@@ -1,1 +1,0 @@
-"""Engine requests of the server: handles, and groups of one HTTP request."""
