@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.mixers.recurrent import RecurrentContext, RecurrentStep
-from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import PackedChunks
@@ -47,12 +47,10 @@ class Projected(NamedTuple):
 class Pass(Protocol):
     """Pass through a mixer's operators: the mixer defines the computation, the pass where states are kept."""
 
-    def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
-    ) -> Tensor:
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
         """Convolve [T, Cn] -> [T, Cn]; weight [Cn, 1, K] as `nn.Conv1d` has it."""
 
-    def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
+    def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
         """Apply the recurrence to its inputs; return y [T, ...]."""
 
 
@@ -62,15 +60,13 @@ class TrainingPass:
 
     chunks: PackedChunks
 
-    def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
-    ) -> Tensor:
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
         """Convolve whole sequences from zero states."""
-        return operator.scan(x, weight.squeeze(1), bias, chunks=self.chunks)
+        return operator.scan(x, weight.squeeze(1), bias, chunks=self.chunks).y
 
-    def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
+    def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
         """Apply the recurrence to whole sequences from zero states."""
-        return operator.scan(*inputs, chunks=self.chunks, initial_states=None, **options).y
+        return operator.scan(x, *inputs, chunks=self.chunks, initial_states=None, **options).y
 
 
 @dataclass(frozen=True)
@@ -86,9 +82,7 @@ class PrefillPass:
     live: tuple[Tensor, Tensor]
     snapshots: tuple[Tensor | None, Tensor | None]
 
-    def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
-    ) -> Tensor:
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
         """Convolve from and to the running states; save the planned snapshots."""
         return operator.prefill(
             x,
@@ -100,9 +94,10 @@ class PrefillPass:
             snapshots=self.snapshots[0],
         )
 
-    def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
+    def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
         """Apply the recurrence from and to the running states; save the planned snapshots."""
         return operator.prefill(
+            x,
             *inputs,
             chunks=self.chunks,
             slots=self.slots,
@@ -119,15 +114,13 @@ class DecodePass:
     slots: Tensor | slice
     live: tuple[Tensor, Tensor]
 
-    def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
-    ) -> Tensor:
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
         """Convolve one token of each sequence, and update its running state."""
         return operator.decode(x, weight.squeeze(1), bias, slots=self.slots, live=self.live[0])
 
-    def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
+    def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
         """Apply one step of the recurrence to each running state."""
-        return operator.decode(*inputs, slots=self.slots, live=self.live[1], **options)
+        return operator.decode(x, *inputs, slots=self.slots, live=self.live[1], **options)
 
 
 @dataclass

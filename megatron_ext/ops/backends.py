@@ -6,24 +6,53 @@ device, the ground truth for the others. A backend whose libraries are missing t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from megatron_ext.ops.cpp import say
 
-class Backend(Protocol):
-    """Interface of every backend; its functions depend on the operator."""
+F = TypeVar("F", bound=Callable[..., object])
+R = TypeVar("R")
 
-    @property
-    def name(self) -> str:
-        """Name, unique among the operator's backends."""
 
-    @property
-    def takes(self) -> Callable[[Tensor], bool]:
-        """Predicate: the backend supports a main input's device and dtype, and gradients if needed."""
+class NoKernelError(Exception):
+    """Inputs that a backend has no kernel for. The message says why."""
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Log a line once."""
+    say(line)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Base of backends; their functions depend on the operator, and may raise `NoKernelError`.
+
+    Attributes:
+        name: Unique among the operator's backends.
+        takes: Returns whether the backend supports a main input's device and dtype, and gradients if needed.
+    """
+
+    name: str
+    takes: Callable[[Tensor], bool]
+
+
+@dataclass(frozen=True)
+class FunctionBackend(Backend, Generic[F]):
+    """Backend of an operator that is one function.
+
+    Attributes:
+        function: Function with the same signature in all backends of the operator.
+    """
+
+    function: F
 
 
 def anything(_: Tensor) -> bool:
@@ -72,6 +101,19 @@ class Backends(Generic[B]):
         if preferred is not None:
             return preferred
         return next(backend for backend in self._backends.values() if backend.takes(x))
+
+    def compute(self, x: Tensor, call: Callable[[B], R]) -> R:
+        """Call the backend for the main input `x`; the reference if it has no kernel, which is logged for each reason.
+
+        Args:
+            x: The main input.
+            call: Computes the operator with a backend, which may raise `NoKernelError` before it has written anything.
+        """
+        try:
+            return call(self.choose(x))
+        except NoKernelError as error:
+            say_once(f"{error}; the reference computes it")
+            return call(list(self._backends.values())[-1])
 
     @contextmanager
     def forced(self, name: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Recurrent operators: the common interface of SSD, the selective scan and the gated delta rule.
+"""Operators with states: SSD, the selective scan, the gated delta rule, and the causal convolution.
 
 An operator has three entry points, which take its own inputs first: `scan` over packed sequences from zero or given
 states (differentiable, for training), `prefill` over packed sequences whose states lie in pools, and `decode` of one
@@ -9,13 +9,15 @@ and write slots also provides `prefill` and `decode`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.state_slots import StateSlots, initial_states, store
+from megatron_ext.ops import cpp
+from megatron_ext.ops.backends import Backend, Backends
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates, StateSlots, initial_states, store
 from megatron_ext.ops.varlen import PackedChunks
 
 
@@ -24,8 +26,8 @@ class ScanOutput(NamedTuple):
 
     Attributes:
         y: [T, ...] in the type of the scan's input x; zero at rows after the last sequence.
-        final_states: [S, ...] fp32, after the last token of each sequence.
-        chunk_states: [n, ...] fp32, after the last token of each chunk.
+        final_states: [S, ...], after the last token of each sequence; fp32, or of the inputs' type by a convolution.
+        chunk_states: [n, ...] of the same type, after the last token of each chunk.
     """
 
     y: Tensor
@@ -34,20 +36,16 @@ class ScanOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RecurrenceBackend:
-    """Backend of a recurrence.
+class RecurrenceBackend(Backend):
+    """Backend of an operator with states.
 
     Attributes:
-        name: Unique among the operator's backends.
-        takes: Returns whether the backend supports a main input.
         scan: (*inputs, chunks, initial_states=[S, ...] or None, **options) -> ScanOutput.
         step: (*inputs, states [R, ...], **options) -> y and the new states; the given ones are not modified.
-        prefill: See `Recurrence.prefill`, for kernels that read and write slots; None to use `scan`.
-        decode: See `Recurrence.decode`; None to use `step`.
+        prefill: (*inputs, PrefillStates, **options) -> y, for kernels that read and write slots; None to use `scan`.
+        decode: (*inputs, DecodeStates, **options) -> y; None to use `step`.
     """
 
-    name: str
-    takes: Callable[[Tensor], bool]
     scan: Callable[..., ScanOutput]
     step: Callable[..., tuple[Tensor, Tensor]]
     prefill: Callable[..., Tensor] | None = None
@@ -55,21 +53,26 @@ class RecurrenceBackend:
 
 
 class Recurrence:
-    """Recurrent operator; takes the inputs of its reference's scan and step, packed as [T, ...] or [R, ...]."""
+    """Operator with states; takes the inputs of its reference's scan and step, packed as [T, ...] or [R, ...]."""
 
     def __init__(self, name: str, *backends: RecurrenceBackend) -> None:
         self.backends = Backends(name, *backends)
 
     def scan(
-        self, *inputs: Tensor, chunks: PackedChunks, initial_states: Tensor | None = None, **options: object
+        self,
+        x: Tensor,
+        *inputs: Tensor | None,
+        chunks: PackedChunks,
+        initial_states: Tensor | None = None,
+        **options: object,
     ) -> ScanOutput:
         """Run over packed sequences from `initial_states` [S, ...], zeros if None. Differentiable."""
-        backend = self.backends.choose(inputs[0])
-        return backend.scan(*inputs, chunks, initial_states=initial_states, **options)
+        return self.backends.choose(x).scan(x, *inputs, chunks, initial_states=initial_states, **options)
 
     def prefill(
         self,
-        *inputs: Tensor,
+        x: Tensor,
+        *inputs: Tensor | None,
         chunks: PackedChunks,
         slots: StateSlots,
         live: Tensor,
@@ -79,47 +82,51 @@ class Recurrence:
         """Run over packed sequences from their running states; write their final states and the snapshots.
 
         Args:
-            inputs: Inputs of the operator.
-            chunks: Places of sequences and kernel chunks on the token axis.
-            slots: State slots of the sequences.
-            live: Running states, [slots, ...], written in place; every initial state is read before it.
-            snapshots: [slots, ...], written in place; not needed if `slots` keeps nothing.
+            x: Main input, which decides on the backend.
+            inputs: Further inputs of the operator.
+            chunks: See `PrefillStates`, also for the next three.
+            slots: State slots.
+            live: Running states.
+            snapshots: Pool of snapshots.
             options: Options of the operator.
 
         Returns:
             y [T, ...].
         """
-        backend = self.backends.choose(inputs[0])
-        if backend.prefill is not None:
-            return backend.prefill(*inputs, chunks=chunks, slots=slots, live=live, snapshots=snapshots, **options)
-        return prefill_by_scan(backend.scan, inputs, chunks, slots, live, snapshots, options)
+        states = PrefillStates(chunks, slots, live, snapshots)
 
-    def decode(self, *inputs: Tensor, slots: Tensor | slice, live: Tensor, **options: object) -> Tensor:
-        """Run over one token of each of R requests: y [R, ...].
+        def compute(backend: RecurrenceBackend) -> Tensor:
+            if backend.prefill is not None:
+                return backend.prefill(x, *inputs, states, **options)
+            return _prefill_by_scan(backend, (x, *inputs), states, options)
 
-        Args:
-            inputs: Inputs of the operator.
-            slots: Running state slots, [R] int64, or a slice if consecutive, so that states are views.
-            live: Running states, [slots, ...], written in place.
-            options: Options of the operator.
-        """
-        backend = self.backends.choose(inputs[0])
-        if backend.decode is not None:
-            return backend.decode(*inputs, slots=slots, live=live, **options)
-        return decode_by_step(backend.step, inputs, slots, live, options)
+        return self.backends.compute(x, compute)
+
+    def decode(
+        self, x: Tensor, *inputs: Tensor | None, slots: Tensor | slice, live: Tensor, **options: object
+    ) -> Tensor:
+        """Run over one token of each of R requests: y [R, ...]; for `slots` and `live` see `DecodeStates`."""
+        states = DecodeStates(slots, live)
+
+        def compute(backend: RecurrenceBackend) -> Tensor:
+            if backend.decode is not None:
+                return backend.decode(x, *inputs, states, **options)
+            y, new = backend.step(x, *inputs, _widened(live[slots]), **options)
+            store(live, slots, new)
+            return y
+
+        return self.backends.compute(x, compute)
 
 
-def prefill_by_scan(
-    scan: Callable[..., ScanOutput],
-    inputs: Sequence[Tensor],
-    chunks: PackedChunks,
-    slots: StateSlots,
-    live: Tensor,
-    snapshots: Tensor | None,
+def _prefill_by_scan(
+    backend: RecurrenceBackend,
+    inputs: Sequence[Tensor | None],
+    states: PrefillStates,
     options: Mapping[str, object],
 ) -> Tensor:
-    """Compute `Recurrence.prefill` by a scan without slots: gather states before it, scatter them after it."""
-    scanned = scan(*inputs, chunks, initial_states=initial_states(live, slots).float(), **options)
+    """Compute a prefill by a scan without slots: gather states before it, scatter them after it."""
+    chunks, slots, live, snapshots = states
+    scanned = backend.scan(*inputs, chunks, initial_states=_widened(initial_states(live, slots)), **options)
     store(live, slots.live, scanned.final_states)
     if slots.snapshots is not None:
         assert snapshots is not None, "somewhere to keep them"
@@ -127,14 +134,30 @@ def prefill_by_scan(
     return scanned.y
 
 
-def decode_by_step(
-    step: Callable[..., tuple[Tensor, Tensor]],
-    inputs: Sequence[Tensor],
-    slots: Tensor | slice,
-    live: Tensor,
-    options: Mapping[str, object],
-) -> Tensor:
-    """Compute `Recurrence.decode` by a step without slots."""
-    y, states = step(*inputs, live[slots].float(), **options)
-    store(live, slots, states)
-    return y
+def _widened(states: Tensor) -> Tensor:
+    """Return states in fp32; in their own type if that is wider."""
+    return states.to(torch.promote_types(states.dtype, torch.float32))
+
+
+def cpp_backend(reference: RecurrenceBackend, operator: str, **defaults: object) -> RecurrenceBackend:
+    """Return the C++ kernels for CPUs, which read and write slots in place, as a backend.
+
+    Args:
+        reference: Backend whose scan and step compute what the kernels do not, such as training.
+        operator: Prefix of the kernels' names.
+        defaults: Options that the kernels take after the inputs, in order, with their defaults.
+    """
+
+    def prefill(*given: object, **options: object) -> Tensor:
+        *inputs, states = given
+        assert isinstance(states, PrefillStates), "states come last"
+        kernel = getattr(cpp.kernels(), f"{operator}_prefill")
+        return kernel(*inputs, *(defaults | options).values(), *cpp.prefill_places(*states))
+
+    def decode(*given: object, **options: object) -> Tensor:
+        *inputs, states = given
+        assert isinstance(states, DecodeStates), "states come last"
+        kernel = getattr(cpp.kernels(), f"{operator}_decode")
+        return kernel(*inputs, *(defaults | options).values(), *cpp.decode_places(states.slots), states.live)
+
+    return replace(reference, name=cpp.NAME, takes=cpp.takes, prefill=prefill, decode=decode)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_ext.ops.varlen import PackedChunks
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,34 @@ class StateSlots:
     snapshots: SnapshotPlaces | None = None
 
 
+class PrefillStates(NamedTuple):
+    """Sequences of a prefill and the pools of their states.
+
+    Attributes:
+        chunks: Places of sequences and kernel chunks on the token axis.
+        slots: State slots of the sequences.
+        live: Running states, [slots, ...], written in place; every initial state is read before it (HY-8).
+        snapshots: [slots, ...], written in place; not needed if `slots` keeps nothing.
+    """
+
+    chunks: PackedChunks
+    slots: StateSlots
+    live: Tensor
+    snapshots: Tensor | None
+
+
+class DecodeStates(NamedTuple):
+    """Running states of R requests that decode one token each.
+
+    Attributes:
+        slots: [R] int64, or a slice if consecutive, so that states are views.
+        live: Running states, [slots, ...], written in place.
+    """
+
+    slots: Tensor | slice
+    live: Tensor
+
+
 def initial_states(pool: Tensor, slots: StateSlots) -> Tensor:
     """Return a copy of the initial states, [S, ...] in the pool's type."""
     states = pool[slots.live]
@@ -57,8 +88,9 @@ def store(pool: Tensor, slots: Tensor | slice, states: Tensor) -> None:
     pool[slots] = states.to(pool.dtype)
 
 
-def library_states(pool: Tensor, slots: Tensor | slice) -> tuple[Tensor, Tensor | None]:
+def library_states(states: DecodeStates) -> tuple[Tensor, Tensor | None]:
     """Return the pool and the slots of each request, or a view of consecutive slots and None; nothing is copied."""
+    slots, pool = states
     return (pool[slots], None) if isinstance(slots, slice) else (pool, slots)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,13 +19,12 @@ from megatron_ext.ops.gated_norm.reference import Order, RowNorm
 from megatron_ext.ops.paged_attention import triton as paged_attention
 from megatron_ext.ops.paged_attention.batch import PagedBatch, build_paged_batch
 from megatron_ext.ops.rotary import triton as rotary
-from megatron_ext.ops.rotary.reference import Heads
-from megatron_ext.ops.rotary.rotation import Rotation
+from megatron_ext.ops.rotary.reference import Heads, Rotation
 from megatron_ext.ops.sampling import triton as sampling
 from megatron_ext.ops.sampling.sampling_metadata import sampling_metadata
 from megatron_ext.ops.ssd import triton as ssd
 from megatron_ext.ops.state_copy import triton as state_copy
-from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates, SnapshotPlaces, StateSlots
 from megatron_ext.ops.step_size import triton as step_size
 from megatron_ext.ops.varlen import PackedChunks, Resumes, pack_chunks
 from tools.kernel_checks.sizes import BLOCK, MAX_LENGTH, DeltaNet, Mamba2, Model, Step
@@ -147,14 +145,17 @@ class Calls:
         x = self._make(self.step.rows, sizes.conv_channels)
         weight, bias = self._make(sizes.conv_channels, WINDOW), self._make(sizes.conv_channels)
         if self.step.tokens:
-            self._run(partial(causal_conv1d.BACKEND.prefill, x, weight, bias), 0)
+            causal_conv1d.BACKEND.prefill(x, weight, bias, self._prefilled(0))
         else:
-            (live, _), _ = self._pools()
-            causal_conv1d.BACKEND.decode(x, weight, bias, slots=torch.arange(self.sequences), live=live[-1])
+            causal_conv1d.BACKEND.decode(x, weight, bias, self._decoded(0))
 
-    def _run(self, prefill: Callable[..., object], kind: int) -> None:
+    def _prefilled(self, kind: int) -> PrefillStates:
         live, snapshots = self._pools()
-        prefill(chunks=self._chunks(), slots=self._slots(), live=live[kind][-1], snapshots=snapshots[kind][-1])
+        return PrefillStates(self._chunks(), self._slots(), live[kind][-1], snapshots[kind][-1])
+
+    def _decoded(self, kind: int) -> DecodeStates:
+        live, _ = self._pools()
+        return DecodeStates(torch.arange(self.sequences), live[kind][-1])
 
     def _mamba2(self) -> None:
         sizes, rows = self.model.recurrence, self.step.rows
@@ -169,10 +170,9 @@ class Calls:
         dt, A = step_size.step_sizes(self._make(rows, sizes.heads), bias, A_log)
         D = self._make(sizes.heads, dtype=torch.float32)
         if self.step.decodes:
-            (_, live), _ = self._pools()
-            ssd.decode(x, dt, A, B, C, slots=torch.arange(self.sequences), live=live[-1], D=D)
+            ssd.BACKEND.decode(x, dt, A, B, C, self._decoded(1), D=D)
         else:
-            self._run(partial(ssd.prefill, x, dt, A, B, C, D=D), 1)
+            ssd.BACKEND.prefill(x, dt, A, B, C, self._prefilled(1), D=D)
         norm = RowNorm(self._make(inner), 1e-5)
         gate = self._make(rows, 2 * inner)[:, :inner]
         group = inner // sizes.groups
@@ -188,11 +188,9 @@ class Calls:
         A_log = self._make(sizes.heads, dtype=torch.float32)
         g, beta = step_size.decays(self._make(rows, sizes.heads), alpha, bias, A_log)
         if self.step.decodes:
-            (_, live), _ = self._pools()
-            slots = torch.arange(self.sequences)
-            gated_delta_rule.decode(q, k, v, g, beta, slots=slots, live=live[-1], normalize=True)
+            gated_delta_rule.BACKEND.decode(q, k, v, g, beta, self._decoded(1), normalize=True)
         else:
-            self._run(partial(gated_delta_rule.prefill, q, k, v, g, beta, normalize=True), 1)
+            gated_delta_rule.BACKEND.prefill(q, k, v, g, beta, self._prefilled(1), normalize=True)
         inner, norm = sizes.heads * sizes.head_dim, RowNorm(self._make(sizes.head_dim), 1e-6)
         y, gate = self._make(rows, inner), self._make(rows, inner)
         gated_norm.norm_rows(y, gate, norm, group_size=sizes.head_dim, order=Order.NORM_FIRST)

@@ -8,22 +8,18 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
+from megatron_ext.ops.backends import Backend, anything
 
 
 @dataclass(frozen=True)
-class ActivationBackend:
+class ActivationBackend(Backend):
     """Backend of the MLP activations, with the signatures of the package's functions.
 
     Attributes:
-        name: Unique among the operator's backends.
-        takes: Returns whether the backend supports an input.
         squared_relu: See `squared_relu_`.
         gated_silu: See `gated_silu`.
     """
 
-    name: str
-    takes: Callable[[Tensor], bool]
     squared_relu: Callable[[Tensor], Tensor]
     gated_silu: Callable[[Tensor, float], Tensor]
 

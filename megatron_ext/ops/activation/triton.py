@@ -5,25 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.activation import reference
 from megatron_ext.ops.activation.reference import ActivationBackend
-from megatron_ext.ops.triton.launching import say_reference_computes
+from megatron_ext.ops.backends import NoKernelError
 
 
-def _lacks(x: Tensor) -> str | None:
-    """Return why there is no kernel for this input; None if there is one."""
+def _require(x: Tensor) -> None:
+    """Raise `NoKernelError` unless a kernel supports this input."""
     from megatron_ext.ops.activation import kernels
 
     if not x.is_contiguous():
-        return "activations have no kernel for tensors that are not contiguous"
-    return kernels.relu_squared.lacks(T=x.dtype)
+        raise NoKernelError("activations have no kernel for tensors that are not contiguous")
+    kernels.relu_squared.require(T=x.dtype)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    lack = _lacks(x)
-    if lack is not None:
-        say_reference_computes(lack)
-        return reference.squared_relu(x)
+    _require(x)
     from megatron_ext.ops.activation import kernels
 
     (config,), width = kernels.relu_squared.configs, x.shape[-1]
@@ -32,18 +28,13 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def gated_silu(inner: Tensor, factor: float) -> Tensor:
-    lack = _lacks(inner)
-    if lack is not None:
-        say_reference_computes(lack)
-        return reference.gated_silu(inner, factor)
+    _require(inner)
     from megatron_ext.ops.activation import kernels
 
     (config,), width = kernels.silu_times.configs, inner.shape[-1] // 2
     y = inner.new_empty(*inner.shape[:-1], width)
-    rows = y.numel() // width
-    kernels.silu_times.launch(
-        (rows, -(-width // config["BLOCK"])), config, inner=inner, y=y, width=width, factor=factor
-    )
+    grid = y.numel() // width, -(-width // config["BLOCK"])
+    kernels.silu_times.launch(grid, config, inner=inner, y=y, width=width, factor=factor)
     return y
 
 

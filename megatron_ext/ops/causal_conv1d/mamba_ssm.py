@@ -5,39 +5,28 @@ The library needs states of the inputs' type, which `libraries` asks of an engin
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 from torch import Tensor
 
 from megatron_ext.ops import libraries
 from megatron_ext.ops.causal_conv1d import triton
-from megatron_ext.ops.causal_conv1d.operator import ConvolutionBackend
-from megatron_ext.ops.state_slots import library_states
+from megatron_ext.ops.state_slots import DecodeStates, library_states
 
 
-def backend(ours: ConvolutionBackend, *, activate: bool) -> ConvolutionBackend:
-    """Return the library's update as a backend; `ours` computes everything else."""
-    activation = "silu" if activate else None
+def _decode(x: Tensor, weight: Tensor, bias: Tensor | None, states: DecodeStates, *, activation: str | None) -> Tensor:
+    pool, slots = library_states(states)
+    indices = None if slots is None else slots.int()  # asked for by its kernel
+    return libraries.CAUSAL_CONV1D_UPDATE.function()(x, pool, weight, bias, activation, conv_state_indices=indices)
 
-    def decode(x: Tensor, weight: Tensor, bias: Tensor | None, *, slots: Tensor | slice, live: Tensor) -> Tensor:
-        states, indices = library_states(live, slots)
-        return libraries.CAUSAL_CONV1D_UPDATE.function()(
-            x,
-            states,
-            weight,
-            bias,
-            activation,
-            conv_state_indices=None if indices is None else indices.int(),  # asked for by its kernel
-        )
 
-    return ConvolutionBackend(
-        libraries.MAMBA_SSM,
-        libraries.never,
-        ours.convolve,
-        ours.step,
-        ours.states_after,
-        prefill=ours.prefill,
-        decode=decode,
+BACKEND, PLAIN_BACKEND = (
+    replace(
+        ours,
+        name=libraries.MAMBA_SSM,
+        takes=libraries.never,
+        decode=functools.partial(_decode, activation=activation),
     )
-
-
-BACKEND = backend(triton.BACKEND, activate=True)
-PLAIN_BACKEND = backend(triton.PLAIN_BACKEND, activate=False)
+    for ours, activation in ((triton.BACKEND, "silu"), (triton.PLAIN_BACKEND, None))
+)

@@ -17,44 +17,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.ops.backends import anything
-from megatron_ext.ops.causal_conv1d.operator import ConvolutionBackend
-from megatron_ext.ops.varlen import PackedSequences
+from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
+from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
 
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sequences: PackedSequences,
+    chunks: PackedChunks,
     *,
     initial_states: Tensor | None = None,
     activate: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> ScanOutput:
     """Convolve packed sequences independently of each other. Differentiable.
 
     Args:
         x: [T, Cn]; may have rows after the last sequence, which are not read.
         weight: [Cn, K].
         bias: [Cn] or None.
-        sequences: Places of the sequences on the token axis; they may be shorter than the window.
+        chunks: Places of sequences and chunks on the token axis; sequences may be shorter than the window.
         initial_states: [S, Cn, K-1], zeros if None; not modified.
         activate: True to apply SiLU to the result.
 
     Returns:
-        y [T, Cn], zero at rows after the last sequence, and the final states [S, Cn, K-1] (a copy, never
-        a view of x or of the initial states); both in x's dtype.
+        y, and states of [Cn, K-1], copies and never views of x or of the initial states; all in x's dtype.
     """
-    if sequences.has_static_shapes:
-        return _convolve_bounded(x, weight, bias, sequences, initial_states, activate)
-    window = weight.shape[1]
-    extended = _extend(x[: sequences.num_tokens], sequences, window, initial_states)  # [T + S*(K-1), Cn]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = _convolve(extended.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-    if len(sequences.lengths) > 1:
-        y = y.index_select(0, torch.arange(len(sequences.seq_idx), device=x.device) + sequences.seq_idx * (window - 1))
-    y = (F.silu(y) if activate else y).to(x.dtype)
-    missing = x.shape[0] - y.shape[0]
-    return F.pad(y, (0, 0, 0, missing)) if missing else y, _final_states(extended, sequences, window)
+    sequences = chunks.sequences
+    if initial_states is None:
+        initial_states = x.new_zeros(len(sequences.lengths), x.shape[1], weight.shape[1] - 1)
+    starts, owners = sequences.cu_seqlens[:-1], chunks.chunk_seq_idx
+    convolve = _convolve_bounded if sequences.has_static_shapes else _convolve_packed
+    y = convolve(x, weight, bias, sequences, initial_states, activate)
+    states = conv_states_after(x, chunks.cu_chunk_seqlens[1:], starts[owners], initial_states[owners])
+    return ScanOutput(y, states[chunks.last_chunk_indices], states)
 
 
 def causal_conv1d_step(
@@ -104,32 +100,40 @@ def conv_states_after(x: Tensor, tokens: Tensor, first_tokens: Tensor, initial_s
     return from_initial.where((before < 0)[:, None], from_tokens)
 
 
+def _convolve_packed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequences: PackedSequences,
+    initial_states: Tensor,
+    activate: bool,
+) -> Tensor:
+    """Convolve sequences with their K-1 earlier inputs in front of each."""
+    window, wide = weight.shape[1], torch.promote_types(x.dtype, torch.float32)
+    earlier = initial_states.to(x.dtype).transpose(1, 2)
+    parts = zip(earlier.unbind(0), x[: sequences.num_tokens].split(sequences.lengths), strict=True)
+    extended = torch.cat([rows for pair in parts for rows in pair])  # [T + S*(K-1), Cn]
+    y = _convolve(extended.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    if len(sequences.lengths) > 1:
+        y = y.index_select(0, torch.arange(len(sequences.seq_idx), device=x.device) + sequences.seq_idx * (window - 1))
+    y = (F.silu(y) if activate else y).to(x.dtype)
+    missing = x.shape[0] - y.shape[0]
+    return F.pad(y, (0, 0, 0, missing)) if missing else y
+
+
 def _convolve_bounded(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     sequences: PackedSequences,
-    initial_states: Tensor | None,
+    initial_states: Tensor,
     activate: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Convolve with lengths that only the device knows: each token with the K-1 inputs before it."""
-    if initial_states is None:
-        initial_states = x.new_zeros(len(sequences.lengths), x.shape[1], weight.shape[1] - 1)
-    first, owners = sequences.cu_seqlens[:-1], sequences.seq_idx
+    owners = sequences.seq_idx
     tokens = torch.arange(x.shape[0], device=x.device)
-    before = conv_states_after(x, tokens, first[owners], initial_states[owners])
-    y, _ = causal_conv1d_step(x, weight, bias, before, activate=activate)
-    return y, conv_states_after(x, sequences.cu_seqlens[1:], first, initial_states)
-
-
-def _extend(x: Tensor, sequences: PackedSequences, window: int, initial_states: Tensor | None) -> Tensor:
-    """Put every sequence's K-1 earlier inputs in front of it: [T + S*(K-1), Cn]."""
-    if initial_states is None:
-        earlier = x.new_zeros(len(sequences.lengths), window - 1, x.shape[1])
-    else:
-        earlier = initial_states.to(x.dtype).transpose(1, 2)
-    parts = zip(earlier.unbind(0), x.split(sequences.lengths), strict=True)
-    return torch.cat([rows for pair in parts for rows in pair])
+    before = conv_states_after(x, tokens, sequences.cu_seqlens[owners], initial_states[owners])
+    return causal_conv1d_step(x, weight, bias, before, activate=activate)[0]
 
 
 def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,21 +147,10 @@ def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def _final_states(extended: Tensor, sequences: PackedSequences, window: int) -> Tensor:
-    """Return the last K-1 inputs of every sequence, older ones included if it is shorter: [S, Cn, K-1]."""
-    num_sequences = len(sequences.lengths)
-    kept = torch.arange(window - 1, device=extended.device)
-    shift = torch.arange(num_sequences, device=extended.device) * (window - 1)
-    rows = (sequences.cu_seqlens[1:] + shift).unsqueeze(-1) + kept  # [S, K-1]
-    states = extended.index_select(0, rows.flatten()).unflatten(0, (num_sequences, -1))
-    return states.transpose(1, 2).contiguous()
-
-
-BACKEND = ConvolutionBackend("reference", anything, causal_conv1d, causal_conv1d_step, conv_states_after)
-PLAIN_BACKEND = ConvolutionBackend(
+BACKEND = RecurrenceBackend("reference", anything, causal_conv1d, causal_conv1d_step)
+PLAIN_BACKEND = RecurrenceBackend(
     "reference",
     anything,
     functools.partial(causal_conv1d, activate=False),
     functools.partial(causal_conv1d_step, activate=False),
-    conv_states_after,
 )

@@ -5,141 +5,78 @@ A slot of -1 marks a row or a sequence of padding: its outputs are zeros, and no
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 from torch import Tensor
 
 from megatron_ext.ops import triton
+from megatron_ext.ops.backends import NoKernelError
 from megatron_ext.ops.causal_conv1d import reference
-from megatron_ext.ops.causal_conv1d.operator import ConvolutionBackend, decode_by_step, prefill_by_scan
-from megatron_ext.ops.state_slots import StateSlots
-from megatron_ext.ops.triton.kernel_registry import Config, Kernel
-from megatron_ext.ops.triton.launching import (
-    own_rows,
-    prefill_arguments,
-    rows_of,
-    say_reference_computes,
-    slot_tensor,
-)
-from megatron_ext.ops.varlen import PackedChunks
+from megatron_ext.ops.recurrence import RecurrenceBackend
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
+from megatron_ext.ops.triton.kernel_registry import Argument, Kernel
+from megatron_ext.ops.triton.launching import decode_arguments, launch_with, prefill_arguments, require_own_rows, rowed
 
 
-def _lacks(x: Tensor, weight: Tensor, bias: Tensor | None, live: Tensor) -> str | None:
-    """Return why there is no kernel for these inputs; None if there is one."""
+def _arguments(x: Tensor, weight: Tensor, bias: Tensor | None, live: Tensor, activate: bool) -> dict[str, Argument]:
+    """Return the arguments of the inputs; the stand-in for a missing bias is not read.
+
+    Raises:
+        NoKernelError: There is no kernel for them.
+    """
     from megatron_ext.ops.causal_conv1d import kernels
 
-    window = weight.shape[1]
+    window, weight = weight.shape[1], weight.contiguous()
     if window not in kernels.WINDOWS:
-        return f"the convolution has no kernel for a window of {window}, only for {kernels.WINDOWS}"
+        raise NoKernelError(f"the convolution has no kernel for a window of {window}, only for {kernels.WINDOWS}")
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        return f"the convolution has no kernel for weights of {weight.dtype} and inputs of {x.dtype}"
-    if not own_rows(live):
-        return "the convolution has no kernel for states with columns that are not contiguous"
-    return kernels.conv_prefill.lacks(T=x.dtype, S=live.dtype)
+        raise NoKernelError(f"the convolution has no kernel for weights of {weight.dtype} and inputs of {x.dtype}")
+    require_own_rows(live, "the convolution")
+    kernels.conv_prefill.require(T=x.dtype, S=live.dtype)
+    return rowed(x=x) | {
+        "weight": weight,
+        "bias": weight if bias is None else bias.contiguous(),
+        "has_bias": int(bias is not None),
+        "activate": int(activate),
+        "rows": x.shape[0],
+        "channels": x.shape[1],
+    }
 
 
-def _config(kernel: Kernel, window: int) -> Config:
-    return next(one for one in kernel.configs if one["WINDOW"] == window)
+def _launch(kernel: Kernel, count: int, given: dict[str, Argument], weight: Tensor, unit: str = "") -> None:
+    """Launch for `count` rows or sequences, in blocks of the constant `unit` if it is given."""
+    config = next(one for one in kernel.configs if one["WINDOW"] == weight.shape[1])
+    blocks = -(-weight.shape[0] // config["CHANNELS"])
+    launch_with(kernel, (-(-count // config[unit]) if unit else count, blocks), config, given)
 
 
-def _blocks(channels: int, config: Config) -> int:
-    return -(-channels // config["CHANNELS"])
+def _prefill(x: Tensor, weight: Tensor, bias: Tensor | None, states: PrefillStates, *, activate: bool) -> Tensor:
+    given = _arguments(x, weight, bias, states.live, activate) | prefill_arguments(states)
+    from megatron_ext.ops.causal_conv1d import kernels
+
+    sequences = states.slots.live.numel()
+    y = x.new_empty(x.shape)
+    given |= {"y": y, "seq_idx": states.chunks.sequences.seq_idx, "sequences": sequences}
+    _launch(kernels.conv_prefill, x.shape[0], given, weight, "ROWS")
+    _launch(kernels.conv_states, sequences, given, weight)
+    return y
 
 
-class Convolution:
-    """Convolution with Triton kernels, with SiLU or without."""
+def _decode(x: Tensor, weight: Tensor, bias: Tensor | None, states: DecodeStates, *, activate: bool) -> Tensor:
+    y = x.new_empty(x.shape)
+    given = _arguments(x, weight, bias, states.live, activate) | decode_arguments(states, x) | {"y": y}
+    from megatron_ext.ops.causal_conv1d import kernels
 
-    def __init__(self, plain: ConvolutionBackend, *, activate: bool) -> None:
-        self.plain = plain  # fallback for inputs without a kernel
-        self.activate = activate
-
-    def prefill(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        chunks: PackedChunks,
-        slots: StateSlots,
-        live: Tensor,
-        snapshots: Tensor | None,
-    ) -> Tensor:
-        """Compute `CausalConv1d.prefill`."""
-        lack = _lacks(x, weight, bias, live)
-        if lack is not None:
-            say_reference_computes(lack)
-            return prefill_by_scan(self.plain, x, weight, bias, chunks, slots, live, snapshots)
-        places = prefill_arguments(chunks, slots, live, snapshots)
-        return self._prefill(rows_of(x), weight.contiguous(), bias, chunks.sequences.seq_idx, places)
-
-    def _prefill(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, places: dict[str, Tensor | int]
-    ) -> Tensor:
-        from megatron_ext.ops.causal_conv1d import kernels
-
-        rows, channels = x.shape
-        y, slots = x.new_empty(rows, channels), places["slots"]
-        assert isinstance(slots, Tensor)
-        config, shared = _config(kernels.conv_prefill, weight.shape[1]), {"x_row": x.stride(0), "channels": channels}
-        kernels.conv_prefill.launch(
-            (-(-rows // config["ROWS"]), _blocks(channels, config)),
-            config,
-            x=x,
-            weight=weight,
-            y=y,
-            seq_idx=seq_idx,
-            rows=rows,
-            sequences=slots.numel(),
-            **self._flags(weight, bias),
-            **{name: places[name] for name in ("live", "live_row", "cu_seqlens", "slots", "has_initial")},
-            **shared,
-        )
-        config = _config(kernels.conv_states, weight.shape[1])
-        kernels.conv_states.launch((slots.numel(), _blocks(channels, config)), config, x=x, **places, **shared)
-        return y
-
-    def decode(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, slots: Tensor | slice, live: Tensor) -> Tensor:
-        """Compute `CausalConv1d.decode`."""
-        lack = _lacks(x, weight, bias, live)
-        if lack is not None:
-            say_reference_computes(lack)
-            return decode_by_step(self.plain, x, weight, bias, slots, live)
-        from megatron_ext.ops.causal_conv1d import kernels
-
-        x, weight, (rows, channels) = rows_of(x), weight.contiguous(), x.shape
-        y, config = x.new_empty(rows, channels), _config(kernels.conv_decode, weight.shape[1])
-        kernels.conv_decode.launch(
-            (rows, _blocks(channels, config)),
-            config,
-            x=x,
-            weight=weight,
-            y=y,
-            live=live,
-            slots=slot_tensor(slots, rows, x.device),
-            x_row=x.stride(0),
-            live_row=live.stride(0),
-            channels=channels,
-            **self._flags(weight, bias),
-        )
-        return y
-
-    def _flags(self, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | int]:
-        """Return the bias, or an unread tensor in its place, and the flag for SiLU."""
-        given = weight if bias is None else bias.contiguous()
-        return {"bias": given, "has_bias": int(bias is not None), "activate": int(self.activate)}
+    _launch(kernels.conv_decode, x.shape[0], given, weight)
+    return y
 
 
-def backend(plain: ConvolutionBackend, *, activate: bool) -> ConvolutionBackend:
-    """Return the kernels as a backend; `plain` computes everything else: training, and unsupported shapes."""
-    convolution = Convolution(plain, activate=activate)
-    return ConvolutionBackend(
-        triton.NAME,
-        triton.takes,
-        plain.convolve,
-        plain.step,
-        plain.states_after,
-        prefill=convolution.prefill,
-        decode=convolution.decode,
-    )
+def _backend(plain: RecurrenceBackend, *, activate: bool) -> RecurrenceBackend:
+    """Return the kernels as a backend; `plain` computes everything else, such as training."""
+    prefill, decode = (functools.partial(function, activate=activate) for function in (_prefill, _decode))
+    return replace(plain, name=triton.NAME, takes=triton.takes, prefill=prefill, decode=decode)
 
 
-BACKEND = backend(reference.BACKEND, activate=True)
-PLAIN_BACKEND = backend(reference.PLAIN_BACKEND, activate=False)
+BACKEND = _backend(reference.BACKEND, activate=True)
+PLAIN_BACKEND = _backend(reference.PLAIN_BACKEND, activate=False)

@@ -26,12 +26,12 @@ def choose_experts(logits: Tensor, bias: Tensor | None, chosen: int, scores: Sco
         chosen: k.
         scores: How scores and weights follow from logits.
     """
-    return EXPERTS.choose(logits).choose_experts(logits, bias, chosen, scores)
+    return EXPERTS.compute(logits, lambda backend: backend.choose_experts(logits, bias, chosen, scores))
 
 
 def sort_by_expert(ids: Tensor, experts: int) -> SortedTokens:
     """Sort pairs of token and expert, `ids` [T, k] int32, by expert, then by token."""
-    return EXPERTS.choose(ids).sort_by_expert(ids, experts)
+    return EXPERTS.compute(ids, lambda backend: backend.sort_by_expert(ids, experts))
 
 
 def combine(rows: Tensor, places: Tensor, weights: Tensor, other: Tensor | None) -> Tensor:
@@ -43,7 +43,7 @@ def combine(rows: Tensor, places: Tensor, weights: Tensor, other: Tensor | None)
         weights: [T, k] fp32.
         other: Outputs of shared experts.
     """
-    return EXPERTS.choose(rows).combine(rows, places, weights, other)
+    return EXPERTS.compute(rows, lambda backend: backend.combine(rows, places, weights, other))
 
 
 __all__ = ["EXPERTS", "Scores", "SortedTokens", "choose_experts", "combine", "sort_by_expert"]

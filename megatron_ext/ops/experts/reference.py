@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
+from megatron_ext.ops.backends import Backend, anything
 
 
 class Function(enum.IntEnum):
@@ -49,19 +49,15 @@ class SortedTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExpertsBackend:
+class ExpertsBackend(Backend):
     """Backend of the operations around experts, with the signatures of the package's functions.
 
     Attributes:
-        name: Unique among the operator's backends.
-        takes: Returns whether the backend supports an input.
         choose_experts: See the package.
         sort_by_expert: See the package.
         combine: See the package.
     """
 
-    name: str
-    takes: Callable[[Tensor], bool]
     choose_experts: Callable[[Tensor, Tensor | None, int, Scores], tuple[Tensor, Tensor]]
     sort_by_expert: Callable[[Tensor, int], SortedTokens]
     combine: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]

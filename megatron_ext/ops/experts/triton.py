@@ -6,42 +6,36 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.experts import reference
+from megatron_ext.ops.backends import NoKernelError
 from megatron_ext.ops.experts.reference import ExpertsBackend, Scores, SortedTokens
-from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
+from megatron_ext.ops.triton.launching import rowed, rows_of
 
 
-def _too_many(experts: int, chosen: int) -> str | None:
-    """Return why no kernel chooses `chosen` of `experts` experts; None if one does."""
+def _require(experts: int, chosen: int) -> None:
+    """Raise `NoKernelError` unless a kernel chooses `chosen` of `experts` experts."""
     from megatron_ext.ops.experts import kernels
 
     largest = kernels.choose_experts.configs[-1]
-    if experts > largest["BLOCK"] or chosen > largest["CHOSEN"]:
-        return f"no kernel chooses {chosen} of {experts} experts, only {largest['CHOSEN']} of {largest['BLOCK']}"
-    return None
+    most, of = largest["CHOSEN"], largest["BLOCK"]
+    if experts > of or chosen > most:
+        raise NoKernelError(f"no kernel chooses {chosen} of {experts} experts, only {most} of {of}")
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, chosen: int, scores: Scores) -> tuple[Tensor, Tensor]:
     from megatron_ext.ops.experts import kernels
 
     tokens, experts = logits.shape
-    lack = _too_many(experts, chosen) or kernels.choose_experts.lacks(T=logits.dtype)
-    if lack is not None:
-        say_reference_computes(lack)
-        return reference.choose_experts(logits, bias, chosen, scores)
-    config = kernels.choose_experts.fitting(logits.dtype, BLOCK=experts)
-    assert config is not None, "see `_too_many`"
-    logits = rows_of(logits)
+    _require(experts, chosen)
+    kernels.choose_experts.require(T=logits.dtype)
     ids = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, chosen, dtype=torch.float32, device=logits.device)
     kernels.choose_experts.launch(
         (tokens,),
-        config,
-        logits=logits,
+        kernels.choose_experts.config_for(logits.dtype, BLOCK=experts),
+        **rowed(logits=logits),
         bias=weights if bias is None else bias.float().contiguous(),  # the stand-in for None is not read
         ids=ids,
         weights=weights,
-        logits_row=logits.stride(0),
         experts=experts,
         chosen=chosen,
         function=scores.function.value,
@@ -74,24 +68,18 @@ def combine(rows: Tensor, places: Tensor, weights: Tensor, other: Tensor | None)
     from megatron_ext.ops.experts import kernels
 
     (tokens, chosen), channels = places.shape, rows.shape[1]
-    lack = _too_many(0, chosen) or kernels.combine.lacks(T=rows.dtype)
-    if lack is not None:
-        say_reference_computes(lack)
-        return reference.combine(rows, places, weights, other)
-    config = kernels.combine.fitting(rows.dtype, CHOSEN=chosen)
-    assert config is not None, "see `_too_many`"
-    y = rows.new_empty(tokens, channels)
-    other_rows = y if other is None else rows_of(other)  # the stand-in for None is not read
+    _require(0, chosen)
+    kernels.combine.require(T=rows.dtype)
+    config, y = kernels.combine.config_for(rows.dtype, CHOSEN=chosen), rows.new_empty(tokens, channels)
     kernels.combine.launch(
         (tokens, -(-channels // config["BLOCK"])),
         config,
         rows=rows_of(rows),
-        other=other_rows,
+        **rowed(other=y if other is None else other),  # the stand-in for None is not read
         places=places,
         weights=weights,
         y=y,
         channels=channels,
-        other_row=other_rows.stride(0),
         chosen=chosen,
         has_other=int(other is not None),
     )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.gated_delta_rule import cpp, reference, triton
-from megatron_ext.ops.recurrence import Recurrence
+from megatron_ext.ops.gated_delta_rule import reference, triton
+from megatron_ext.ops.recurrence import Recurrence, cpp_backend
 
-GATED_DELTA_RULE = Recurrence("gated_delta_rule", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
+GATED_DELTA_RULE = Recurrence(
+    "gated_delta_rule",
+    cpp_backend(reference.BACKEND, "gated_delta", normalize=False),
+    triton.BACKEND,
+    reference.BACKEND,
+)
 
 __all__ = ["GATED_DELTA_RULE"]

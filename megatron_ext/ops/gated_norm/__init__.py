@@ -6,11 +6,22 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from megatron_ext.ops import cpp
 from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.gated_norm import cpp, reference, triton
-from megatron_ext.ops.gated_norm.reference import NamedNorm, Order, RowNorm
+from megatron_ext.ops.gated_norm import reference, triton
+from megatron_ext.ops.gated_norm.reference import GateBackend, NamedNorm, Order, RowNorm
 
-GATED_NORM = Backends("gated_norm", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
+
+def _gated_norm_in_cpp(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
+    return cpp.kernels().gated_norm(y, gate, weight, group_size, eps)
+
+
+GATED_NORM = Backends(
+    "gated_norm",
+    GateBackend(cpp.NAME, cpp.takes, _gated_norm_in_cpp, lambda y, gate: cpp.kernels().silu_gate(y, gate)),
+    triton.BACKEND,
+    reference.BACKEND,
+)
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
@@ -26,12 +37,12 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps:
     Returns:
         [T, Cn] in the gate's type.
     """
-    return GATED_NORM.choose(y).norm(y, gate, weight, group_size=group_size, eps=eps)
+    return GATED_NORM.compute(y, lambda backend: backend.norm(y, gate, weight, group_size=group_size, eps=eps))
 
 
 def silu_gate(y: Tensor, gate: Tensor) -> Tensor:
     """Return y * SiLU(gate), computed in fp32: [T, Cn] each, in the gate's type. Differentiable."""
-    return GATED_NORM.choose(y).gate(y, gate)
+    return GATED_NORM.compute(y, lambda backend: backend.gate(y, gate))
 
 
 def norm_then_gate(
@@ -46,12 +57,13 @@ def norm_then_gate(
         plain: Computes the norm, [T, Cn] -> [T, Cn] of any type, for backends without it.
         group_size: Channels that are normalized together.
     """
-    backend = GATED_NORM.choose(y)
-    if norm is not None and backend.norm_rows is not None:
-        found = backend.norm_rows(y, gate, norm, group_size=group_size, order=Order.NORM_FIRST)
-        if found is not None:
-            return found
-    return backend.gate(plain(y), gate)
+
+    def compute(backend: GateBackend) -> Tensor:
+        if norm is None or backend.norm_rows is None:
+            return backend.gate(plain(y), gate)
+        return backend.norm_rows(y, gate, norm, group_size=group_size, order=Order.NORM_FIRST)
+
+    return GATED_NORM.compute(y, compute)
 
 
 def rms_norm(x: Tensor, norm: RowNorm, plain: Callable[[Tensor], Tensor]) -> Tensor:
@@ -59,13 +71,14 @@ def rms_norm(x: Tensor, norm: RowNorm, plain: Callable[[Tensor], Tensor]) -> Ten
 
     `plain` computes the norm for backends without it.
     """
-    backend = GATED_NORM.choose(x)
-    if backend.norm_rows is not None:
-        rows = x.flatten(0, -2)
-        found = backend.norm_rows(rows, None, norm, group_size=x.shape[-1], order=Order.NO_GATE)
-        if found is not None:
-            return found.view(x.shape)
-    return plain(x)
+
+    def compute(backend: GateBackend) -> Tensor:
+        if backend.norm_rows is None:
+            return plain(x)
+        rows, size = x.flatten(0, -2), x.shape[-1]
+        return backend.norm_rows(rows, None, norm, group_size=size, order=Order.NO_GATE).view(x.shape)
+
+    return GATED_NORM.compute(x, compute)
 
 
 def add_and_norm(output: Tensor, residual: Tensor, norm: object, factor: float) -> tuple[Tensor, Tensor] | None:
@@ -77,10 +90,13 @@ def add_and_norm(output: Tensor, residual: Tensor, norm: object, factor: float) 
         norm: Module; only a `NamedNorm` can be fused.
         factor: Factor of the output.
     """
-    backend = GATED_NORM.choose(output)
-    if backend.add_norm is None or not isinstance(norm, NamedNorm):
-        return None
-    return backend.add_norm(output, residual, norm.row_norm, factor)
+
+    def compute(backend: GateBackend) -> tuple[Tensor, Tensor] | None:
+        if backend.add_norm is None or not isinstance(norm, NamedNorm):
+            return None
+        return backend.add_norm(output, residual, norm.row_norm, factor)
+
+    return GATED_NORM.compute(output, compute)
 
 
 __all__ = [

@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
+from megatron_ext.ops.backends import Backend, anything
 
 
 class Order(IntEnum):
@@ -45,26 +45,21 @@ class NamedNorm:
 
 
 @dataclass(frozen=True)
-class GateBackend:
+class GateBackend(Backend):
     """Backend of gates and gated norms, with the signatures of the package's functions.
 
     Attributes:
-        name: Unique among the operator's backends.
-        takes: Returns whether the backend supports an input y.
         norm: See `gated_norm`.
         gate: See `silu_gate`.
         norm_rows: (x [T, Cn], gate [T, Cn] or None, norm, group_size, order) -> [T, Cn] of the same type, for backends
-            that compute any norm in one kernel; returns None for a norm that the backend does not support. Not
-            differentiable.
+            that compute any norm in one kernel. Not differentiable.
         add_norm: See `add_and_norm`, for the same backends.
     """
 
-    name: str
-    takes: Callable[[Tensor], bool]
     norm: Callable[..., Tensor]
     gate: Callable[[Tensor, Tensor], Tensor]
-    norm_rows: Callable[..., Tensor | None] | None = None
-    add_norm: Callable[[Tensor, Tensor, RowNorm, float], tuple[Tensor, Tensor] | None] | None = None
+    norm_rows: Callable[..., Tensor] | None = None
+    add_norm: Callable[[Tensor, Tensor, RowNorm, float], tuple[Tensor, Tensor]] | None = None
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:

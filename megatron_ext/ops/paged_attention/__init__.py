@@ -4,11 +4,40 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.paged_attention import cpp, flashinfer, reference, triton, windowed
+from megatron_ext.ops import cpp
+from megatron_ext.ops.backends import Backends, FunctionBackend
+from megatron_ext.ops.paged_attention import flashinfer, reference, triton
 from megatron_ext.ops.paged_attention.batch import PagedBatch, StaticBatch, build_paged_batch
 
-PAGED_ATTENTION = Backends("paged_attention", cpp.BACKEND, triton.BACKEND, flashinfer.BACKEND, reference.BACKEND)
+
+def _attend_in_cpp(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend with the kernels in `kernels.cpp`, which read keys and values from their blocks; windows in plain torch.
+
+    Without a window a query's result is bit-identical for any cuts of its sequence and any other work.
+    """
+    if window is not None and max(batch.kv_lengths, default=0) > window:
+        return reference.paged_attention(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks)
+    where = (batch.block_table, batch.cu_seqlens_q, batch.seqlens_k)
+    scores = None if sinks is None else sinks.float().contiguous()
+    return cpp.kernels().paged_attention(q, key_cache, value_cache, *where, scale, scores)
+
+
+PAGED_ATTENTION = Backends(
+    "paged_attention",
+    FunctionBackend(cpp.NAME, cpp.takes, _attend_in_cpp),
+    triton.BACKEND,
+    flashinfer.BACKEND,
+    reference.BACKEND,
+)
 
 
 def paged_attention(
@@ -23,9 +52,6 @@ def paged_attention(
 ) -> Tensor:
     """Attend from every query to the keys of its sequence up to its own position, or to the last `window` of them.
 
-    If no sequence of the step is longer than the window, the window has no effect. Otherwise backends with windows
-    compute the step, or else plain torch. All backends have sinks.
-
     Args:
         q: [T, Hq, D], sequences in the batch's order; later rows are not read.
         key_cache: [NB, B, Hkv, D], with the queries' own keys already written. Blocks are contiguous each and may lie
@@ -39,12 +65,10 @@ def paged_attention(
     Returns:
         [T, Hq, D], zero after the batch's sequences.
     """
-    backend = PAGED_ATTENTION.choose(q)
-    if backend.has_windows:
-        return backend.attend(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks)
-    if window is not None and max(batch.kv_lengths, default=0) > window:
-        return windowed.windowed_attention(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks)
-    return backend.attend(q, key_cache, value_cache, batch, scale=scale, sinks=sinks)
+    return PAGED_ATTENTION.compute(
+        q,
+        lambda backend: backend.function(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks),
+    )
 
 
 __all__ = ["PAGED_ATTENTION", "PagedBatch", "StaticBatch", "build_paged_batch", "paged_attention"]

@@ -1,10 +1,11 @@
-"""Block tables and lengths of the sequences of a step: metadata shared by all attention layers.
+"""Block tables and lengths of the sequences of a step, shared by all attention layers, and gathers from blocks.
 
 Letters: T tokens, R sequences (requests in the step), B tokens in a block, W blocks of the longest table.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -83,3 +84,21 @@ def build_paged_batch(
         row[:count] = blocks[:count]
     arrays = {"block_table": table, "cu_seqlens_q": starts(query_lengths), "seqlens_k": np.asarray(kv_lengths)}
     return PagedBatch(num_decode, tuple(query_lengths), tuple(kv_lengths), block_size, **stage_arrays(arrays, device))
+
+
+def gather_slots(cache: Tensor, slots: Tensor) -> Tensor:
+    """Return the keys or values at places of a pool, [..., Hkv, D].
+
+    Args:
+        cache: [NB, B, Hkv, D]; blocks may lie any distance apart, the tokens of a block are evenly spaced.
+        slots: [...] int64, block * B + offset.
+    """
+    (blocks, size), (block_stride, token_stride, *inner) = cache.shape[:2], cache.stride()
+    unit = math.gcd(block_stride, token_stride)  # every token begins at a multiple of it
+    count = ((blocks - 1) * block_stride + (size - 1) * token_stride) // unit + 1
+    between = block_stride - size * token_stride
+    rows = slots.flatten()
+    if between or unit != token_stride:
+        rows = rows * (token_stride // unit) + rows // size * (between // unit)
+    flat = cache.as_strided((count, *cache.shape[2:]), (unit, *inner))
+    return flat.index_select(0, rows).unflatten(0, slots.shape)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops import libraries
+from megatron_ext.ops.backends import FunctionBackend
 from megatron_ext.ops.paged_attention.batch import PagedBatch
-from megatron_ext.ops.paged_attention.reference import AttentionBackend
 from megatron_ext.ops.triton.launching import rows_of
 from megatron_ext.ops.varlen import starts
 
@@ -164,4 +164,4 @@ def paged_attention(
     return out
 
 
-BACKEND = AttentionBackend(libraries.FLASHINFER, libraries.never, paged_attention, has_windows=True)
+BACKEND = FunctionBackend(libraries.FLASHINFER, libraries.never, paged_attention)

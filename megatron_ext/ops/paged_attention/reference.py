@@ -1,52 +1,38 @@
 """Paged causal attention in plain torch, on any device.
 
-Keys and values are gathered and passed to torch's attention: all decodes in one batch, every prefill alone.
+Keys and values are gathered and passed to torch's attention: all decodes in one batch, every prefill alone. With a
+sliding window, keys that no query of the step sees are not gathered.
 
 Letters: T tokens, Hq query heads, Hkv key heads, J = Hq / Hkv query heads of a key head, D head size, NB blocks of B
-tokens, R decodes, W blocks of the longest table, K keys of the longest decode.
+tokens, R decodes, K keys of the longest decode, at most those of a window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
-from megatron_ext.ops.paged_attention.batch import PagedBatch
-from megatron_ext.ops.paged_attention.gathers import gather_slots
+from megatron_ext.ops.backends import FunctionBackend, anything
+from megatron_ext.ops.paged_attention.batch import PagedBatch, gather_slots
 from megatron_ext.ops.paged_attention.sinks import attend, by_group
 from megatron_ext.ops.paged_attention.static_shapes import static_shape_attention
 
-
-@dataclass(frozen=True)
-class AttentionBackend:
-    """Backend of paged attention.
-
-    Attributes:
-        name: Unique among the backends.
-        takes: Returns whether the backend supports given queries.
-        attend: Function with the signature of `paged_attention`, without `window` unless it has windows.
-        has_windows: True if `attend` takes a `window`, too.
-    """
-
-    name: str
-    takes: Callable[[Tensor], bool]
-    attend: Callable[..., Tensor]
-    has_windows: bool = False
+_SMALLEST_TILE = 128  # queries of a window; smaller tiles are slow
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Plan to gather the keys of one sequence with any number of queries.
+    """Plan to gather the keys of one sequence's queries, or of a tile of them.
 
     Attributes:
-        queries: Slice of its queries on the token axis.
-        kv_length: Number of its keys.
+        queries: Slice of the queries on the token axis.
+        kv_length: Number of keys.
         blocks: [ceil(kv_length / B)] int32.
-        mask: [queries, kv_length] bool, True where a query sees a key; None if plain causal (equal lengths) or if its
+        mask: [queries, kv_length] bool, True where a query sees a key; None if plain causal (equal lengths) or if the
             only query sees every key.
     """
 
@@ -66,8 +52,8 @@ class GatherPlan:
     """Gather plan of a batch, made once a step.
 
     Attributes:
-        decode_places: [R, K] int64, the keys' places in the pool (block * B + offset); shorter sequences repeat their
-            first place, which is always written.
+        decode_places: [R, K] int64, places of the last keys in the pool (block * B + offset); shorter sequences repeat
+            their first place, which is always written.
         decode_mask: [R, 1, 1, K] bool, True at real keys; None if all are equally long.
         prefills: Plans of the other sequences.
     """
@@ -77,38 +63,58 @@ class GatherPlan:
     prefills: tuple[PrefillPlan, ...]
 
 
-def plan_gathers(batch: PagedBatch) -> GatherPlan:
-    """Plan the gathers of a batch; call through `batch.prepared(plan_gathers)`."""
-    places, mask = _decode_places(batch)
-    return GatherPlan(places, mask, tuple(_prefill_plans(batch)))
+@functools.cache
+def _planner(window: int | None) -> Callable[[PagedBatch], GatherPlan]:
+    """Return a planner, cached by window so that the layers of a step share its result."""
+
+    def plan(batch: PagedBatch) -> GatherPlan:
+        places, mask = _decode_places(batch, window)
+        return GatherPlan(places, mask, tuple(_prefill_plans(batch, window)))
+
+    return plan
 
 
-def _decode_places(batch: PagedBatch) -> tuple[Tensor, Tensor | None]:
+def _decode_places(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tensor | None]:
     lengths, device = batch.kv_lengths[: batch.num_decode], batch.block_table.device
-    longest = max(lengths, default=0)
-    table = batch.block_table[: batch.num_decode, : -(-longest // batch.block_size)].long()  # [R, W]
-    offsets = torch.arange(batch.block_size, device=device)
-    places = (table.unsqueeze(-1) * batch.block_size + offsets).flatten(1)[:, :longest]
-    if len(set(lengths)) <= 1:
-        return places.contiguous(), None
-    is_real = torch.arange(longest, device=device) < batch.seqlens_k[: batch.num_decode, None]
-    return places.where(is_real, places[:, :1]), is_real[:, None, None]
+    longest = max(lengths, default=0) if window is None else min(window, max(lengths, default=0))
+    ends = batch.seqlens_k[: batch.num_decode, None]
+    first = (ends - longest).clamp(min=0)
+    positions = first + torch.arange(longest, device=device)  # [R, K]
+    is_real = positions < ends
+    positions = positions.where(is_real, first)
+    blocks = batch.block_table[: batch.num_decode].gather(1, positions // batch.block_size).long()
+    mask = None if min(lengths, default=longest) >= longest else is_real[:, None, None]
+    return blocks * batch.block_size + positions % batch.block_size, mask
 
 
-def _prefill_plans(batch: PagedBatch) -> Sequence[PrefillPlan]:
-    plans, first = [], batch.num_decode
+def _prefill_plans(batch: PagedBatch, window: int | None) -> Iterator[PrefillPlan]:
+    """Plan each sequence; with a window in tiles, since few queries of a long prompt see a key."""
+    first = batch.num_decode
     for row in range(batch.num_decode, len(batch.query_lengths)):
-        queries, keys = batch.query_lengths[row], batch.kv_lengths[row]
-        blocks = batch.block_table[row, : -(-keys // batch.block_size)]
-        mask = None if queries in (1, keys) else _bottom_right_mask(queries, keys, blocks.device)
-        plans.append(PrefillPlan(slice(first, first + queries), keys, blocks, mask))
+        queries = batch.query_lengths[row]
+        tile = queries if window is None else max(window, _SMALLEST_TILE)
+        for start in range(0, queries, tile):
+            yield _tile_plan(batch, window, row, first, slice(start, min(start + tile, queries)))
         first += queries
-    return plans
 
 
-def _bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the mask [queries, keys], True where query i, at position keys - queries + i, sees key j."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+def _tile_plan(batch: PagedBatch, window: int | None, row: int, first: int, tile: slice) -> PrefillPlan:
+    """Plan a tile of queries of the sequence `row`, whose first query is `first` on the token axis."""
+    size, count = batch.block_size, tile.stop - tile.start
+    keys = batch.kv_lengths[row] - batch.query_lengths[row] + tile.stop  # up to the tile's last query
+    skipped = 0 if window is None else max(0, keys - count - window + 1) // size  # blocks its first query does not see
+    gathered = keys - skipped * size
+    blocks = batch.block_table[row, skipped : -(-keys // size)]
+    are_all_seen = window is None or gathered <= window
+    mask = None if are_all_seen and count in (1, gathered) else _band(count, gathered, window, blocks.device)
+    return PrefillPlan(slice(first + tile.start, first + tile.stop), gathered, blocks, mask)
+
+
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask [queries, keys], True where query i, at the place of key keys - queries + i, sees key j."""
+    last = keys - queries
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last)
+    return seen if window is None else seen.triu(last - window + 1)
 
 
 def paged_attention(
@@ -118,24 +124,14 @@ def paged_attention(
     batch: PagedBatch,
     *,
     scale: float,
+    window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    if window is not None and window >= max(batch.kv_lengths, default=0):
+        window = None
     if batch.has_static_shapes:
-        return static_shape_attention(q, key_cache, value_cache, batch, scale=scale, sinks=sinks)
-    return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(plan_gathers), scale, sinks)
-
-
-def attend_gathered(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PagedBatch,
-    plan: GatherPlan,
-    scale: float,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attend to the keys of a gather plan."""
-    decodes, parts = batch.num_decode, []
+        return static_shape_attention(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks)
+    plan, decodes, parts = batch.prepared(_planner(window)), batch.num_decode, []
     grouped = by_group(sinks, key_cache.shape[2])
     if decodes:
         parts.append(_decode(q[:decodes], key_cache, value_cache, plan, scale, grouped))
@@ -172,4 +168,4 @@ def _prefill(q: Tensor, keys: Tensor, values: Tensor, plan: PrefillPlan, scale: 
     return out.permute(2, 0, 1, 3).reshape(q.shape)
 
 
-BACKEND = AttentionBackend("reference", anything, paged_attention)
+BACKEND = FunctionBackend("reference", anything, paged_attention)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.paged_attention.batch import PagedBatch
-from megatron_ext.ops.paged_attention.gathers import gather_slots
+from megatron_ext.ops.paged_attention.batch import PagedBatch, gather_slots
 from megatron_ext.ops.paged_attention.sinks import attend, by_group
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.paged_attention import reference, windowed
+from megatron_ext.ops.backends import FunctionBackend, NoKernelError
 from megatron_ext.ops.paged_attention.batch import PagedBatch
-from megatron_ext.ops.triton.launching import own_rows, rows_of, say_reference_computes, tile_count
+from megatron_ext.ops.triton.launching import own_rows, rows_of, tile_count
 
 MAX_CHANNELS = 256
 NO_WINDOW = 1 << 30  # tokens; more than any sequence has
@@ -110,12 +110,7 @@ def paged_attention(
     tiles of queries and spans of 4,096. The choice depends on `num_decode` alone, and both kernels compute a query from
     its own keys alone, with the same bits however the spans are distributed among programs.
     """
-    lack = _lacks(q, key_cache, value_cache)
-    if lack is not None:
-        say_reference_computes(lack)
-        if window is None:
-            return reference.paged_attention(q, key_cache, value_cache, batch, scale=scale, sinks=sinks)
-        return windowed.windowed_attention(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks)
+    _require(q, key_cache, value_cache)
     scores = _no_sinks(q.shape[1], q.device) if sinks is None else sinks.float().contiguous()
     call = _Call(_aligned(q), key_cache, value_cache, batch, scale, NO_WINDOW if window is None else window, scores)
     decoded = sum(batch.query_lengths[: batch.num_decode])
@@ -133,18 +128,20 @@ def _no_sinks(heads: int, device: torch.device) -> Tensor:
     return torch.full((heads,), -torch.inf, dtype=torch.float32, device=device)
 
 
-def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
-    """Return why there is no kernel for these inputs; None if there is one."""
+def _require(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Raise `NoKernelError` unless a kernel supports these inputs."""
     if q.dtype != key_cache.dtype:
-        return f"paged attention has no kernel for queries of {q.dtype} and keys of {key_cache.dtype}"
+        raise NoKernelError(f"paged attention has no kernel for queries of {q.dtype} and keys of {key_cache.dtype}")
     if not own_rows(key_cache) or key_cache.stride() != value_cache.stride():
-        return "paged attention has no kernel for keys and values with different layouts"
+        raise NoKernelError("paged attention has no kernel for keys and values with different layouts")
     if q.shape[2] > MAX_CHANNELS:
-        return f"paged attention has no kernel for heads of {q.shape[2]} channels, only for up to {MAX_CHANNELS}"
+        raise NoKernelError(
+            f"paged attention has no kernel for heads of {q.shape[2]} channels, only for up to {MAX_CHANNELS}"
+        )
     if not _is_aligned(q, key_cache, value_cache):
         sizes = f"heads of {q.shape[2]} channels and blocks {key_cache.stride(0)} elements apart"
-        return f"paged attention has no kernel for {sizes}, only for multiples of 16"
-    return _kernels().paged_prefill.lacks(T=q.dtype)
+        raise NoKernelError(f"paged attention has no kernel for {sizes}, only for multiples of 16")
+    _kernels().paged_prefill.require(T=q.dtype)
 
 
 def _is_aligned(q: Tensor, *caches: Tensor) -> bool:
@@ -220,4 +217,4 @@ def _merge(call: _Call, grid: tuple[int, int], arguments: dict[str, Tensor | int
     kernels_merge.merge_splits.launch(grid, kernels_merge.SUMS[call.shape[1]], **arguments, **sizes)
 
 
-BACKEND = reference.AttentionBackend(triton.NAME, triton.takes, paged_attention, has_windows=True)
+BACKEND = FunctionBackend(triton.NAME, triton.takes, paged_attention)

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
 from megatron_ext.ops.rotary import reference, triton
-from megatron_ext.ops.rotary.reference import Heads
-from megatron_ext.ops.rotary.rotation import Rotation, rotate, rotation_at
+from megatron_ext.ops.rotary.reference import Heads, Rotation, rotate, rotation_at
 
 ROTARY_WRITE = Backends("rotary_write", triton.BACKEND, reference.BACKEND)
 
@@ -28,7 +27,9 @@ def rotate_and_write(
     Returns:
         Queries [T, Hq, D].
     """
-    return ROTARY_WRITE.choose(heads.key).write(heads, rotation, key_cache, value_cache, slots)
+    return ROTARY_WRITE.compute(
+        heads.key, lambda backend: backend.function(heads, rotation, key_cache, value_cache, slots)
+    )
 
 
 __all__ = ["ROTARY_WRITE", "Heads", "Rotation", "rotate", "rotate_and_write", "rotation_at"]

@@ -1,14 +1,58 @@
-"""Rotation and writes of keys and values in plain torch, on any device."""
+"""Rotation and writes of keys and values in plain torch, on any device.
+
+Cosines and sines are computed once for all layers of a step. Channel i < n/2 and channel i + n/2 of the first n
+channels of a head are a pair that is rotated by one angle; later channels are unchanged. This is the layout of
+megatron-core without `rotary_interleaved`, and of Hugging Face.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
-from megatron_ext.ops.rotary.rotation import Rotation, rotate
+from megatron_ext.ops.backends import FunctionBackend, anything
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of each token's angles, times a magnitude, [T, 1, 1, n/2] each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation_at(angles: Tensor, positions: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> Rotation:
+    """Return the rotation of each token.
+
+    Args:
+        angles: [positions, 1, 1, n] as megatron-core's `RotaryEmbedding` gives it: both halves are the same.
+        positions: [T] int64.
+        dtype: Type of the result; the angles keep their own type until then.
+        magnitude: Factor of the rotated channels.
+    """
+    chosen = angles[..., : angles.shape[-1] // 2][positions]
+    cos, sin = chosen.cos(), chosen.sin()
+    if magnitude != 1.0:
+        cos, sin = cos * magnitude, sin * magnitude
+    return Rotation(cos.to(dtype), sin.to(dtype))
+
+
+def rotate(states: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the first n channels of [T, 1, heads, D], where D >= n."""
+    half = rotation.cos.shape[-1]
+    first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
+    return torch.cat(
+        [
+            first * rotation.cos - second * rotation.sin,
+            second * rotation.cos + first * rotation.sin,
+            rest,
+        ],
+        dim=-1,
+    )
+
 
 HeadNorms = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
@@ -30,15 +74,6 @@ class Heads:
     norms: HeadNorms | None = None
 
 
-@dataclass(frozen=True)
-class RotaryBackend:
-    """Backend that rotates and writes; `write` has the signature of `rotate_and_write`."""
-
-    name: str
-    takes: Callable[[Tensor], bool]
-    write: Callable[..., Tensor]
-
-
 def rotate_and_write(
     heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> Tensor:
@@ -53,4 +88,4 @@ def rotate_and_write(
     return query
 
 
-BACKEND = RotaryBackend("reference", anything, rotate_and_write)
+BACKEND = FunctionBackend("reference", anything, rotate_and_write)

@@ -5,42 +5,40 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.ops import triton
+from megatron_ext.ops.backends import FunctionBackend, NoKernelError
 from megatron_ext.ops.gated_norm import NamedNorm, RowNorm
-from megatron_ext.ops.rotary import reference
-from megatron_ext.ops.rotary.reference import HeadNorms, Heads, RotaryBackend
-from megatron_ext.ops.rotary.rotation import Rotation
-from megatron_ext.ops.triton.launching import own_rows, say_reference_computes
+from megatron_ext.ops.rotary.reference import HeadNorms, Heads, Rotation
+from megatron_ext.ops.triton.launching import own_rows, require_one_type
 
 
-def _lacks(heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor) -> str | None:
-    """Return why there is no kernel for these inputs; None if there is one."""
+def _require(heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Raise `NoKernelError` unless a kernel supports these inputs."""
     from megatron_ext.ops.rotary import kernels
 
-    others = (heads.query, heads.value, key_cache, value_cache, *(() if rotation is None else (rotation.cos,)))
-    different = [one.dtype for one in others if one.dtype != heads.key.dtype]
-    if different:
-        return f"rotary writes have no kernel for {heads.key.dtype} and {different[0]}"
+    cos = None if rotation is None else rotation.cos
+    require_one_type("rotary writing", heads.key, heads.query, heads.value, key_cache, value_cache, cos)
     if not own_rows(key_cache) or key_cache.stride() != value_cache.stride():
-        return "rotary writes have no kernel for keys and values with different layouts"
-    max_channels, channels = kernels.BY_CHANNELS[-1]["CHANNELS"], heads.key.shape[-1]
-    if channels > max_channels or any(one.stride(-1) != 1 for one in (heads.query, heads.key, heads.value)):
-        return f"rotary writes have kernels for heads of up to {max_channels} contiguous channels, not of {channels}"
-    return _lacks_norms(heads) or kernels.rotate_and_write.lacks(T=heads.key.dtype)
+        raise NoKernelError("rotary writes have no kernel for keys and values with different layouts")
+    most, channels = kernels.BY_CHANNELS[-1]["CHANNELS"], heads.key.shape[-1]
+    if channels > most or any(one.stride(-1) != 1 for one in (heads.query, heads.key, heads.value)):
+        raise NoKernelError(
+            f"rotary writes have kernels for heads of up to {most} contiguous channels, not of {channels}"
+        )
+    if heads.norms is not None:
+        _require_norms(heads.key, heads.norms)
+    kernels.rotate_and_write.require(T=heads.key.dtype)
 
 
-def _lacks_norms(heads: Heads) -> str | None:
-    """Return why there is no kernel for the norms of these heads; None if there is one."""
-    if heads.norms is None:
-        return None
-    if not all(isinstance(one, NamedNorm) for one in heads.norms):
-        return "rotary writes have no kernel for norms other than RMS norms"
-    query, key = _row_norms(heads.norms)
+def _require_norms(keys: Tensor, norms: HeadNorms) -> None:
+    """Raise `NoKernelError` unless a kernel supports norms of these heads."""
+    if not all(isinstance(one, NamedNorm) for one in norms):
+        raise NoKernelError("rotary writes have no kernel for norms other than RMS norms")
+    query, key = _row_norms(norms)
     are_alike = (query.eps, query.offset) == (key.eps, key.offset)
-    weights = [one.weight for one in (query, key) if one.weight is not None]
-    are_plain = len(weights) == 2 and all(
-        (one.dtype, one.numel()) == (heads.key.dtype, heads.key.shape[-1]) for one in weights
-    )
-    return None if are_alike and are_plain else "rotary writes have no kernel for norms of such weights"
+    wanted = keys.dtype, keys.shape[-1]
+    are_plain = all(one.weight is not None and (one.weight.dtype, one.weight.numel()) == wanted for one in (query, key))
+    if not (are_alike and are_plain):
+        raise NoKernelError("rotary writes have no kernel for norms of such weights")
 
 
 def _row_norms(norms: HeadNorms) -> tuple[RowNorm, RowNorm]:
@@ -65,10 +63,7 @@ def _norm_arguments(heads: Heads) -> dict[str, Tensor | int | float]:
 def rotate_and_write(
     heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> Tensor:
-    lack = _lacks(heads, rotation, key_cache, value_cache)
-    if lack is not None:
-        say_reference_computes(lack)
-        return reference.rotate_and_write(heads, rotation, key_cache, value_cache, slots)
+    _require(heads, rotation, key_cache, value_cache)
     from megatron_ext.ops.rotary import kernels
 
     query, key, value = heads.query, heads.key, heads.value
@@ -120,4 +115,4 @@ def _strides(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
     return found
 
 
-BACKEND = RotaryBackend(triton.NAME, triton.takes, rotate_and_write)
+BACKEND = FunctionBackend(triton.NAME, triton.takes, rotate_and_write)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.sampling import cpp, reference, triton
+from megatron_ext.ops import cpp
+from megatron_ext.ops.backends import Backends, FunctionBackend
+from megatron_ext.ops.sampling import reference, triton
 from megatron_ext.ops.sampling.reference import greedy_tokens
 from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata, sampling_metadata
 
-SAMPLING = Backends("sampling", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
+
+def _sample_in_cpp(logits: Tensor, metadata: SamplingMetadata, _: int | None) -> Tensor:
+    """Draw each row separately, with the kernel in `kernels.cpp`."""
+    columns = metadata.temperature, metadata.top_k, metadata.top_p, metadata.uniform
+    return cpp.kernels().sample(logits, *columns)
+
+
+SAMPLING: Backends[FunctionBackend[Callable[..., Tensor]]] = Backends(
+    "sampling", FunctionBackend(cpp.NAME, cpp.takes, _sample_in_cpp), triton.BACKEND, reference.BACKEND
+)
 
 
 def sample_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | None = None) -> Tensor:
@@ -32,8 +44,7 @@ def sample_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | No
     Returns:
         Ids [R] int64.
     """
-    tokens = SAMPLING.choose(logits).sample(logits, metadata, together)
-    return reference.sample_tokens(logits, metadata, together) if tokens is None else tokens
+    return SAMPLING.compute(logits, lambda backend: backend.function(logits, metadata, together))
 
 
 __all__ = ["SAMPLING", "SamplingMetadata", "greedy_tokens", "sample_tokens", "sampling_metadata"]

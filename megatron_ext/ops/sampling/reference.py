@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
+from megatron_ext.ops.backends import FunctionBackend, anything
 from megatron_ext.ops.sampling.inverse_cdf import draw, draw_picked, owner, scores
-from megatron_ext.ops.sampling.sampling_metadata import SamplingBackend, SamplingMetadata
+from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.sampling.top_k_top_p import best_tokens, drop_beyond_nucleus, kept_of_sorted
 
 # Logits that are drawn from in one pass on a CPU, few enough to stay in its cache.
@@ -117,4 +117,4 @@ def _draw_best(
     return draw_picked(ids, weights * kept, uniform)
 
 
-BACKEND = SamplingBackend("reference", anything, sample_tokens)
+BACKEND = FunctionBackend("reference", anything, sample_tokens)

@@ -5,8 +5,7 @@ R rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -71,18 +70,3 @@ def sampling_metadata(
     dtypes = [torch.from_numpy(column).dtype for column in host.values()]
     parts = {name: part.view(dtype) for name, part, dtype in zip(host, whole.unbind(), dtypes, strict=True)}
     return SamplingMetadata.of(parts, host)
-
-
-@dataclass(frozen=True)
-class SamplingBackend:
-    """Backend of sampling.
-
-    Attributes:
-        name: Unique among the backends.
-        takes: Returns whether the backend supports given logits.
-        sample: Function with the signature of `sample_tokens`; returns None for logits that it does not support.
-    """
-
-    name: str
-    takes: Callable[[Tensor], bool]
-    sample: Callable[[Tensor, SamplingMetadata, int | None], Tensor | None]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.sampling.sampling_metadata import SamplingBackend, SamplingMetadata
-from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES
-from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
+from megatron_ext.ops.backends import FunctionBackend, NoKernelError
+from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
+from megatron_ext.ops.triton.launching import rows_of
 
 MAX_WORDS = 1 << 22
 """Largest vocabulary: the sum of this many masses does not overflow."""
@@ -19,31 +19,20 @@ ALIGNMENT = 16
 """Rows of scratch lie a multiple of this many elements apart."""
 
 
-def _lacks(logits: Tensor) -> str | None:
-    """Return why there is no kernel for these logits; None if there is one."""
+def sample_tokens(logits: Tensor, metadata: SamplingMetadata, _: int | None = None) -> Tensor:
+    """Draw tokens as the operator does."""
     from megatron_ext.ops.sampling import kernels
 
     if not 0 < logits.shape[1] <= MAX_WORDS:
-        return f"sampling has no kernel for {logits.shape[1]} words, but for 1 to {MAX_WORDS}"
-    return kernels.draw_rows.lacks(T=logits.dtype)
-
-
-def sample_tokens(logits: Tensor, metadata: SamplingMetadata, _: int | None = None) -> Tensor | None:
-    """Draw tokens as the operator does; return None for logits without a kernel."""
-    lack = _lacks(logits)
-    if lack is not None:
-        say_reference_computes(lack)
-        return None
-    from megatron_ext.ops.sampling import kernels
-
+        raise NoKernelError(f"sampling has no kernel for {logits.shape[1]} words, but for 1 to {MAX_WORDS}")
+    kernels.draw_rows.require(T=logits.dtype)
     logits, words = rows_of(logits), logits.shape[1]
     programs, width = min(PROGRAMS, len(logits)), -(-words // ALIGNMENT) * ALIGNMENT
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    config = next(one for one in kernels.draw_rows.configs if one.suits({"T": TYPE_NAMES[logits.dtype]}))
     fractions = {name: getattr(metadata, name).contiguous() for name in ("temperature", "top_p", "uniform")}
     kernels.draw_rows.launch(
         (programs,),
-        config,
+        kernels.draw_rows.config_for(logits.dtype),
         logits=logits,
         scratch=logits.new_empty(programs, width),
         top_k=metadata.top_k.contiguous(),
@@ -56,4 +45,4 @@ def sample_tokens(logits: Tensor, metadata: SamplingMetadata, _: int | None = No
     return tokens
 
 
-BACKEND = SamplingBackend(triton.NAME, triton.takes, sample_tokens)
+BACKEND = FunctionBackend(triton.NAME, triton.takes, sample_tokens)

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from megatron_ext.ops import libraries
-from megatron_ext.ops.recurrence import RecurrenceBackend
-from megatron_ext.ops.selective_scan import reference, triton
-from megatron_ext.ops.state_slots import library_states, zero
+from megatron_ext.ops.selective_scan import triton
+from megatron_ext.ops.state_slots import DecodeStates, library_states, zero
 
 
-def decode(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    slots: Tensor | slice,
-    live: Tensor,
-    D: Tensor | None = None,
+def _decode(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, states: DecodeStates, *, D: Tensor | None = None
 ) -> Tensor:
-    """Compute `Recurrence.decode` for the inputs of `reference.selective_scan_step`."""
     channels, none = u.shape[1], zero(u.device)
-    states, indices = library_states(live, slots)
+    pool, indices = library_states(states)
     return libraries.SELECTIVE_STATE_UPDATE.function()(
-        states,
+        pool,
         u,
         delta.float(),
         A.float(),
@@ -37,11 +29,4 @@ def decode(
     )
 
 
-BACKEND = RecurrenceBackend(
-    libraries.MAMBA_SSM,
-    libraries.never,
-    reference.selective_scan,
-    reference.selective_scan_step,
-    prefill=triton.prefill,
-    decode=decode,
-)
+BACKEND = replace(triton.BACKEND, name=libraries.MAMBA_SSM, takes=libraries.never, decode=_decode)

@@ -5,126 +5,79 @@ A slot of -1 marks a row or a sequence of padding: its decode rows are zeros, an
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefill_by_scan
+from megatron_ext.ops.backends import NoKernelError
 from megatron_ext.ops.selective_scan import reference
-from megatron_ext.ops.state_slots import StateSlots
-from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
+from megatron_ext.ops.triton.kernel_registry import Argument, Kernel
 from megatron_ext.ops.triton.launching import (
-    own_rows,
+    decode_arguments,
+    launch_with,
     prefill_arguments,
-    rows_of,
-    say_reference_computes,
-    slot_tensor,
+    require_one_type,
+    require_own_rows,
+    rowed,
 )
-from megatron_ext.ops.varlen import PackedChunks
 
 
-def _lacks(u: Tensor, B: Tensor, live: Tensor) -> str | None:
-    """Return why there is no kernel for these inputs; None if there is one."""
+def _arguments(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, live: Tensor, D: Tensor | None
+) -> dict[str, Argument]:
+    """Return the arguments of both kernels; the stand-in for a missing D is not read.
+
+    Raises:
+        NoKernelError: There is no kernel for them.
+    """
     from megatron_ext.ops.selective_scan import kernels
 
     max_states = max(one["N"] for one in kernels.selective_prefill.configs)
     if B.shape[-1] > max_states:
-        return f"the selective scan has no kernel for states of {B.shape[-1]}, only for up to {max_states}"
-    if B.dtype != u.dtype:
-        return f"the selective scan has no kernel for u of {u.dtype} and B and C of {B.dtype}"
-    if not own_rows(live):
-        return "the selective scan has no kernel for states that are not contiguous"
-    return kernels.selective_prefill.lacks(T=u.dtype, S=live.dtype)
-
-
-def _config(kernel: Kernel, u: Tensor, state_size: int) -> Config:
-    found = kernel.fitting(u.dtype, N=state_size)
-    assert found is not None, "there is a kernel for these states"
-    return found
-
-
-def _arguments(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> dict[str, Argument]:
-    """Return the arguments of both kernels; the stand-in for a missing D is not read."""
-    u, delta, B, C = (rows_of(t) for t in (u, delta.float(), B, C))
-    return {
-        "u": u,
-        "delta": delta,
-        "A": A.float().contiguous(),
-        "B": B,
-        "C": C,
-        "D": delta if D is None else D.float().contiguous(),
-        "u_row": u.stride(0),
-        "delta_row": delta.stride(0),
-        "b_row": B.stride(0),
-        "c_row": C.stride(0),
+        raise NoKernelError(
+            f"the selective scan has no kernel for states of {B.shape[-1]}, only for up to {max_states}"
+        )
+    require_one_type("the selective scan", u, B)
+    require_own_rows(live, "the selective scan")
+    kernels.selective_prefill.require(T=u.dtype, S=live.dtype)
+    rates = A.float().contiguous()
+    return rowed(u=u, delta=delta.float(), B=B, C=C) | {
+        "A": rates,
+        "D": rates if D is None else D.float().contiguous(),
         "channels": u.shape[1],
         "state_size": B.shape[1],
         "has_skip": int(D is not None),
     }
 
 
+def _launch(kernel: Kernel, count: int, u: Tensor, B: Tensor, given: dict[str, Argument]) -> None:
+    """Launch for `count` sequences or requests."""
+    config = kernel.config_for(u.dtype, N=B.shape[1])
+    launch_with(kernel, (count, -(-u.shape[1] // config["CHANNELS"])), config, given)
+
+
 def prefill(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunks: PackedChunks,
-    slots: StateSlots,
-    live: Tensor,
-    snapshots: Tensor | None,
-    D: Tensor | None = None,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, states: PrefillStates, *, D: Tensor | None = None
 ) -> Tensor:
-    """Compute `Recurrence.prefill` for the inputs of `reference.selective_scan`."""
-    lack = _lacks(u, B, live)
-    if lack is not None:
-        say_reference_computes(lack)
-        inputs = (u, delta, A, B, C)
-        return prefill_by_scan(reference.selective_scan, inputs, chunks, slots, live, snapshots, {"D": D})
+    """Compute a prefill of the inputs of `reference.selective_scan`."""
+    given, y = _arguments(u, delta, A, B, C, states.live, D), u.new_zeros(u.shape)
     from megatron_ext.ops.selective_scan import kernels
 
-    config, y = _config(kernels.selective_prefill, u, B.shape[1]), u.new_zeros(u.shape)
-    kernels.selective_prefill.launch(
-        (slots.live.numel(), -(-u.shape[1] // config["CHANNELS"])),
-        config,
-        y=y,
-        **_arguments(u, delta, A, B, C, D),
-        **prefill_arguments(chunks, slots, live, snapshots),
-    )
+    given |= prefill_arguments(states) | {"y": y}
+    _launch(kernels.selective_prefill, states.slots.live.numel(), u, B, given)
     return y
 
 
-def decode(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    slots: Tensor | slice,
-    live: Tensor,
-    D: Tensor | None = None,
+def _decode(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, states: DecodeStates, *, D: Tensor | None = None
 ) -> Tensor:
-    """Compute `Recurrence.decode` for the inputs of `reference.selective_scan_step`."""
-    lack = _lacks(u, B, live)
-    if lack is not None:
-        say_reference_computes(lack)
-        return decode_by_step(reference.selective_scan_step, (u, delta, A, B, C), slots, live, {"D": D})
+    given, y = _arguments(u, delta, A, B, C, states.live, D), u.new_empty(u.shape)
     from megatron_ext.ops.selective_scan import kernels
 
-    config, y = _config(kernels.selective_decode, u, B.shape[1]), u.new_empty(u.shape)
-    kernels.selective_decode.launch(
-        (u.shape[0], -(-u.shape[1] // config["CHANNELS"])),
-        config,
-        y=y,
-        live=live,
-        live_row=live.stride(0),
-        slots=slot_tensor(slots, u.shape[0], u.device),
-        **_arguments(u, delta, A, B, C, D),
-    )
+    _launch(kernels.selective_decode, u.shape[0], u, B, given | decode_arguments(states, u) | {"y": y})
     return y
 
 
-BACKEND = RecurrenceBackend(
-    triton.NAME, triton.takes, reference.selective_scan, reference.selective_scan_step, prefill=prefill, decode=decode
-)
+BACKEND = replace(reference.BACKEND, name=triton.NAME, takes=triton.takes, prefill=prefill, decode=_decode)

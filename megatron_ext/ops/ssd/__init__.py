@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.recurrence import Recurrence
-from megatron_ext.ops.ssd import cpp, mamba_ssm, reference, triton
+from megatron_ext.ops.recurrence import Recurrence, cpp_backend
+from megatron_ext.ops.ssd import mamba_ssm, reference, triton
 
-SSD = Recurrence("ssd", cpp.BACKEND, triton.BACKEND, mamba_ssm.BACKEND, reference.BACKEND)
+SSD = Recurrence(
+    "ssd", cpp_backend(reference.BACKEND, "ssd", D=None), triton.BACKEND, mamba_ssm.BACKEND, reference.BACKEND
+)
 
 __all__ = ["SSD"]

@@ -6,31 +6,23 @@ that a head's channels are equal.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from megatron_ext.ops import libraries
-from megatron_ext.ops.recurrence import RecurrenceBackend
-from megatron_ext.ops.ssd import reference, triton
-from megatron_ext.ops.state_slots import library_states, zero
+from megatron_ext.ops.ssd import triton
+from megatron_ext.ops.state_slots import DecodeStates, library_states, zero
 
 
-def decode(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    slots: Tensor | slice,
-    live: Tensor,
-    D: Tensor | None = None,
+def _decode(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: DecodeStates, *, D: Tensor | None = None
 ) -> Tensor:
-    """Compute `Recurrence.decode` for the inputs of `reference.ssd_step`."""
     (heads, head_dim), state_size = x.shape[1:], B.shape[2]
     skip, none = zero(x.device) if D is None else D[:, None], zero(x.device)
-    states, indices = library_states(live, slots)
+    pool, indices = library_states(states)
     return libraries.SELECTIVE_STATE_UPDATE.function()(
-        states,
+        pool,
         x,
         dt.float().unsqueeze(-1).expand(-1, -1, head_dim),
         A.float()[:, None, None].expand(-1, head_dim, state_size),
@@ -42,11 +34,4 @@ def decode(
     )
 
 
-BACKEND = RecurrenceBackend(
-    libraries.MAMBA_SSM,
-    libraries.never,
-    reference.ssd_scan,
-    reference.ssd_step,
-    prefill=triton.prefill,
-    decode=decode,
-)
+BACKEND = replace(triton.BACKEND, name=libraries.MAMBA_SSM, takes=libraries.never, decode=_decode)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
+from megatron_ext.ops.triton.kernel_registry import Argument
 from megatron_ext.ops.triton.launching import is_aligned, launch_with, tile_count
 from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
@@ -71,12 +71,12 @@ def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: Pac
         "sequences": sequences,
         "heads_each": -(-(heads // groups) // runs),
     }
-    config = _config(kernels.chunk_cumsum, x)
+    config = kernels.chunk_cumsum.config_for(x.dtype)
     launch_with(kernels.chunk_cumsum, (tiles, -(-heads // config["HEADS"])), config, given)
-    config = _config(kernels.state_passing, x)
+    config = kernels.state_passing.config_for(x.dtype)
     parts = -(-head_dim // config["P"]) * -(-state_size // config["N"])
     launch_with(kernels.state_passing, (heads * parts, sequences), config, given)
-    config = _config(kernels.chunk_scan, x, N=state_size)
+    config = kernels.chunk_scan.config_for(x.dtype, N=state_size)
     launch_with(kernels.chunk_scan, (groups * runs, tiles, -(-head_dim // config["P"])), config, given)
     return y
 
@@ -86,9 +86,3 @@ def _outputs(x: Tensor, sequences: PackedSequences) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y[0 if sequences.has_static_shapes else sequences.num_tokens :].zero_()
     return y
-
-
-def _config(kernel: Kernel, x: Tensor, **sizes: int) -> Config:
-    found = kernel.fitting(x.dtype, **sizes)
-    assert found is not None, "see `lacks`"
-    return found

@@ -24,7 +24,9 @@ def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, targe
             is padding: nothing is read or written.
     """
     if rows.numel():
-        STATE_COPY.choose(convolutions[0]).copy(convolutions, recurrences, rows, target_rows)
+        STATE_COPY.compute(
+            convolutions[0], lambda backend: backend.function(convolutions, recurrences, rows, target_rows)
+        )
 
 
 __all__ = ["STATE_COPY", "PoolPair", "copy_known_rows", "copy_rows"]

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
+from megatron_ext.ops.backends import FunctionBackend, anything
 
 PoolPair = tuple[Tensor, Tensor]
 """Source and target pool of a copy."""
-
-
-@dataclass(frozen=True)
-class CopyBackend:
-    """Backend of state copies; `copy` has the signature of `copy_rows`, and takes at least one pair of rows."""
-
-    name: str
-    takes: Callable[[Tensor], bool]
-    copy: Callable[[PoolPair, PoolPair, Tensor, Tensor], None]
 
 
 def copy_known_rows(pools: Sequence[PoolPair], rows: Sequence[int], target_rows: Sequence[int]) -> None:
@@ -41,4 +31,4 @@ def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, targe
         target.index_copy_(1, target_rows, source[:, rows].where(is_any, kept))
 
 
-BACKEND = CopyBackend("reference", anything, copy_rows)
+BACKEND = FunctionBackend("reference", anything, copy_rows)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.state_copy import reference
-from megatron_ext.ops.state_copy.reference import CopyBackend, PoolPair
+from megatron_ext.ops.backends import FunctionBackend, NoKernelError
+from megatron_ext.ops.state_copy.reference import PoolPair
 from megatron_ext.ops.triton.kernel_registry import Config
-from megatron_ext.ops.triton.launching import own_rows, say_reference_computes
+from megatron_ext.ops.triton.launching import require_own_rows
 
 PROGRAMS = 1024
 """Maximum number of programs of a launch: some for each multiprocessor."""
@@ -20,14 +22,13 @@ def _words(pool: Tensor) -> Tensor:
     return pool.flatten(2).view(torch.int16 if pool.element_size() == 2 else torch.int32)
 
 
-def _lacks(*pools: Tensor) -> str | None:
-    """Return why there is no kernel for these pools; None if there is one."""
+def _require(pools: Iterable[Tensor]) -> None:
+    """Raise `NoKernelError` unless a kernel supports these pools."""
     for pool in pools:
         if pool.element_size() not in (2, 4, 8):
-            return f"copies of states have no kernel for {pool.dtype}"
-        if any(not own_rows(layer) for layer in pool[:1]):  # all layers have the same strides
-            return "copies of states have no kernel for states that are not contiguous"
-    return None
+            raise NoKernelError(f"copies of states have no kernel for {pool.dtype}")
+        for layer in pool[:1]:  # all layers have the same strides
+            require_own_rows(layer, "copying")
 
 
 def _config(pairs: int) -> Config:
@@ -46,10 +47,7 @@ def pair_counts(most: int) -> list[int]:
 
 
 def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
-    lack = _lacks(*convolutions, *recurrences)
-    if lack is not None:
-        say_reference_computes(lack)
-        return reference.copy_rows(convolutions, recurrences, rows, target_rows)
+    _require((*convolutions, *recurrences))
     from megatron_ext.ops.state_copy import kernels
 
     conv_from, conv_to, state_from, state_to = (_words(pool) for pool in (*convolutions, *recurrences))
@@ -84,4 +82,4 @@ def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, targe
     )
 
 
-BACKEND = CopyBackend(triton.NAME, triton.takes, copy_rows)
+BACKEND = FunctionBackend(triton.NAME, triton.takes, copy_rows)

@@ -8,22 +8,18 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
+from megatron_ext.ops.backends import Backend, anything
 
 
 @dataclass(frozen=True)
-class StepSizeBackend:
+class StepSizeBackend(Backend):
     """Backend of step sizes and decays.
 
     Attributes:
-        name: Unique among the operator's backends.
-        takes: Returns whether the backend supports a projection.
         sizes: See `step_sizes`.
         decays: See `decays`.
     """
 
-    name: str
-    takes: Callable[[Tensor], bool]
     sizes: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     decays: Callable[..., tuple[Tensor, Tensor]]
 

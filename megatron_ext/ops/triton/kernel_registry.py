@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_ext.ops.backends import NoKernelError
+
 Argument = Tensor | int | float
 Types = Mapping[str, str]
 TYPE_NAMES = {
@@ -156,12 +158,12 @@ class Kernel:
         found = [name for name, type_name in self.pointers.items() if type_name not in WHEREVER]
         return (*(name for name in found if name not in self.views), *self.strides)
 
-    def lacks(self, **letters: torch.dtype) -> str | None:
-        """Return why there is no kernel for tensors of these types, by letter; None if there is one."""
+    def require(self, **letters: torch.dtype) -> None:
+        """Raise `NoKernelError` unless a variant supports tensors of these types, by letter."""
         wanted = {letter: TYPE_NAMES.get(dtype, str(dtype)) for letter, dtype in letters.items()}
-        if any(all(types[letter] == name for letter, name in wanted.items()) for types in self.types):
-            return None
-        return f"{self.name} has no kernel for {', '.join(f'{name} as {letter}' for letter, name in wanted.items())}"
+        if not any(all(types[letter] == name for letter, name in wanted.items()) for types in self.types):
+            listed = ", ".join(f"{name} as {letter}" for letter, name in wanted.items())
+            raise NoKernelError(f"{self.name} has no kernel for {listed}")
 
     def variants(self) -> Iterator[tuple[Config, Types]]:
         """Yield every configuration with the types that it is compiled for."""
@@ -176,6 +178,12 @@ class Kernel:
             if one.suits({"T": TYPE_NAMES[dtype]}) and all(one[name] >= size for name, size in sizes.items()):
                 return one
         return None
+
+    def config_for(self, dtype: torch.dtype, **sizes: int) -> Config:
+        """Return the configuration of `fitting` for inputs that have one."""
+        found = self.fitting(dtype, **sizes)
+        assert found is not None, f"{self.name} has no configuration for {sizes}"
+        return found
 
     def specialization(self, arguments: Mapping[str, Argument]) -> frozenset[str]:
         """Return what Triton compiles a variant for, besides constants and types, as `name: fact`.

@@ -1,4 +1,4 @@
-"""Shared parts of kernel launches: state slots, contiguous rows, and messages for missing kernels."""
+"""Shared parts of kernel launches: arguments for state slots and for tensors with contiguous rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.cpp import say
-from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.backends import NoKernelError
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
 from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
-from megatron_ext.ops.varlen import PackedChunks
 
 
 def tile_count(tokens: int, pieces: int, rows: int, size: int, least: int = 1) -> int:
@@ -39,6 +38,25 @@ def own_rows(pool: Tensor) -> bool:
     return rows_of(pool) is pool
 
 
+def rowed(**inputs: Tensor) -> dict[str, Argument]:
+    """Return inputs [T, ...] with contiguous rows, by name, and the stride of each as `<name in lower case>_row`."""
+    rows = {name: rows_of(t) for name, t in inputs.items()}
+    return {**rows, **{f"{name.lower()}_row": t.stride(0) for name, t in rows.items()}}
+
+
+def require_own_rows(live: Tensor, operator: str) -> None:
+    """Raise `NoKernelError` unless states are contiguous in each slot."""
+    if not own_rows(live):
+        raise NoKernelError(f"{operator} has no kernel for states that are not contiguous")
+
+
+def require_one_type(operator: str, *inputs: Tensor | None) -> None:
+    """Raise `NoKernelError` unless all inputs, missing ones left out, are of one type."""
+    types = dict.fromkeys(t.dtype for t in inputs if t is not None)
+    if len(types) > 1:
+        raise NoKernelError(f"{operator} has no kernel for inputs of {' and '.join(map(str, types))}")
+
+
 def is_aligned(*inputs: Tensor) -> bool:
     """Return whether inputs [T, heads, channels] begin at multiples of 16 bytes, rows and heads at 16 elements."""
     return not any(number % 16 for t in map(rows_of, inputs) for number in (t.shape[-1], t.stride(0), t.data_ptr()))
@@ -49,12 +67,18 @@ def _index(start: int, stop: int, device: torch.device) -> Tensor:
     return torch.arange(start, stop, device=device)
 
 
-def slot_tensor(slots: Tensor | slice, count: int, device: torch.device) -> Tensor:
-    """Return the slots of R = `count` requests, [R] int64; the tensor of a slice is cached."""
+def decode_arguments(states: DecodeStates, x: Tensor) -> dict[str, Argument]:
+    """Return the state arguments of decode kernels, by parameter name; the slots of a slice are cached.
+
+    Args:
+        states: Running states.
+        x: An input [R, ...].
+    """
+    slots = states.slots
     if isinstance(slots, slice):
         start = slots.start or 0
-        return _index(start, start + count, device)
-    return slots
+        slots = _index(start, start + x.shape[0], x.device)
+    return {"live": states.live, "live_row": states.live.stride(0), "slots": slots}
 
 
 def launch_with(kernel: Kernel, grid: tuple[int, ...], config: Config, given: Mapping[str, Argument]) -> None:
@@ -63,13 +87,12 @@ def launch_with(kernel: Kernel, grid: tuple[int, ...], config: Config, given: Ma
     kernel.launch(grid, config, **{name: given[name] for name in taken})
 
 
-def prefill_arguments(
-    chunks: PackedChunks, slots: StateSlots, live: Tensor, snapshots: Tensor | None
-) -> dict[str, Tensor | int]:
+def prefill_arguments(states: PrefillStates) -> dict[str, Argument]:
     """Return the state arguments of prefill kernels, by parameter name.
 
     If no states are kept, stand-ins replace the lists of kept states and are not read.
     """
+    chunks, slots, live, snapshots = states
     kept, starts = slots.snapshots, chunks.sequences.cu_seqlens
     assert kept is None or snapshots is not None, "somewhere to keep them"
     pool = live if snapshots is None else snapshots
@@ -86,14 +109,3 @@ def prefill_arguments(
         "kept_tokens": starts if kept is None else kept.tokens.contiguous(),
         "kept": 0 if kept is None else kept.slots.numel(),
     }
-
-
-@functools.cache
-def say_once(line: str) -> None:
-    """Log a line once."""
-    say(line)
-
-
-def say_reference_computes(why: str) -> None:
-    """Log, once for each reason, why the reference computes an operator instead of a kernel."""
-    say_once(f"{why}; the reference computes it")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import resolve_spec
@@ -208,12 +207,13 @@ class TestNegativeControls:
         with PLAIN_CONV1D.backends.forced("reference"):
             backend = PLAIN_CONV1D.backends.choose(torch.empty(0))
 
-        def shifted(x: Tensor, tokens: Tensor, *more: Tensor) -> Tensor:
-            return backend.states_after(x, tokens - 1, *more)
+        def shifted(*args: object, **kwargs: object) -> object:
+            scanned = backend.scan(*args, **kwargs)
+            return scanned._replace(chunk_states=scanned.chunk_states.roll(1, dims=2))
 
         driver = build_driver(get_oracle, "short_conv")
         with monkeypatch.context() as patch:
-            broken = dataclasses.replace(backend, states_after=shifted)
+            broken = dataclasses.replace(backend, scan=shifted)
             patch.setattr(PLAIN_CONV1D, "backends", Backends("shifted", broken))
             driver.sight(0, PROMPT)
         self.assert_is_seen(driver, get_oracle("short_conv"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.mcore import platform
 from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.ops import triton
-from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D, CausalConv1d
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
@@ -47,7 +47,7 @@ Truth = Callable[[Sequence[Tensor], Sequence[int]], tuple[Tensor, Tensor]]
 class Operator:
     """An operator with its weights; tokens -> its arguments; the formula: outputs, and the state after every token."""
 
-    run: Recurrence | CausalConv1d
+    run: Recurrence
     tokens: list[Tensor]  # [T, ...]
     order: Callable[..., tuple[Tensor | None, ...]]
     options: dict[str, object]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
@@ -39,7 +39,7 @@ DEVICE = platform.device()
 class Shape:
     """An operator and the sizes of its inputs."""
 
-    operator: Recurrence | CausalConv1d
+    operator: Recurrence
     sizes: tuple[int, ...]
 
     def __str__(self) -> str:

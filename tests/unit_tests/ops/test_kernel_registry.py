@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_ext.ops import triton
+from megatron_ext.ops.backends import NoKernelError
 from megatron_ext.ops.triton.kernel_registry import Kernel, all_kernels, config, kernel_modules, watch
 from tests.unit_tests.support.source import PACKAGE, ROOT, parse, python_files
 
@@ -161,8 +162,9 @@ def test_a_kernel_is_the_same_wherever_its_facts_begin() -> None:
 
 def test_types_that_have_no_kernel_are_named() -> None:
     plain = Kernel("a_kernel", None, {"x": "T"}, (), (), (), ({"T": "fp32"},), (config(N=16),), lambda *_: True)
-    assert plain.lacks(T=torch.float32) is None
-    assert plain.lacks(T=torch.float64) == "a_kernel has no kernel for torch.float64 as T"
+    plain.require(T=torch.float32)
+    with pytest.raises(NoKernelError, match=r"a_kernel has no kernel for torch.float64 as T"):
+        plain.require(T=torch.float64)
     assert plain.fitting(torch.float32, N=16) == plain.configs[0]
     assert plain.fitting(torch.float32, N=17) is None
 

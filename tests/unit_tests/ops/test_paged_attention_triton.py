@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops import triton
+from megatron_ext.ops import backends, triton
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention, reference
 from megatron_ext.ops.paged_attention import triton as triton_attention
-from megatron_ext.ops.triton import launching
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, watch
 from tests.unit_tests.ops.backends import interpreted, usable
 from tests.unit_tests.ops.oracles import assert_close, attention
@@ -284,7 +283,7 @@ def test_neighbours_and_cuts_change_no_bit() -> None:
 
 def test_where_there_is_no_kernel_the_reference_computes_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     """CU-3: heads of more than 256 channels."""
-    launching.say_once.cache_clear()
+    backends.say_once.cache_clear()
     pool = Pool([(1, 17), (3, 5)], head_size=272)
     for window in (None, 4):
         assert_close("large", pool.attend(1, window), pool.expected(window))

@@ -7,8 +7,8 @@ import torch
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
+from megatron_ext.ops.backends import say_once
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, Kernel, all_kernels, watch
-from megatron_ext.ops.triton.launching import say_once
 from tests.unit_tests.ops.backends import interpreted
 from tests.unit_tests.ops.state_cases import DONE, LENGTHS, Steps
 

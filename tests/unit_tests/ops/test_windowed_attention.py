@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.paged_attention import PagedBatch, build_paged_batch, paged_attention, reference, windowed
+from megatron_ext.ops.paged_attention import PagedBatch, build_paged_batch, paged_attention, reference
 
 HEADS, KEY_HEADS, SIZE, BLOCK = 4, 2, 8, 4
 # Decodes first: (queries, keys) of each sequence.
@@ -57,7 +57,7 @@ def expected(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatc
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_last_keys_of_each_query(mix: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """FA-4: memory after a sequence's keys and unused blocks have no effect; computed in tiles of a few queries."""
-    monkeypatch.setattr(windowed, "_SMALLEST_TILE", 6)
+    monkeypatch.setattr(reference, "_SMALLEST_TILE", 6)
     found = paged_attention(*pool(mix), scale=0.3, window=window)
     torch.testing.assert_close(found, expected(*pool(mix), window), atol=1e-5, rtol=1e-5)
 
@@ -88,8 +88,8 @@ def test_the_comparison_sees_one_key_more() -> None:
 def test_layers_of_a_step_share_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gather plan is computed once for each window."""
     q, keys, values, batch = pool("both")
-    made, band = [], windowed._band
-    monkeypatch.setattr(windowed, "_band", lambda *args: made.append(args[2]) or band(*args))
+    made, band = [], reference._band
+    monkeypatch.setattr(reference, "_band", lambda *args: made.append(args[2]) or band(*args))
     for window in (5, 5, 7):
-        windowed.windowed_attention(q, keys, values, batch, scale=0.3, window=window)
+        reference.paged_attention(q, keys, values, batch, scale=0.3, window=window)
     assert made == [5] * 3 + [7] * 3, "one for each sequence that is no decode"
