@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from itertools import count, takewhile
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
@@ -23,7 +23,6 @@ from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.prefix_cache.snapshot_order import SnapshotOrder
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
-from megatron_ext.prefix_cache.worth_order import by_worth
 
 
 class PrefixCache:
@@ -359,3 +358,26 @@ class PrefixCache:
         assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
         if not self._keeps_unused:
             assert all(map(self._is_needed, self._unused)), "a block is kept without a request that wants it"
+
+
+def by_worth(
+    index: BlockIndex, unused: LeafFirstLru, snapshots: Sequence[BlockHash]
+) -> Iterator[tuple[BlockHash, bool]]:
+    """Yield block hashes and whether each stands for a snapshot; see `PrefixCache.by_worth`.
+
+    Args:
+        index: Index of the cached blocks.
+        unused: Blocks that no request uses.
+        snapshots: Snapshots, by falling worth.
+    """
+    yielded: set[BlockHash] = set()
+    in_use = [block for block in index if block not in unused]
+    blocks = [index.hash_of(block) for block in (*in_use, *reversed(list(unused)))]
+    for ends, has_snapshot in ((snapshots, True), (blocks, False)):
+        for end in ends:
+            chain = takewhile(lambda one: one not in yielded, (end, *index.ancestors(end)))
+            for block_hash in reversed(list(chain)):
+                yielded.add(block_hash)
+                yield block_hash, False
+            if has_snapshot:
+                yield end, True

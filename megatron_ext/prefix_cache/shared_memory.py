@@ -18,9 +18,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.block_pool import BlockPool
+from megatron_ext.prefix_cache.block_pool import BlockPool, FreePlaces
 from megatron_ext.prefix_cache.eviction import LeafFirstLru
-from megatron_ext.prefix_cache.free_places import FreePlaces
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.slab_layout import SlabLayout

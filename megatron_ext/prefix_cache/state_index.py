@@ -7,7 +7,7 @@ from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
-from megatron_ext.prefix_cache.free_places import FreePlaces, Stack
+from megatron_ext.prefix_cache.block_pool import FreePlaces, Stack
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
 

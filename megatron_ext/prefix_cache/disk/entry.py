@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
-from megatron_ext.prefix_cache.disk.extents import Extent, pages_of
+from megatron_ext.prefix_cache.disk.data_file import Extent, pages_of
 from megatron_ext.prefix_cache.hash_chain import HASH_BYTES, BlockHash, hash_blocks
 
 Row = tuple[object, ...]

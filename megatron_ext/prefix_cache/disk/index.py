@@ -7,10 +7,12 @@ locked for as long as it is open, so no other process reads or writes it, and no
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.prefix_cache.disk.entry import StoredEntry, from_row
+from megatron_ext.prefix_cache.disk.entry import EntryKey, StoredEntry, from_row
+from megatron_ext.prefix_cache.disk.store_use import BAD_ROW, TOO_SHORT
 
 FORMAT = 1  # of marker, index and data file; a newer one is refused
 APPLICATION_ID = 0x4D455843  # "MEXC", in the header of the file
@@ -167,3 +169,53 @@ class DiskIndex:
     def close(self) -> None:
         """Close the index; its log is removed."""
         self._connection.close()
+
+
+@dataclass(frozen=True)
+class IndexScan:
+    """Rows of an index.
+
+    Attributes:
+        kept: Entries of the rows that can be used: no two have a page or, within an identity, a key in common.
+        dropped: Numbers of the other rows, each with the reason.
+    """
+
+    kept: list[StoredEntry]
+    dropped: dict[int, str]
+
+
+def scan_index(index: DiskIndex, file_pages: int) -> IndexScan:
+    """Read all rows of an index.
+
+    Args:
+        index: The index.
+        file_pages: Pages that the data file has.
+    """
+    sound, unsound = index.load()
+    dropped = dict.fromkeys(unsound, BAD_ROW)
+    shared = _taken_twice(sound)
+    kept: list[StoredEntry] = []
+    keys: set[tuple[bytes, EntryKey]] = set()
+    for entry in sound:
+        key, end = (entry.identity, entry.entry.key), max(extent.end for extent in entry.extents)
+        if entry.row_id in shared or key in keys:
+            dropped[entry.row_id] = BAD_ROW
+        elif end > file_pages:
+            dropped[entry.row_id] = TOO_SHORT
+        else:
+            keys.add(key)
+            kept.append(entry)
+    return IndexScan(kept, dropped)
+
+
+def _taken_twice(entries: Iterable[StoredEntry]) -> Collection[int]:
+    """Return the numbers of the rows whose pages belong to another row, too."""
+    ordered = sorted((extent, entry.row_id) for entry in entries for extent in entry.extents)
+    found: set[int] = set()
+    end, owner = 0, 0
+    for extent, row_id in ordered:
+        if extent.start < end:
+            found |= {owner, row_id}
+        if extent.end > end:
+            end, owner = extent.end, row_id
+    return found

@@ -7,8 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.prefix_cache.disk.data_file import DataFile
-from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES
+from megatron_ext.prefix_cache.disk.data_file import PAGE_BYTES, DataFile
 from megatron_ext.prefix_cache.disk.index import DiskIndex, NewerFormatError
 from megatron_ext.prefix_cache.disk.slot import (
     DATA,

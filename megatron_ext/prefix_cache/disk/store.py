@@ -19,11 +19,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from megatron_ext.prefix_cache.disk.data_file import Buffer, DataFile, checksum_of
+from megatron_ext.prefix_cache.disk.data_file import (
+    PAGE_BYTES,
+    Buffer,
+    DataFile,
+    Extent,
+    FreePages,
+    checksum_of,
+    pages_of,
+)
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
-from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, Extent, FreePages, pages_of
-from megatron_ext.prefix_cache.disk.index import DiskIndex
-from megatron_ext.prefix_cache.disk.index_scan import scan_index
+from megatron_ext.prefix_cache.disk.index import DiskIndex, scan_index
 from megatron_ext.prefix_cache.disk.slot import DATA, SlotDirectory, failure_reason
 from megatron_ext.prefix_cache.disk.store_use import (
     BAD_BYTES,

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from megatron_ext.prefix_cache.disk.data_file import PAGE_BYTES, pages_of
 from megatron_ext.prefix_cache.disk.entry import EntryKind, StoredEntry
-from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, pages_of
 
 # Reasons why entries are dropped, or not taken.
 BAD_ROW = "row"  # its row in the index is damaged, or contradicts another one

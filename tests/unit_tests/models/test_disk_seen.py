@@ -15,9 +15,8 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.kv_events.changes import Changes, Delta
 from megatron_ext.mcore.warm_restart_setup import write_audit_reports
 from megatron_ext.prefix_cache.audit_reports import AuditReports
-from megatron_ext.prefix_cache.disk.data_file import checksum_of
+from megatron_ext.prefix_cache.disk.data_file import PAGE_BYTES, checksum_of
 from megatron_ext.prefix_cache.disk.entry import EntryKind
-from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES
 from megatron_ext.prefix_cache.disk.index import DiskIndex
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from tests.unit_tests.models.test_disk_tier import push_out, serve, settle, small

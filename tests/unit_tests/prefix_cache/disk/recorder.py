@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ext.prefix_cache.disk.data_file import DataFile
+from megatron_ext.prefix_cache.disk.data_file import PAGE_BYTES, DataFile
 from megatron_ext.prefix_cache.disk.entry import EntryKey, StoredEntry
-from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES
 from megatron_ext.prefix_cache.disk.index import WAL_SUFFIX, DiskIndex
 from megatron_ext.prefix_cache.disk.slot import DATA, INDEX, take_slot
 from megatron_ext.prefix_cache.disk.store import DiskStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron_ext.prefix_cache.disk.extents import Extent, FreePages
+from megatron_ext.prefix_cache.disk.data_file import Extent, FreePages
 
 
 def test_pages_are_neither_lost_nor_given_twice():

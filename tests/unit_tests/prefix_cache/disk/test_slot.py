@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.prefix_cache.disk import mounts
-from megatron_ext.prefix_cache.disk.mounts import file_system_type
+from megatron_ext.prefix_cache.disk import slot as slots
+from megatron_ext.prefix_cache.disk.slot import file_system_type
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.slot import (
     MARKER,
@@ -186,7 +186,7 @@ def test_a_network_file_system_is_refused_by_name(directory, tmp_path, monkeypat
     """DC-3."""
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 0:1 / / rw - ext4 a rw\n2 1 0:2 / {directory} rw - nfs4 host:/b rw\n")
-    monkeypatch.setattr(mounts, "MOUNT_TABLE", table)
+    monkeypatch.setattr(slots, "MOUNT_TABLE", table)
     with pytest.raises(DiskUnavailableError, match=f"{directory} is on a network file system .nfs4.; name a local one"):
         take_slot(directory)
     assert not os.listdir(directory)

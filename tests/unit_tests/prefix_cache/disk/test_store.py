@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.prefix_cache.disk.data_file import PAGE_BYTES
 from megatron_ext.prefix_cache.disk.entry import EntryKind, NewEntry, StoredEntry
-from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, entry_after, faults, is_read, put
