@@ -12,16 +12,41 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.triton.compilation_table import Row, as_text, rows
 from megatron_ext.ops.triton.kernel_registry import all_kernels
 
 DONE, PROBLEMS, CANNOT = 0, 1, 2
+
+
+class Row(NamedTuple):
+    """Resources of a configuration on a device: registers and spilled bytes of a thread, shared bytes of a block."""
+
+    kernel: str
+    config: str
+    arch: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def as_text(rows: Iterable[Row]) -> str:
+    """Format a line for each configuration and device; numbers are maxima over its compiled types."""
+    found: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        found.setdefault(row[:3], []).append(row)
+    lines = [("kernel", "configuration", "device", "types", "registers", "spills", "shared memory")]
+    for (kernel, config, arch), same in found.items():
+        registers, spills, shared = (max(column) for column in list(zip(*same, strict=True))[3:])
+        lines.append((kernel, config, f"sm_{arch}", f"{len(same)}", f"{registers}", f"{spills}", f"{shared:,}"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligns = [str.ljust] * 3 + [str.rjust] * 4
+    return "\n".join("  ".join(map(lambda align, *cell: align(*cell), aligns, line, widths)).rstrip() for line in lines)
 
 
 def compile_one(index: int, quick: bool) -> tuple[Row | None, str | None]:
@@ -34,7 +59,7 @@ def compile_one(index: int, quick: bool) -> tuple[Row | None, str | None]:
     except aot.CompileFailure as error:
         return None, str(error)
     problem = None if made.problem is None else f"{case.name} on sm_{case.arch} {made.problem}"
-    numbers = (1, made.registers, made.spilled_bytes, made.shared_bytes)
+    numbers = made.registers, made.spilled_bytes, made.shared_bytes
     return Row(case.kernel.name, case.config.name, case.arch, *numbers), problem
 
 
@@ -60,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     start, count = time.monotonic(), len(list(aot.cases(all_kernels(), quick=quick)))
     found = list(tqdm(compile_all(count, quick), total=count, unit="kernel", disable=None))
-    print(as_text(rows(row for row, _ in found if row is not None)))
+    print(as_text(row for row, _ in found if row is not None))
     problems = [problem for _, problem in found if problem is not None]
     print(f"\n{count} compiled in {time.monotonic() - start:.0f} s, {len(problems)} with problems")
     for problem in problems:

@@ -28,9 +28,9 @@ from megatron_ext.engine.suspending import Suspension
 from megatron_ext.engine.workers import Workers
 from megatron_ext.errors import ConfigError, EngineSuspended, WeightUpdateError
 from megatron_ext.prefix_cache.block_index import CachedPrefix
-from megatron_ext.prefix_cache.disk.announcing import EntryObserver, announce
+from megatron_ext.prefix_cache.disk.announcing import announce
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
-from megatron_ext.prefix_cache.observer import CacheObserver
+from megatron_ext.prefix_cache.observer import CacheObserver, EntryObserver
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.record import RequestRecord, Status

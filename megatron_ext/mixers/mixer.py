@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,37 +44,38 @@ class Projected(NamedTuple):
         return Projected(self.conv_inputs[chosen], tuple(t[chosen] for t in self.scan_inputs), self.gate[chosen])
 
 
-class Pass(Protocol):
+class Pass:
     """Pass through a mixer's operators: the mixer defines the computation, the pass where states are kept."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
         """Convolve [T, Cn] -> [T, Cn]; weight [Cn, 1, K] as `nn.Conv1d` has it."""
+        return self._apply(0, operator, x, weight.squeeze(1), bias)
 
     def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
         """Apply the recurrence to its inputs; return y [T, ...]."""
+        return self._apply(1, operator, x, *inputs, **options)
+
+    def _apply(self, kind: int, operator: Recurrence, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
+        """Apply the convolution (kind 0) or the recurrence (1)."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class TrainingPass:
-    """Training pass: sequences start from zero states, and no states are kept; differentiable."""
+class TrainingPass(Pass):
+    """Training pass: whole sequences start from zero states, and no states are kept; differentiable."""
 
     chunks: PackedChunks
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
-        """Convolve whole sequences from zero states."""
-        return operator.scan(x, weight.squeeze(1), bias, chunks=self.chunks).y
-
-    def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
-        """Apply the recurrence to whole sequences from zero states."""
+    def _apply(self, kind: int, operator: Recurrence, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
         return operator.scan(x, *inputs, chunks=self.chunks, initial_states=None, **options).y
 
 
 @dataclass(frozen=True)
-class PrefillPass:
+class PrefillPass(Pass):
     """Prefill pass: all prefill of a step in one varlen call of each operator (HY-7).
 
-    `live` (running states) and `snapshots` belong to one layer: the convolution's [slots, Cn, K-1], then the
-    recurrence's [slots, ...].
+    `live` (running states, read and written) and `snapshots` (the planned ones are saved) belong to one layer: the
+    convolution's [slots, Cn, K-1], then the recurrence's [slots, ...].
     """
 
     chunks: PackedChunks
@@ -82,45 +83,22 @@ class PrefillPass:
     live: tuple[Tensor, Tensor]
     snapshots: tuple[Tensor | None, Tensor | None]
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
-        """Convolve from and to the running states; save the planned snapshots."""
+    def _apply(self, kind: int, operator: Recurrence, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
+        live, snapshots = self.live[kind], self.snapshots[kind]
         return operator.prefill(
-            x,
-            weight.squeeze(1),
-            bias,
-            chunks=self.chunks,
-            slots=self.slots,
-            live=self.live[0],
-            snapshots=self.snapshots[0],
-        )
-
-    def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
-        """Apply the recurrence from and to the running states; save the planned snapshots."""
-        return operator.prefill(
-            x,
-            *inputs,
-            chunks=self.chunks,
-            slots=self.slots,
-            live=self.live[1],
-            snapshots=self.snapshots[1],
-            **options,
+            x, *inputs, chunks=self.chunks, slots=self.slots, live=live, snapshots=snapshots, **options
         )
 
 
 @dataclass(frozen=True)
-class DecodePass:
+class DecodePass(Pass):
     """Decode pass: one token of each decoding request; `live` as in `PrefillPass`."""
 
     slots: Tensor | slice
     live: tuple[Tensor, Tensor]
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
-        """Convolve one token of each sequence, and update its running state."""
-        return operator.decode(x, weight.squeeze(1), bias, slots=self.slots, live=self.live[0])
-
-    def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
-        """Apply one step of the recurrence to each running state."""
-        return operator.decode(x, *inputs, slots=self.slots, live=self.live[1], **options)
+    def _apply(self, kind: int, operator: Recurrence, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
+        return operator.decode(x, *inputs, slots=self.slots, live=self.live[kind], **options)
 
 
 @dataclass

@@ -19,8 +19,7 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.parallel.driver import driver_of
 from megatron_ext.prefix_cache.block_index import CachedPrefix
-from megatron_ext.prefix_cache.disk.announcing import EntryObserver
-from megatron_ext.prefix_cache.observer import CacheObserver
+from megatron_ext.prefix_cache.observer import CacheObserver, EntryObserver
 from megatron_ext.scheduling.waiting_tokens import prompt_tokens_to_compute
 
 Result = TypeVar("Result")

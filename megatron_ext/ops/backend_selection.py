@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.activation import ACTIVATION
-from megatron_ext.ops.backends import B, Backends, preferring
+from megatron_ext.ops.backends import Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
@@ -24,6 +25,11 @@ from megatron_ext.ops.state_copy import STATE_COPY
 from megatron_ext.ops.step_size import STEP_SIZE
 
 AUTO = "auto"
+OPERATORS: Sequence[Backends[Any]] = (
+    PAGED_ATTENTION,
+    *(operator.backends for operator in (CAUSAL_CONV1D, PLAIN_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)),
+    *(STEP_SIZE, GATED_NORM, ACTIVATION, ROTARY_WRITE, SAMPLING, STATE_COPY),
+)
 
 
 def check(wanted: str, device: torch.device, shapes: OperatorShapes | None = None) -> None:
@@ -88,23 +94,6 @@ def chosen(wanted: str, x: torch.Tensor, linear: str | None = None) -> dict[str,
     """
     found: dict[str, list[str]] = {linear or LINEAR.names[-1]: [LINEAR.operator]}
     with preferring(preferred(wanted)):
-        for operator, name in _names(x):
-            found.setdefault(name, []).append(operator)
+        for backends in OPERATORS:
+            found.setdefault(backends.choose(x).name, []).append(backends.operator)
     return {name: tuple(found[name]) for name in sorted(found, key=lambda name: -len(found[name]))}
-
-
-def _names(x: torch.Tensor) -> Iterator[tuple[str, str]]:
-    """Yield every operator and the backend that it chooses now."""
-    yield _name(PAGED_ATTENTION, x)
-    yield from (_name(convolution.backends, x) for convolution in (CAUSAL_CONV1D, PLAIN_CONV1D))
-    yield from (_name(recurrence.backends, x) for recurrence in (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE))
-    yield _name(STEP_SIZE, x)
-    yield _name(GATED_NORM, x)
-    yield _name(ACTIVATION, x)
-    yield _name(ROTARY_WRITE, x)
-    yield _name(SAMPLING, x)
-    yield _name(STATE_COPY, x)
-
-
-def _name(backends: Backends[B], x: torch.Tensor) -> tuple[str, str]:
-    return backends.operator, backends.choose(x).name

@@ -31,8 +31,8 @@ class PublishedRun:
     salt: str | None = None
 
 
-class CacheObserver(Protocol):
-    """Callbacks on changes of a cache, called in the thread that changes it; they must not block."""
+class EntryObserver(Protocol):
+    """Callbacks on the entries of one medium, memory or disk, in the thread that changes them; they must not block."""
 
     def on_blocks_stored(self, run: PublishedRun) -> None:
         """Take note that the blocks of `run` can be found."""
@@ -45,6 +45,10 @@ class CacheObserver(Protocol):
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Take note that a request can no longer resume after this block."""
+
+
+class CacheObserver(EntryObserver, Protocol):
+    """Callbacks on changes of a cache."""
 
     def on_cleared(self) -> None:
         """Take note that the cache is empty."""

@@ -21,7 +21,7 @@ def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         dt [T, H] and A, of A_log's shape.
     """
-    return STEP_SIZE.choose(dt).sizes(dt, bias, A_log)
+    return STEP_SIZE.compute(dt, lambda backend: backend.sizes(dt, bias, A_log))
 
 
 def decays(
@@ -39,7 +39,7 @@ def decays(
     Returns:
         Logarithms of the decays, -exp(A_log) * softplus(alpha + bias), and strengths, max_strength * sigmoid(beta).
     """
-    return STEP_SIZE.choose(alpha).decays(beta, alpha, bias, A_log, max_strength=max_strength)
+    return STEP_SIZE.compute(alpha, lambda backend: backend.decays(beta, alpha, bias, A_log, max_strength=max_strength))
 
 
 __all__ = ["STEP_SIZE", "decays", "step_sizes"]

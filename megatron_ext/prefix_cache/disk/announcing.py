@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, StoredEntry
 from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
-from megatron_ext.prefix_cache.observer import CacheObserver, PublishedRun
+from megatron_ext.prefix_cache.observer import CacheObserver, EntryObserver, PublishedRun
 
 OTHER_SALT = "of a salt from before the restart"
 
 
-class EntryObserver(Protocol):
-    """Callbacks on entries of one medium; see `CacheObserver`. They must not block."""
-
-    def on_blocks_stored(self, run: PublishedRun) -> None:
-        """Take note of blocks."""
-
-    def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Take note that blocks are gone."""
-
-    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """Take note of a snapshot."""
-
-    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """Take note that a snapshot is gone."""
-
-
-def told_salt(root: BlockHash, before: BlockHash) -> str | None:
-    """Return the salt that observers are told for a sequence whose salt is not known here.
+def _told(block_hash: BlockHash, parent: BlockHash, depth: int, tokens: Sequence[int], root: BlockHash) -> PublishedRun:
+    """Return the run of one block, with a salt that no client has if its sequence has one, which is not known here.
 
     Args:
+        block_hash: Hash of the block.
+        parent: Hash of the block before, or the root hash of the sequence.
+        depth: Blocks from the start of the sequence, this one included.
+        tokens: Token ids of the block.
         root: Root of the block hashes of sequences without a salt.
-        before: Root of the sequence, or for later blocks the hash of the block before, for which it does not matter.
     """
-    return None if before == root else f"{OTHER_SALT} {before.hex()}"
+    size, is_first = len(tokens), depth == 1
+    salt = None if parent == root else f"{OTHER_SALT} {parent.hex()}"  # for later blocks it does not matter
+    return PublishedRun([block_hash], None if is_first else parent, packed_tokens(tokens), size, size, salt)
 
 
 def announce(cache: PrefixCache, observer: CacheObserver, root: BlockHash) -> None:
     """Report all entries of a restored cache to a new observer.
-
-    Blocks of sequences with a salt, which is not known here, get a salt that no client has.
 
     Args:
         cache: Cache that keeps token ids.
@@ -55,10 +41,7 @@ def announce(cache: PrefixCache, observer: CacheObserver, root: BlockHash) -> No
             observer.on_snapshot_stored(block_hash)
             continue
         before, tokens = cache.cached_token_ids.find(block_hash)
-        parent = None if cache.depth_of(block_hash) == 1 else before
-        salt = told_salt(root, before)
-        size = len(tokens)
-        observer.on_blocks_stored(PublishedRun([block_hash], parent, tokens, size, size, salt))
+        observer.on_blocks_stored(_told(block_hash, before, cache.depth_of(block_hash), tokens, root))
 
 
 class DiskAnnouncer:
@@ -77,11 +60,9 @@ class DiskAnnouncer:
         entry, block_hash = stored.entry, stored.entry.key.block_hash
         if entry.key.kind is EntryKind.SNAPSHOT:
             self._observer.on_snapshot_stored(block_hash)
-            return
-        tokens, size = packed_tokens(entry.tokens), len(entry.tokens)
-        parent = None if entry.depth == 1 else entry.parent
-        salt = told_salt(self._root, entry.parent)
-        self._observer.on_blocks_stored(PublishedRun([block_hash], parent, tokens, size, size, salt))
+        else:
+            told = _told(block_hash, entry.parent, entry.depth, entry.tokens, self._root)
+            self._observer.on_blocks_stored(told)
 
     def on_removed(self, keys: Iterable[EntryKey]) -> None:
         """Tell that entries are gone."""

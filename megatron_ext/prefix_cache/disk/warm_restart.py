@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.agreement import Agreement, LostRanksError
-from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer, EntryObserver
+from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, LoadTarget, NoMemory, copy_entry
 from megatron_ext.prefix_cache.disk.restore import Place, Restored, agreed_entries, parent_of, restore_entries
@@ -31,6 +31,7 @@ from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
 from megatron_ext.prefix_cache.disk.tier_storage import Content, TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
+from megatron_ext.prefix_cache.observer import EntryObserver
 
 T = TypeVar("T")
 

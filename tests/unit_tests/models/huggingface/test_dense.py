@@ -141,8 +141,8 @@ def test_a_window_that_no_sequence_is_longer_than_has_no_effect(denses) -> None:
         patch.setattr(theirs.config, "sliding_window", None)
         assert excess(loaded.model, theirs, 140) <= 1
         assert excess(loaded.model, theirs, 200) > 10
-        band = reference._band
-        patch.setattr(reference, "_band", lambda *args: asked.append(args[2]) or band(*args))
+        planner = reference._planner
+        patch.setattr(reference, "_planner", lambda window: asked.append(window) or planner(window))
         driver = Driver(loaded.model, loaded.config, block_size=BLOCK)
         for request_id, count in enumerate((5, 13)):
             assert not any(asked)

@@ -11,12 +11,12 @@ import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.disk import slot as slots
-from megatron_ext.prefix_cache.disk.slot import file_system_type
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.slot import (
     MARKER,
     DiskUnavailableError,
     SlotHeldError,
+    file_system_type,
     take_all_slots,
     take_slot,
     take_slot_of_rank,
