@@ -25,8 +25,7 @@ from megatron_ext.mcore.warm_restart_setup import keep_engine
 from megatron_ext.models.identity import cache_facts, files_digest, tensors_digest
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
-from megatron_ext.prefix_cache.disk.opening import open_directory_store
-from megatron_ext.prefix_cache.disk.store import DiskStore
+from megatron_ext.prefix_cache.disk.store import DiskStore, open_directory_store
 from megatron_ext.prefix_cache.hash_chain import BlockHash, hash_blocks
 
 MIB, GIB = 1024**2, 1024**3

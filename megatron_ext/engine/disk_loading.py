@@ -1,4 +1,4 @@
-"""Loading of cached entries from disk for waiting requests: decided here, between two steps, by the rank that drives.
+"""Loading of cached entries from disk for waiting requests: decided between two steps by the rank that drives.
 
 A request whose prefix could be resumed further from disk waits for a load, and others overtake it. Whatever becomes of
 the load is told to the scheduler in commands (`DiskLoads`), which other ranks obey (`LoadPlacing`).

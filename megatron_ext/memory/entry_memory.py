@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.step_states import make_changes
-from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.ops.varlen import to_device
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.hash_chain import BlockHash

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_ext.errors import RestoreError
 from megatron_ext.memory.arena import aligned
 from megatron_ext.ops import state_copy
-from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.ops.varlen import to_device
 from megatron_ext.prefix_cache.slabs import StateCopy
 
 

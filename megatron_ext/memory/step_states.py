@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_states
-from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.ops.varlen import to_device
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.activation import ACTIVATION
-from megatron_ext.ops.backends import Backends, preferring
+from megatron_ext.ops.backends import Backend, Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
@@ -25,7 +24,7 @@ from megatron_ext.ops.state_copy import STATE_COPY
 from megatron_ext.ops.step_size import STEP_SIZE
 
 AUTO = "auto"
-OPERATORS: Sequence[Backends[Any]] = (
+OPERATORS: Sequence[Backends[Backend]] = (
     PAGED_ATTENTION,
     *(operator.backends for operator in (CAUSAL_CONV1D, PLAIN_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)),
     *(STEP_SIZE, GATED_NORM, ACTIVATION, ROTARY_WRITE, SAMPLING, STATE_COPY),

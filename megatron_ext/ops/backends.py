@@ -60,7 +60,7 @@ def anything(_: Tensor) -> bool:
     return True
 
 
-B = TypeVar("B", bound=Backend)
+B = TypeVar("B", bound=Backend, covariant=True)
 _PREFERRED: ContextVar[str | None] = ContextVar("preferred", default=None)
 
 

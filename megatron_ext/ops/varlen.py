@@ -1,4 +1,4 @@
-"""Layout of sequences, and of the kernel chunks they are cut into, on the packed token axis of one step.
+"""Metadata of a step, and the layout of sequences, and of the kernel chunks they are cut into, on its token axis.
 
 Everything is computed on the host with numpy and reaches the device in a single copy; nothing is read back.
 T tokens of the packed step, S sequences, n chunks.
@@ -6,15 +6,46 @@ T tokens of the packed step, S sequences, n chunks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.step_metadata import StepMetadata, to_device
+Made = TypeVar("Made")
+Own = TypeVar("Own", bound="StepMetadata")
+
+
+class StepMetadata:
+    """Base of frozen dataclasses with the layout of one step: lengths, cumulative lengths, block tables.
+
+    The metadata is the same for every backend. Derived data of a backend (gather indices, padded layouts, tiles) is
+    computed when its first layer requests it, and shared by all later layers of the step.
+    """
+
+    def prepared(self: Own, make: Callable[[Own], Made]) -> Made:
+        """Return `make(self)`, computed once and cached."""
+        made = self.__dict__.setdefault("_prepared", {})
+        if make not in made:
+            made[make] = make(self)
+        return made[make]
+
+    def provide(self: Own, make: Callable[[Own], Made], found: Made) -> None:
+        """Set the result of `prepared(make)` to a value computed elsewhere, such as in static buffers."""
+        self.__dict__.setdefault("_prepared", {})[make] = found
+
+
+def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
+    """Copy a host tensor to a device; returns the tensor itself if the device is the host.
+
+    Copies to CUDA go through pinned memory, which torch reuses only after the copy is done: any other copy waits for
+    all previously enqueued work.
+    """
+    if device is None or torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.failure import is_lost_peer
 from megatron_ext.prefix_cache.disk.agreement import Agreement, LostRanksError
-from megatron_ext.prefix_cache.disk.opening import open_store
 from megatron_ext.prefix_cache.disk.slot import (
     DiskUnavailableError,
     SlotDirectory,
@@ -23,7 +22,7 @@ from megatron_ext.prefix_cache.disk.slot import (
     take_slot,
     take_slot_of_rank,
 )
-from megatron_ext.prefix_cache.disk.store import DiskStore
+from megatron_ext.prefix_cache.disk.store import DiskStore, open_store
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.memory.pools import LogProbPool
-from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.ops.varlen import to_device
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.scheduling.step import ScheduledChunk
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.ops.sampling import SamplingMetadata, greedy_tokens, sample_tokens
 from megatron_ext.ops.sampling.log_probs import filtered_logits
 from megatron_ext.ops.sampling.sampling_metadata import GREEDY
-from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.ops.varlen import to_device
 from megatron_ext.runner.layout import Layout
 from megatron_ext.runner.logits_metadata import (
     asked_processors,

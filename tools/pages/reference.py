@@ -112,7 +112,7 @@ def metric_families() -> list[Metric]:
     from megatron_ext.engine.statistics import EngineStatistics
     from megatron_ext.prefix_cache.cache_use import CacheUse
     from megatron_ext.prefix_cache.disk.store_use import DiskUse, StoreUse
-    from megatron_ext.prefix_cache.disk.tier_load import TierCounts
+    from megatron_ext.prefix_cache.disk.tier_storage import TierCounts
     from megatron_ext.scheduling.counters import Counters
     from megatron_ext.scheduling.explanation import Explanation, MissReason
     from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse

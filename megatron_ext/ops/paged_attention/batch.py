@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.step_metadata import StepMetadata
-from megatron_ext.ops.varlen import stage_arrays, starts
+from megatron_ext.ops.varlen import StepMetadata, stage_arrays, starts
 
 
 @dataclass(frozen=True)

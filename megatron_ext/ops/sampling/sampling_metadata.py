@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.ops.varlen import to_device
 
 GREEDY: Final = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "uniform": -1.0}
 """Neutral options, as of a row with temperature 0 and of a padding row, in int64 for integers, else float64."""

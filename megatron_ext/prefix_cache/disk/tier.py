@@ -24,8 +24,18 @@ from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import key_of
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, QUEUE_FULL
-from megatron_ext.prefix_cache.disk.tier_load import OFF, READ, READING, LoadEstimates, TierCounts, TierLoad
-from megatron_ext.prefix_cache.disk.tier_storage import Content, EvictedEntries, LoadItem, TierStorage
+from megatron_ext.prefix_cache.disk.tier_storage import (
+    OFF,
+    READ,
+    READING,
+    Content,
+    EvictedEntries,
+    LoadEstimates,
+    LoadItem,
+    TierCounts,
+    TierLoad,
+    TierStorage,
+)
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 

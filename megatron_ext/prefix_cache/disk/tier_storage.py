@@ -1,4 +1,7 @@
-"""Storage of the disk tier as the engine's thread sees it: calls that never block, and events with their results."""
+"""Storage of the disk tier as the engine's thread sees it: calls that never block, and events with their results.
+
+Also loads of the tier: how far one is, on this rank and on all, their counts, and estimates of how long one takes.
+"""
 
 from __future__ import annotations
 
@@ -105,3 +108,118 @@ class TierStorage:
 
     def clear(self) -> None:
         """Forget all entries, writes and loads; they are gone from the medium when this returns."""
+
+
+# Progress of a load, as a number of which the least of all ranks counts. From 0 on: place of the first failed entry.
+OFF = -1  # a rank's tier is off
+READING = 2**62
+READ = READING + 1
+
+
+@dataclass
+class TierLoad:
+    """Load that is under way, or complete and not placed yet.
+
+    Attributes:
+        size: Bytes to read.
+        deadline: Time after which it is given up.
+        keys: Keys of the entries.
+        loaded: End of this rank's part; None while it is under way.
+        found: Returns what all ranks have reported, once they have; None until this rank has.
+        progress: Progress of the whole load, see `READING`.
+    """
+
+    size: int
+    deadline: float
+    keys: Sequence[EntryKey] = ()
+    loaded: Loaded | None = None
+    found: Callable[[], list[int] | None] | None = None
+    progress: int = READING
+
+    @property
+    def own_progress(self) -> int:
+        """Progress of this rank's part."""
+        if self.loaded is None:
+            return READING
+        return self.loaded.failed if self.loaded.contents is None else READ
+
+
+@dataclass
+class TierCounts:
+    """Counts of a disk tier.
+
+    Attributes:
+        evicted: Entries given to the disk as they left memory.
+        loads: Loads begun.
+        loads_placed: Loads that came back to memory.
+        loads_failed: Loads that could not be read.
+        loads_late: Loads given up at their deadline.
+        loads_useless: Loads given up since blocks before them were evicted, or no request waited any more.
+        loads_slower: Loads not begun, since computing was estimated to be quicker.
+        load_waits: Requests that waited for loads which have ended.
+        load_bytes: Bytes of the loads that were read.
+        load_seconds: Seconds of reading them.
+    """
+
+    evicted: int = 0
+    loads: int = 0
+    loads_placed: int = 0
+    loads_failed: int = 0
+    loads_late: int = 0
+    loads_useless: int = 0
+    loads_slower: int = 0
+    load_waits: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+
+
+DECAY = 0.8  # weight of earlier measurements, multiplied with each new one
+FORGIVENESS = 0.98  # of the seconds of a rate, each time that it decides against a load: it is measured again some time
+
+
+@dataclass
+class MeasuredRate:
+    """Moving average of a rate: amounts and seconds, each of less weight with every later one."""
+
+    amount: float = 0.0
+    seconds: float = 0.0
+
+    def note(self, amount: float, seconds: float) -> None:
+        """Note a measurement."""
+        if amount > 0 and seconds > 0:
+            self.amount = DECAY * self.amount + amount
+            self.seconds = DECAY * self.seconds + seconds
+
+    def forgive(self) -> None:
+        """Take the rate for a little higher."""
+        self.seconds *= FORGIVENESS
+
+    def seconds_for(self, amount: float) -> float | None:
+        """Return the seconds that an amount takes; None if nothing was measured."""
+        return amount * self.seconds / self.amount if self.amount else None
+
+
+class LoadEstimates:
+    """Decision whether reading entries is quicker than computing their tokens.
+
+    Attributes:
+        reading: Bytes a second that loads have read.
+        prefill: Prompt tokens a second that steps have computed.
+    """
+
+    def __init__(self) -> None:
+        self.reading, self.prefill = MeasuredRate(), MeasuredRate()
+
+    def pays(self, size: int, waiting: int, tokens: int) -> bool:
+        """Return whether to load; true as long as one of the two rates is unknown, so that it becomes known.
+
+        Args:
+            size: Bytes to read.
+            waiting: Bytes that are read before.
+            tokens: Tokens that would be computed otherwise.
+        """
+        reading, computing = self.reading.seconds_for(size + waiting), self.prefill.seconds_for(tokens)
+        if reading is None or computing is None or reading < computing:
+            return True
+        self.reading.forgive()
+        return False

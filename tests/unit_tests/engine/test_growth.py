@@ -29,10 +29,10 @@ from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.prefix_cache import cached_token_ids
 from megatron_ext.prefix_cache.disk import store_thread
 from megatron_ext.prefix_cache.disk.entry_copies import NoMemory
-from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.store import open_directory_store
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.tier import MAX_RUNS
-from megatron_ext.prefix_cache.disk.tier_load import LoadEstimates
+from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
 from megatron_ext.prefix_cache.disk.victims import MIN_HEAP
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.eviction_history import EvictionHistory

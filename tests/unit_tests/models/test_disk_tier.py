@@ -16,7 +16,7 @@ from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import key_of
 from megatron_ext.prefix_cache.disk.index import DiskIndex
-from megatron_ext.prefix_cache.disk.tier_load import LoadEstimates
+from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
 from megatron_ext.prefix_cache.hash_chain import HashChain
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.on_request import long_except

@@ -12,8 +12,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine import disk_loading
 from megatron_ext.errors import RankError
 from megatron_ext.prefix_cache.disk.tier import DiskTier
-from megatron_ext.prefix_cache.disk.tier_load import READ, LoadEstimates
-from megatron_ext.prefix_cache.disk.tier_storage import EvictedEntries
+from megatron_ext.prefix_cache.disk.tier_storage import READ, EvictedEntries, LoadEstimates
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import SchedulerLimits

@@ -18,7 +18,7 @@ from megatron_ext.config import ModelConfig, ParallelConfig, RequestParams
 from megatron_ext.errors import RankError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.prefix_cache.disk.data_file import DataFile
-from megatron_ext.prefix_cache.disk.tier_load import LoadEstimates
+from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority

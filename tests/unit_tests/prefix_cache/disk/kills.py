@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.slot import DATA
+from megatron_ext.prefix_cache.disk.store import open_directory_store
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, fast_directory, faults, is_read, live
 
 LONGEST_LIFE = 150  # actions

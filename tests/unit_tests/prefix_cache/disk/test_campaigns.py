@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.store import open_directory_store
 from tests.unit_tests.prefix_cache.disk.lives import (
     IDENTITY,
     LIMIT,

@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.disk.data_file import Extent
 from megatron_ext.prefix_cache.disk.entry import NewEntry, StoredEntry, from_row
 from megatron_ext.prefix_cache.disk.index import DiskIndex
-from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.store import open_directory_store
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, entry_after, faults, put
 
 

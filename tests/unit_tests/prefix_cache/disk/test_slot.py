@@ -11,7 +11,6 @@ import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.disk import slot as slots
-from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.slot import (
     MARKER,
     DiskUnavailableError,
@@ -21,6 +20,7 @@ from megatron_ext.prefix_cache.disk.slot import (
     take_slot,
     take_slot_of_rank,
 )
+from megatron_ext.prefix_cache.disk.store import open_directory_store
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, fast_directory
 from tests.unit_tests.support.foreign import ForeignFiles
 from tests.unit_tests.support.source import ROOT

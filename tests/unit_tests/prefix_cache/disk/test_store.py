@@ -13,8 +13,7 @@ import pytest
 
 from megatron_ext.prefix_cache.disk.data_file import PAGE_BYTES
 from megatron_ext.prefix_cache.disk.entry import EntryKind, NewEntry, StoredEntry
-from megatron_ext.prefix_cache.disk.opening import open_directory_store
-from megatron_ext.prefix_cache.disk.store import DiskStore
+from megatron_ext.prefix_cache.disk.store import DiskStore, open_directory_store
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, entry_after, faults, is_read, put
 
 OTHER = bytes(32)

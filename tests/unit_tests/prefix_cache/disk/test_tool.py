@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.commands.prefix_cache import BAD_USAGE, DONE, FOUND_DAMAGE, main
 from megatron_ext.prefix_cache.disk.entry import EntryKind
-from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.store import open_directory_store
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, put
 
 

@@ -15,7 +15,7 @@ from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import NoMemory
-from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.store import open_directory_store
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, packed_tokens

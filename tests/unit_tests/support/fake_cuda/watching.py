@@ -15,7 +15,7 @@ from tests.unit_tests.support.replay import Tape
 
 ROOT = Path(__file__).parents[4]
 _OWN = str(Path(__file__).parent)
-_ON_ITS_WAY = str(ROOT / "megatron_ext" / "ops" / "step_metadata.py")  # its caller is of interest
+_ON_ITS_WAY = "to_device"  # function of `ops/varlen.py` whose caller is of interest
 _COPIES = "asynchronous copy"
 # As `torch.cuda.set_sync_debug_mode` sees it: what makes the host wait.
 _WAITS = ("waits", "copy to the device that waits", "copy to the host that waits", "index from the host")
@@ -122,7 +122,7 @@ def _place() -> str:
     outside = None
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(str(ROOT / "megatron_ext")) and path != _ON_ITS_WAY:
+        if path.startswith(str(ROOT / "megatron_ext")) and frame.f_code.co_name != _ON_ITS_WAY:
             return f"{Path(path).relative_to(ROOT)}:{frame.f_code.co_name}"
         if outside is None and not path.startswith(_OWN) and "/torch/" not in path:
             outside = f"{path}:{frame.f_code.co_name}"
