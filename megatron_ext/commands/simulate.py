@@ -1,7 +1,8 @@
 """Command `simulate`: recorded requests through the scheduler and its prefix cache in simulated time, without a model.
 
-It prints a row for each memory and eviction policy: tokens skipped, and times to the first token. The requests come
-from a file (`--trace`), or from the recent past of a running server (`--server`), with its model and settings.
+It prints a row for each memory, eviction policy and schedule policy: tokens skipped, and times to the first token. The
+requests come from a file (`--trace`), or from the recent past of a running server (`--server`), with its model and
+settings.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from arguments.removed import refuse_removed_words
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config.batching import DEFAULT_OVERTAKE_TOKENS, SchedulePolicy
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 from megatron_ext.simulation.formats import SessionStarts, read_trace
@@ -33,7 +35,7 @@ DONE, BAD_USAGE = 0, 2
 POLICIES = [policy.value for policy in EvictionPolicyName]
 MEMORIES = (0.5, 1.0, 2.0)  # times the server's, or `MEMORY_GIB`
 MEMORY_GIB = 8.0
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
 _WIDTH = 140  # columns of a table in a file
 _LONGEST_KEY = 4096  # bytes
 Value = TypeVar("Value")
@@ -89,21 +91,34 @@ def _simulate(work: Workload, arguments: argparse.Namespace, console: Console) -
     own = dataclasses.replace(own, block_size=arguments.block_size or own.block_size)
     memories = arguments.memory_gib or [factor * own.memory_gib for factor in MEMORIES]
     found = []
+    works = [_scheduled(work, arguments, schedule) for schedule in arguments.schedule_policy or [None]]
     for memory in memories:
         for policy in arguments.policy:
-            settings = dataclasses.replace(own, memory_gib=memory, policy=policy)
-            found.append(_figures(work, settings, machine))
-            if console.is_terminal:
-                console.print(f"{len(found)} of {len(memories) * len(arguments.policy)}", style="dim")
+            for scheduled in works:
+                settings = dataclasses.replace(own, memory_gib=memory, policy=policy)
+                found.append(_figures(scheduled, settings, machine, arguments.time_scale))
+                if console.is_terminal:
+                    total = len(memories) * len(arguments.policy) * len(works)
+                    console.print(f"{len(found)} of {total}", style="dim")
     return found
 
 
-def _figures(work: Workload, settings: Settings, machine: Machine) -> Figures:
+def _scheduled(work: Workload, arguments: argparse.Namespace, schedule: str | None) -> Workload:
+    """Return a workload under a schedule policy, or its own."""
+    if schedule is None:
+        return work
+    tokens = arguments.schedule_overtake_tokens if schedule == SchedulePolicy.LPM.value else None
+    return dataclasses.replace(work, batch=dataclasses.replace(work.batch, overtake_tokens=tokens))
+
+
+def _figures(work: Workload, settings: Settings, machine: Machine, time_scale: float) -> Figures:
     """Return the settings and the result of one simulation."""
     limits, slots = limits_of(work.model, settings, work.batch)
-    outcome = simulate(work.turns, work.model, settings, work.batch, machine)
+    outcome = simulate(work.turns, work.model, settings, work.batch, machine, time_scale)
     return {
         **dataclasses.asdict(settings),
+        "schedule_policy": (SchedulePolicy.FCFS if limits.overtake_tokens is None else SchedulePolicy.LPM).value,
+        "overtake_tokens": limits.overtake_tokens,
         "blocks": limits.total_blocks,  # the most, and of slots, if both share the memory
         "slots": slots,
         "requests": len(work.turns),
@@ -121,7 +136,7 @@ def _figures(work: Workload, settings: Settings, machine: Machine) -> Figures:
 def table_of(figures: Sequence[Figures]) -> Table:
     """Return a table with a row for each simulation; skipped and lost tokens are shares of all prompt tokens."""
     shares, times = ("skipped_share", "lost_share"), [f"ttft_p{percent}" for percent in PERCENTILES]
-    names = "GiB states block policy blocks slots refused skipped lost ttft-p50 p90 p99".split()
+    names = "GiB states block policy schedule blocks slots refused skipped lost ttft-p50 p90 p95 p99".split()
     table = Table(*names, box=None, pad_edge=False)
     for one in figures:
         slots, share = one["slots"], one["state_share"]
@@ -130,6 +145,7 @@ def table_of(figures: Sequence[Figures]) -> Table:
             "-" if slots is None else "any share" if share is None else f"{share:g}",
             str(one["block_size"]),
             str(one["policy"]),
+            str(one["schedule_policy"]),
             str(one["blocks"]),
             "-" if slots is None else str(slots),
             str(one["refused"]),
@@ -152,10 +168,13 @@ def _list_of(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     return values
 
 
-def _policy(text: str) -> str:
-    if text not in POLICIES:
-        raise argparse.ArgumentTypeError(f"{text!r} is unknown; one of {', '.join(POLICIES)}")
-    return text
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is unknown; one of {', '.join(names)}")
+        return text
+
+    return name
 
 
 def _positive(text: str) -> float:
@@ -185,7 +204,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
         description="Play recorded requests through the scheduler and the prefix cache in simulated time: a row for "
-        "each memory and policy. Lists are separated by commas; docs/policies.md has examples.",
+        "each memory, eviction policy and schedule policy. Lists have commas; docs/policies.md has examples.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -204,7 +223,26 @@ def _parser(program: str) -> argparse.ArgumentParser:
         type=_list_of(_positive),
         help="GiB for blocks and snapshots together; default: 4,8,16, with --server half, once and twice its memory",
     )
-    parser.add_argument("--policy", type=_list_of(_policy), default=POLICIES, help="default: " + ",".join(POLICIES))
+    parser.add_argument(
+        "--policy", type=_list_of(_one_of(POLICIES)), default=POLICIES, help="default: " + ",".join(POLICIES)
+    )
+    parser.add_argument(
+        "--schedule-policy",
+        type=_list_of(_one_of([policy.value for policy in SchedulePolicy])),
+        help="fcfs, lpm or both; default: fcfs, with --server its own",
+    )
+    parser.add_argument(
+        "--schedule-overtake-tokens",
+        type=int,
+        default=DEFAULT_OVERTAKE_TOKENS,
+        help=f"budget of each request under lpm; default: {DEFAULT_OVERTAKE_TOKENS}",
+    )
+    parser.add_argument(
+        "--time-scale",
+        type=_positive,
+        default=1.0,
+        help="factor of all times between requests; 0.5 doubles the load; default: 1",
+    )
     parser.add_argument(
         "--state-share",
         type=_share,

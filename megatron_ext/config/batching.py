@@ -27,6 +27,8 @@ ENOUGH_PREFILL_TOKENS = {"cpu": 64}
 PREFILL_TOKENS_BESIDE_DECODES = {"cpu": 224}
 MAX_DISK_GB = 2**14  # GiB of a directory of cache entries
 MAX_DECODE_SHARE = 0.95
+MAX_OVERTAKE_TOKENS = 2**40
+DEFAULT_OVERTAKE_TOKENS = 65_536
 MAX_UNITS = 2**24  # blocks, requests, tokens or slots: each also costs the host some bytes
 
 
@@ -45,6 +47,13 @@ class EvictionPolicyName(str, enum.Enum):
 
     LRU = "lru"  # kept until memory is needed; the least recently used first, never a block before its children
     REF_ZERO = "ref_zero"  # dropped at once: only requests that overlap in time share
+
+
+class SchedulePolicy(str, enum.Enum):
+    """Order in which waiting requests are admitted (SC-5)."""
+
+    FCFS = "fcfs"  # by arrival
+    LPM = "lpm"  # those with the longest cached prefix first, within the overtake budgets of earlier ones
 
 
 class SnapshotMode(str, enum.Enum):
@@ -132,6 +141,18 @@ class BatchingConfig:
         bounds=f"0 (steps are filled with prefill) to {MAX_DECODE_SHARE}",
     )  # see `prefill_tokens_beside_on`
     is_served: bool = False  # whether clients wait for single tokens; see `ServerSettings`
+    schedule_policy: str = option(
+        SchedulePolicy.FCFS.value,
+        "Order of admission of waiting requests: fcfs, by arrival; lpm, those with the longest cached prefix first",
+        choices=tuple(policy.value for policy in SchedulePolicy),
+    )
+    schedule_overtake_tokens: int = option(
+        DEFAULT_OVERTAKE_TOKENS,
+        "Tokens, of prefills and to be generated, of later requests that a waiting request lets pass under lpm",
+        minimum=0,
+        maximum=MAX_OVERTAKE_TOKENS,
+        bounds=f"0 (no request is overtaken) to {MAX_OVERTAKE_TOKENS}",
+    )
     enable_chunked_prefill: bool = option(
         True, "Split the prefill of a prompt that does not fit a step over several steps"
     )
@@ -217,6 +238,11 @@ class BatchingConfig:
     def has_processed_log_probs(self) -> bool:
         """True if log-probs of generated tokens are of the distributions that the tokens were drawn from."""
         return self.logprobs_mode != LOGPROBS_MODES[0]
+
+    @property
+    def overtake_tokens(self) -> int | None:
+        """Overtake budget of each request; None if requests are admitted by arrival."""
+        return self.schedule_overtake_tokens if self.schedule_policy == SchedulePolicy.LPM.value else None
 
     @property
     def has_input_buffers(self) -> bool:

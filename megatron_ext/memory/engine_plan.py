@@ -287,6 +287,7 @@ def _limits(
         enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
         prefill_tokens_beside_decodes=batching.prefill_tokens_beside_on(device_type),
         decode_share=batching.decode_share or 0.0,
+        overtake_tokens=batching.overtake_tokens,
         costs=costs,
         explains=cache.explain_prefix_cache,
         audit_interval=cache.audit_interval if cache.enable_prefix_caching else 0,

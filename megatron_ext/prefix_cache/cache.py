@@ -82,6 +82,9 @@ class PrefixCache:
         self.observers: list[CacheObserver] = []  # stored blocks are reported by the publisher, all else here
         self.lower_tier: LowerTier | None = None  # takes evicted entries
         self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
+        self._spared: Sequence[Sequence[BlockHash]] = ()  # see `spare`
+        if self.states is not None:
+            self.states.is_spared = self._is_spared
         self._evicted = 0
 
     @property
@@ -139,9 +142,12 @@ class PrefixCache:
             evict(missing)
         return self.pool.allocate(count)
 
-    def _evict(self, count: int, limit: float = math.inf) -> None:
-        """Evict at most `count` blocks with priorities up to `limit`."""
-        blocks = self._unused.evict(min(count, len(self._unused)) if self._keeps_unused else 1, limit)
+    def _evict(self, count: int, limit: float = math.inf) -> int:
+        """Evict at most `count` blocks with priorities up to `limit`, none if all are spared; return how many."""
+        most = min(count, len(self._unused)) if self._keeps_unused else 1
+        blocks = self._unused.evict(most, limit, self._spared_run if self._spared else None)
+        if not blocks:
+            return 0
         parent = self._index.parent(blocks[-1])
         if self.lower_tier is not None:
             self.lower_tier.on_evicted(self.entries.of_blocks(blocks))
@@ -149,6 +155,23 @@ class PrefixCache:
         self._drop(blocks)
         self._evicted += len(blocks)
         self._drop_unneeded(parent)  # its wanted child is gone
+        return len(blocks)
+
+    def spare(self, runs: Sequence[Sequence[BlockHash]]) -> None:
+        """Evict the cached blocks and snapshots of these sequences after all others from now on."""
+        self._spared = runs
+
+    def _is_spared(self, block_hash: BlockHash) -> bool:
+        depth = self._index.depth(block_hash) if self._spared else 0
+        return any(len(run) >= depth and run[depth - 1] == block_hash for run in self._spared)
+
+    def _spared_run(self, block: BlockId) -> list[BlockId]:
+        """Return a spared block and the unused ones before it, from its end; an empty list if it is not spared."""
+        index, block_hash = self._index, self._index.hash_of(block)
+        if not self._is_spared(block_hash):
+            return []
+        before = (index.find(one) for one in index.ancestors(block_hash))
+        return [block, *takewhile(self._unused.__contains__, (one for one in before if one is not None))]
 
     def want(self, block_hash: BlockHash) -> None:
         """Keep the block of `block_hash`, once it is computed, and all before it, for a waiting request."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count as counting
 
 from megatron_ext.prefix_cache.block_pool import BlockId
@@ -44,17 +44,34 @@ class LeafFirstLru:
         for block in blocks:
             del queue[times.pop(block)]
 
-    def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
-        """Remove and return the blocks that became evictable first, at most `count`, up to the time `limit`."""
+    def evict(
+        self, count: int, limit: float = math.inf, spared_run: Callable[[BlockId], Sequence[BlockId]] | None = None
+    ) -> list[BlockId]:
+        """Remove and return the blocks that became evictable first, at most `count`, up to the time `limit`.
+
+        Args:
+            count: Number of blocks, at most as many as there are.
+            limit: Last time of a block to evict.
+            spared_run: Returns a block that goes after all others, and those before it in its sequence that no request
+                uses, from its end; they become the most recently used. Empty for other blocks.
+        """
         evicted: list[BlockId] = []
+        spared: list[BlockId] = []
         while len(evicted) < count:
+            if not self._queue:  # only spared blocks are left
+                self.hold(spared)
+                spared, spared_run = [], None
             time, block = self._queue.popitem(last=False)
             if time > limit:
                 self._queue[time] = block
                 self._queue.move_to_end(time, last=False)
                 break
-            evicted.append(block)
             del self._times[block]
+            run = () if spared_run is None else spared_run(block)
+            self.take_out(run[1:])  # with their child, or they would go before it
+            spared += run
+            evicted += () if run else (block,)
+        self.hold(spared)
         return evicted
 
     def next_priority(self) -> float:

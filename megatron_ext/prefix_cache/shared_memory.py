@@ -38,7 +38,7 @@ class SharedMemory:
         layout: Slabs of the arena.
         index: Index of the cached blocks.
         unused: Order of the evictable blocks.
-        evict_blocks: Function that evicts up to a number of blocks with priorities up to a limit.
+        evict_blocks: Function that evicts up to a number of blocks with priorities up to a limit, and returns how many.
         clock: Times of uses of blocks and snapshots.
         listener: See `StateIndex`.
     """
@@ -48,7 +48,7 @@ class SharedMemory:
         layout: SlabLayout,
         index: BlockIndex,
         unused: LeafFirstLru,
-        evict_blocks: Callable[[int, float], None],
+        evict_blocks: Callable[[int, float], int],
         clock: Iterator[int],
         listener: SnapshotListener,
     ) -> None:
@@ -89,9 +89,7 @@ class SharedMemory:
     def make_blocks(self, count: int) -> None:
         """Evict at most `count` blocks, or a snapshot."""
         priority = self._next_snapshot()
-        if self._unused.next_priority() <= priority:
-            self._evict_blocks(count, priority)
-        else:
+        if self._unused.next_priority() > priority or not self._evict_blocks(count, priority):
             self.states.evict(MAY_TAKE[Rank.ORDINARY])
 
     def make_slot(self) -> bool:
@@ -102,9 +100,11 @@ class SharedMemory:
             priority = self._next_snapshot()
             if free >= per_slab and priority > -math.inf:
                 self.arena.blocks.evacuate()
-            elif free + len(self._unused) >= per_slab and self._unused.next_priority() <= priority:
-                self._evict_blocks(per_slab - free, priority)
-            elif not self.states.evict(MAY_TAKE[Rank.ORDINARY]):
+                continue
+            has_blocks = free + len(self._unused) >= per_slab and self._unused.next_priority() <= priority
+            if has_blocks and self._evict_blocks(per_slab - free, priority):
+                continue
+            if not self.states.evict(MAY_TAKE[Rank.ORDINARY]):
                 return False
         return True
 

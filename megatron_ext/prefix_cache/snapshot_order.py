@@ -8,11 +8,13 @@ from __future__ import annotations
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.reuse import Reuse
+
+MAX_SPARED = 32  # snapshots that one search passes over
 
 
 class Rank(enum.IntEnum):
@@ -70,9 +72,17 @@ class SnapshotOrder:
         """Return the number of snapshots of a rank."""
         return len(self._queues[rank])
 
-    def oldest(self, ranks: Sequence[Rank]) -> BlockHash | None:
-        """Return the oldest snapshot of the first of `ranks` that has any; None without one."""
-        return next((block_hash for rank in ranks for block_hash in self._queues[rank]), None)
+    def oldest(self, ranks: Sequence[Rank], is_spared: Callable[[BlockHash], bool]) -> BlockHash | None:
+        """Return the oldest snapshot of the first of `ranks` that has any, or a later one if it is spared.
+
+        Returns:
+            A snapshot that is not spared, if there is one among the next; None without any snapshot.
+        """
+        victims = (block_hash for rank in ranks for block_hash in self._queues[rank])
+        first = next(victims, None)
+        if first is None or not is_spared(first):
+            return first
+        return next((block_hash for block_hash in islice(victims, MAX_SPARED) if not is_spared(block_hash)), first)
 
     def priority(self, block_hash: BlockHash) -> float:
         """Return the time at which a block was last used that is as likely to be used again as a snapshot.

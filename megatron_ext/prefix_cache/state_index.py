@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from megatron_ext.prefix_cache.block_pool import FreePlaces, Stack
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
+
+SPARED_PRIORITY = 2**62  # of snapshots: after all blocks that are not in use
 
 SlotId = NewType("SlotId", int)
 
@@ -122,6 +124,7 @@ class StateIndex:
         self._free: FreePlaces[SlotId] = Stack(sorted(self.slots)) if memory is None else memory.free_slots
         self._visible: dict[BlockHash, SlotId] = {}
         self._reserved: dict[BlockHash, tuple[SlotId, Rank]] = {}
+        self.is_spared: Callable[[BlockHash], bool] = lambda _: False  # goes after others; see `PrefixCache.spare`
         self.taken = 0
         self.skipped = 0
         self.evicted = 0  # for want of a slot
@@ -236,8 +239,10 @@ class StateIndex:
 
         Optional and opportunistic snapshots have the lowest priority of all; infinity if there is no snapshot.
         """
-        victim = self._order.oldest(MAY_TAKE[Rank.ORDINARY])
-        return (math.inf, None) if victim is None else (self._order.priority(victim), victim)
+        victim = self._order.oldest(MAY_TAKE[Rank.ORDINARY], self.is_spared)
+        if victim is None:
+            return math.inf, None
+        return SPARED_PRIORITY if self.is_spared(victim) else self._order.priority(victim), victim
 
     def touch(self, block_hash: BlockHash) -> None:
         """Note that a request that resumed from a snapshot, or took it, has just ended or still runs."""
@@ -246,7 +251,7 @@ class StateIndex:
 
     def evict(self, ranks: Sequence[Rank]) -> bool:
         """Evict the next snapshot of the first of `ranks` that has any; return whether there was one."""
-        victim = self._order.oldest(ranks)
+        victim = self._order.oldest(ranks, self.is_spared)
         if victim is None:
             return False
         if self.is_provisional(victim):

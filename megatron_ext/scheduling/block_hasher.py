@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 
 from megatron_ext.scheduling.request import Request
@@ -23,7 +22,7 @@ class BlockHasher:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._unfinished: deque[Request] = deque()
+        self._unfinished: dict[Request, None] = {}
         self._begun: list[tuple[Request, int, int]] = []  # request, tokens hashed, tokens left to hash then
 
     def begin(self, request: Request) -> None:
@@ -34,7 +33,11 @@ class BlockHasher:
     def resume(self, request: Request) -> None:
         """Hash the rest of `request` in later steps."""
         if request.sequence.unhashed_tokens:
-            self._unfinished.append(request)
+            self._unfinished[request] = None
+
+    def is_due(self, request: Request) -> bool:
+        """Return whether a later step hashes the rest of `request`; the same on all ranks, whatever is hashed ahead."""
+        return request in self._unfinished
 
     def begin_slice(self) -> None:
         """Hash the part of the next slice that is not begun yet, in whole blocks."""
@@ -47,11 +50,13 @@ class BlockHasher:
         """Hash one slice or the rest of one; requests that are already hashed or have ended cost nothing."""
         left = HASH_SLICE - self._counted()
         self._begun.clear()
-        while self._unfinished and (left > 0 or not _is_unfinished(self._unfinished[0])):
-            request = self._unfinished[0]
+        while self._unfinished:
+            request = next(iter(self._unfinished))
+            if left <= 0 and _is_unfinished(request):
+                break
             left -= self._hash(request, left)
             if not _is_unfinished(request):
-                self._unfinished.popleft()
+                del self._unfinished[request]
         self._begun.clear()
 
     def _hash(self, request: Request, max_tokens: int) -> int:

@@ -18,6 +18,7 @@ class Counters:
     disk_skipped_tokens: int = 0  # tokens that they skipped because of these entries
     prefill_tokens: int = 0  # prefill tokens computed, for the first time or again; without audits
     coordination_waits: int = 0  # requests that waited for a prefix, or a whole prompt, that another one computes
+    overtakes: int = 0  # admissions of requests before others that arrived earlier, under `lpm`
     lost_requests: int = 0  # admissions that would have skipped more with unlimited memory (SI-6)
     lost_slot_tokens: int = 0  # prompt tokens that more snapshot slots would have saved these requests
     lost_block_tokens: int = 0  # prompt tokens that more blocks would have saved in addition

@@ -16,9 +16,10 @@ from collections.abc import Iterable
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, StepBudget
-from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
+from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.waiting_order import Line
 
 
 class ForkPlanner:
@@ -58,7 +59,7 @@ class ForkPlanner:
         """Let samples be examined that sleep until a source of this step has computed their prefix."""
         for group, chunk in self._sources.items():
             followers = waiting.followers_of(chunk.request.request_id)
-            line.join([one for one in followers if one.group == group], after=chunk.request)
+            line.join([one for one in followers if one.group == group])
 
     def plan(self, request: Request, budget: StepBudget) -> tuple[Admission, StepBudget] | None:
         """Return the fork of a waiting request and the remaining budget; None if it does not fork now."""

@@ -42,6 +42,7 @@ class SchedulerLimits:
     draft_states: int = 0  # slots for the states after drafts, in models with recurrent layers
     async_states: int = 0  # slots for snapshots of steps launched ahead; one slot for padding precedes them
     slabs: SlabLayout | None = None  # arena that blocks and snapshots share; None: a fixed number of each
+    overtake_tokens: int | None = None  # budget of each request under `lpm`, see `WaitingOrder`; None: `fcfs`
 
     @property
     def keeps_tokens(self) -> bool:
@@ -112,6 +113,11 @@ class StepBudget:
         return min(self.tokens, self.prefill_limit - self.prefill_tokens)
 
 
+def work_from(request: Request, start: int) -> int:
+    """Return the tokens that a request computes from `start` until it ends: of its prefill, and to be generated."""
+    return len(request.tokens) - start + request.max_generated - request.generated_count
+
+
 @dataclass(frozen=True)
 class Admission:
     """Admission of a waiting request into the batch: all its blocks are allocated now, and its first chunk is computed.
@@ -135,6 +141,11 @@ class Admission:
     restore: Restore | None = None
     opportunistic: tuple[int, ...] = ()
     usable_blocks: int = field(kw_only=True)
+
+    @property
+    def work(self) -> int:
+        """Tokens that the request computes until it ends: of its prefill, and those that it may generate."""
+        return work_from(self.request, self.chunk.start)
 
 
 @dataclass(frozen=True)
@@ -169,13 +180,18 @@ class Deferral:
     """
 
     request: Request
-    resource: str  # "blocks", "requests", "tokens", "prefills", "disk"; "prefix" or "prompt": see `wait_for`
+    resource: str  # "blocks", "requests", "tokens", "prefills", "disk", "mask"; "prefix" or "prompt": see `wait_for`
     needed: int
     available: int
     wait_for: int | None = None  # id of the request that computes its next block, or its prompt
     snapshot: SnapshotRequest | None = None  # snapshot for it by the leader (KV-6); None without recurrent layers
     until: int | None = None  # tokens, a block boundary: the prefix is there once the leader has computed them
     load: int | None = None  # number of the load from disk that it waits for
+
+    @property
+    def lacks_room(self) -> bool:
+        """True if the request waits for its turn, rather than for another request, the disk or a mask."""
+        return self.wait_for is None and self.load is None and self.resource != "mask"
 
 
 @dataclass(frozen=True)
@@ -188,7 +204,7 @@ class StepPlan:
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
     snapshots: tuple[SnapshotRequest, ...]  # in the order in which slots are reserved; see `plan_snapshots`
-    deferrals: tuple[Deferral, ...]  # requests that wait for a prefix, awake ones, and last the first without room
+    deferrals: tuple[Deferral, ...]  # awake requests that wait for no room, and last the first without room
 
     @property
     def only_continues(self) -> bool:

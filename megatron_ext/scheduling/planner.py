@@ -16,20 +16,21 @@ from typing import Protocol
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.matching import resume_point
+from megatron_ext.prefix_cache.matching import ResumePoint, resume_point
 from megatron_ext.scheduling.block_hasher import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.forks import ForkPlanner
 from megatron_ext.scheduling.kept_data import usable_blocks
-from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, StepBudget, StepPlan
+from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, StepBudget, StepPlan, work_from
 from megatron_ext.scheduling.prefill_chunks import chunk_end, plan_continuations
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
-from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
+from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.opportunistic_plan import place_opportunistic, plan_opportunistic
 from megatron_ext.scheduling.snapshots.snapshot_planner import plan_snapshots
 from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget, with_drafts
+from megatron_ext.scheduling.waiting_order import Line
 
 
 class AwaitedLoads(Protocol):
@@ -75,14 +76,14 @@ def plan_step(
 ) -> StepPlan:
     """Plan one step.
 
-    Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission (only followers of
-    another request's prefix are overtaken). Requests that decode come before prefill in the token budget (`max_tokens
-    >= max_requests` leaves room for both), and bound its prefill tokens (`SchedulerLimits.prefill_limit`); with
-    `holds_prefills` they have the step to themselves. A prefill that has begun is finished before another begins,
-    unless `SchedulerLimits.may_prefill` allows more in one step. Drafts of requests that decode get the remaining
-    tokens, free blocks and slots for their states. A request whose token mask is missing is left out (SE-10). A request
-    that waits for entries on disk (`disk_loads`) is overtaken. Requests that leave before the step (`leaving`) keep
-    their blocks until then, and are not in it.
+    Older requests come first for blocks to grow into and for prefill tokens, and the order of waiting requests decides
+    on admissions (`WaitingOrder`); followers of another request's prefix are overtaken. Requests that decode come first
+    in the token budget (`max_tokens >= max_requests` leaves room for both), and bound its prefill tokens
+    (`SchedulerLimits.prefill_limit`); with `holds_prefills` they have the step to themselves. A prefill that has begun
+    is finished before another begins, unless `SchedulerLimits.may_prefill` allows more in one step. Drafts of requests
+    that decode get the remaining tokens, free blocks and slots for their states. A request whose token mask is
+    missing is left out (SE-10). A request that waits for entries on disk (`disk_loads`) is overtaken. Requests that
+    leave before the step (`leaving`) keep their blocks until then, and are not in it.
     """
     growth = _plan_growth(queues, limits, cache, leaving)
     decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
@@ -91,7 +92,7 @@ def plan_step(
     tokens = limits.max_tokens - len(decodes)
     continued = plan_continuations(begun, limits, tokens if prefill_limit is None else min(tokens, prefill_limit))
     entry = _Entry([], [])
-    if len(queues.waiting) and not growth.paused and not growth.preempted:  # these arrived first
+    if len(queues.waiting) and not growth.paused and not growth.preempted:  # these go first, whatever the policy
         kept = cache.kept_for_snapshots if len(queues.running) else 0
         budget = StepBudget(
             blocks=max(0, growth.free_blocks - kept),
@@ -210,13 +211,26 @@ class _Entry:
     deferrals: list[Deferral]
     is_full: bool = False  # a request that waits for no leader did not fit, so all after it wait
 
-    def follow(self, following: Deferral, requested: set[BlockHash], budget: StepBudget) -> StepBudget:
+    def wait(self, deferral: Deferral, line: Line) -> None:
+        """Note a request that waits for something other than its turn."""
+        self.deferrals.append(deferral)
+        line.hold(deferral.request)
+
+    def follow(self, following: Deferral, requested: set[BlockHash], budget: StepBudget, line: Line) -> StepBudget:
         """Note a request that waits for a prefix, and the snapshot that its leader takes; return the budget left."""
-        self.deferrals.append(following)
+        self.wait(following, line)
         if following.snapshot is None or following.snapshot.block_hash in requested:
             return budget
         requested.add(following.snapshot.block_hash)
         return dataclasses.replace(budget, slots=budget.slots - 1)
+
+    def fork(self, admission: Admission, left: StepBudget, budget: StepBudget, line: Line) -> StepBudget:
+        """Note a fork, unless it may not pass an earlier request; return the budget left."""
+        if not line.may_pass(admission.request, admission.work):
+            return budget
+        self.admissions.append(admission)
+        line.admit(admission.request, admission.work)
+        return left
 
     def note(self, decision: Admission | Deferral) -> None:
         """Note the decision on the next request in the queue; decisions after the first lack of room are dropped."""
@@ -240,6 +254,8 @@ def _plan_admissions(
 ) -> _Entry:
     """Admit waiting requests in order until one has to wait for room.
 
+    Under `lpm` a request that may not pass an earlier one has its turn after that one (see `Line`).
+
     A request whose next block another request computes waits for that prefix and is overtaken, even if that leader is
     admitted in this very step. Sleeping followers are not looked at. Samples of a prompt whose prefill ends in this
     step enter as forks, and wait for that step if it is yet to come.
@@ -254,11 +270,11 @@ def _plan_admissions(
     forks.join_sleepers(line, queues.waiting)
     for request in within_slice(line, HASH_SLICE):
         if request.lacks_mask:  # it was requeued meanwhile
+            entry.wait(Deferral(request, "mask", 1, 0), line)
             continue
         forked = forks.plan(request, budget)
         if forked is not None:
-            admission, budget = forked
-            entry.admissions.append(admission)
+            budget = entry.fork(*forked, budget, line)
             continue
         matched = cache.match(request.block_hashes) if reads_cache(request) else []
         leader = leaders.of(request, len(matched)) if may_wait_for_prefix(request, matched, queues.waiting) else None
@@ -266,15 +282,21 @@ def _plan_admissions(
             None if leader is None else wait_for_prefix(request, len(matched), leader, limits, budget, cache, requested)
         )
         if following is not None:
-            budget = entry.follow(following, requested, budget)
+            budget = entry.follow(following, requested, budget, line)
             continue
         load = None if disk_loads is None else disk_loads.awaited_by(request, len(matched))
         if load is not None:
-            entry.deferrals.append(Deferral(request, "disk", 1, 0, load=load))
+            entry.wait(Deferral(request, "disk", 1, 0, load=load), line)
             continue
         source = forks.awaited_source(request)
         if source is not None:
-            entry.deferrals.append(Deferral(request, "prompt", 1, 0, wait_for=source.request_id))
+            entry.wait(Deferral(request, "prompt", 1, 0, wait_for=source.request_id), line)
+            continue
+        if (
+            not entry.is_full
+            and line.overtakes(request)
+            and not line.may_pass(request, _work_of(request, matched, limits, cache))
+        ):
             continue
         has_room = budget.has_prefill_room and limits.may_prefill(budget.prefills, budget.prefill_tokens)
         decision, budget = plan_admission(request, matched, limits, budget, cache)
@@ -282,6 +304,7 @@ def _plan_admissions(
         if isinstance(decision, Deferral):
             break
         if not entry.is_full:
+            line.admit(request, decision.work)
             leaders.add(decision)
             forks.add(decision.chunk)
             _wake_disturbed(request, leaders, queues.waiting, line, cache)
@@ -314,6 +337,17 @@ def may_wait_for_prefix(request: Request, matched: Sequence[BlockId], waiting: W
     return reads_cache(request) and len(matched) >= waiting.promised_blocks(request)
 
 
+def _work_of(request: Request, matched: Sequence[BlockId], limits: SchedulerLimits, cache: PrefixCache) -> int:
+    return work_from(request, resume_of(request, matched, limits, cache).position)
+
+
+def resume_of(request: Request, matched: Sequence[BlockId], limits: SchedulerLimits, cache: PrefixCache) -> ResumePoint:
+    """Return where a waiting request would resume if it were admitted now."""
+    usable = usable_blocks(request, len(matched), cache)
+    hashes = request.block_hashes[:usable]
+    return resume_point(len(request.tokens), hashes, limits.block_size, cache.states, cache.depth_of)
+
+
 def plan_admission(
     request: Request, matched: Sequence[BlockId], limits: SchedulerLimits, budget: StepBudget, cache: PrefixCache
 ) -> tuple[Admission | Deferral, StepBudget]:
@@ -332,8 +366,7 @@ def plan_admission(
     blocks = new_blocks + len(matched) - in_use
     if blocks > budget.blocks:
         return Deferral(request, "blocks", blocks, budget.blocks), budget
-    usable = usable_blocks(request, len(matched), cache)
-    resume = resume_point(length, request.block_hashes[:usable], limits.block_size, cache.states, cache.depth_of)
+    resume = resume_of(request, matched, limits, cache)
     start = resume.position
     may_cut = limits.chunked_prefill or length > limits.max_tokens
     end = chunk_end(request, start, len(matched) * limits.block_size, limits, budget.chunk_tokens)
@@ -349,6 +382,7 @@ def plan_admission(
         prefill_tokens=budget.prefill_tokens + chunk.length,
         pinned=budget.pinned.union(shared[in_use:]),
     )
+    usable = usable_blocks(request, len(matched), cache)
     return Admission(request, shared, new_blocks, chunk, resume.restore, usable_blocks=usable), left
 
 

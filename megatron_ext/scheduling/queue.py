@@ -1,4 +1,4 @@
-"""Request queues: waiting, running and paused, always in order of arrival."""
+"""Request queues: waiting, running and paused. Running and paused requests are in order of arrival."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Protocol
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.scheduling.prefix_wait.waiting_queue import BlockPins, WaitingQueue
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.waiting_order import WaitingOrder
 
 _ARRIVAL = attrgetter("arrival")
 
@@ -57,10 +58,11 @@ class Queues:
 
     Args:
         pins: Receives the blocks that waiting requests are to find cached.
+        order: Order in which waiting requests are admitted; by default that of arrival.
     """
 
-    def __init__(self, pins: BlockPins | None = None) -> None:
-        self.waiting = WaitingQueue(pins)
+    def __init__(self, pins: BlockPins | None = None, order: WaitingOrder | None = None) -> None:
+        self.waiting = WaitingQueue(pins, order)
         self.running = RequestQueue()
         self.paused = RequestQueue()
 

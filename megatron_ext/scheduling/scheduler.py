@@ -26,6 +26,7 @@ from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.kept_data import lacking_data
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
+from megatron_ext.scheduling.prefix_ranking import PrefixRanking
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import (
     PendingBlocks,
     check_sleepers,
@@ -43,6 +44,7 @@ from megatron_ext.scheduling.snapshots.reservation import reserve_snapshots
 from megatron_ext.scheduling.spec_decode.drafts import Drafts
 from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS, TokensById
 from megatron_ext.scheduling.step import ScheduledStep, describe_step
+from megatron_ext.scheduling.waiting_order import WaitingOrder
 
 
 class Scheduler:
@@ -69,7 +71,7 @@ class Scheduler:
         self.cache = PrefixCache(
             limits.total_blocks, policy, slots, keeps_tokens=limits.keeps_tokens, slabs=limits.slabs
         )
-        self.queues = Queues(pins=self.cache)
+        self.queues = Queues(self.cache, WaitingOrder(limits.overtake_tokens))
         if self.cache.shared_memory is not None:
             self.cache.shared_memory.arena.blocks.tables.append(self.queues.follow_moves)
         self.pending_blocks = PendingBlocks()
@@ -79,6 +81,7 @@ class Scheduler:
         self.disk_loads = DiskLoads(limits, self.cache, self.queues)
         self.holds_prefills = False
         self._hashing = BlockHasher(limits.block_size)
+        self.ranking = PrefixRanking(limits, self.queues, self.cache, self._hashing)
         self._keys = CacheKeys(fingerprint, limits.block_size)
         # Called with each admission once its matched blocks are pinned, before anything is allocated for it.
         self.admission_observers: list[Callable[[Admission], None]] = []
@@ -116,6 +119,7 @@ class Scheduler:
         request.sequence.ledger.retokenized = request.inputs.retokenized or (0, 0)
         self._hashing.begin(request)
         self.queues.waiting.add(request)
+        self.ranking.rank([request])
 
     def _start_chain(self, request: Request) -> None:
         """Give a request the root of its block hashes, unless it has it already or does not use the cache."""
@@ -144,6 +148,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step and apply the plan; the caller computes the plan's chunks."""
         self._hashing.go_on()  # before the plan, which depends on it; rank 0 alone has begun the slice
+        self.ranking.refresh()
         plan = plan_step(
             self.queues,
             self.limits,
@@ -169,6 +174,10 @@ class Scheduler:
         for request in plan.resumes:
             self.queues.move(request, self.queues.running)
         self._grow(plan.chunks)
+        if (budgets := self.queues.waiting.order.budgets) is not None:
+            exempt = [deferral.request for deferral in plan.deferrals if not deferral.lacks_room]
+            works = [(admission.request, admission.work) for admission in plan.admissions]
+            self.counters.overtakes += budgets.charge(works, exempt)
         for admission in plan.admissions:
             self._admit(admission)
         note_followers(plan.deferrals, self.counters)

@@ -52,10 +52,17 @@ class Outcome:
         return served[min(len(served) - 1, int(len(served) * percent / 100))] if served else 0.0
 
 
-def simulate(turns: Sequence[Turn], model: CachedModel, settings: Settings, batch: Batch, machine: Machine) -> Outcome:
-    """Play a trace to its end in a cache with these settings."""
+def simulate(
+    turns: Sequence[Turn],
+    model: CachedModel,
+    settings: Settings,
+    batch: Batch,
+    machine: Machine,
+    time_scale: float = 1.0,
+) -> Outcome:
+    """Play a trace to its end in a cache with these settings; `time_scale` multiplies times between arrivals."""
     limits, slots = limits_of(model, settings, batch)
-    return Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine).run()
+    return Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine, time_scale).run()
 
 
 class Replay:
@@ -67,6 +74,7 @@ class Replay:
         policy: Eviction policy; None disables the cache.
         slots: Number of snapshot slots; None for a model without recurrent layers.
         machine: Cost model of a step.
+        time_scale: Factor of all times between arrivals; below 1, requests come faster.
 
     Attributes:
         turns: Turns of all sessions.
@@ -83,20 +91,21 @@ class Replay:
         policy: EvictionPolicyName | None,
         slots: int | None,
         machine: Machine | None = None,
+        time_scale: float = 1.0,
     ) -> None:
         self.scheduler, self.limits = Scheduler(limits, policy, b"simulation", slots), limits
         self.outcome = Outcome([turn.prompt_length for turn in turns])
         self.outcome.skipped = [0] * len(turns)
         self.outcome.ttft = [None] * len(turns)
         self.turns, self.machine = turns, machine or Machine()
-        self.now = 0.0
+        self.now, self._time_scale = 0.0, time_scale
         self.coming: list[tuple[float, int]] = []
         self._replies, self._started = _replies(turns), _started(turns)
         self._before: dict[int, tuple[Turn, RequestSequence]] = {}  # by the position of the reply
         self._asked_at: dict[int, float] = {}
         for place, turn in enumerate(turns):
             if not turn.is_reply and turn.beside is None:
-                heappush(self.coming, (turn.time, place))
+                self._expect(place, 0.0)
 
     def run(self) -> Outcome:
         """Run the whole trace."""
@@ -120,7 +129,7 @@ class Replay:
         """Submit the turn at this position of the trace; sub-agents that it starts come at their distance from it."""
         self._asked_at[place] = self.now
         for started in self._started.get(place, ()):
-            heappush(self.coming, (self.now + self.turns[started].time, started))
+            self._expect(started, self.now)
         if not self.take(place):
             self.outcome.refused += 1
             self._go_on(place)
@@ -181,7 +190,10 @@ class Replay:
         """Schedule the arrival of the session's next turn, after its pause."""
         reply = self._replies.get(place)
         if reply is not None:
-            heappush(self.coming, (self.now + self.turns[reply].time, reply))
+            self._expect(reply, self.now)
+
+    def _expect(self, place: int, since: float) -> None:
+        heappush(self.coming, (since + self.turns[place].time * self._time_scale, place))
 
 
 def _started(turns: Sequence[Turn]) -> dict[int, list[int]]:

@@ -148,6 +148,7 @@ class Batch:
     max_requests: int = 64
     max_tokens: int = 8192
     max_prefills: int = 0
+    overtake_tokens: int | None = None  # budget under the schedule policy `lpm`; None: `fcfs`
 
 
 def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[SchedulerLimits, int | None]:
@@ -171,6 +172,7 @@ def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[Sch
         chunked_prefill=True,
         aligned_chunks=is_aligned,
         max_prefills=batch.max_prefills,
+        overtake_tokens=batch.overtake_tokens,
         costs=costs,
         opportunistic=OpportunisticRules(settings.provisional_slots),
         slabs=slabs,

@@ -72,7 +72,7 @@ def described(state: Mapping[str, object], turns: list[Turn]) -> Workload:
         set_.get("provisional_slots"),
     )
     names = [field.name for field in dataclasses.fields(Batch)]
-    batch = Batch(**{name: set_[name] for name in names})
+    batch = Batch(**{name: set_[name] for name in names if name in set_})
     return Workload(turns, CachedModel(costs, set_["max_sequence_length"]), settings, batch)
 
 

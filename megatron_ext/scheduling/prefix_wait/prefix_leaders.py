@@ -207,6 +207,7 @@ def put_to_sleep(
             continue
         blocks = deferral.until // block_size
         if is_lasting(deferral, leaders[deferral.wait_for], blocks, cache, pending_blocks):
+            queues.waiting.order.rank(request, deferral.until)  # once it wakes
             queues.waiting.sleep(request, deferral.wait_for, request.block_hashes[blocks - 1], blocks)
 
 

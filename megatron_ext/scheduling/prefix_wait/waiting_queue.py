@@ -7,8 +7,6 @@ costs an examination and changes no plan.
 
 from __future__ import annotations
 
-import bisect
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.waiting_order import Line, WaitingOrder
 
 _ARRIVAL = attrgetter("arrival")
 Key = TypeVar("Key", BlockHash, int)
@@ -53,17 +52,18 @@ class PrefixWait:
 
 
 class WaitingQueue:
-    """Queue of all waiting requests, in order of arrival.
+    """Queue of all waiting requests; iterates in order of arrival.
 
     Args:
         pins: Pins the blocks that followers wait for, from when they fall asleep until they leave or drop the prefix
             wait.
+        order: Order of admission, without requests; by default that of arrival.
     """
 
-    def __init__(self, pins: BlockPins | None = None) -> None:
+    def __init__(self, pins: BlockPins | None = None, order: WaitingOrder | None = None) -> None:
         self._pins = pins
+        self.order = order or WaitingOrder()
         self._members: set[Request] = set()
-        self._awake: list[Request] = []  # in order of arrival
         self._prefix_waits: dict[Request, PrefixWait] = {}
         self._sleepers: dict[BlockHash, dict[Request, None]] = {}  # by the block hash that they wait for
         self._followers: dict[int, dict[Request, None]] = {}  # the same, by their leaders' ids
@@ -81,26 +81,22 @@ class WaitingQueue:
         """Insert `request`, awake, at its place."""
         assert request not in self._members, f"request {request.request_id} is here already"
         self._members.add(request)
-        bisect.insort(self._awake, request, key=_ARRIVAL)
+        self.order.add(request)
 
     def remove(self, request: Request) -> None:
         """Remove `request`."""
         self._members.remove(request)
-        if self.is_asleep(request):
+        is_asleep = self.is_asleep(request)
+        if is_asleep:
             self._take_out(request)
-        else:
-            del self._awake[self._place(request)]
+        self.order.remove(request, is_awake=not is_asleep)
         self._drop_prefix_wait(request)
-
-    def _place(self, request: Request) -> int:
-        """Return the index of `request` among the awake requests."""
-        return self._awake.index(request, bisect.bisect_left(self._awake, request.arrival, key=_ARRIVAL))
 
     # Queries
 
     def line(self) -> Line:
-        """Return the awake requests, in order of arrival."""
-        return Line(self._awake)
+        """Return the awake requests, in the order of their turns."""
+        return Line(self.order)
 
     def is_asleep(self, request: Request) -> bool:
         """Return whether `request` sleeps, so that steps need not examine it."""
@@ -137,7 +133,7 @@ class WaitingQueue:
     def sleep(self, request: Request, leader: int, block_hash: BlockHash, blocks: int) -> None:
         """Let `request` sleep until the leader has published `block_hash`, its block number `blocks`, or has left."""
         assert not self.is_asleep(request), f"request {request.request_id} is asleep already"
-        del self._awake[self._place(request)]
+        self.order.sleep(request)
         previous = self._prefix_waits.get(request)
         self._prefix_waits[request] = PrefixWait(leader, block_hash, blocks)
         if self._pins is not None:
@@ -177,6 +173,7 @@ class WaitingQueue:
         self._requeue(tuple(request for request, _ in self.sleepers()))
         for request in tuple(self._prefix_waits):
             self._drop_prefix_wait(request)
+        self.order.forget_ranks()
 
     def _requeue(self, requests: Sequence[Request]) -> None:
         self._wake(requests)
@@ -191,11 +188,7 @@ class WaitingQueue:
     def _wake(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._take_out(request)
-        if len(requests) == 1:
-            bisect.insort(self._awake, requests[0], key=_ARRIVAL)
-        elif requests:
-            self._awake += requests
-            self._awake.sort(key=_ARRIVAL)  # merges runs that are already in order
+        self.order.wake(requests)
 
     def _take_out(self, request: Request) -> None:
         prefix_wait = self._prefix_waits[request]
@@ -205,11 +198,11 @@ class WaitingQueue:
     def check(self) -> None:
         """Assert that each request is awake or asleep, and that the indexes and the pins agree on the sleepers."""
         asleep = dict(self.sleepers())
-        assert len(self._awake) + len(asleep) == len(self._members), "awake and asleep, or neither"
-        assert {*self._awake, *asleep} == self._members, "a request is neither awake nor asleep"
+        awake = self.order.awake
+        assert len(awake) + len(asleep) == len(self._members), "awake and asleep, or neither"
+        assert {*awake, *asleep} == self._members, "a request is neither awake nor asleep"
         assert self._prefix_waits.keys() <= self._members, "prefix waits of requests that do not wait"
-        arrivals = [request.arrival for request in self._awake]
-        assert arrivals == sorted(arrivals), f"out of order: {arrivals}"
+        self.order.check(self._members)
         for table, name in ((self._sleepers, "block_hash"), (self._followers, "leader")):
             indexed = [(request, key) for key, requests in table.items() for request in requests]
             assert all(table.values()), "an entry without requests"
@@ -224,31 +217,3 @@ def _take_from(table: dict[Key, dict[Request, None]], key: Key, request: Request
     del table[key][request]
     if not table[key]:
         del table[key]
-
-
-class Line:
-    """Iterator over awake requests, and over sleepers that join during a plan, in order of arrival."""
-
-    def __init__(self, awake: Sequence[Request]) -> None:
-        self._awake, self._next = awake, 0
-        self._joined: list[tuple[int, int, Request]] = []  # a heap
-        self._known: set[Request] = set()
-
-    def __iter__(self) -> Iterator[Request]:
-        return self
-
-    def __next__(self) -> Request:
-        first = self._awake[self._next] if self._next < len(self._awake) else None
-        if self._joined and (first is None or self._joined[0][0] < first.arrival):
-            return heapq.heappop(self._joined)[2]
-        if first is None:
-            raise StopIteration
-        self._next += 1
-        return first
-
-    def join(self, requests: Iterable[Request], after: Request) -> None:
-        """Add sleepers that arrived after `after` at their places; earlier ones have had their turn."""
-        for request in requests:
-            if request.arrival > after.arrival and request not in self._known:
-                self._known.add(request)
-                heapq.heappush(self._joined, (request.arrival, request.request_id, request))

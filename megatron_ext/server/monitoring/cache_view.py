@@ -67,6 +67,7 @@ class CacheView:
             "max_requests": limits.max_requests,
             "max_tokens": limits.max_tokens,
             "max_prefills": limits.max_prefills,
+            "overtake_tokens": limits.overtake_tokens,
             "max_sequence_length": limits.max_sequence_length,
         }
 

@@ -56,6 +56,7 @@ _COUNTERS = (
         "Requests that waited for another request's prefix, or for the end of another sample's prefill",
         "counters.coordination_waits",
     ),
+    ("overtakes", "Admissions before requests that arrived earlier, under lpm", "counters.overtakes"),
     ("kv_blocks_evicted", "Cached KV blocks evicted for memory", "use.blocks_evicted"),
     ("snapshots_taken", "Snapshots of recurrent states taken", "use.snapshots_taken"),
     ("snapshots_skipped", "Snapshots not taken for lack of a slot", "use.snapshots_skipped"),

@@ -80,7 +80,8 @@ OPTIONS = """
 --inference-dynamic-batching-max-requests --inference-dynamic-batching-max-tokens --inference-max-seq-length
 --max-model-len
 --allow-long-max-model-len --no-allow-long-max-model-len
---inference-dynamic-batching-max-prefills-per-step --decode-share
+--inference-dynamic-batching-max-prefills-per-step --decode-share --schedule-policy
+--schedule-overtake-tokens
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
 --operator-backend --pack-weights --no-pack-weights --cpu-weight-quantization

@@ -135,6 +135,8 @@ REFUSED = [
     (BatchingConfig, {"decode_share": 1.0}, ["--decode-share 1.0", "0.95"]),
     (BatchingConfig, {"decode_share": -0.1}, ["--decode-share -0.1", "0.95"]),
     (BatchingConfig, {"decode_share": float("nan")}, ["--decode-share nan", "0.95"]),
+    (BatchingConfig, {"schedule_policy": "lifo"}, ["--schedule-policy", "lifo", "fcfs", "lpm"]),
+    (BatchingConfig, {"schedule_overtake_tokens": -1}, ["--schedule-overtake-tokens -1", "1099511627776"]),
     (BatchingConfig, {"block_count": 10**12}, ["-block-count 1000000000000 ", "and 16777216"]),
     (CacheConfig, {"snapshot_slots": 10**12}, ["-mamba-slots 1000000000000 ", "and 16777216"]),
     (BatchingConfig, {"max_requests": -1}, ["-max-requests -1", "between 1 and"]),

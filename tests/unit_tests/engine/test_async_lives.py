@@ -13,9 +13,9 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.engine.async_scheduling import InFlightStep
 from megatron_ext.errors import RestoreError
 from megatron_ext.scheduling.plan import StepPlan
-from megatron_ext.scheduling.prefix_wait.waiting_queue import Line
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.waiting_order import Line, WaitingOrder
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.support.paper_engine import Paper
@@ -133,7 +133,7 @@ def schedule_running(scheduler: Scheduler, discarded: int) -> StepPlan:
     """Plan a step that admits none, without the tokens of discarded rows."""
     limits, waiting = scheduler.limits, scheduler.queues.waiting
     scheduler.limits = dataclasses.replace(limits, max_tokens=limits.max_tokens - discarded)
-    waiting.line = lambda: Line(())
+    waiting.line = lambda: Line(WaitingOrder())
     try:
         return Scheduler.schedule(scheduler)
     finally:
@@ -169,13 +169,13 @@ def outcome(record: RequestRecord) -> object:
 LIVES = [
     {},
     {"slots": None},
-    {"slots": 3, "total_blocks": 40},
+    {"slots": 3, "total_blocks": 40, "overtake_tokens": 100},
     {"slots": None, "total_blocks": 14, "paused_blocks": 4},
-    {"max_requests": 2, "total_blocks": 30, "slots": 1},
+    {"max_requests": 2, "total_blocks": 30, "slots": 1, "overtake_tokens": 10**6},
     {"async_states": 0},
     {"async_states": 1, "slots": 6},
     {"policy": EvictionPolicyName.REF_ZERO, "total_blocks": 30, "explains": True},
-    {"total_blocks": 36, "slots": 5, "explains": True},
+    {"total_blocks": 36, "slots": 5, "explains": True, "overtake_tokens": 100},
     {"policy": None, "total_blocks": 24, "paused_blocks": 6},
     {"slots": 4, "aligned_chunks": True, "max_requests": 6, "max_tokens": 16},
     {"slots": 7, "max_tokens": 10, "async_states": 4, "max_prefills": 1},

@@ -116,6 +116,7 @@ class LedMachine(RuleBasedStateMachine):
             max_sequence_length=40,
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
             prefill_tokens_beside_decodes=data.draw(st.sampled_from([None, 2]), "prefill_tokens_beside_decodes"),
+            overtake_tokens=data.draw(st.sampled_from([None, 20, 10**6]), "overtake_tokens"),
             max_drafts=max_drafts,
             draft_states=draft_states,
         )

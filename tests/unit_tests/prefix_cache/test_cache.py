@@ -211,3 +211,51 @@ def test_by_worth_has_parents_first_and_what_would_go_first_last():
     for table in tables[:2]:
         plain.release(table)
     assert [block_hash for block_hash, _ in plain.by_worth()] == [b"m", b"n", b"x", b"y", *CHAIN], "in use first"
+
+
+@pytest.mark.parametrize("slots", [None, 4])
+def test_entries_of_the_first_waiting_requests_go_last(slots: int | None):
+    """SC-5: blocks from their ends, then others by age, and all of them can still be had."""
+    cache = PrefixCache(9, LRU, slots)
+    for letter in (b"x", b"y", b"z"):
+        cache.release(fill(cache, [letter + bytes([i]) for i in range(3)]))
+    cache.spare([[b"x\0", b"x\1", b"none"]])
+    assert cache.available_count == 9
+    gone = []
+    for _ in range(9):
+        cache.allocate(1)
+        left = {letter: len(cache.match([letter + bytes([i]) for i in range(3)])) for letter in (b"x", b"y", b"z")}
+        gone.append("".join(letter.decode() * count for letter, count in left.items()))
+        cache.check()
+    assert gone == ["xxyyyzzz", "xxyyzzz", "xxyzzz", "xxzzz", "xxzz", "xxz", "xx", "x", ""]
+
+
+def test_a_spared_block_takes_those_before_it_along():
+    """SC-5: a parent does not go before its child once both are spared no more."""
+    cache = PrefixCache(3, LRU)
+    child = fill(cache, [b"parent", b"child"])
+    parent = fill(cache, [b"parent"])
+    cache.release(child)
+    cache.release(fill(cache, [b"other"]))
+    cache.release(parent)
+    cache.spare([[b"parent", b"child"]])
+    cache.allocate(1)
+    assert (len(cache.match([b"parent", b"child"])), len(cache.match([b"other"]))) == (2, 0)
+    cache.spare([])
+    cache.allocate(1)
+    assert len(cache.match([b"parent", b"child"])) == 1
+    cache.check()
+
+
+def test_snapshots_of_the_first_waiting_requests_go_last():
+    """SC-5: the oldest one that is spared, once there is no other."""
+    cache = PrefixCache(9, LRU, 3)
+    for letter in (b"x", b"y", b"z"):
+        fill(cache, [letter])
+        cache.states.reserve(letter)
+        cache.states.commit(letter)
+    cache.spare([[b"x", b"none"]])
+    for left in ([b"x", b"z"], [b"x"], []):
+        fill(cache, [b"new", b"of", b"other"][: 3 - len(left)])
+        cache.states.reserve([b"new", b"of", b"other"][2 - len(left)])
+        assert [one for one in (b"x", b"y", b"z") if cache.states.find(one) is not None] == left

@@ -220,3 +220,25 @@ def test_the_part_of_a_slab_never_holds_snapshots():
     assert cache.match([key("a")]) == []
     assert cache.states.visible() == {key("d")}
     assert (cache.use().slots_total, cache.use().slabs_of_snapshots) == (1, 1)
+
+
+def test_entries_of_the_first_waiting_requests_go_last():
+    """SC-5: a spared snapshot after younger blocks, and spared blocks after younger snapshots."""
+    cache = make(4)
+    leave(cache, "a")
+    assert take(cache, "a")
+    leave(cache, "b", "c")
+    assert take(cache, "c")
+    cache.spare([[key("a")]])
+    kept = []
+    for _ in range(4):
+        cache.allocate(2)
+        kept.append(
+            [name for name in "abc" if cache.find(key(name)) is not None]
+            + [name.upper() for name in "abc" if cache.states.find(key(name)) is not None]
+        )
+    assert kept[-1] == []
+    assert any({"a", "A"} & {*one} for one in kept[1:])
+    for one in kept:
+        assert {"a", "A"} & {*one} or not one, "an entry stays that is not spared"
+        assert "A" in one or not {"b", "c", "C"} & {*one}, "a spared snapshot goes before others"

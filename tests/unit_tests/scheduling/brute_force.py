@@ -11,9 +11,11 @@ from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import Deferral, SchedulerLimits, SnapshotRequest, StepBudget, StepPlan
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders
+from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.waiting_order import Line, WaitingOrder
 
 
 def look_at_all(
@@ -29,7 +31,8 @@ def look_at_all(
     entry = planner._Entry([], [])
     leaders = PrefixLeaders(queues.running, pending_blocks)
     requested: set[BlockHash] = set()
-    for request in queues.waiting:
+    line = line_of_all(queues.waiting)
+    for request in line:
         reads = planner.reads_cache(request)
         matched = match_one_by_one(request, cache) if reads else []
         is_let_down = len(matched) < queues.waiting.promised_blocks(request)
@@ -40,19 +43,25 @@ def look_at_all(
             else planner.wait_for_prefix(request, len(matched), leader, limits, budget, cache, requested)
         )
         if following is not None:
-            entry.deferrals.append(following)
+            entry.wait(following, line)
             if following.snapshot is not None and following.snapshot.block_hash not in requested:
                 requested.add(following.snapshot.block_hash)
                 budget = dataclasses.replace(budget, slots=budget.slots - 1)
             continue
         load = disk_loads.awaited_by(request, len(matched))
         if load is not None:
-            entry.deferrals.append(Deferral(request, "disk", 1, 0, load=load))
+            entry.wait(Deferral(request, "disk", 1, 0, load=load), line)
+            continue
+        work, had_room = (
+            planner._work_of(request, matched, limits, cache),
+            all(one.resource != "prefills" for one in entry.deferrals),
+        )
+        if had_room and not line.may_pass(request, work):
             continue
         pinned = {block for block in matched if cache.is_evictable(block)} | budget.pinned
         is_full = not (budget.has_prefill_room and limits.may_prefill(budget.prefills, budget.prefill_tokens))
         decision, budget = planner.plan_admission(request, matched, limits, budget, cache)
-        if is_full and not any(one.resource == "prefills" for one in entry.deferrals):
+        if is_full and had_room:
             entry.deferrals.append(Deferral(request, "prefills", 1, 0))
         if isinstance(decision, Deferral):
             entry.deferrals += [] if is_full else [decision]
@@ -60,8 +69,17 @@ def look_at_all(
         assert budget.pinned == pinned, "pinned blocks are not the unused ones"
         if not is_full:
             entry.admissions.append(decision)
+            line.admit(request, decision.work)
             leaders.add(decision)
     return entry
+
+
+def line_of_all(waiting: WaitingQueue) -> Line:
+    """Return a line with those who sleep."""
+    order = WaitingOrder()
+    order.keys, order.budgets = waiting.order.keys, waiting.order.budgets
+    order.awake = sorted(waiting, key=order.keys.__getitem__)
+    return Line(order)
 
 
 def match_one_by_one(request: Request, cache: PrefixCache) -> list[int]:

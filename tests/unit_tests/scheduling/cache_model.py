@@ -42,6 +42,8 @@ class Owner:
     steps: int = 0
     events: list[EventType] = field(default_factory=lambda: [EventType.ADD_ENGINE])
     has_waited: bool = False
+    was_admitted: bool = False
+    charged: int = 0  # work of those that overtook it
     claim: int = 0  # blocks from its start that are kept for it as long as all of them are cached
 
     @property
@@ -69,6 +71,7 @@ class World:
         self.owners: list[Owner] = []
         self.cached: dict[Key, int] = {}
         self.left_at: dict[Key, int] = {}  # cached, not in use: when the last owner left
+        self.spared: set[Key] = set()  # what requests match that are about to enter
         self.evicted = 0
         self.era = 0
         self._clock = self._next_block = 0
@@ -122,10 +125,22 @@ class World:
     def _evict(self) -> None:
         leaves = [key for key in self.left_at if not self._has_child(key)]
         assert leaves, "a block is taken that is not there"
-        oldest = min(leaves, key=lambda key: (self.left_at[key], -len(key[1])))
+        oldest = min([key for key in leaves if key not in self.spared] or leaves, key=self._age)
+        first_of_new = self._clock + 1
+        for key in sorted([key for key in self.left_at if self._age(key) < self._age(oldest)], key=self._age):
+            assert key in self.spared
+            self._clock += 1
+            is_older = self.left_at[key] < first_of_new
+            ends = range(len(key[1]), 0, -1) if is_older else ()
+            for before in [(key[0], key[1][:end]) for end in ends]:
+                if before in self.left_at:
+                    self.left_at[before] = self._clock
         del self.left_at[oldest], self.cached[oldest]
         self.evicted += 1
         self.drop_unclaimed()
+
+    def _age(self, key: Key) -> tuple[int, int]:
+        return self.left_at[key], -len(key[1])
 
     def drop_unclaimed(self) -> None:
         """KV-4: under ref_zero an unused block stays only for requests that waited for it."""

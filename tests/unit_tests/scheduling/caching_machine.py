@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Collection
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -60,6 +61,7 @@ class CachingMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.limits, policy, b"model", slots)
         self.world = World(self.limits.block_size, self.limits.total_blocks, policy)
         self.memory = Memory(self.limits.block_size)
+        self.highest_charge = 0
         self.hits = self.matched = self.waits = self.preemptions = self.pauses = 0
 
     def draw_limits(self, data: st.DataObject) -> SchedulerLimits:
@@ -75,6 +77,7 @@ class CachingMachine(RuleBasedStateMachine):
             max_prefills=data.draw(st.sampled_from([0, 1, 2]), "max_prefills"),
             enough_prefill_tokens=data.draw(st.sampled_from([None, 1, 4]), "enough_prefill_tokens"),
             prefill_tokens_beside_decodes=data.draw(st.sampled_from([None, 1, 3]), "prefill_tokens_beside_decodes"),
+            overtake_tokens=data.draw(st.sampled_from([None, None, 0, 30, 10**6]), "overtake_tokens"),
         )
 
     # What may happen
@@ -287,8 +290,10 @@ class CachingMachine(RuleBasedStateMachine):
             assert (
                 request.block_hashes is not None
             )  # chains are made when first asked for; let that not count as a change
-        before = self.snapshot()
         scheduler = self.scheduler
+        scheduler.ranking.refresh()  # before a plan; the second time in a row it changes nothing
+        self.verify_ranks()
+        before = self.snapshot()
         foreseen = foreseen_plan(scheduler)
         assert self.snapshot() == before, "planning changed something"
         expected = self.expect_admissions(foreseen)
@@ -305,7 +310,7 @@ class CachingMachine(RuleBasedStateMachine):
             (vars(scheduler.cache), scheduler.pending_blocks, scheduler.counters)
         )
 
-    def expect_admissions(self, plan: StepPlan) -> dict[int, tuple]:
+    def expect_admissions(self, plan: StepPlan) -> dict[int, tuple]:  # noqa: C901  # one case after the other
         """Expected outcome of each waiting request that is looked at, given the leaving and growing requests."""
         world, size = self.world, self.limits.block_size
         leaving = [self.owner_of(r) for r in plan.preemptions]
@@ -321,7 +326,11 @@ class CachingMachine(RuleBasedStateMachine):
         is_full = False
         computing = world.being_computed()
         outcomes: dict[int, tuple] = {}
-        for owner in self.placed("waiting"):
+        turns, early = sorted(self.placed("waiting"), key=self.turn), set()
+        held = {self.owner_of(request) for request, _ in self.scheduler.queues.waiting.sleepers()}
+        charges = {owner: owner.charged for owner in turns}
+        while turns:
+            owner = turns.pop(0)
             if owner in leaving:
                 continue
             matched = world.match(owner) if owner.reads else []
@@ -329,6 +338,7 @@ class CachingMachine(RuleBasedStateMachine):
             may_wait = len(matched) >= self.scheduler.queues.waiting.promised_blocks(self.requests[owner])
             if owner.reads and may_wait and len(matched) < len(keys) and computing.get(keys[len(matched)]):
                 outcomes[owner.name] = ("follow", *computing[keys[len(matched)]])
+                held.add(owner)
                 continue
             length = len(owner.tokens)
             start = min(len(matched) * size, length - 1)  # the resume rule
@@ -336,6 +346,14 @@ class CachingMachine(RuleBasedStateMachine):
             blocks = new + len(set(matched) - used)
             free = self.limits.total_blocks - len(used) - growth
             may_cut = self.limits.chunked_prefill or length > self.limits.max_tokens
+            work = owner.prompt + owner.to_generate - start
+            earlier = [] if owner.was_admitted else self.overtakable(owner, held)
+            budget = self.limits.overtake_tokens
+            if budget is not None and not is_full and any(charges[one] + work > budget for one in earlier):
+                if earlier[0] not in early:
+                    turns = [earlier[0], owner, *(one for one in turns if one is not earlier[0])]
+                early.add(earlier[0])
+                continue
             short = [
                 (resource, needed, there)
                 for resource, needed, there in (
@@ -361,10 +379,49 @@ class CachingMachine(RuleBasedStateMachine):
             used |= set(matched)
             growth, slots, tokens = growth + new, slots - 1, tokens - (end - start)
             prefills.append(end - start)
+            if not is_full:
+                held.add(owner)
+                charges |= {one: charges[one] + work for one in earlier}
             if not owner.opts_out and not is_full:
                 for key in keys[len(matched) :]:
                     computing.setdefault(key, set()).add(owner.name)
         return outcomes
+
+    def turn(self, owner: Owner) -> object:
+        return self.scheduler.queues.waiting.order.keys[self.requests[owner]]
+
+    def overtakable(self, owner: Owner, held: Collection[Owner]) -> list[Owner]:
+        """SC-5: the earlier ones that wait for their turn for the first time."""
+        return [
+            one for one in self.placed("waiting") if one.name < owner.name and not one.was_admitted and one not in held
+        ]
+
+    def verify_ranks(self) -> None:
+        """SC-5: what was admitted before is first, then what skips most; if nothing may enter, ranks may be older."""
+        queues, size = self.scheduler.queues, self.limits.block_size
+        asleep = {request for request, _ in queues.waiting.sleepers()}
+        is_full = len(queues.running) + len(queues.paused) >= self.limits.max_requests
+        for owner in self.placed("waiting"):
+            request = self.requests[owner]
+            is_first, skipped, arrival = queues.waiting.order.keys[request]
+            assert arrival == owner.name
+            if self.limits.overtake_tokens is None:
+                assert (is_first, skipped) == (False, 0)
+                continue
+            assert is_first is not owner.was_admitted
+            if owner.was_admitted or not self.scheduler.cache.is_enabled:
+                assert skipped == 0
+            elif request not in asleep and not is_full:
+                assert -skipped == self.skips(owner), f"{owner.name} has another rank"
+
+        if self.limits.overtake_tokens is not None:
+            awake = [owner for owner in self.placed("waiting") if self.requests[owner] not in asleep]
+            self.world.spared = {key for owner in awake if owner.reads for key in owner.keys(size)}
+
+    def skips(self, owner: Owner) -> int:
+        """Tokens that it could skip now."""
+        matched = len(self.world.match(owner)) if owner.reads else 0
+        return min(matched * self.limits.block_size, len(owner.tokens) - 1)
 
     def prefill_tokens_left(self, plan: StepPlan, prefills: list[int]) -> int | None:
         """SC-4: prefill tokens that requests which decode leave to others; None if they do not bound them."""
@@ -410,6 +467,7 @@ class CachingMachine(RuleBasedStateMachine):
             owner = self.owner_of(chunk.request)
             if owner.place == "running":
                 self.world.take(owner, max(0, math.ceil(chunk.end / self.limits.block_size) - len(owner.table)))
+        self.charge(plan)
         for admission in plan.admissions:
             self.enter(self.owner_of(admission.request), expected[admission.request.request_id])
         for deferral in plan.deferrals:
@@ -418,6 +476,29 @@ class CachingMachine(RuleBasedStateMachine):
             owner.has_waited |= deferral.wait_for is not None
         self.note_claims()
         self.judge(plan)
+
+    def charge(self, plan: StepPlan) -> None:
+        """SC-5: what enters is charged to those that it overtakes; nobody is overtaken while waiting for a prefix."""
+        budgets = self.scheduler.queues.waiting.order.budgets
+        if budgets is None:
+            return
+        asleep = {request for request, _ in self.scheduler.queues.waiting.sleepers()}
+        held = {self.owner_of(request) for request in asleep}
+        held |= {self.owner_of(deferral.request) for deferral in plan.deferrals if deferral.wait_for is not None}
+        for admission in plan.admissions:
+            owner = self.owner_of(admission.request)
+            for one in [] if owner.was_admitted else self.overtakable(owner, held):
+                one.charged += owner.prompt + owner.to_generate - admission.chunk.start
+            held.add(owner)
+        entering = {admission.request for admission in plan.admissions}
+        for owner in self.placed("waiting"):
+            request = self.requests[owner]
+            if request in entering:
+                continue
+            assert (request in budgets) is not owner.was_admitted
+            if request in budgets and request not in asleep:
+                assert budgets.charged(request) == owner.charged <= self.limits.overtake_tokens
+                self.highest_charge = max(self.highest_charge, owner.charged)
 
     def apply_moves(self, plan: StepPlan) -> None:
         self.preemptions, self.pauses = self.preemptions + len(plan.preemptions), self.pauses + len(plan.pauses)
@@ -439,7 +520,7 @@ class CachingMachine(RuleBasedStateMachine):
         owner.events.append(EventType.ADD_CONTEXT)
         self.world.take(owner, new)
         owner.place, owner.computed, owner.published, owner.era = "running", start, matched, self.world.era
-        owner.tokens_at_admission = len(owner.tokens)
+        owner.tokens_at_admission, owner.was_admitted = len(owner.tokens), True
         owner.first_match = matched if owner.first_match is None else owner.first_match
         fresh = set(range(start)) - owner.known
         owner.skipped += sum(position < owner.prompt for position in fresh)

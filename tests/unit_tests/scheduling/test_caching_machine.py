@@ -1,4 +1,4 @@
-"""KV-2 to KV-6, KV-13, EX-1 to EX-4, EX-8: any life of any requests that share prefixes, and what would break it."""
+"""KV-2 to KV-6, KV-13, SC-5, EX-1 to EX-4, EX-8: any life of requests that share prefixes, and what would break it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def releases_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def evict_newest(self: LeafFirstLru, count: int, _limit: float = 0.0) -> list[BlockId]:
+    def evict_newest(self: LeafFirstLru, count: int, *_: object) -> list[BlockId]:
         blocks = [self._queue.popitem(last=True)[1] for _ in range(count)]
         for block in blocks:
             del self._times[block]

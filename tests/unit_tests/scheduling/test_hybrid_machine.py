@@ -69,6 +69,9 @@ class HybridMachine(CachingMachine):
             outcomes[one.request.request_id] = following if one.wait_for is None else ("follow", one.wait_for)
         return outcomes
 
+    def skips(self, owner: Owner) -> int:
+        return self.resume_point(owner, len(self.world.match(owner)) if owner.reads else 0)
+
     def resume_point(self, owner: Owner, matched: int) -> int:
         """HY-3: the largest boundary below the end, within so many blocks, whose states are in a visible slot."""
         hashes = self.requests[owner].block_hashes[: min(matched, (len(owner.tokens) - 1) // self.limits.block_size)]
@@ -101,7 +104,11 @@ class HybridMachine(CachingMachine):
             "no request was deferred for a token that it could use"
         )
         chunks = {chunk.request: chunk for chunk in plan.chunks}
+        entering = {admission.request for admission in plan.admissions}
+        prefills = [one.length for one in plan.chunks if one.request in entering or not one.request.is_decoding]
         spare = self.limits.max_tokens - sum(chunk.length for chunk in plan.chunks)
+        if (beside := self.prefill_tokens_left(plan, prefills)) is not None:  # SC-4
+            spare = min(spare, beside)
         size = self.limits.block_size
         for owner in self.placed("running"):
             request = self.requests[owner]

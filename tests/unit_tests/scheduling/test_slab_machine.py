@@ -35,7 +35,7 @@ class SlabWorld(World):
     """World in which the scheduler chooses what is evicted."""
 
     scheduler: Scheduler
-    is_gone: Callable[[Key], bool]
+    hash_of: Callable[[Key], BlockHash]
 
     @property
     def available(self) -> int:
@@ -45,11 +45,28 @@ class SlabWorld(World):
         owner.table += range(self._next_block, self._next_block + count)
         self._next_block += count
 
+    def note_times(self) -> None:
+        """Note when blocks became evictable before a step, which may spare some."""
+        self.last_release, self.last_time = self._clock, max(map(self.time_of, self.left_at), default=-1)
+
+    def time_of(self, key: Key) -> int:
+        cache = self.scheduler.cache
+        return cache._unused._times[cache._index.find(self.hash_of(key))]
+
     def follow_evictions(self) -> None:
-        gone = [key for key in self.cached if self.is_gone(key)]
+        gone = [key for key in self.cached if self.scheduler.cache._index.find(self.hash_of(key)) is None]
         assert self.left_at.keys() >= set(gone), "a block is evicted that is in use"
-        times = [self.left_at.pop(key) for key in gone]
-        assert max(times, default=0) <= min(self.left_at.values(), default=math.inf), "a block goes before an older one"
+        times = {key: self.left_at.pop(key) for key in gone}
+        renewed = {key for key in self.left_at if self.time_of(key) > self.last_time}
+        oldest = min([self.left_at[key] for key in self.left_at.keys() - renewed], default=math.inf)
+        assert max([times[key] for key in times.keys() - self.spared], default=0) <= oldest, (
+            "a block goes before an older one"
+        )
+        assert self.spared.isdisjoint(gone) or self.left_at.keys() <= self.spared, "a spared block goes before others"
+        for key in sorted(renewed, key=self.time_of):
+            assert key in self.spared or self.left_at[key] > self.last_release, "a block is spared for no request"
+            self._clock += 1
+            self.left_at[key] = self._clock
         for key in gone:
             del self.cached[key]
         self.evicted += len(gone)
@@ -75,8 +92,9 @@ class SlabMachine(HybridMachine):
         self.scheduler = Scheduler(self.limits, EvictionPolicyName.LRU, b"model")
         self.world = SlabWorld(self.limits.block_size, self.limits.total_blocks, EvictionPolicyName.LRU)
         self.world.scheduler = self.scheduler
-        self.world.is_gone = lambda key: self.scheduler.cache._index.find(self.block_hashes[key]) is None
+        self.world.hash_of = self.block_hashes.__getitem__
         self.memory = Memory(self.limits.block_size)
+        self.highest_charge = 0
         self.hits = self.matched = self.waits = self.preemptions = self.pauses = 0
 
     def draw_limits(self, data: st.DataObject) -> SchedulerLimits:
@@ -88,6 +106,10 @@ class SlabMachine(HybridMachine):
             data.draw(st.integers(0, blocks_per_slab - 1), "spare blocks"),
         )
         return dataclasses.replace(limits, total_blocks=layout.blocks, slabs=layout)
+
+    def schedule(self) -> StepPlan:
+        self.world.note_times()
+        return super().schedule()
 
     def apply(self, plan: StepPlan, expected: dict[int, tuple], sleepers: set[int]) -> None:
         super().apply(plan, expected, sleepers)

@@ -214,13 +214,42 @@ class TestCommand:
         ]
         assert [one["skipped_tokens"] for one in points] == [4 * 512, 0, 4 * 512, 0]
         assert points[0]["refused"] == 0, "the limit is as the trace needs"
-        times = [points[0][f"ttft_p{percent}"] for percent in (50, 90, 99)]
-        assert 0 < times[0] < times[1] <= times[2]
+        times = [points[0][f"ttft_p{percent}"] for percent in (50, 90, 95, 99)]
+        assert 0 < times[0] < times[1] <= times[2] <= times[3]
         share = f"{points[0]['skipped_share']:.3f}"
-        cells = ["16", "any", "share", "64", "lru", str(points[0]["blocks"]), str(points[0]["slots"]), "0", share]
-        assert shown[2].split()[:9] == cells
-        assert shown[2].split()[-3:] == [f"{one:.3f}" for one in times]
+        cells = [
+            "16",
+            "any",
+            "share",
+            "64",
+            "lru",
+            "fcfs",
+            str(points[0]["blocks"]),
+            str(points[0]["slots"]),
+            "0",
+            share,
+        ]
+        assert shown[2].split()[:10] == cells
+        assert shown[2].split()[-4:] == [f"{one:.3f}" for one in times]
         assert len(shown) == 6
+
+    def test_schedule_policies_and_times(self, trace: Path):
+        """SC-5: under load a warm request is earlier by its prefix, if its budget allows."""
+        output = trace.with_name("all.json")
+        argv = ["--trace", str(trace), "--policy", "lru", "--memory-gib", "16", "--max-requests", "1"]
+        argv += ["--schedule-policy", "fcfs,lpm", "--time-scale", "1e-6", "--output", str(output)]
+        points = []
+        for budget in ("1000000", "0"):
+            assert command.main([*argv, "--schedule-overtake-tokens", budget]) == 0
+            points += json.loads(output.read_text())["points"]
+        assert [(one["schedule_policy"], one["overtake_tokens"]) for one in points] == [
+            ("fcfs", None),
+            ("lpm", 10**6),
+            ("fcfs", None),
+            ("lpm", 0),
+        ]
+        waits = [one["ttft_p50"] for one in points]
+        assert waits[1] < waits[0] == waits[2] == waits[3]
 
     def test_a_split_and_a_limit_of_length(self, trace: Path):
         output = trace.with_name("all.json")

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling import block_hasher, planner
 from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.record import Status
@@ -204,15 +205,15 @@ def lose_a_sleeper(queue: WaitingQueue) -> None:
 
 
 def sleep_and_wake(queue: WaitingQueue) -> None:
-    queue._awake.append(next(queue.sleepers())[0])
+    queue.order.awake.append(next(queue.sleepers())[0])
 
 
 def lose_a_request(queue: WaitingQueue) -> None:
-    queue._awake.clear()
+    queue.order.awake.clear()
 
 
 def mix_the_line(queue: WaitingQueue) -> None:
-    queue._awake.reverse()
+    queue.order.awake.reverse()
 
 
 def keep_an_unwanted_block(queue: WaitingQueue) -> None:
@@ -242,8 +243,10 @@ def test_check_finds(damage: Callable[[WaitingQueue], None]):
 def test_a_sleeper_that_concerns_several_plans_has_one_turn():
     """KV-6: its turn is in its place, not one per leader that it may now follow; earlier ones had theirs."""
     queue, requests = WaitingQueue(), [request_of(arrival, [arrival]) for arrival in range(6)]
-    for request in (requests[0], requests[3]):
+    for request in requests:
         queue.add(request)
+    for request in (requests[1], requests[2], requests[4], requests[5]):
+        queue.sleep(request, 77, BlockHash(b"hash"), 1)
     line = queue.line()
     assert next(line) is requests[0]
     line.join([requests[4], requests[2]], after=requests[0])
