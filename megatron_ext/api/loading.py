@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | Mapping[str, object] | None
 
 _LOG_INTERVAL = "inference_logging_step_interval"  # the only field of a run that the engine uses
+_RUN_ONLY = "is a setting of megatron-ext run only; leave it out, and pass prompts to generate()"
+_OF_A_MODEL = (ModelConfig, SourceConfig, TokenizerConfig)
+_OF_ANY_MODEL = ("seed", "model_config")  # settings of a source that do not name or describe a model
+_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 def known_names() -> dict[str, tuple[FlagGroup, Flag]]:
@@ -85,9 +89,6 @@ def _found(name: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> tuple[Flag
     if not is_of_the_engine(group, flag):
         raise ConfigError(f"{name} {_RUN_ONLY}")
     return group, flag
-
-
-_RUN_ONLY = "is a setting of megatron-ext run only; leave it out, and pass prompts to generate()"
 
 
 def _checked(name: str, value: Setting, group: FlagGroup, flag: Flag) -> object:
@@ -248,10 +249,7 @@ def _are_released(roles: Sequence[_Role]) -> bool:
     return _Role.RETURNS in roles
 
 
-_OF_A_MODEL = (ModelConfig, SourceConfig, TokenizerConfig)
-_OF_ANY_MODEL = ("seed", "model_config")  # settings of a source that do not name or describe a model
 _DESCRIBES = "describes a model, and attach_engine has one in memory; leave it out"
-_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 def attach_engine(model: object, tokenizer: object = None, **settings: Setting) -> AttachedEngine | EngineFollower:

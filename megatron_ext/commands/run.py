@@ -36,6 +36,13 @@ HEAVY_PARTS = (
 PROGRAM = "megatron-ext run"
 DONE, REQUEST_FAILED, BAD_USAGE = 0, 1, 2
 NOT_WRITTEN = REQUEST_FAILED
+SCRIPT = "megatron-ext"
+GREETING = "the embedded model answers the shipped prompts; see --help"
+STEPS = (
+    ("serve", "this model at http://127.0.0.1:8000, with OpenAI's API"),
+    ('run DIR --prompts "..."', "your model's folder, in Hugging Face's form or Megatron's"),
+    ("run --prefix-cache-compare", "these prompts with the cache off, then on"),
+)
 
 
 def main(argv: Sequence[str] | None = None, interruption: Interruption | None = None, *, program: str = PROGRAM) -> int:
@@ -141,15 +148,6 @@ def _say(program: str, line: str) -> None:
     stream = Output(sys.stderr)
     stream.write(f"{program}: {printable(line)}\n")
     stream.flush()
-
-
-SCRIPT = "megatron-ext"
-GREETING = "the embedded model answers the shipped prompts; see --help"
-STEPS = (
-    ("serve", "this model at http://127.0.0.1:8000, with OpenAI's API"),
-    ('run DIR --prompts "..."', "your model's folder, in Hugging Face's form or Megatron's"),
-    ("run --prefix-cache-compare", "these prompts with the cache off, then on"),
-)
 
 
 def print_next_steps() -> None:

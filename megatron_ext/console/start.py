@@ -30,6 +30,10 @@ OPENMP_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Environment variables with which a user sets the wait policy: of any OpenMP, GNU's, LLVM's and Intel's."""
 # Torch's wheels include GNU's OpenMP: a few spins (some microseconds) cost idle cores less than none.
 _DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+PHASES = ("import", "read", "compile", "plan")
+"""Phases of every start. Where kernels are compiled, a warm-up follows, with a bar of its own."""
+_FORMAT = "start: {desc} |{bar}| {elapsed}"
+_REFRESH = 0.5  # seconds
 
 
 def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:
@@ -98,12 +102,6 @@ def say_start(start: StartNotes) -> None:
     if os.environ.get("RANK", "0") in ("", "0"):
         for line in start.lines:
             logger.warning("%s", line)
-
-
-PHASES = ("import", "read", "compile", "plan")
-"""Phases of every start. Where kernels are compiled, a warm-up follows, with a bar of its own."""
-_FORMAT = "start: {desc} |{bar}| {elapsed}"
-_REFRESH = 0.5  # seconds
 
 
 class StartUp:

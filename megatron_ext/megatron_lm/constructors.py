@@ -35,6 +35,7 @@ _KNOWN_BY_THE_MODEL = frozenset(
         *("mamba_inference_state_config", "persist_cuda_graphs", "offload_kv_cache"),
     }
 )
+_DEFAULT_SEED = 42  # of `TransformerConfig.inference_sampling_seed`, which 0.16.1's engine is given
 
 
 @dataclass(kw_only=True)
@@ -78,9 +79,6 @@ def context_arguments(keywords: Mapping[str, object]) -> ContextArguments:
     if unknown:
         raise TypeError(f"DynamicInferenceContext has no argument {unknown[0]!r}")
     return ContextArguments(**given)  # type: ignore[arg-type]  # of any type, as scripts may give them
-
-
-_DEFAULT_SEED = 42  # of `TransformerConfig.inference_sampling_seed`, which 0.16.1's engine is given
 
 
 class Part:

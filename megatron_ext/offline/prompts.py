@@ -25,6 +25,12 @@ from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
 
+logger = logging.getLogger(__name__)
+STANDARD_INPUT = "-"
+_CONTENT_FIELDS = ("text", "token_ids")
+_IGNORED_SHOWN, _NAME_SHOWN = 5, 40  # fields, characters
+MEGATRONS_LENGTH = "chatgpt_output_token_length"  # in Megatron's prompt files; used with --num-tokens-from-file
+
 
 @dataclass(frozen=True)
 class RandomTokens:
@@ -59,14 +65,6 @@ def described(run: RunConfig, params: RequestParams) -> str:
         f"{run.synthetic_count} synthetic prompts of {shortest} to {longest} random tokens, "
         f"{params.num_tokens_to_generate} to generate each"
     )
-
-
-logger = logging.getLogger(__name__)
-
-STANDARD_INPUT = "-"
-_CONTENT_FIELDS = ("text", "token_ids")
-_IGNORED_SHOWN, _NAME_SHOWN = 5, 40  # fields, characters
-MEGATRONS_LENGTH = "chatgpt_output_token_length"  # in Megatron's prompt files; used with --num-tokens-from-file
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,27 @@ from megatron_ext.text.detokenizer import excerpt
 logger = logging.getLogger(__name__)
 
 PromptText = Callable[[RequestRecord], str | None]
+_THROUGHPUT = "throughput"
+# Top-level keys that are not requests. Megatron's checker takes every other key for a request id.
+MEGATRON_KEYS = (
+    _THROUGHPUT,
+    "mem-max-allocated-bytes",
+    "lifetime_prefill_token_count",
+    "async_sched_step_count",
+    "async_sched_compaction_step_count",
+)
+# Keys of the counts of a run.
+RUN_KEYS = (
+    *MEGATRON_KEYS,
+    "lifetime_skipped_token_count",
+    "model",
+    "version",
+    "prefix_cache",
+    "prefix_cache_lost",
+    "speculation",
+    "geometry",
+    "prefix_cache_disk",  # with --prefix-cache-dir only
+)
 
 
 def submitted_text(record: RequestRecord) -> str | None:
@@ -144,30 +165,6 @@ class RequestEntries:
                 best[text] = max(log_prob, best.get(text, log_prob))
             named.append(best)
         return named
-
-
-_THROUGHPUT = "throughput"
-
-# Top-level keys that are not requests. Megatron's checker takes every other key for a request id.
-MEGATRON_KEYS = (
-    _THROUGHPUT,
-    "mem-max-allocated-bytes",
-    "lifetime_prefill_token_count",
-    "async_sched_step_count",
-    "async_sched_compaction_step_count",
-)
-# Keys of the counts of a run.
-RUN_KEYS = (
-    *MEGATRON_KEYS,
-    "lifetime_skipped_token_count",
-    "model",
-    "version",
-    "prefix_cache",
-    "prefix_cache_lost",
-    "speculation",
-    "geometry",
-    "prefix_cache_disk",  # with --prefix-cache-dir only
-)
 
 
 def megatron_results(passes: Sequence[Pass], entries: RequestEntries, every: int = 1) -> dict[str, object]:

@@ -62,6 +62,14 @@ if TYPE_CHECKING:
     from megatron_ext.config import ServerSettings
 
 LONGEST_PROBLEM = 300  # characters
+_PERIOD = 1.0  # seconds between an answer and the next call
+logger = logging.getLogger(__name__)
+LAST_WORDS = 1.0  # seconds for the errors of requests to reach Ray's proxies
+LOADING_GRACE = 10.0  # seconds for loading to report the error of a rank that has ended
+FAILED = 1  # exit code
+NAME, REPLICAS = "megatron_ext", "megatron_ext_replicas"
+WAIT_LOOP = 1.0  # seconds between two looks whether a replica that stops has requests left
+LONGER = 10.0  # seconds that an ingress stops after the replicas, so that it passes their errors on
 
 
 class FleetCalls:
@@ -108,9 +116,6 @@ class FleetCalls:
         return answer.replica, answer
 
 
-_PERIOD = 1.0  # seconds between an answer and the next call
-
-
 @dataclass
 class _Caller:
     requests: list[asyncio.Event] = field(default_factory=list)
@@ -151,16 +156,6 @@ class Callers:
         logger.warning("an ingress is lost; %d requests of it end", len(requests))
         for lost in requests:
             lost.set()
-
-
-logger = logging.getLogger(__name__)
-
-LAST_WORDS = 1.0  # seconds for the errors of requests to reach Ray's proxies
-LOADING_GRACE = 10.0  # seconds for loading to report the error of a rank that has ended
-FAILED = 1  # exit code
-NAME, REPLICAS = "megatron_ext", "megatron_ext_replicas"
-WAIT_LOOP = 1.0  # seconds between two looks whether a replica that stops has requests left
-LONGER = 10.0  # seconds that an ingress stops after the replicas, so that it passes their errors on
 
 
 class Replica(ReplicaHooks):

@@ -28,6 +28,21 @@ if TYPE_CHECKING:
     from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember
     from megatron_ext.server.openai.chat_prompt import ChatPrompt
 
+COMPLETIONS_PATH, CHAT_PATH, RESPONSES_PATH = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TOKENIZE_PATH = "/tokenize"
+GENERATION_PATHS = frozenset((COMPLETIONS_PATH, CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH))
+PROMPT_PATHS = GENERATION_PATHS | {TOKENIZE_PATH, COUNT_PATH, f"{RESPONSES_PATH}/input_tokens"}
+_CONTINUES = (b"previous_response_id", b"item_reference")  # names in bodies that are worth to be parsed
+ATTEMPTS = 3  # replicas that a request is sent to
+_MOST_KNOWN = 1 << 20  # bytes of answers that a conversation may continue: the latest are tried first
+ANSWERED = "megatron_ext.answered"  # type and key of a message with an answer to remember
+_LEAVING = 10.0  # seconds for an application to end after its client has left
+_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
+_ADDRESSES = ("client", "server")
+SENDER = uuid.uuid4().hex  # id of the router in this process, by which replicas tell routers apart
+_SENDER_HEADER = SENDER_HEADER.encode()
+Result = TypeVar("Result")
+
 
 class FirstToken:
     """Signal with one listener. It stays in its process: a copy in another one has no listener."""
@@ -48,23 +63,6 @@ class FirstToken:
     def __reduce__(self) -> tuple[type[FirstToken], tuple[()]]:
         """Pickle without the listener."""
         return FirstToken, ()
-
-
-COMPLETIONS_PATH, CHAT_PATH, RESPONSES_PATH = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-TOKENIZE_PATH = "/tokenize"
-GENERATION_PATHS = frozenset((COMPLETIONS_PATH, CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH))
-PROMPT_PATHS = GENERATION_PATHS | {TOKENIZE_PATH, COUNT_PATH, f"{RESPONSES_PATH}/input_tokens"}
-
-_CONTINUES = (b"previous_response_id", b"item_reference")  # names in bodies that are worth to be parsed
-ATTEMPTS = 3  # replicas that a request is sent to
-_MOST_KNOWN = 1 << 20  # bytes of answers that a conversation may continue: the latest are tried first
-ANSWERED = "megatron_ext.answered"  # type and key of a message with an answer to remember
-_LEAVING = 10.0  # seconds for an application to end after its client has left
-_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
-_ADDRESSES = ("client", "server")
-SENDER = uuid.uuid4().hex  # id of the router in this process, by which replicas tell routers apart
-_SENDER_HEADER = SENDER_HEADER.encode()
-Result = TypeVar("Result")
 
 
 class ReplicaLostError(Exception):

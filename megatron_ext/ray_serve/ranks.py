@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from megatron_ext.config import ServerSettings
     from megatron_ext.parallel.parallel_context import ParallelContext
 
+logger = logging.getLogger(__name__)
+_LAST_WORDS = 5.0  # seconds for a rank to report the error that has ended another one
+
 
 def prepare_process(words: Sequence[str]) -> ServerSettings:
     """Apply the settings that hold for a whole process; call it before torch is imported.
@@ -85,11 +88,6 @@ def run_rank(settings: ServerSettings) -> None:
             follow(settings, parallel_context, on_ready=lambda: None)
     finally:
         platform.shut_down()
-
-
-logger = logging.getLogger(__name__)
-
-_LAST_WORDS = 5.0  # seconds for a rank to report the error that has ended another one
 
 
 class RankActor:

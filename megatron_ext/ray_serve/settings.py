@@ -21,6 +21,20 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.ray_serve.autoscaling import POLICY
 
 WEIGHTS = "weights"
+_POINTS = 3  # reports of a replica in the window, at least
+_INTERVAL = 10.0  # seconds between two reports, at most
+EMBEDDED = "embedded"
+# Requests of one replica that Ray passes on at once; others wait in Ray. Above what an engine admits, so that a full
+# replica answers with the server's own 429.
+MAX_ONGOING_REQUESTS = 1000
+STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
+PREFIX, SERVE = "prefix", "serve"
+ROUTERS = (PREFIX, SERVE)
+_NOT_HERE = {
+    "host": "Ray's proxies listen; give `serve start --http-host`",
+    "port": "Ray's proxies listen; give `serve start --http-port`",
+    "save": "each replica would write it; save the model with megatron-ext run",
+}
 
 
 def weights_of(user_config: Mapping[str, object] | None) -> str:
@@ -33,10 +47,6 @@ def weights_of(user_config: Mapping[str, object] | None) -> str:
     path = given.pop(WEIGHTS, None)
     require(isinstance(path, str) and not given, f'user_config={user_config} is not of the form {{"{WEIGHTS}": DIR}}')
     return str(path)
-
-
-_POINTS = 3  # reports of a replica in the window, at least
-_INTERVAL = 10.0  # seconds between two reports, at most
 
 
 @dataclass(frozen=True)
@@ -119,19 +129,6 @@ class ScalingConfig:
 
 
 Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str | int] | None
-
-EMBEDDED = "embedded"
-# Requests of one replica that Ray passes on at once; others wait in Ray. Above what an engine admits, so that a full
-# replica answers with the server's own 429.
-MAX_ONGOING_REQUESTS = 1000
-STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
-PREFIX, SERVE = "prefix", "serve"
-ROUTERS = (PREFIX, SERVE)
-_NOT_HERE = {
-    "host": "Ray's proxies listen; give `serve start --http-host`",
-    "port": "Ray's proxies listen; give `serve start --http-port`",
-    "save": "each replica would write it; save the model with megatron-ext run",
-}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,14 @@ from megatron_ext.server.scope import route_path
 HEADER = b"x-request-id"
 LONGEST_ID = 100  # characters
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@-]")  # to be left out: an id is quoted in headers, JSON and log lines
+logger = logging.getLogger(__name__)
+# Polled by machines: their successes are logged at debug level only.
+QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history", "/replicas"))
+LONGEST_PATH = 200  # characters
+CLIENT_GONE = 499  # nginx's status code for a closed connection
+UNKNOWN = "-"
+_KEY = "access_log_answer"
+Description = Callable[[], tuple[str, str]]  # returns the id of a response, and its counts as text
 
 
 def new_request_id() -> str:
@@ -63,18 +71,6 @@ class RequestIds:
             await self._app(scope, receive, send_with_id if self._answers else send)
         finally:
             REQUEST_ID.reset(token)
-
-
-logger = logging.getLogger(__name__)
-
-# Polled by machines: their successes are logged at debug level only.
-QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history", "/replicas"))
-LONGEST_PATH = 200  # characters
-CLIENT_GONE = 499  # nginx's status code for a closed connection
-UNKNOWN = "-"
-_KEY = "access_log_answer"
-
-Description = Callable[[], tuple[str, str]]  # returns the id of a response, and its counts as text
 
 
 def note_description(state: State, description: Description) -> None:

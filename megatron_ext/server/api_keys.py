@@ -147,7 +147,7 @@ def read_keys(file: str, flag: str) -> list[str]:
     try:
         text = read_text(file, LARGEST_FILE)
     except ConfigError as error:
-        raise ConfigError(f"{flag} {error}") from None
+        raise ConfigError(f"{flag} {error}; give a file with one key per line") from None
     for number, line in enumerate(text.splitlines(), start=1):
         if not line:
             continue

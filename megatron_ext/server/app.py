@@ -22,6 +22,14 @@ from megatron_ext.server.http.description import install_description
 from megatron_ext.server.routes import admin, generation, observing, tokens
 from megatron_ext.server.serving import Serving
 
+CORS_SECONDS = 600  # for which a browser caches a preflight response
+ROUTERS = (
+    generation.router,
+    tokens.router,
+    observing.router,
+)
+ADMIN_ROUTERS = (admin.router,)  # with --enable-admin-routes
+
 
 class UnbegunAnswers:
     """Requests whose answers have not begun, wherever they wait: for their body, a tokenizer, or the engine."""
@@ -61,9 +69,6 @@ class UnbegunAnswers:
                 self._tasks.discard(task)
 
         return noted
-
-
-CORS_SECONDS = 600  # for which a browser caches a preflight response
 
 
 def include_routers(app: FastAPI, routers: Iterable[APIRouter]) -> None:
@@ -118,14 +123,6 @@ def install_middleware(
         return RequestIds(AccessLog(stack) if settings.access_log else stack, answers=answers_ids)
 
     app.build_middleware_stack = build_stack  # type: ignore[method-assign]  # `add_middleware` would be inside of it
-
-
-ROUTERS = (
-    generation.router,
-    tokens.router,
-    observing.router,
-)
-ADMIN_ROUTERS = (admin.router,)  # with --enable-admin-routes
 
 
 def create_app(

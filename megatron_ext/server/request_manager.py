@@ -33,6 +33,10 @@ from megatron_ext.server.monitoring.request_trace import RequestTrace
 if TYPE_CHECKING:
     from megatron_ext.models.llm_engine import LLMEngine
 
+LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which may be closed
+LATENCIES = 32  # latencies of the last requests; they estimate the duration of a new one
+LONGEST_RETRY = 60  # seconds
+
 
 @dataclass(eq=False)
 class RequestHandle(EngineRequest):
@@ -95,9 +99,6 @@ class RequestGroup:
     def abort(self) -> None:
         """Abort the handles that have not ended; return at once."""
         self.on_abort([handle for handle in self.handles if not handle.has_ended])
-
-
-LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which may be closed
 
 
 class TokenClock:
@@ -189,10 +190,6 @@ class EngineListener(ClientListener):
 
     def _post(self, function: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(function)
-
-
-LATENCIES = 32  # latencies of the last requests; they estimate the duration of a new one
-LONGEST_RETRY = 60  # seconds
 
 
 class RequestManager:

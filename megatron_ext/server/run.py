@@ -52,6 +52,9 @@ from megatron_ext.server.serving import Serving, WeightsUpdater
 from megatron_ext.signals import ONE_WISH, Interruption
 from megatron_ext.text.tokenizer import TextTokenizer
 
+LAST_WORDS = 5  # seconds for requests that are ended to send their error
+logger = logging.getLogger(__name__)
+
 
 class CacheEvents:
     """KV event publishers, one for each replica's cache, on rank 0; empty without an endpoint.
@@ -126,9 +129,6 @@ def _warn(endpoint: Endpoint | None) -> None:
     )
 
 
-LAST_WORDS = 5  # seconds for requests that are ended to send their error
-
-
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket, so that a taken address is reported before anything is loaded; the socket does not listen yet.
 
@@ -179,9 +179,6 @@ def guarded(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
         access_log=False,
         lifespan="on",
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 def run_server(settings: ServerSettings, start_up: StartUp | None = None) -> None:

@@ -51,6 +51,8 @@ Result = TypeVar("Result")
 LONG_TEXT = 100_000
 # Texts up to this length take less time than waking a thread while the engine's runs (some 0.3 ms).
 SHORT_TEXT = 512
+logger = logging.getLogger(__name__)
+LONGEST_PATH = 500  # characters of a path in a log line
 
 
 class TextEncoder:
@@ -99,11 +101,6 @@ class TextEncoder:
         if len(text) <= LONG_TEXT:
             return await asyncio.to_thread(tokenize, text)
         return await asyncio.get_running_loop().run_in_executor(self._one_by_one, tokenize, text)
-
-
-logger = logging.getLogger(__name__)
-
-LONGEST_PATH = 500  # characters of a path in a log line
 
 
 @dataclass(eq=False)

@@ -44,6 +44,10 @@ _MAX_BETAS = 32  # of a header that are logged
 
 
 Mark = JsonObject | None  # as in {"type": "ephemeral", "ttl": "5m"}
+Fields = dict[str, Any]
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# A block of Claude Code's system prompt that differs from request to request: as text it would hide the cached prefix.
+_BILLING = "x-anthropic-billing-header:"
 
 
 class TextBlock(LenientObject):
@@ -317,14 +321,6 @@ def note_betas(header: str) -> None:
     for one in map(str.strip, header.split(",", _MAX_BETAS)[:_MAX_BETAS]):
         if one:
             note_ignored(f"the beta {one} of the Messages API")
-
-
-Fields = dict[str, Any]
-
-
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# A block of Claude Code's system prompt that differs from request to request: as text it would hide the cached prefix.
-_BILLING = "x-anthropic-billing-header:"
 
 
 def as_chat(body: CountTokensRequest, *, can_think: bool = True) -> ChatRequest:

@@ -20,6 +20,20 @@ from megatron_ext.server.scope import route_path
 
 HARMLESS_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _MAPPED = "::ffff:"  # IPv4 address on an IPv6 socket
+CALLER = "megatron_ext.caller"  # key of the caller in the ASGI scope
+# Health, capabilities, and counts over all tenants: for load balancers, Prometheus and people. Neither
+# texts nor hashes.
+OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json"))
+_COUNTS = frozenset(("/metrics", "/metrics/history"))
+# Paths that affect all tenants.
+ADMIN_PATHS = frozenset(
+    (
+        *("/prefix_cache", "/prefix_cache/trace", "/reset_prefix_cache", "/flush_cache", "/abort"),
+        *("/sleep", "/wake_up", "/is_sleeping", "/update_weights_from_disk"),
+        *("/start_profile", "/stop_profile"),
+        *("/pause", "/resume", "/is_paused"),
+    )
+)
 
 
 class OriginCheck:
@@ -95,22 +109,7 @@ def _values(scope: Scope, name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
 
 
-CALLER = "megatron_ext.caller"  # key of the caller in the ASGI scope
-
-# Health, capabilities, and counts over all tenants: for load balancers, Prometheus and people. Neither
-# texts nor hashes.
-OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json"))
 OPEN_PATHS |= {f"/docs/{name}" for name in (SCRIPT, SHEET)}
-_COUNTS = frozenset(("/metrics", "/metrics/history"))
-# Paths that affect all tenants.
-ADMIN_PATHS = frozenset(
-    (
-        *("/prefix_cache", "/prefix_cache/trace", "/reset_prefix_cache", "/flush_cache", "/abort"),
-        *("/sleep", "/wake_up", "/is_sleeping", "/update_weights_from_disk"),
-        *("/start_profile", "/stop_profile"),
-        *("/pause", "/resume", "/is_paused"),
-    )
-)
 
 
 def open_paths(*, hides_counts: bool) -> frozenset[str]:

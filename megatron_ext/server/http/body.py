@@ -32,6 +32,10 @@ MAX_LEVELS = 64  # nesting depth
 _NO_MARKS = bytes(sorted(set(range(256)) - set(b"".join(marks for marks, _ in LIMITS.values()))))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CONTAINERS = frozenset((list, dict))
+SENDER_HEADER = "x-megatron-ext-router"  # replicas tell a router's requests from others by it
+MAX_SENDER = 64  # characters
+LONGEST_PATH_PART = 8192  # characters
+ShortPath = Annotated[str, Path(max_length=LONGEST_PATH_PART)]
 
 
 class JsonRoute(APIRoute):
@@ -252,13 +256,6 @@ def _has_depth(content: object, limit: int) -> bool:
         if not level:
             break
     return not level
-
-
-SENDER_HEADER = "x-megatron-ext-router"  # replicas tell a router's requests from others by it
-MAX_SENDER = 64  # characters
-LONGEST_PATH_PART = 8192  # characters
-
-ShortPath = Annotated[str, Path(max_length=LONGEST_PATH_PART)]
 
 
 def only_queries(*names: str) -> Callable[[Request], Awaitable[None]]:

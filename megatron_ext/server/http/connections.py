@@ -27,6 +27,16 @@ from megatron_ext.server.log import BoundedRate
 
 BEGINNING = b"HTTP/1.1 "  # of every answer
 ZEROS = b"000000000"  # a chunk's size may begin with zeros
+logger = logging.getLogger(__name__)
+# asyncio accepts this many at once before any of them can be closed ...
+ACCEPT_BATCH = 16
+# ... and a connection's file is closed two rounds later; the rest is for other open files.
+SPARE_FILES = 64
+LISTEN_BACKLOG = 2048  # connections queued by the kernel
+DRAINED_BYTES = 2**28  # that a client may send after the answer to an unread body; then it is reset
+# Seconds between probes of a client that sends no more: they become four times as long each time.
+FIRST_PROBE, LONGEST_PROBE = 0.005, 60.0
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class PatientTransport:
@@ -85,18 +95,7 @@ class PatientTransport:
         self._transport.resume_reading()
 
 
-logger = logging.getLogger(__name__)
 logger.addFilter(BoundedRate())
-
-# asyncio accepts this many at once before any of them can be closed ...
-ACCEPT_BATCH = 16
-# ... and a connection's file is closed two rounds later; the rest is for other open files.
-SPARE_FILES = 64
-LISTEN_BACKLOG = 2048  # connections queued by the kernel
-DRAINED_BYTES = 2**28  # that a client may send after the answer to an unread body; then it is reset
-# Seconds between probes of a client that sends no more: they become four times as long each time.
-FIRST_PROBE, LONGEST_PROBE = 0.005, 60.0
-_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def effective_max_connections(limits: ServerLimits) -> int:

@@ -11,6 +11,20 @@ from pathlib import Path
 import fastapi_offline
 from fastapi.openapi.docs import get_swagger_ui_html
 
+ASSETS = Path(fastapi_offline.__file__).parent / "static"
+SCRIPT, SHEET = "swagger-ui-bundle.js", "swagger-ui.css"
+# Swagger UI with files of the package fastapi-offline: a browser loads nothing else.
+# Addresses are relative to /docs, so that a prefix of a proxy is kept.
+DOCS_PAGE = bytes(
+    get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title="megatron_ext",
+        swagger_js_url=f"docs/{SCRIPT}",
+        swagger_css_url=f"docs/{SHEET}",
+        swagger_favicon_url="data:,",
+    ).body
+).decode()
+
 
 def _read(name: str) -> str:
     return (files("megatron_ext.server") / name).read_text(encoding="utf-8")
@@ -59,17 +73,4 @@ PAGE_HEADERS = page_headers(PAGE)
 FLEET_PAGE_HEADERS = page_headers(FLEET_PAGE)
 
 
-ASSETS = Path(fastapi_offline.__file__).parent / "static"
-SCRIPT, SHEET = "swagger-ui-bundle.js", "swagger-ui.css"
-# Swagger UI with files of the package fastapi-offline: a browser loads nothing else.
-# Addresses are relative to /docs, so that a prefix of a proxy is kept.
-DOCS_PAGE = bytes(
-    get_swagger_ui_html(
-        openapi_url="openapi.json",
-        title="megatron_ext",
-        swagger_js_url=f"docs/{SCRIPT}",
-        swagger_css_url=f"docs/{SHEET}",
-        swagger_favicon_url="data:,",
-    ).body
-).decode()
 DOCS_HEADERS = page_headers(DOCS_PAGE, own_files=True)

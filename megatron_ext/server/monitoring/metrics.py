@@ -135,6 +135,9 @@ _TIER_COUNTERS = (
     ("load_seconds", "Time of reading the loads from disk", "load_seconds"),
 )
 _LOAD_OUTCOMES = ("placed", "failed", "late", "useless")
+INTERVAL = 2.0  # seconds
+KEPT = 300  # samples: ten minutes
+Sample = Mapping[str, float]  # a metric's name as in `/metrics`, without the prefix, with its labels: its value
 
 
 class Metrics(Collector):
@@ -309,12 +312,6 @@ def depth_of(tokens: int) -> str:
 def _key(name: str, labels: Mapping[str, str]) -> str:
     pairs = ",".join(f'{label}="{value}"' for label, value in labels.items())
     return name.removeprefix(f"{PREFIX}_") + (f"{{{pairs}}}" if pairs else "")
-
-
-INTERVAL = 2.0  # seconds
-KEPT = 300  # samples: ten minutes
-
-Sample = Mapping[str, float]  # a metric's name as in `/metrics`, without the prefix, with its labels: its value
 
 
 class History:

@@ -17,6 +17,9 @@ from megatron_ext.text.tool_calls.reader import ToolCallReader
 from megatron_ext.text.tool_calls.source import Arguments, CallBegun, Content
 from megatron_ext.text.vocabulary import Vocabulary, bytes_in_text
 
+STOP = "stop"  # finish reason of an answer that the model has ended
+LEAST_LOG_PROB = -9999.0  # JSON has no infinity
+
 
 @dataclass(frozen=True)
 class AnswerFormat:
@@ -38,7 +41,6 @@ class AnswerFormat:
 
 
 PLAIN = AnswerFormat()
-STOP = "stop"  # finish reason of an answer that the model has ended
 
 
 @dataclass
@@ -191,9 +193,6 @@ class Piece:
     tokens: Sequence[int] = ()
     scores: Sequence[Scored] = ()
     reason: str | None = None
-
-
-LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 
 
 @dataclass(frozen=True)

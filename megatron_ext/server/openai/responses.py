@@ -37,6 +37,8 @@ from megatron_ext.text.vocabulary import Vocabulary
 DROPPED_THINKING = "dropped_thinking"
 _DROPPED_THINKING_TEXT = "The chat template drops the thinking of an earlier turn, which the cached prefix has there"
 _DROPPED_THINKING_ADVICE = "Use a chat template that keeps the thinking of earlier turns, or turn thinking off."
+Event = dict[str, Any]
+CALLED = "tool_calls"  # finish reason of an answer with tool calls
 
 
 def finished(handle: RequestHandle) -> RequestRecord:
@@ -133,9 +135,6 @@ class AnswerBuilder:
         """Return the number of an answer's tokens that are thinking, markers included."""
         decode = self._vocabulary.decoder(skips_special=False)
         return thinking_length(record.generated_tokens, self._answer_format, decode)
-
-
-Event = dict[str, Any]
 
 
 class EventBuilder(AnswerBuilder, abc.ABC):
@@ -268,9 +267,6 @@ def whole(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[st
     ]
     envelope = builder.envelope(is_part=False) | builder.heading(records[0])
     return envelope | {"choices": choices, "usage": usage(builder, records)}
-
-
-CALLED = "tool_calls"  # finish reason of an answer with tool calls
 
 
 class CompletionResponseBuilder(ResponseBuilder):

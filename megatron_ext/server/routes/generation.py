@@ -63,6 +63,14 @@ from megatron_ext.server.unknown_fields import note_ignored
 router = APIRouter(route_class=JsonRoute)
 
 OnResult: TypeAlias = Callable[[RequestRecord], None]
+_MAX_WARNED = 10  # kinds in a warning
+# Fields of a chat request that errors are about, and their names here.
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
 
 
 @router.post("/v1/completions")
@@ -256,16 +264,6 @@ async def count_message_tokens(body: CountTokensRequest, request: Request, servi
     except ContextExceeded as error:
         raise in_messages_words(error) from None
     return {"input_tokens": len(prompt.ids)}
-
-
-_MAX_WARNED = 10  # kinds in a warning
-# Fields of a chat request that errors are about, and their names here.
-_NAMES = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "prompt": "input",
-    "response_format": "text.format",
-}
 
 
 @router.post("/v1/responses")

@@ -16,6 +16,11 @@ from megatron_ext.server.api_errors import ApiError, no_such_response
 RANDOM_BYTES = 16
 TAG_DIGITS = 8  # hexadecimal
 _ID = re.compile(rf"[a-z]+_[0-9a-f]{{{2 * RANDOM_BYTES}}}([0-9a-f]{{{TAG_DIGITS}}})")
+LONGEST_AGE = 24 * 3600.0  # seconds
+_PERIOD = 60.0  # seconds between two looks for old ones
+_OVERHEAD = 1024  # bytes that a stored response takes besides its contents
+_ITEM_OVERHEAD = 256  # bytes that the id of an item takes
+Key = tuple[str, str]  # tenant and id
 
 
 def tag_of(instance: str) -> str:
@@ -45,14 +50,6 @@ def _named(body: Mapping[str, object]) -> Iterator[object]:
     for item in items if isinstance(items, list) else ():
         if isinstance(item, Mapping) and item.get("type") in (None, "item_reference") and "role" not in item:
             yield item.get("id")
-
-
-LONGEST_AGE = 24 * 3600.0  # seconds
-_PERIOD = 60.0  # seconds between two looks for old ones
-_OVERHEAD = 1024  # bytes that a stored response takes besides its contents
-_ITEM_OVERHEAD = 256  # bytes that the id of an item takes
-
-Key = tuple[str, str]  # tenant and id
 
 
 @dataclass(eq=False)
