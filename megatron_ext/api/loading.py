@@ -20,8 +20,9 @@ from arguments.groups import GROUPS
 from arguments.megatron.synonyms import SYNONYMS
 from arguments.parser import settings_of
 from arguments.removed import refuse_removed
-from megatron_ext.config import InferenceSettings, ModelConfig, ParallelConfig, RunConfig, SourceConfig
+from megatron_ext.config import InferenceSettings, ParallelConfig, RunConfig, SourceConfig
 from megatron_ext.config.annotations import MismatchError
+from megatron_ext.config.model_fields import ModelFields
 from megatron_ext.config.source import TokenizerConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.host_limits import check_address_space
@@ -35,7 +36,7 @@ Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str]
 
 _LOG_INTERVAL = "inference_logging_step_interval"  # the only field of a run that the engine uses
 _RUN_ONLY = "is a setting of megatron-ext run only; leave it out, and pass prompts to generate()"
-_OF_A_MODEL = (ModelConfig, SourceConfig, TokenizerConfig)
+_OF_A_MODEL = (ModelFields, SourceConfig, TokenizerConfig)
 _OF_ANY_MODEL = ("seed", "model_config")  # settings of a source that do not name or describe a model
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
