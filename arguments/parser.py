@@ -27,8 +27,16 @@ from arguments.groups import (
     TOKENIZER,
 )
 from arguments.help import HelpAction
-from arguments.megatron import options
-from arguments.megatron.flag_table import SERVER_TABLE, TABLE, MegatronGroup, WithoutEffect, family_of, records
+from arguments.megatron.flag_table import (
+    DEST,
+    SERVER_TABLE,
+    TABLE,
+    MegatronGroup,
+    WithoutEffect,
+    add_to,
+    family_of,
+    records,
+)
 from arguments.megatron.layer_flags import describe_attention, describe_layers
 from arguments.megatron.synonyms import SYNONYMS, require_16_bits, translate, without_checkpoint
 from arguments.parsed_flags import ParsedFlags, note_no_effect
@@ -154,7 +162,7 @@ def _build(
     for group in (*groups, SYNONYMS):
         group.add_to(parser)
     parser.known = [word for one in (*groups, SYNONYMS) for flag in one.flags for word in (flag.option, *flag.aliases)]
-    parser.known_without_effect = options.add_to(parser, table)
+    parser.known_without_effect = add_to(parser, table)
     return parser
 
 
@@ -247,7 +255,7 @@ def _parse(parser: CommandLine, words: Sequence[str] | None, *, takes_folder: bo
     values = vars(parser.parse_args(words))
     if not takes_folder and _FOLDER in values:
         parser.error(unrecognized([values[_FOLDER]], parser.known, parser.known_without_effect))
-    without_effect = values.pop(options.DEST, None) or WithoutEffect()
+    without_effect = values.pop(DEST, None) or WithoutEffect()
     given = ParsedFlags(
         {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, without_effect
     )

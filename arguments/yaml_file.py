@@ -11,8 +11,7 @@ import yaml
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten, shown
 from arguments.megatron import yaml_form
-from arguments.megatron.flag_table import MegatronFlag, family_of
-from arguments.megatron.options import take
+from arguments.megatron.flag_table import MegatronFlag, family_of, take
 from arguments.parsed_flags import ParsedFlags
 from arguments.removed import refuse_removed
 from megatron_ext.errors import ConfigError

@@ -30,7 +30,7 @@ from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.export import save_hf_checkpoint
 from megatron_ext.models.load import load_model
-from megatron_ext.text.template_files import read_chat_templates
+from megatron_ext.text.tokenizer_files import read_chat_templates
 
 CARD = "README.md"
 TOKENIZER_FILES = ("chat_template.jinja", "tokenizer_config.json")  # of the shipped model; written by hand

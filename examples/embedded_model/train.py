@@ -39,7 +39,7 @@ from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights
-from megatron_ext.text.template_files import read_chat_templates
+from megatron_ext.text.tokenizer_files import read_chat_templates
 
 VOCABULARY = 4096
 SPECIAL_TOKENS = ("<|endoftext|>", SYSTEM, USER, ASSISTANT, END)  # ids 0 to 4

@@ -338,11 +338,10 @@ def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> At
 
 def _shared(model: object, tokenizer: object, parallel: ParallelConfig, undo: contextlib.ExitStack) -> LoadedModel:
     """Return a model of ours with the parameters of the caller's, which is marked until `undo` is closed."""
-    from megatron_ext.models.attach.attached_models import attached
     from megatron_ext.models.attach.modules import unwrapped
-    from megatron_ext.models.attach.shared_model import share_model
+    from megatron_ext.models.attach.shared_model import attached, share_model
     from megatron_ext.models.load import LoadedModel
-    from megatron_ext.text.adapted_tokenizer import adapted
+    from megatron_ext.text.library_tokenizers import adapted
 
     source = unwrapped(model)
     undo.enter_context(attached(source))

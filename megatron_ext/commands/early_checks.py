@@ -19,7 +19,7 @@ from megatron_ext.parallel.world import world_of_environment
 from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError, prepare_directory, unusable
 from megatron_ext.server.api_keys import load_keys
-from megatron_ext.text.template_files import read_template_file
+from megatron_ext.text.tokenizer_files import read_template_file
 
 
 def check_paths(settings: InferenceSettings | ServerSettings) -> None:

@@ -10,15 +10,12 @@ from megatron_ext.config.batching import (
     BatchingConfig,
     CacheConfig,
     EvictionPolicyName,
-    SnapshotMode,
 )
-from megatron_ext.config.layers import LAYER_SYMBOLS
 from megatron_ext.config.model import LARGEST_SIZE, MAX_LAYERS, ModelConfig
 from megatron_ext.config.model_fields import (
     NORMALIZATIONS,
     POSITION_EMBEDDINGS,
     RECURRENT_LAYERS,
-    ROUTER_SCORE_FUNCTIONS,
     SOFTMAX_TYPES,
 )
 from megatron_ext.config.parallel import ParallelConfig
@@ -28,29 +25,23 @@ from megatron_ext.config.request import (
 )
 from megatron_ext.config.run import (
     FULL_FORMAT,
-    OUTPUT_FORMATS,
     InferenceSettings,
     RunConfig,
     ServerSettings,
     StartNotes,
 )
-from megatron_ext.config.server import CONTROL_TOKENS, LOG_LEVELS, ServerConfig, ServerLimits
+from megatron_ext.config.server import ServerConfig, ServerLimits
 from megatron_ext.config.source import SourceConfig, TokenizerConfig
 
 __all__ = [
-    "CONTROL_TOKENS",
     "DTYPES",
     "FULL_FORMAT",
     "LARGEST_SIZE",
-    "LAYER_SYMBOLS",
-    "LOG_LEVELS",
     "MAX_LAYERS",
     "NORMALIZATIONS",
-    "OUTPUT_FORMATS",
     "POSITION_EMBEDDINGS",
     "RECURRENT_KINDS",
     "RECURRENT_LAYERS",
-    "ROUTER_SCORE_FUNCTIONS",
     "SOFTMAX_TYPES",
     "BatchingConfig",
     "CacheConfig",
@@ -63,7 +54,6 @@ __all__ = [
     "ServerConfig",
     "ServerLimits",
     "ServerSettings",
-    "SnapshotMode",
     "SourceConfig",
     "StartNotes",
     "TokenizerConfig",

@@ -15,7 +15,7 @@ from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.capacity import WorldKVCacheConfig
 
 if TYPE_CHECKING:
-    from megatron_ext.models.dry_run import DryRun
+    from megatron_ext.models.engine_args import DryRun
     from megatron_ext.models.llm_engine import LLMEngine
 
 _FILE_WIDTH = 80  # characters

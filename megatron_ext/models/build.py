@@ -24,12 +24,17 @@ from megatron_ext.mcore.layers.stack import HybridStack
 from megatron_ext.mcore.layers.transformer_engine import with_transformer_engine
 from megatron_ext.memory.host_limits import allocating
 from megatron_ext.models.config_fields import OWN_SPECS, is_own_spec
-from megatron_ext.models.rotary_embedding import rotary_embedding
 from megatron_ext.models.size import check_model_fits, described
 from megatron_ext.parallel.layout import Share, check_model, share_of
 from megatron_ext.parallel.world import ranks_on_this_machine
 
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+import math
+
+from torch import Tensor
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
+
 
 _RECURRENT_LAYERS = ("mamba_layer", "parallel_layer")  # names of their specs in our stacks
 _MULTIPLIERS = [name for name in MULTIPLIERS if name != "mlp_gate_multiplier"]  # that one belongs to the activation
@@ -293,3 +298,40 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
 def _with_mixer_params(layer: ModuleSpec, params: Mapping[str, object]) -> ModuleSpec:
     mixer = dataclasses.replace(layer.submodules.mixer, params=dict(params))
     return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mixer=mixer))
+
+
+def rotary_embedding(config: ModelConfig) -> RotaryEmbedding:
+    """Return megatron-core's embedding, with wavelengths scaled as configured."""
+    embedding = RotaryEmbedding(
+        kv_channels=config.head_channels,
+        rotary_percent=config.rotary_percent,
+        rotary_base=config.rotary_base,
+        rope_scaling=config.use_rope_scaling,
+        rope_scaling_factor=config.rope_scaling_factor,
+        use_cpu_initialization=True,
+    )
+    if config.yarn_rotary_scaling_factor is not None:
+        embedding.inv_freq = stretched(embedding.inv_freq, config, config.yarn_rotary_scaling_factor)
+    return embedding
+
+
+def stretched(frequencies: Tensor, config: ModelConfig, factor: float) -> Tensor:
+    """Return frequencies [n/2] scaled by YaRN (arXiv 2309.00071, section 3.2).
+
+    A pair of channels that turns at least `yarn_beta_fast` times within the original length keeps its frequency; that
+    of a pair that turns at most `yarn_beta_slow` times is divided by `factor`; between them both are blended.
+    """
+    pairs = len(frequencies)
+    fast, slow = (_pair(config, pairs, turns) for turns in (config.yarn_beta_fast, config.yarn_beta_slow))
+    if config.yarn_correction_range_round_to_int:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    first, last = max(fast, 0), min(slow, 2 * pairs - 1)
+    length = last - first or 0.001
+    share = ((torch.arange(pairs, dtype=torch.float32) - first) / length).clamp(0, 1)  # weight of the divided frequency
+    return frequencies / factor * share + frequencies * (1 - share)
+
+
+def _pair(config: ModelConfig, pairs: int, turns: float) -> float:
+    """Return the pair of channels with `turns` turns in the original length; frequencies are base ** (-i / pairs)."""
+    wavelength = config.yarn_original_max_position_embeddings / turns
+    return pairs * math.log(wavelength / (2 * math.pi)) / math.log(config.rotary_base)

@@ -23,8 +23,7 @@ from megatron_ext.engine.input_processor import check_drafts
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
-from megatron_ext.models.dry_run import plan_without_weights
-from megatron_ext.models.engine_args import EngineArgs, follow
+from megatron_ext.models.engine_args import EngineArgs, follow, plan_without_weights
 from megatron_ext.models.generation_defaults import request_defaults
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems

@@ -29,8 +29,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.memory.heap import freeze_loaded_objects
-from megatron_ext.models.dry_run import plan_without_weights
-from megatron_ext.models.engine_args import EngineArgs, follow
+from megatron_ext.models.engine_args import EngineArgs, follow, plan_without_weights
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.identity import weights_hash
 from megatron_ext.models.llm_engine import LLMEngine

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.chat_tokens import ASSISTANT
 from megatron_ext.text.generic_tools import spell_out
-from megatron_ext.text.template_files import SPECIAL_TOKENS
 from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.template_worker import Rendering
+from megatron_ext.text.tokenizer_files import SPECIAL_TOKENS
 
 logger = logging.getLogger(__name__)
 

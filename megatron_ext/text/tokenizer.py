@@ -17,14 +17,17 @@ from megatron_ext.files import read_text
 from megatron_ext.text.chat_template import ChatOptions, render_chat
 from megatron_ext.text.chat_tokens import ChatTokens, Messages, RenderedChat, marked_special
 from megatron_ext.text.rust_panics import CANNOT_DECODE, CANNOT_ENCODE, panics_as_errors
-from megatron_ext.text.template_files import ChatTemplates, read_chat_templates, read_special_tokens, read_template_file
 from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.tokenizer_files import (
     LONGEST_FILE,
     TOKENIZER_FILE,
+    ChatTemplates,
     check_files,
     has_tokenizer,
     no_tokenizer,
+    read_chat_templates,
+    read_special_tokens,
+    read_template_file,
     special_ids,
 )
 

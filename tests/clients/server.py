@@ -22,9 +22,8 @@ from megatron_ext.server.openai import structured_output_checks
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, Message, ToolChoice
-from megatron_ext.text.tool_calls.formats import ToolCallFormat
+from megatron_ext.text.tool_calls.formats import Guidance, ToolCallFormat, grammar_of
 from megatron_ext.text.tool_calls.functions import GrammarRules
-from megatron_ext.text.tool_calls.grammar import Guidance, grammar_of
 from tests.clients.expected import TEXT
 
 constrained_format = structured_output_checks.constrained_format

@@ -8,9 +8,8 @@ import re
 import pytest
 
 from megatron_ext.server.openai.protocol import Message
-from megatron_ext.text.tool_calls.formats import HERMES
+from megatron_ext.text.tool_calls.formats import HERMES, Guidance
 from megatron_ext.text.tool_calls.functions import Function
-from megatron_ext.text.tool_calls.grammar import Guidance
 from tests.clients import run
 from tests.clients.expected import FACTS, TEXT
 from tests.clients.server import called, leaves_no_choice, prescribed_grammar

@@ -17,66 +17,15 @@ from megatron_ext.config.layers import YARN
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore import platform  # noqa: F401  # first: it puts the CPU stand-ins in place
 from megatron_ext.models.attach.modules import is_gpt
-from megatron_ext.models.megatron.training_args import config_from_args
-from megatron_ext.models.rotary_embedding import rotary_embedding
+from megatron_ext.models.build import rotary_embedding
+from megatron_ext.models.megatron.training_args import ARGUMENTS, config_from_args
 
 from megatron.core import activations  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 
-# Fields of `TransformerConfig` that Megatron saves under the same names.
-_SAME_NAMES = (
-    "activation_func_clamp_value",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "apply_residual_connection_post_layernorm",
-    "attention_output_gate",
-    "experimental_attention_variant",
-    "ffn_hidden_size",
-    "glu_linear_offset",
-    "hidden_size",
-    "kv_channels",
-    "layernorm_epsilon",
-    "linear_attention_freq",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-    "mamba_state_dim",
-    "moe_apply_probs_on_input",
-    "moe_expert_capacity_factor",
-    "moe_ffn_hidden_size",
-    "moe_latent_size",
-    "moe_layer_freq",
-    "moe_router_enable_expert_bias",
-    "moe_router_force_load_balancing",
-    "moe_router_group_topk",
-    "moe_router_load_balancing_type",
-    "moe_router_num_groups",
-    "moe_router_pre_softmax",
-    "moe_router_score_function",
-    "moe_router_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_shared_expert_gate",
-    "moe_shared_expert_intermediate_size",
-    "mrope_section",
-    "multi_latent_attention",
-    "no_rope_freq",
-    "normalization",
-    "num_attention_heads",
-    "num_layers",
-    "num_query_groups",
-    "qk_l2_norm",
-    "qk_layernorm",
-    "rotary_interleaved",
-    "softmax_type",
-    "window_attn_skip_freq",
-    "window_size",
-)
 _OTHER_NAMES = {"layernorm_zero_centered_gamma": "apply_layernorm_1p", "num_moe_experts": "num_experts"}
+# Fields of `TransformerConfig` that Megatron saves under the same names.
+_SAME_NAMES = ARGUMENTS & {one.name for one in dataclasses.fields(TransformerConfig)} - _OTHER_NAMES.keys()
 _TRANSLATED = frozenset((*_SAME_NAMES, *_OTHER_NAMES, "activation_func", "gated_linear_unit", "softmax_scale"))
 # Fields that do not change what an evaluated model computes, apart from rounding: initialization, losses, dropout,
 # memory, communication, layouts of ranks, fused kernels, upstream's own inference; and the sub-settings of features

@@ -1,11 +1,14 @@
-"""Model of ours whose parameters are the tensors of a model of Megatron in memory."""
+"""Model of ours whose parameters are the tensors of a model of Megatron in memory, which has one engine at most."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,28 @@ from megatron_ext.models.attach.config import config_of, rotary_frequencies
 from megatron_ext.models.attach.modules import check_modules, is_gpt, unwrapped
 from megatron_ext.models.build import build_without_parameters
 from megatron_ext.models.megatron.stored_keys import is_ignored, places
+
+_MODELS: WeakSet[nn.Module] = WeakSet()
+_changing = threading.Lock()
+
+
+@contextlib.contextmanager
+def attached(model: nn.Module) -> Iterator[None]:
+    """Mark an unwrapped model as attached inside this context.
+
+    Raises:
+        ConfigError: It is attached already.
+    """
+    with _changing:
+        if model in _MODELS:
+            raise ConfigError("an engine is attached to this model already; close it, or use it")
+        _MODELS.add(model)
+    try:
+        yield
+    finally:
+        with _changing:
+            _MODELS.discard(model)
+
 
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _EXPERT = re.compile(r"(.+\.experts\.)local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")

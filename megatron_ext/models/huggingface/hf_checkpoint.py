@@ -1,19 +1,36 @@
-"""Hugging Face checkpoint: its family decides how its configuration and its weights are read."""
+"""Hugging Face checkpoint: its family decides how its configuration and its weights are read.
+
+Weights are read one tensor of the model at a time.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.source import HfOverrides
+from megatron_ext.errors import CheckpointError
+from megatron_ext.mcore.checkpoint.weight_shards import (
+    Box,
+    ShardSpec,
+    gathered_names,
+    model_shards,
+    model_tensors,
+    zero_padding,
+)
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.huggingface.family_registry import family_of
 from megatron_ext.models.huggingface.fields import CONFIG_FILE, Fields, read_fields
-from megatron_ext.models.huggingface.weight_loader import load_weights
-from megatron_ext.models.weight_files import WeightFiles, is_prediction
+from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, Source, TensorTable
+from megatron_ext.models.weight_files import WeightFiles, is_prediction, require_same_names, require_shape
 from megatron_ext.parallel.world import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -74,3 +91,132 @@ def load_hf_weights(
     """
     load_weights(model, config, directory, family_of(read_fields(directory, overrides)).tensors)
     mark_weights_changed(model)
+
+
+_ROWS_AT_A_TIME = 4096
+
+Names = dict[str, str]  # name without prefix -> stored name
+
+
+def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table: TensorTable) -> None:
+    """Fill every tensor of this rank's `model`, built from `config`, in the types of its parameters.
+
+    Every rank calls this. It reads only its part of each tensor, except for tensors with a conversion other than
+    concatenation by rows: of these it holds one whole tensor at a time.
+
+    Args:
+        model: Model whose tensors are written.
+        config: Configuration that the model was built from.
+        directory: Directory of the files.
+        table: Tensor table of the family.
+
+    Raises:
+        CheckpointError: A tensor is missing, unknown, or has another shape; the message names it. Or tied embeddings
+            are stored twice and differ.
+    """
+    files, shards, sources = WeightFiles(directory), model_shards(model), table.sources(config)
+    stored = _stored_names(files, table, {name for source in sources.values() for name in source.names})
+    require_same_names(directory, sources, gathered_names(shard.name for shard in shards.values()))
+    _require_stored(files, stored, sources, is_tied=not config.untie_embeddings_and_output_weights)
+    with torch.no_grad():
+        for name, target in model_tensors(model).items():
+            _fill(target, shards[name], files, stored, sources[shards[name].name], config)
+
+
+def _stored_names(files: WeightFiles, table: TensorTable, wanted: Container[str]) -> Names:
+    """Return the tensors to load, split or joined as the table requires; ignored ones only if they are wanted.
+
+    Raises:
+        CheckpointError: A tensor under two names.
+    """
+    for expression, part_name in table.split.items():
+        for match in filter(None, (re.fullmatch(expression, name) for name in sorted(files.names))):
+            files.split(match.string, _namer(match, part_name))
+    for whole, parts in table.joined_names(files.names).items():
+        files.join(whole, parts)
+    stored: Names = {}
+    for name in sorted(files.names):
+        other = stored.setdefault(table.known_name(name), name)
+        if other != name:
+            raise CheckpointError(f"{files.directory} has both {other} and {name}, two names of one tensor")
+    if table.ignored is None:
+        return stored
+    return {
+        name: file_name for name, file_name in stored.items() if name in wanted or not re.fullmatch(table.ignored, name)
+    }
+
+
+def _namer(match: re.Match[str], part_name: str) -> Callable[[int], str]:
+    """Return a function from a slice's number to its name."""
+    return lambda index: match.expand(part_name.replace("{index}", str(index)))
+
+
+def _require_stored(files: WeightFiles, stored: Names, sources: Mapping[str, Source], *, is_tied: bool) -> None:
+    """Require exactly the needed tensors; with tied embeddings the output may exist too, if it is equal."""
+    found = set(stored)
+    if is_tied and LM_HEAD in found:
+        _require_tied(files, stored, sources[EMBEDDING].names[0])
+        found.remove(LM_HEAD)
+    require_same_names(files.directory, found, {name for source in sources.values() for name in source.names})
+
+
+def _require_tied(files: WeightFiles, stored: Names, embedding: str) -> None:
+    names = [stored[name] for name in (embedding, LM_HEAD) if name in stored]
+    if len(names) == 2 and not _equal(files, *names):
+        raise CheckpointError(
+            f"{files.directory}: tie_word_embeddings is true, but {names[0]} and {names[1]} differ; "
+            "set tie_word_embeddings to false to keep both"
+        )
+
+
+def _equal(files: WeightFiles, one: str, other: str) -> bool:
+    """Return whether two tensors are equal; some rows of each are read at a time."""
+    shape = files.shape(one)
+    if shape != files.shape(other):
+        return False
+    rows = [(slice(row, row + _ROWS_AT_A_TIME),) for row in range(0, shape[0], _ROWS_AT_A_TIME)] if shape else [()]
+    return all(torch.equal(files.get(one, box), files.get(other, box)) for box in rows)
+
+
+def _fill(
+    target: Tensor, shard: ShardSpec, files: WeightFiles, stored: Names, source: Source, config: ModelConfig
+) -> None:
+    """Write this rank's part of a tensor of ours."""
+    shapes = part_shapes(source, shard.shape, config)
+    for name, expected in zip(source.names, shapes, strict=True):
+        require_shape(files.directory, stored[name], files.shape(stored[name]), expected)
+    if source.conversion is not None:
+        parts = [files.get(stored[name]) for name in source.names]
+        target.copy_(shard.take(source.conversion.convert(parts, config)))
+        return
+    zero_padding(target, shard)
+    for piece in shard.pieces:
+        for name, theirs, ours in _boxes(source.names, shapes, piece.whole, piece.local):
+            target[ours].copy_(files.get(stored[name], theirs))
+
+
+def _boxes(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], whole: Box, local: Box
+) -> Iterator[tuple[str, Box, Box]]:
+    """Yield the boxes of their tensors that make up a box of the concatenation, each with its place in ours."""
+    if not whole:  # a tensor without dimensions cannot be divided
+        yield names[0], whole, local
+        return
+    first = 0
+    for name, shape in zip(names, shapes, strict=True):
+        low, high = max(whole[0].start, first), min(whole[0].stop, first + shape[0])
+        if low < high:
+            shift = local[0].start - whole[0].start
+            yield name, (slice(low - first, high - first), *whole[1:]), (slice(low + shift, high + shift), *local[1:])
+        first += shape[0]
+
+
+def part_shapes(source: Source, shape: tuple[int, ...], config: ModelConfig) -> Sequence[tuple[int, ...]]:
+    """Return the shapes of their tensors that make up one of `shape`, which may have no dimension."""
+    if source.conversion is None and len(source.names) == 1:
+        return [shape]
+    count = len(source.names)
+    if source.conversion is None:
+        return [(shape[0] // count, *shape[1:])] * count
+    parts = [(row, *shape[1:]) for row in source.conversion.rows(config)]
+    return [part[::-1] for part in parts] if source.conversion.is_transposed else parts

@@ -80,57 +80,30 @@ def training_facts(args: object, *, is_gpt: bool, vocabulary_rows: int) -> Train
 
 
 _REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
-_TAKEN = (
-    "apply_layernorm_1p",
-    "attention_output_gate",
-    "kv_channels",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_heads",
-    "mamba_num_groups",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "activation_func_clamp_value",
-    "glu_linear_offset",
-    "quick_geglu",
-    "softmax_type",
-    "squared_relu",
-    "swiglu",
-    "untie_embeddings_and_output_weights",
+# Taken as they are, from the arguments of every model and of one with experts.
+_TAKEN = tuple(
+    """
+    apply_layernorm_1p attention_output_gate kv_channels
+    linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+    mamba_state_dim mamba_head_dim mamba_num_heads mamba_num_groups
+    rotary_percent use_rope_scaling rope_scaling_factor
+    activation_func_clamp_value glu_linear_offset quick_geglu softmax_type squared_relu swiglu
+    untie_embeddings_and_output_weights
+    """.split()
 )
-_TAKEN_FOR_EXPERTS = (
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_gate",
-    "moe_shared_expert_intermediate_size",
-    "moe_latent_size",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
+_TAKEN_FOR_EXPERTS = tuple(
+    """
+    num_experts moe_ffn_hidden_size moe_shared_expert_gate moe_shared_expert_intermediate_size moe_latent_size
+    moe_router_topk moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
+    moe_router_topk_scaling_factor moe_router_enable_expert_bias
+    """.split()
 )
-_MUST_BE_OFF = (
-    "apply_residual_connection_post_layernorm",
-    "heterogeneous_layers_config_encoded_json",
-    "heterogeneous_layers_config_path",
-    "layernorm_zero_centered_gamma",
-    "linear_attention_type",
-    "mrope_section",
-    "multi_latent_attention",
-    "no_rope_freq",
-    "qk_l2_norm",
-    "retro_add_retriever",
-    "rotary_interleaved",
-    "use_legacy_models",
+_MUST_BE_OFF = tuple(
+    """
+    apply_residual_connection_post_layernorm heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path
+    layernorm_zero_centered_gamma linear_attention_type mrope_section multi_latent_attention no_rope_freq qk_l2_norm
+    retro_add_retriever rotary_interleaved use_legacy_models
+    """.split()
 )
 # Megatron's hybrid models ignore the first; their patterns replace the others, which are for GPT.
 _MUST_BE_OFF_IN_HYBRIDS = ("qk_layernorm", "window_size", "experimental_attention_variant", "linear_attention_freq")
@@ -138,14 +111,11 @@ _MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_expert_capacity_fac
 _DELTA_NET = "gated_delta_net"
 _POSITIONS, _SIZE = "position_embedding_type", "window_size"
 # Arguments of YaRN, which have the prefix `yarn_` in some versions of Megatron.
-_YARN = (
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "correction_range_round_to_int",
+_YARN = tuple(
+    """
+    rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
+    correction_range_round_to_int
+    """.split()
 )
 _ALLOWED = {
     "position_embedding_type": POSITION_EMBEDDINGS,
@@ -154,6 +124,15 @@ _ALLOWED = {
     "rotary_seq_len_interpolation_factor": (1,),
     "softmax_type": SOFTMAX_TYPES,
 }
+# Arguments that say what a model computes, under names that the model's configuration has, too.
+ARGUMENTS = frozenset(
+    (
+        *(*_TAKEN, *_TAKEN_FOR_EXPERTS, *_MUST_BE_OFF, *_MUST_BE_OFF_IN_HYBRIDS, *_MUST_BE_OFF_FOR_EXPERTS),
+        *("add_bias_linear", "add_qkv_bias", "ffn_hidden_size", "hidden_size", "layernorm_epsilon", "moe_layer_freq"),
+        *("moe_router_load_balancing_type", "normalization", "num_attention_heads", "num_layers", "num_query_groups"),
+        "window_attn_skip_freq",
+    )
+)
 _LARGEST = 2**53  # the whole numbers that are exact as floats
 _MAMBA_NORM_EPSILON = 1e-5  # of the gated norm inside the mixer, regardless of the arguments
 

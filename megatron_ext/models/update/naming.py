@@ -17,8 +17,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.models.huggingface.family_registry import family_of
 from megatron_ext.models.huggingface.fields import read_fields
+from megatron_ext.models.huggingface.hf_checkpoint import part_shapes
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, TensorTable
-from megatron_ext.models.huggingface.weight_loader import part_shapes
 from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration
 from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
 from megatron_ext.models.weight_files import FLOATING_TYPES, is_prediction

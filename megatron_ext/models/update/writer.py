@@ -21,8 +21,7 @@ from megatron_ext.errors import ConfigError, WeightUpdateError, describe
 from megatron_ext.mcore.checkpoint.weight_shards import ShardSpec, model_shards, writable_tensors, zero_padding
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.megatron.stored_keys import final_norm_in_gpt
-from megatron_ext.models.update.copies import kept_copies, write_back
-from megatron_ext.models.update.disk import NewWeights
+from megatron_ext.models.update.disk import NewWeights, kept_copies, write_back
 from megatron_ext.models.update.naming import (
     NamedTensors,
     Naming,

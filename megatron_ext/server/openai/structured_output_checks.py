@@ -19,10 +19,9 @@ from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import MAX_CALLS, ChatRequest
 from megatron_ext.server.unknown_fields import note_ignored
-from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.schema_support import supported_part
+from megatron_ext.text.grammars import Grammars, supported_part
+from megatron_ext.text.tool_calls.formats import Guidance, grammar_of
 from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function
-from megatron_ext.text.tool_calls.grammar import Guidance, grammar_of
 
 Result = TypeVar("Result")
 THREADS = 2

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_ext import ConfigError, RequestParams, WeightUpdateError, follow_engine, load_engine, load_follower
 from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore import platform
-from megatron_ext.models.update import copies, writer
+from megatron_ext.models.update import disk, writer
 from tests.unit_tests.support.new_weights import new_weights, write_checkpoint
 from tests.unit_tests.support.ranks import run_ranks
 
@@ -72,14 +72,14 @@ def lack_memory_once() -> None:
 
 def fail_to_swap_once() -> None:
     """Make the next write of a checkpoint fail in its middle."""
-    swap, calls = copies._swap, iter(range(10**6))
+    swap, calls = disk._swap, iter(range(10**6))
 
     def failing(one: torch.Tensor, other: torch.Tensor) -> None:
         if next(calls) == 5:
             raise ZeroDivisionError("planted")
         swap(one, other)
 
-    copies._swap = failing
+    disk._swap = failing
 
 
 def program(sizes: dict) -> object:

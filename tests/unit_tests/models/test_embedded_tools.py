@@ -19,7 +19,7 @@ from examples.embedded_model.conversations import (
 from examples.embedded_model.corpus import Document, Entry
 from examples.embedded_model.tool_evaluation import parsed_calls, score
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
-from megatron_ext.text.template_files import read_chat_templates
+from megatron_ext.text.tokenizer_files import read_chat_templates
 
 DOCUMENTS = [Document("m", tuple(Entry(f"m.f{i}", f"m.f{i}()", f"Does the thing number {i}.") for i in range(5)))]
 ENTRIES = [(entry.name, entry.text) for entry in DOCUMENTS[0].entries]

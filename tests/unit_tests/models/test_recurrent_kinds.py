@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config import RECURRENT_KINDS, RECURRENT_LAYERS, ModelConfig
-from megatron_ext.config.options import flag_of, flags_of
+from megatron_ext.config.options import flag_of, options_of
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import OWN_SPECS, build_model, resolve_spec
 from tests.unit_tests.models.conftest import TINY
@@ -43,8 +43,13 @@ def test_kinds_name_the_fields_that_shape_their_weights() -> None:
     for kind in RECURRENT_KINDS.values():
         assert all(hasattr(TINY, name) for name in kind.layout)
     called = {name for kind in RECURRENT_KINDS.values() for name in kind.layout.values()}
-    others = {"mtp_num_layers", "mtp_use_repeated_layer", "mtp_hybrid_override_pattern"}
-    assert {flag_of(name) for name in flags_of(ModelConfig).keys() - others} <= called
+    prefixes = ("mamba_", "linear_", "short_conv_")
+    flags = {
+        flag_of(name) for name, one in options_of(ModelConfig).items() if one.help_text and name.startswith(prefixes)
+    }
+    assert len(flags) > len(prefixes)
+    assert flags <= called
+    assert tuple(RECURRENT_KINDS) == RECURRENT_LAYERS
 
 
 def test_unknown_specs_are_refused() -> None:

@@ -25,7 +25,7 @@ from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.update import copies, disk
+from megatron_ext.models.update import disk
 from megatron_ext.models.update.disk import WeightsRoot, read_new_weights
 from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.server.api_keys import load_keys
@@ -461,7 +461,7 @@ class TestUpdate:
 
     def test_a_write_that_fails_in_its_middle(self, server, monkeypatch):
         """RL-1: the old weights are put back, and requests go on with them."""
-        before, swap, calls = tokens(server), copies._swap, iter(range(10**6))
+        before, swap, calls = tokens(server), disk._swap, iter(range(10**6))
 
         def fail(*pair: torch.Tensor) -> None:
             if next(calls) == 5:
@@ -469,7 +469,7 @@ class TestUpdate:
             swap(*pair)
 
         with monkeypatch.context() as broken:
-            broken.setattr(copies, "_swap", fail)
+            broken.setattr(disk, "_swap", fail)
             answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"})
         assert "the old weights are back" in check_error(answer, 503)["message"]
         assert ask(server, "GET", "/health").status_code == 200

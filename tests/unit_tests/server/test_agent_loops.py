@@ -17,7 +17,7 @@ from megatron_ext.server.openai.answers import AnswerFormat, Piece
 from megatron_ext.server.openai.responses import ChatResponseBuilder
 from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
 from megatron_ext.text import reasoning
-from megatron_ext.text.template_files import ChatTemplates
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from megatron_ext.text.tool_calls.formats import format_named
 from megatron_ext.text.tool_calls.functions import Function
 from megatron_ext.text.vocabulary import Vocabulary

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, decoders, pre_tokenizers
 
-from megatron_ext.text.template_files import ChatTemplates
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support.server import LiveServer

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.server.access import LONGEST_ID
 from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.template_files import ChatTemplates
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support.server import embedded_engine, tiny_engine
 

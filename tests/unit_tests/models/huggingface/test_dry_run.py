@@ -13,8 +13,7 @@ from rich.console import Console
 from arguments import parse_arguments
 from megatron_ext.console.kv_cache_table import print_dry_run, print_engine
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.dry_run import plan_without_weights
-from megatron_ext.models.engine_args import EngineArgs
+from megatron_ext.models.engine_args import EngineArgs, plan_without_weights
 from megatron_ext.models.llm_engine import LLMEngine
 from tests.unit_tests.models.huggingface.families import FAMILIES
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_ext.config import ParallelConfig, SourceConfig
 from megatron_ext.mcore.checkpoint.weight_shards import Piece, ShardSpec, model_shards, model_tensors, whole_shard
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.models.huggingface import weight_loader
+from megatron_ext.models.huggingface import hf_checkpoint
 from megatron_ext.models.load import load_model
 from tests.unit_tests.models.huggingface.nemotron_h_oracle import ATOL, RTOL
 from tests.unit_tests.support.layouts import CPU, Part, assert_parts_of, held, load, logits, part_of, sizes
@@ -93,7 +93,7 @@ def load_interleaved(directory: Path, parallel: ParallelConfig) -> Tensor | None
                 cuts[name] = ShardSpec(name, cuts[name].shape, (Piece(there, own),))
         return cuts
 
-    weight_loader.model_shards = without_parts
+    hf_checkpoint.model_shards = without_parts
     return logits(load(directory, parallel, is_hf=True), TOKENS)
 
 

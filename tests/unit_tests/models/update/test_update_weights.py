@@ -21,8 +21,8 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.tensors import EMBEDDING
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.update import copies
-from megatron_ext.models.update.copies import exchange
+from megatron_ext.models.update import disk
+from megatron_ext.models.update.disk import exchange
 from megatron_ext.models.update.naming import MegatronNames, OwnNames, naming_of
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, nemotron_h_oracle, qwen3_next_oracle
@@ -321,8 +321,8 @@ class TestRefused:
                 raise torch.cuda.OutOfMemoryError("no memory")
             swap(one, other)
 
-        swap = copies._swap
-        monkeypatch.setattr(copies, "_swap", fail_once)
+        swap = disk._swap
+        monkeypatch.setattr(disk, "_swap", fail_once)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             exchange(model, {name: torch.zeros_like(one) for name, one in before.items()})
         assert_equal(tensors_of(model), before)

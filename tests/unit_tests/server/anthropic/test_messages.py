@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.server import unknown_fields
 from megatron_ext.server.anthropic.message_fields import MessagesRequest, as_chat
-from megatron_ext.text.template_files import ChatTemplates
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
 from tests.unit_tests.server.test_errors import CHAT

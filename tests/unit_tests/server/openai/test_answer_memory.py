@@ -23,7 +23,7 @@ from megatron_ext.server.openai.chat_prompt import ChatPrompt, Conversation
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.template_files import ChatTemplates
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from megatron_ext.text.tool_calls.formats import HERMES
 from megatron_ext.text.tool_calls.functions import Function
 from tests.on_request import long_except

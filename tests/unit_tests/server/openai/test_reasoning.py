@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.text.template_files import ChatTemplates
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.test_errors import CHAT, check_error
 from tests.unit_tests.support.server import LiveServer, embedded_engine

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.config import RequestParams
 from megatron_ext.server import unknown_fields
-from megatron_ext.text.template_files import ChatTemplates
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support import choice

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
-from megatron_ext.text.template_files import ChatTemplates
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
 from tests.unit_tests.server.test_errors import CHAT, check_error

@@ -20,8 +20,8 @@ from megatron_ext.server.openai.engine_requests import chat_inputs
 from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.server.openai.structured_output_checks import answer_format_of, constrained_format
 from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.template_files import ChatTemplates
 from megatron_ext.text.tokenizer import TextTokenizer
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from megatron_ext.text.tool_calls.formats import HERMES
 from tests.on_request import long_except
 from tests.unit_tests.scheduling.builders import make_limits

@@ -13,14 +13,13 @@ from megatron_ext.config.request import LARK, ResponseFormat, ThinkingBudget
 from megatron_ext.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from megatron_ext.errors import ConfigError
 from megatron_ext.text import reasoning
-from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.schema_support import supported_part
+from megatron_ext.text.grammars import Grammars, supported_part
 from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.template_worker import Rendering
 from megatron_ext.text.tokenizer import TextTokenizer
 from megatron_ext.text.tool_calls import formats
+from megatron_ext.text.tool_calls.formats import Guidance, grammar_of
 from megatron_ext.text.tool_calls.functions import Function
-from megatron_ext.text.tool_calls.grammar import Guidance, grammar_of
 from megatron_ext.text.tool_calls.reader import ToolCallReader
 from megatron_ext.text.tool_calls.source import Arguments, CallBegun, Content
 
