@@ -116,6 +116,17 @@ def kernels() -> Kernels:
     return Kernels()
 
 
+def move_to_large_pages(weight: Tensor) -> int:
+    """Move the memory of a weight on the CPU to large pages, as far as the system has them and allows that.
+
+    Small pages are read at three fourths of the rate, since more of them are looked up.
+
+    Returns:
+        Bytes that the system was asked for: all of the weight but parts of pages at its ends.
+    """
+    return int(kernels().move_to_large_pages(weight)) if are_used() else 0
+
+
 def prefill_places(chunks: PackedChunks, slots: StateSlots, live: Tensor, snapshots: Tensor | None) -> PrefillPlaces:
     """Return the members of `Prefill` in `prefill.h`: sequence starts, state slots, and the states to keep."""
     starts, kept = chunks.sequences.cu_seqlens, slots.snapshots

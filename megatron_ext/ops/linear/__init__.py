@@ -56,7 +56,9 @@ def choice_identity(backend: LinearBackend, dtype: torch.dtype, *, is_forced: bo
         is_forced: Whether the backend packs every weight instead of only the weights in the table.
     """
     row = None if is_forced else table.row_for(dtype)
-    return f"{backend.name} {table.instruction_sets(dtype)[0]} {dtype} {'all' if row is None else row.limits}"
+    is_fp32 = backend is onednn.BACKEND and dtype is torch.float32
+    few = ", few rows by cpp" if is_fp32 and onednn.few_rows_by_cpp() else ""
+    return f"{backend.name}{few} {table.instruction_sets(dtype)[0]} {dtype} {'all' if row is None else row.limits}"
 
 
 __all__ = ["INT8", "LINEAR", "LinearBackend", "Packable", "PackableLinear", "PackedWeight", "choice_identity", "choose"]

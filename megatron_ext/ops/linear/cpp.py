@@ -46,6 +46,7 @@ class PanelWeight:
     def __init__(self, weight: Tensor) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
             self._panels = panels_of(weight.detach())
+        cpp.move_to_large_pages(self._panels)
         self._outputs = weight.shape[0]
         self._product = cpp.kernels().linear
 
@@ -85,6 +86,7 @@ class Int8Weight:
                 numbers = (rows / divisors).round_().clamp_(-_LARGEST, _LARGEST).flatten(2)[..., :inputs]
                 self._panels[here].copy_(numbers.transpose(1, 2))
                 self._scales[here].copy_(scales.transpose(1, 2))
+        cpp.move_to_large_pages(self._panels)
         self._outputs, self._group = outputs, group
         self._product = cpp.kernels().linear
 

@@ -53,8 +53,8 @@ class Row:
 _EPYC = "AMD EPYC, family 26 (Zen 5), 2 cores, torch 2.13.0"
 _LOWERED = f"{_EPYC}, lowered to AVX2"
 TABLE: Final = (
-    Row("AVX512", torch.float32, 256, MIB, "onednn", _EPYC),
-    Row("AVX2", torch.float32, 256, MIB, "onednn", "AMD EPYC with AVX2, 2 cores, torch 2.13.0"),
+    Row("AVX512", torch.float32, 256, 128 * KIB, "onednn", _EPYC),
+    Row("AVX2", torch.float32, 256, 128 * KIB, "onednn", "AMD EPYC with AVX2, 2 cores, torch 2.13.0"),
     Row(AVX512_BF16, torch.bfloat16, 256, MIB, "onednn", _EPYC),
     Row("AVX512", torch.bfloat16, 64, 32 * KIB, "cpp", _EPYC),
     Row("AVX2", torch.bfloat16, 64, 32 * KIB, "cpp", _LOWERED),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.ops import cpp as operators
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.cpp import can_be_built
 from megatron_ext.ops.linear import INT8, LINEAR, PackableLinear, choice_identity, choose, cpp, onednn, reference, table
@@ -247,6 +249,60 @@ def test_a_product_in_16_bits_is_outside_the_bound():
     weight, x = numbers(48, 512), numbers(9, 512)
     with pytest.raises(AssertionError):
         assert_within_bound(F.linear(x.bfloat16(), weight.bfloat16()).float(), x, weight)
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages on this system")
+@pytest.mark.parametrize("name", ["onednn", "cpp-bf16", "int8"])
+def test_packed_weights_lie_in_large_pages(name, monkeypatch):
+    """All of their memory but parts of pages at its ends, and with the same values."""
+    make, dtype = (cpp.Int8Weight, torch.float32) if name == "int8" else PACKED[name][0]
+    weight, moved, move = numbers(4096, 2048, dtype=dtype), [], operators.move_to_large_pages
+    monkeypatch.setattr(operators, "move_to_large_pages", lambda one: moved.append(move(one)))
+    packed = make(weight)
+    size = 4096 * 2048 * (1 if name == "int8" else dtype.itemsize)
+    assert size - 2**22 < moved.pop() <= size + 2**18
+    make(weight[:16, :64])
+    assert moved == [0]
+    if name != "int8":
+        assert torch.equal(packed.dense(), weight)
+
+
+@needs_onednn
+@needs_compiler
+@pytest.mark.parametrize(("outputs", "inputs"), [(97, 61), (64, 512), (300, 1100), (2100, 130)])
+@torch.inference_mode()
+def test_few_rows_of_fp32_are_computed_from_the_memory_of_onednn(outputs, inputs):
+    """A row has the same bits beside any few others and with any threads; more rows are within the bound."""
+    weight, bias, x = numbers(outputs, inputs), numbers(outputs), numbers(24, inputs, seed=1)
+    multiply = onednn.OneDnnWeight(weight)
+    assert multiply.panel_inputs >= inputs, "oneDNN has another layout than panels of 64 outputs"
+    alone = torch.cat([multiply(x[row : row + 1], bias) for row in range(24)])
+    assert_within_bound(alone, x, weight, bias)
+    threads = torch.get_num_threads()
+    try:
+        for count in (threads, 3):
+            torch.set_num_threads(count)
+            for rows in range(1, onednn.FEW_ROWS + 1):
+                for first in range(0, 24 - rows, rows):
+                    assert torch.equal(multiply(x[first : first + rows], bias), alone[first : first + rows]), rows
+    finally:
+        torch.set_num_threads(threads)
+    assert_within_bound(multiply(x[:9], bias), x[:9], weight, bias)
+
+
+@needs_onednn
+@needs_compiler
+def test_another_layout_of_onednn_is_seen():
+    """Where its numbers are not in our panels, oneDNN computes all rows."""
+    packed = onednn.OneDnnWeight(numbers(200, 100))._weight
+    found = operators.kernels().onednn_panels
+    assert found(packed, numbers(200, 100)) == 112
+    for outputs, inputs in ((100, 200), (200, 99), (128, 100)):
+        assert found(packed, numbers(outputs, inputs)) == 0
+    changed = numbers(200, 100)
+    changed[199, 99] += 1
+    assert found(packed, changed) == found(packed, changed.double()) == found(changed, changed) == 0
 
 
 @packed_products
