@@ -1,19 +1,240 @@
-"""Shared parts of chunked scans: tokens laid out in chunks, decay within a chunk, states passed between chunks.
+"""Chunked scans of the references: layout of chunks, decay within a chunk, states passed between chunks.
 
-Letters: T tokens, n chunks, C places in a chunk (c: the receiving place, s: the sending place), S sequences.
+The layout (padded places, the order of states, smaller pieces) is computed once a step from the metadata in `varlen`
+(see `StepMetadata.prepared`); other backends do not use it.
+
+The metadata of a step usually has the shapes of its prompts. With static shapes (`static_chunks`) they follow from
+upper bounds: S sequences of m chunks with C places each, filled as far as there are tokens. Surplus chunks are empty:
+places without a token neither decay nor add anything, so a state passes them unchanged. The contents of the tensors may
+change; nothing on the host depends on them.
+
+Letters: T tokens of the packed step, S sequences, n chunks, C places in a padded chunk (c: the receiving place, s: the
+sending place).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from megatron_ext.ops.chunk_padding import PaddedPlaces, RankOrder, pad_chunks
-from megatron_ext.ops.varlen import PackedChunks
+from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes, pack_chunks, stage_arrays, starts
+
+PIECE = 32
+"""Tokens of a piece of a chunk, for scans that cut chunks further."""
+
+
+@dataclass(frozen=True)
+class PaddedPlaces:
+    """Places of uneven chunks' tokens in a padded [n, C] layout, C being the longest chunk.
+
+    Attributes:
+        tokens: [n*C] int64, the token at each place; places after a chunk's end repeat the chunk's last token, so that
+            gathering never reads a value from outside the chunk. Callers give those places no weight.
+        is_padding: [n, C] bool, True at places after a chunk's end.
+        place_of_token: [T] int64, the inverse: index into the flattened places.
+    """
+
+    tokens: Tensor
+    is_padding: Tensor
+    place_of_token: Tensor
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """Order in which states pass from chunk to chunk: first chunks of all sequences, second chunks, and so on.
+
+    Sequences are ordered by falling number of chunks, so the first `sizes[r]` sequences have a chunk of rank r.
+    *Carried* states are the S initial states in this order, followed by the n states after each chunk in this order.
+
+    Attributes:
+        sizes: Number of sequences with a chunk of rank 0, 1, ..., on the host; sums to n.
+        sequences: [S] int64, the sequences by falling number of chunks.
+        chunks: [n] int64, the chunks in this order.
+        before: [n] int64, for each chunk (in token order) the carried state before it.
+        after: [n] int64, for each chunk (in token order) the carried state after it.
+    """
+
+    sizes: tuple[int, ...]
+    sequences: Tensor
+    chunks: Tensor
+    before: Tensor
+    after: Tensor
+
+
+@dataclass(frozen=True)
+class PaddedChunks:
+    """Chunks as the rows of padded tensors.
+
+    Attributes:
+        longest: C, tokens of the longest chunk (which may be less than the chunk size used for cutting).
+        places: Padding of the chunks to one length; None if they all have equal lengths.
+        ranks: Order of states between chunks; None if all sequences have equally many chunks, a [S, n/S] grid.
+    """
+
+    longest: int
+    places: PaddedPlaces | None
+    ranks: RankOrder | None
+
+
+def pad_chunks(chunks: PackedChunks) -> PaddedChunks:
+    """Lay chunks out as padded rows; call through `chunks.prepared(pad_chunks)`."""
+    lengths, counts = chunks.chunk_lengths, chunks.chunk_counts
+    longest = max(lengths)
+    is_even, is_grid = min(lengths) == longest, min(counts) == max(counts)
+    arrays = {} if is_even else _place_arrays(np.asarray(lengths))
+    if not is_grid:
+        arrays |= _rank_arrays(np.asarray(counts))
+    staged = stage_arrays(arrays, chunks.cu_chunk_seqlens.device) if arrays else {}
+    places, ranks = None, None
+    if not is_even:
+        places = PaddedPlaces(staged["tokens"], staged["is_padding"].bool(), staged["place_of_token"])
+    if not is_grid:
+        order = (staged[name] for name in ("sequences", "chunks", "before", "after"))
+        ranks = RankOrder(rank_sizes(counts), *order)
+    return PaddedChunks(longest, places, ranks)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Chunks cut further into pieces of at most PIECE tokens.
+
+    Attributes:
+        packed: The pieces, as packed chunks.
+        last: [n] int64, the last piece of each chunk.
+    """
+
+    packed: PackedChunks
+    last: Tensor
+
+
+def cut_into_pieces(chunks: PackedChunks) -> Pieces:
+    """Cut chunks further; call through `chunks.prepared(cut_into_pieces)`."""
+    cuts = [_cut_evenly(length, PIECE) for length in chunks.chunk_lengths]
+    device, last = chunks.cu_chunk_seqlens.device, np.cumsum([len(cut) for cut in cuts]) - 1
+    remaining = iter(cuts)
+    of_sequences = [[p for cut in itertools.islice(remaining, n) for p in cut] for n in chunks.chunk_counts]
+    return Pieces(pack_chunks(of_sequences, device), stage_arrays({"last": last}, device)["last"])
+
+
+def _cut_evenly(length: int, longest: int) -> list[int]:
+    whole, rest = divmod(length, longest)
+    return [longest] * whole + ([rest] if rest else [])
+
+
+def _place_arrays(chunk_lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the arrays of PaddedPlaces."""
+    offsets = np.arange(chunk_lengths.max())
+    is_padding = offsets >= chunk_lengths[:, None]  # [n, C]
+    first = starts(chunk_lengths)[:-1, None]
+    return {
+        "tokens": (first + np.minimum(offsets, chunk_lengths[:, None] - 1)).reshape(-1),
+        "is_padding": is_padding,
+        "place_of_token": np.flatnonzero(~is_padding),
+    }
+
+
+def _rank_arrays(counts: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the arrays of RankOrder."""
+    num_sequences, num_chunks = len(counts), int(counts.sum())
+    sequences = np.argsort(-counts, kind="stable")
+    rank = np.arange(num_chunks) - np.repeat(np.cumsum(counts) - counts, counts)  # [n] rank within its sequence
+    standing = np.empty(num_sequences, dtype=np.int64)  # position of a sequence in `sequences`
+    standing[sequences] = np.arange(num_sequences)
+    standing = np.repeat(standing, counts)  # [n]
+    first_of_rank = starts(rank_sizes(counts))
+    after = num_sequences + first_of_rank[rank] + standing
+    before = np.where(rank == 0, standing, num_sequences + first_of_rank[rank - 1] + standing)
+    return {"sequences": sequences, "chunks": np.argsort(after), "before": before, "after": after}
+
+
+def rank_sizes(counts: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+    """Return how many sequences have a first, a second, ... chunk if sequence i has counts[i] chunks."""
+    found = np.asarray(counts)
+    return tuple(int((found > rank).sum()) for rank in range(int(found.max())))
+
+
+@dataclass(frozen=True)
+class ChunkGrid:
+    """Grid of S sequences of m chunks with C places, over T tokens."""
+
+    sequences: int
+    chunks: int
+    places: int
+    tokens: int
+
+    @property
+    def count(self) -> int:
+        """Number of chunks of all sequences, n."""
+        return self.sequences * self.chunks
+
+
+def static_chunks(
+    grid: ChunkGrid,
+    cu_seqlens: Tensor,
+    seq_idx: Tensor,
+    cu_chunk_seqlens: Tensor,
+    tokens: Tensor,
+    is_padding: Tensor,
+    place_of_token: Tensor,
+    resumes: Resumes | None = None,
+) -> PackedChunks:
+    """Return prefill metadata over static tensors, which the caller refills for each step.
+
+    Args:
+        grid: Sizes of the tensors.
+        cu_seqlens: [S+1] int64, first token of each sequence, and the end of the last one.
+        seq_idx: [T] int64, the sequence of each token; arbitrary after the last sequence.
+        cu_chunk_seqlens: [n+1] int64, first token of each chunk; an empty chunk begins at the start of the next one.
+        tokens: [n*C] int64, the token at each place; any token of the same sequence at places without one.
+        is_padding: [n*C] bool, True at places without a token.
+        place_of_token: [T] int64, the place of each token; arbitrary after the last sequence.
+        resumes: See `PackedChunks`.
+    """
+    device, count = cu_seqlens.device, grid.count
+    sequences = BoundedSequences((grid.tokens,) * grid.sequences, cu_seqlens, seq_idx)
+    numbers = torch.arange(count, device=device)
+    chunks = PackedChunks(
+        sequences=sequences,
+        chunk_lengths=(grid.places,) * count,
+        chunk_counts=(grid.chunks,) * grid.sequences,
+        cu_chunk_seqlens=cu_chunk_seqlens,
+        chunk_seq_idx=torch.div(numbers, grid.chunks, rounding_mode="floor"),
+        last_chunk_indices=numbers[grid.chunks - 1 :: grid.chunks],
+        resumes=resumes,
+    )
+    chunks.provide(pad_chunks, _padding(grid.places, tokens, is_padding, place_of_token))
+    width = PIECE if grid.places % PIECE == 0 else grid.places
+    pieces = _pieces(chunks, grid, width)
+    pieces.packed.provide(pad_chunks, _padding(width, tokens, is_padding, place_of_token))
+    chunks.provide(cut_into_pieces, pieces)
+    return chunks
+
+
+def _padding(width: int, tokens: Tensor, is_padding: Tensor, place_of_token: Tensor) -> PaddedChunks:
+    return PaddedChunks(width, PaddedPlaces(tokens, is_padding.view(-1, width), place_of_token), None)
+
+
+def _pieces(chunks: PackedChunks, grid: ChunkGrid, width: int) -> Pieces:
+    """Return the same places as pieces of `width`; only counts and places of pieces are used, not their starts."""
+    each = grid.places // width
+    numbers = torch.arange(grid.count * each, device=chunks.cu_chunk_seqlens.device)
+    packed = PackedChunks(
+        sequences=chunks.sequences,
+        chunk_lengths=(width,) * (grid.count * each),
+        chunk_counts=(grid.chunks * each,) * grid.sequences,
+        cu_chunk_seqlens=numbers,
+        chunk_seq_idx=torch.div(numbers, grid.chunks * each, rounding_mode="floor"),
+        last_chunk_indices=numbers[grid.chunks * each - 1 :: grid.chunks * each],
+    )
+    return Pieces(packed, numbers[each - 1 :: each])
+
 
 LEAST_LOG_DECAY = -60.0
 """Lower bound of the log of the decay between two tokens of a chunk. e**-60 is negligible in fp32 and fp64 next to a

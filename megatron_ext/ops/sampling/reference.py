@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.backends import FunctionBackend, anything
-from megatron_ext.ops.sampling.inverse_cdf import draw, draw_picked, owner, scores
 from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
-from megatron_ext.ops.sampling.top_k_top_p import best_tokens, drop_beyond_nucleus, kept_of_sorted
+from megatron_ext.ops.sampling.top_k_top_p import (
+    best_tokens,
+    draw,
+    draw_picked,
+    drop_beyond_nucleus,
+    kept_of_sorted,
+    owner,
+    scores,
+)
 
 # Logits that are drawn from in one pass on a CPU, few enough to stay in its cache.
 CACHED_LOGITS = 1 << 18

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.backends import anything
-from megatron_ext.ops.chunk_padding import cut_into_pieces
-from megatron_ext.ops.chunked import carry_states, collect, pad_steps_to_chunks, pad_to_chunks
+from megatron_ext.ops.chunked import carry_states, collect, cut_into_pieces, pad_steps_to_chunks, pad_to_chunks
 from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.batching import MIXED_STEPS
-from megatron_ext.ops.chunk_padding import ChunkGrid
+from megatron_ext.ops.chunked import ChunkGrid
 from megatron_ext.runner.input_writer import cut_chunk
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep

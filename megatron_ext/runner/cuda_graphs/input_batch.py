@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.step_states import RowPairs
 from megatron_ext.mixers.recurrent import RecurrentStep
-from megatron_ext.ops.chunk_padding import ChunkGrid, static_chunks
+from megatron_ext.ops.chunked import ChunkGrid, static_chunks
 from megatron_ext.ops.paged_attention import StaticBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import Resumes, starts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.ops.chunk_padding import cut_into_pieces, pad_chunks
+from megatron_ext.ops.chunked import cut_into_pieces, pad_chunks
 from megatron_ext.ops.varlen import PackedChunks, pack_chunks
 
 CUTS = [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.ops import chunk_padding
+from megatron_ext.ops import chunked
 from megatron_ext.ops.gated_delta_rule.reference import gated_delta_scan, gated_delta_step
 from megatron_ext.ops.recurrence import ScanOutput
 from megatron_ext.ops.selective_scan.reference import selective_scan, selective_scan_step
@@ -238,7 +238,7 @@ def test_results_do_not_depend_on_the_pieces(size: int, monkeypatch: pytest.Monk
     lengths, starts = (130, 7, 64), [0, 3, 8]
     inputs = random_inputs("selective_scan", lengths)
     first = inputs.scan(lengths, starts=starts)
-    monkeypatch.setattr(chunk_padding, "PIECE", size)
+    monkeypatch.setattr(chunked, "PIECE", size)
     other = inputs.scan(lengths, starts=starts)
     assert_close("y", other.y, first.y)
     assert_states_close("chunk states", other.chunk_states, first.chunk_states)

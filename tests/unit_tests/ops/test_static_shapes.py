@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.mixers.chunk_metadata import cut_between
-from megatron_ext.ops import chunk_padding as in_grids  # the function itself would lose what it provides, see conftest
+from megatron_ext.ops import chunked as in_grids  # the function itself would lose what it provides, see conftest
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, StaticBatch, build_paged_batch, paged_attention
