@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.failure import is_lost_peer
-from megatron_ext.prefix_cache.disk.agreement import Agreement, LostRanksError
+from megatron_ext.prefix_cache.disk.restore import Agreement, LostRanksError
 from megatron_ext.prefix_cache.disk.slot import (
     DiskUnavailableError,
     SlotDirectory,

@@ -1,4 +1,4 @@
-"""Return of stored entries to memory at the start, the same ones on all ranks that keep the cache.
+"""Agreement of ranks that keep one cache, each its own part of every entry, and return of entries at the start.
 
 Ranks agree on some entries at a time: which of them all ranks have, and then which of them all ranks have read without
 a fault. An entry that any rank lacks is absent on all. Places in memory follow from that, so schedulers stay equal.
@@ -8,16 +8,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
 from megatron_ext.prefix_cache.state_index import SlotId
 
+T = TypeVar("T")
 WINDOW = 1024  # entries that ranks agree on at a time
+
+
+class LostRanksError(Exception):
+    """Another rank has failed, or does not answer. The message is one line."""
+
+
+class Agreement:
+    """Ranks that keep one cache; each makes the same calls in the same order. This base class serves a single rank.
+
+    Attributes:
+        leads: Whether this rank decides for all where one has to.
+    """
+
+    leads = True
+
+    def from_leader(self, value: T | None) -> T:
+        """Return the value that the leader has given, also on a rank that only plans; other values are ignored.
+
+        Raises:
+            LostRanksError: A rank has failed, or does not answer; also the next three.
+        """
+        assert value is not None, "the leader gives one"
+        return value
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """Return the least number for each place, also on a rank that only plans; each gives equally many."""
+        return list(numbers)
+
+    def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
+        """Give numbers without waiting; the function returns the least ones, and None until all ranks have given."""
+        return lambda: list(numbers)
+
+    def least_written(self, number: int, seconds: float) -> int:
+        """Return the least number of the ranks that have a part of the entries.
+
+        Args:
+            number: Number of this rank.
+            seconds: Time to wait for the others.
+        """
+        return number
 
 
 class Place(NamedTuple):

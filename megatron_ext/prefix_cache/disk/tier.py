@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import key_of
+from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, QUEUE_FULL
 from megatron_ext.prefix_cache.disk.tier_storage import (
     OFF,

@@ -19,11 +19,18 @@ from functools import partial
 from typing import TypeVar
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.agreement import Agreement, LostRanksError
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, LoadTarget, NoMemory, copy_entry
-from megatron_ext.prefix_cache.disk.restore import Place, Restored, agreed_entries, parent_of, restore_entries
+from megatron_ext.prefix_cache.disk.restore import (
+    Agreement,
+    LostRanksError,
+    Place,
+    Restored,
+    agreed_entries,
+    parent_of,
+    restore_entries,
+)
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_thread import STOP_SECONDS, StoreThread
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, DiskUse

@@ -11,10 +11,10 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk import warm_restart
-from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import NoMemory
+from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.store import open_directory_store
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
