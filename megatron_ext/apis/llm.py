@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -299,7 +300,9 @@ class MegatronLLM(MegatronLLMBase):
     def __enter__(self) -> MegatronLLM:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.shutdown()
 
 
@@ -366,7 +369,9 @@ class MegatronAsyncLLM(MegatronLLMBase):
     async def __aenter__(self) -> MegatronAsyncLLM:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         await self.shutdown()
 
 
