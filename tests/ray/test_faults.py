@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megatron_ext import RequestParams, load_engine
+from megatron_ext.ray_serve.forwarded import PromptRequest
 from tests.ray.clients import PAUSE
 from tests.ray.conftest import CPUS, INGRESS, PATIENCE, REPLICAS, SETTINGS, processes
 
@@ -244,9 +245,9 @@ def replicas_that_answer() -> int:
     from ray.serve.exceptions import RayServeException
 
     replicas = serve.get_deployment_handle("megatron_ext_replicas", "default")
-    content = json.dumps(body([1, 2, 3], 1)).encode()
+    request = PromptRequest("/v1/completions", b"", json.dumps(body([1, 2, 3], 1)).encode())
     try:
-        return len(replicas.broadcast("read_prompt", "/v1/completions", b"", content).results(timeout_s=5))
+        return len(replicas.broadcast("read_prompt", request).results(timeout_s=5))
     except (RayError, RayServeException, TimeoutError):
         return 0
 
