@@ -174,6 +174,38 @@ def _limited(loaded: LoadedModel, limit: str, load: Load) -> Ours:
     return peer
 
 
+@case("latency", quick={"repeats": 1, "requests": 8, "shared": 128, "cold": 128})
+def schedule_policies(
+    run: Run, repeats: int = 3, requests: int = 64, shared: int = 2_048, cold: int = 2_048, budget: int = 65_536
+) -> None:
+    """First tokens of 16 clients, of which every second prompt is cached but for its last 64 tokens, by policy."""
+    loaded, warm = pair().ours, token_ids(shared, f"prefix {shared}")
+    peers = {
+        policy: Ours(loaded, max_requests=4, schedule_policy=policy, schedule_overtake_tokens=budget)
+        for policy in ("fcfs", "lpm")
+    }
+    seen: dict[str, list[Timed]] = {policy: [] for policy in peers}
+    seconds = dict.fromkeys(peers, 0.0)
+    for repeat in range(repeats + 1):
+        name = f"policies {repeat}"
+        mixed = zip(prompts(requests // 2, cold, name), prompts(requests // 2, 64, f"{name} warm"), strict=True)
+        sent = [prompt for one, own in mixed for prompt in (one, [*warm, *own])]
+        for policy, peer in peers.items():
+            for _ in range(2 if repeat == 0 else 1):  # the second leaves a snapshot at the divergence
+                serve(peer, [[*warm, *fresh(64)]], 1, 1)
+            records, duration = serve(peer, sent, 16, 32)
+            seen[policy] += records if repeat else []  # the first warms up
+            seconds[policy] += duration if repeat else 0.0
+    for policy, records in seen.items():
+        for kind, some in (("all", records), ("cold", records[::2]), ("warm", records[1::2])):
+            ttft = sorted(1e3 * record.first for record in some)
+            columns = {f"p{percent} ttft, ms": percentile(ttft, percent) for percent in (50, 95, 99)}
+            run.row(f"{policy}: {kind}", columns)
+        cached = sum(record.cached for record in records) / max(1, sum(record.prompt for record in records))
+        tokens = sum(len(record.tokens) for record in records)
+        run.row(f"{policy}: all", {"skipped share": cached, "tokens/s": tokens / seconds[policy]})
+
+
 def _figures(runs: list[tuple[list[Timed], float]]) -> dict[str, Figure]:
     """Return the columns of a row; times are milliseconds."""
     records = [record for one, _ in runs for record in one]

@@ -28,7 +28,7 @@ PREFILL_TOKENS_BESIDE_DECODES = {"cpu": 224}
 MAX_DISK_GB = 2**14  # GiB of a directory of cache entries
 MAX_DECODE_SHARE = 0.95
 MAX_OVERTAKE_TOKENS = 2**40
-DEFAULT_OVERTAKE_TOKENS = 65_536
+DEFAULT_OVERTAKE_TOKENS = 65_536  # more gained nothing on recorded traces; docs/batching.md
 MAX_UNITS = 2**24  # blocks, requests, tokens or slots: each also costs the host some bytes
 
 
