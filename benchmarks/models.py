@@ -32,7 +32,7 @@ from benchmarks.peers.sizes import SIZES, Shape
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams, SourceConfig
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.engine.engine_step import StepOutput
+from megatron_ext.engine.result import StepOutput
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine

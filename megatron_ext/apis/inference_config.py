@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.api.loading import Setting
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.sampling_params import default_of
+from megatron_ext.mcore.inference_request import default_of
 
 logger = logging.getLogger(__name__)
 

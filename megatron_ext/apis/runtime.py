@@ -24,8 +24,7 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.errors import EngineClosed, RankError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.inference_request import DynamicInferenceRequest, RequestConversion
-from megatron_ext.mcore.sampling_params import to_request_params
+from megatron_ext.mcore.inference_request import DynamicInferenceRequest, RequestConversion, to_request_params
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs

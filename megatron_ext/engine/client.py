@@ -18,10 +18,9 @@ from typing import TypeVar
 
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.engine.engine_step import EngineStep, StepOutput
-from megatron_ext.engine.idle_gate import IdleGate
 from megatron_ext.engine.pausing import ABORT, Pause, PauseMode
-from megatron_ext.engine.thread import EngineThread, complete, result_of
+from megatron_ext.engine.result import EngineStep, StepOutput
+from megatron_ext.engine.thread import EngineThread, IdleGate, complete, result_of
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.request import Request
 
@@ -53,6 +52,7 @@ class EngineClient:
     """Client of an engine core: accepts requests and calls from any thread, and steps while the core is busy.
 
     A failed step is retried with its requests; after `FAILED_STEPS` failures in a row all requests end as FAILED.
+    Submissions and calls to a closed client raise `EngineClosed`.
 
     Args:
         core: Engine core without requests. No other thread may call it from now on.
@@ -89,9 +89,6 @@ class EngineClient:
         Returns:
             Future that is done when the engine has the requests. Its errors: `EngineSuspended`, `SilentWeightChange`,
             and `ConfigError` for an invalid request.
-
-        Raises:
-            EngineClosed: The client is closed.
         """
         with self._closing:
             self._check_open()
@@ -100,11 +97,7 @@ class EngineClient:
             return held or self._thread.submit(partial(self._between_steps, add), take_in=add)
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
-        """Call a function in the engine's thread, between two steps.
-
-        Raises:
-            EngineClosed: The client is closed.
-        """
+        """Call a function in the engine's thread, between two steps."""
         with self._closing:
             self._check_open()
             return self._thread.submit(partial(self._between_steps, function, *arguments))
@@ -114,9 +107,6 @@ class EngineClient:
 
         Requests submitted meanwhile wait for the call. A paused or suspended engine takes no steps, so that the call
         waits until it continues.
-
-        Raises:
-            EngineClosed: The client is closed.
         """
         with self._closing:
             self._check_open()
@@ -151,11 +141,7 @@ class EngineClient:
         return self._pausing
 
     def listen(self, listener: ClientListener | None) -> None:
-        """Replace the listener, between two steps; None for one that does nothing.
-
-        Raises:
-            EngineClosed: The client is closed.
-        """
+        """Replace the listener, between two steps; None for one that does nothing."""
         self.call(self._listen, listener or ClientListener()).result()
 
     def step(self) -> StepOutput:

@@ -7,25 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import nlargest
 from operator import attrgetter
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.decode_share import DecodeShare
 from megatron_ext.engine.disk_loading import DiskLoading
-from megatron_ext.engine.engine_step import EngineStep, StepOutput, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
-from megatron_ext.engine.executor import Executor
+from megatron_ext.engine.executor import Executor, ModelResources, Workers
 from megatron_ext.engine.input_processor import InputProcessor, InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.replica import Replica
 from megatron_ext.engine.replica_choice import ReplicaChoice
-from megatron_ext.engine.resources import ModelResources
+from megatron_ext.engine.result import EngineStep, StepOutput, active_requests
 from megatron_ext.engine.statistics import EngineStatistics, StepCounts, total
 from megatron_ext.engine.step_log import StepLog
-from megatron_ext.engine.suspending import Suspension
-from megatron_ext.engine.workers import Workers
 from megatron_ext.errors import ConfigError, EngineSuspended, WeightUpdateError
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.disk.announcing import announce
@@ -80,7 +77,7 @@ class EngineCore:
         self._captured: Counter[int] = Counter()  # steps by the rows of their graph
         self.update_error: WeightUpdateError | None = None  # of the last one, if the weights are of no version
         self.weights_version = 0  # of the weights that requests are computed with
-        self._suspension = Suspension(self.replicas, self.workers, self.resources)
+        self._suspended_at: SuspendLevel | None = None
         self.disk: WarmRestart | None = None  # the cache's contents between processes; closed with the core
         self.host_work: Callable[[], None] = lambda: None  # while the device computes; may only add requests
         self._intake = InputProcessor(input_settings)
@@ -204,7 +201,7 @@ class EngineCore:
         """Write valuable entries of the cache to disk, as the other ranks do."""
         if self.disk is not None:
             with self.error_isolation.guard("the prefix cache on disk"):
-                if self._suspension.level == "offload":
+                if self._suspended_at == "offload":
                     self.resources.allocate()  # the pools get their contents back
                 self.disk.keep()
 
@@ -395,17 +392,59 @@ class EngineCore:
         self.resources.use_new_weights()
 
     def suspend(self, level: SuspendLevel | None = None) -> SuspendLevel:
-        """Stop stepping until `resume`, and free the pools' memory as the level says; see `Suspension`."""
-        return self._suspension.suspend(level)
+        """Stop stepping until `resume`, and free the pools' memory as the level says; does nothing if it is in force.
+
+        Args:
+            level: Level; None for the present level if suspended, else the resources' default.
+
+        Returns:
+            The level.
+
+        Raises:
+            ConfigError: There is no such level, another one is in force, or it does not work with several ranks.
+            RuntimeError: There is too little host memory to offload the pools. The core is not suspended.
+        """
+        level = level or self._suspended_at or self.resources.suspend_level
+        self._check_suspension(level)
+        if self.is_suspended:
+            return level
+        for replica in self.replicas:
+            if level == "drop":
+                replica.suspend()
+            else:
+                replica.async_scheduling.synchronize()
+        if level == "drop":
+            self.workers.meet()
+            self.workers.suspend()
+            self.resources.free()
+        elif level == "offload":
+            self.resources.free(offloads=True)
+        self._suspended_at = level
+        return level
+
+    def _check_suspension(self, level: str) -> None:
+        if level not in get_args(SuspendLevel):
+            raise ConfigError(f"level is {level!r}, and must be keep, offload or drop")
+        if self._suspended_at not in (None, level):
+            raise ConfigError(
+                f"the engine is suspended at level {self._suspended_at}; resume it before it is suspended at {level}"
+            )
+        if self.workers.heartbeat is not None and level == "offload":
+            raise ConfigError("level offload works with one rank; with several keep and drop do")
 
     def resume(self) -> None:
-        """Allocate the pools again; requests recompute dropped keys, values and states, and continue."""
-        self._suspension.resume()
+        """Allocate the pools again, unless they were kept; requests recompute dropped contents, and continue."""
+        if self._suspended_at in ("offload", "drop"):
+            self.resources.allocate()
+            self.resources.capture()
+        was_dropped, self._suspended_at = self._suspended_at == "drop", None
+        if was_dropped:
+            self.workers.resume()
 
     @property
     def is_suspended(self) -> bool:
         """True from `suspend` to `resume`."""
-        return self._suspension.level is not None
+        return self._suspended_at is not None
 
     # Statistics
 

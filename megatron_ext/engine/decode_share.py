@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from megatron_ext.engine.engine_step import EngineStep
+from megatron_ext.engine.result import EngineStep
 
 _RECENT = 5  # steps of which `own` is the median
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 from megatron_ext.engine.async_scheduling import AsyncScheduling, InFlightStep
 from megatron_ext.engine.cache_audit import CacheAudit
@@ -14,7 +13,7 @@ from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.executor import Executor, launcher
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
-from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.result import ReplicaStep
 from megatron_ext.engine.routing_recorder import take_cached_rows
 from megatron_ext.engine.structured_output import StructuredOutputManager
 from megatron_ext.errors import RestoreError, describe
@@ -25,24 +24,6 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS
 from megatron_ext.speculation.proposals import Proposals
-
-
-@dataclass(frozen=True)
-class ReplicaStep:
-    """One step of a replica.
-
-    Attributes:
-        planned: Scheduled chunks.
-        result: Computed tokens and scores; None if nothing was scheduled.
-    """
-
-    planned: Sequence[Chunk]
-    result: StepResult | None
-
-    @cached_property
-    def chunks(self) -> Sequence[Chunk]:
-        """Scheduled chunks of callers' requests, without audits."""
-        return [chunk for chunk in self.planned if chunk.request.audit is None]
 
 
 class Replica:

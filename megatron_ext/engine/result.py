@@ -1,14 +1,17 @@
-"""Result of computing a step: tokens and scores."""
+"""Results of a step: tokens and scores, committed chunks of each replica and of the engine, output for callers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megatron_ext.scheduling.audit import Differences
-from megatron_ext.scheduling.record import TopN
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.record import RequestRecord, TopN
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.routing_indices import RoutingIndices
 
 
@@ -56,3 +59,59 @@ class StepResult:
             if isinstance(table, dict)
         }
         return dataclasses.replace(self, **tables)
+
+
+@dataclass(frozen=True)
+class ReplicaStep:
+    """One step of a replica.
+
+    Attributes:
+        planned: Scheduled chunks.
+        result: Computed tokens and scores; None if nothing was scheduled.
+    """
+
+    planned: Sequence[Chunk]
+    result: StepResult | None
+
+    @cached_property
+    def chunks(self) -> Sequence[Chunk]:
+        """Scheduled chunks of callers' requests, without audits."""
+        return [chunk for chunk in self.planned if chunk.request.audit is None]
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """Committed step whose output has not been processed yet.
+
+    Attributes:
+        parts: One step of each replica.
+        seconds: Time to plan, execute and commit.
+    """
+
+    parts: tuple[ReplicaStep, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """Scheduled chunks of callers' requests in all replicas."""
+        return [chunk for part in self.parts for chunk in part.chunks]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Outcome of one step.
+
+    Attributes:
+        active: Requests that computed a chunk in the step and continue.
+        records: Records of all requests that have ended since the last step.
+        seconds: Time to plan, execute and commit.
+    """
+
+    active: Sequence[Request]
+    records: Sequence[RequestRecord]
+    seconds: float
+
+
+def active_requests(step: EngineStep) -> list[Request]:
+    """Return the requests of a reported step that continue."""
+    return [chunk.request for chunk in step.chunks if not chunk.request.is_ended]

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from megatron_ext.engine.engine_step import EngineStep
+from megatron_ext.engine.result import EngineStep
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.prefix_cache.cache_use import CacheUse
 from megatron_ext.scheduling.counters import Counters

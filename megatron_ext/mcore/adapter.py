@@ -17,13 +17,12 @@ from megatron.core.utils import get_asyncio_loop
 from megatron_ext.config import RequestParams
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.engine.engine_step import EngineStep, active_requests
-from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.result import EngineStep, StepResult, active_requests
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.core_factory import make_core
-from megatron_ext.mcore.sampling_params import to_request_params
+from megatron_ext.mcore.inference_request import to_request_params
 from megatron_ext.mcore.versions import Engine
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.engine_plan import EnginePlan
@@ -31,9 +30,6 @@ from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.tokenizer import Tokenizer
-from megatron_ext.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -50,29 +46,6 @@ class DecodeOnly:
 
     def __bool__(self) -> bool:
         return bool(self.consumed)
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """Facts of an engine and its model that do not change.
-
-    Attributes:
-        tokenizer: Tokenizer of the model.
-        vocabulary: Tokens as text, and the width of the logits.
-        grammars: Compiler of grammars.
-        plan: Sizes of all pools, and limits.
-        operators: Chosen operators by backend; see `ops.backend_selection.chosen`.
-        bytes_held_twice: Bytes of weights that are held as they are and packed.
-        draft_exactness: How results with drafts relate to those without; empty without drafts.
-    """
-
-    tokenizer: Tokenizer
-    vocabulary: Vocabulary
-    grammars: Grammars
-    plan: EnginePlan
-    operators: dict[str, tuple[str, ...]]
-    bytes_held_twice: int
-    draft_exactness: str
 
 
 class RequestedParams(NamedTuple):
@@ -183,26 +156,17 @@ class InferenceEngine(Engine):
         """True if the pools have been freed."""
         return self.core.is_suspended
 
-    @property
-    def facts(self) -> EngineFacts:
-        """Facts of the engine and its model for callers that know no names of Megatron's."""
-        model = self.controller
-        return EngineFacts(
-            model.tokenizer,
-            model.vocabulary,
-            model.grammars,
-            self.context.plan,
-            model.chosen_operators(),
-            model.bytes_held_twice,
-            model.draft_exactness(self.context.plan),
-        )
-
     # Numbers
+
+    @property
+    def plan(self) -> EnginePlan:
+        """Sizes of all pools, and limits."""
+        return self.context.plan
 
     @property
     def geometry(self) -> KVCacheConfig:
         """KV cache config: effective pool sizes, summed over all ranks."""
-        return self.context.plan.world
+        return self.plan.world
 
     @property
     def step_count(self) -> int:

@@ -36,7 +36,7 @@ from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.speculation.drafter import Drafter
-from megatron_ext.speculation.drafting import Drafting, DraftPools
+from megatron_ext.speculation.drafting import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +80,12 @@ def build_engine(
     Raises:
         ConfigError: The budget or the block size does not fit the model.
     """
-    max_drafts = speculation.num_speculative_tokens or speculative_tokens
-    prediction = _prediction_of(model, config, dtype, speculation)
     with phase("plan"):
-        memory = NO_DRAFT_LAYERS if prediction is None else prediction.memory(batching)
-        given = model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts
-        controller = _build_controller(*given, draft=memory, packs_weights=packs_weights)
+        settings = batching, cache or CacheConfig(), speculation, speculative_tokens, packs_weights
+        controller, own = _build_controller(model, config, tokenizer, *settings, dtype, token_rounder, parallel_context)
         context = controller.inference_wrapped_model.inference_context
         controller.drafter = drafter
-        own = _build_drafter(prediction, controller, batching)
-        drafting_model: DraftPools | None = own
+        drafting_model: Drafter | None = own
         if speculation.has_prediction and parallel_context is not None:
             drafting_model = controller.leading_drafter = parallel_context.leading_drafter(own)
         if speculation.is_on:
@@ -131,7 +127,6 @@ def plan_pools(
     Raises:
         ConfigError: The budget or the block size does not fit the model.
     """
-    prediction = _prediction_of(model, config, dtype, speculation)
     return plan_engine(
         model_shape(model, batching, dtype),
         config,
@@ -140,7 +135,7 @@ def plan_pools(
         device_type=device.type,
         available_bytes=available_bytes,
         speculative_tokens=speculation.num_speculative_tokens,
-        draft=NO_DRAFT_LAYERS if prediction is None else prediction.memory(batching),
+        draft=_draft_memory(_prediction_of(model, config, dtype, speculation), batching),
     )
 
 
@@ -153,18 +148,8 @@ def _prediction_of(
     return PredictionParts(model, config, dtype, speculation.num_speculative_tokens)
 
 
-def _build_drafter(
-    prediction: PredictionParts | None, controller: InferenceController, batching: BatchingConfig
-) -> MultiTokenEngine | MultiTokenEngines | None:
-    """Build the layers that draft for the engine of a controller; None without them."""
-    context = controller.inference_wrapped_model.inference_context
-    if prediction is None:
-        return None
-    layer = prediction.drafter(context, batching)
-    controller.hidden_states = layer.hidden_states
-    if context.recorded_steps is not None:
-        context.recorded_steps.keep(layer.hidden_states)
-    return layer
+def _draft_memory(prediction: PredictionParts | None, batching: BatchingConfig) -> DraftMemory:
+    return NO_DRAFT_LAYERS if prediction is None else prediction.memory(batching)
 
 
 def _parts_to_warm_up(
@@ -204,23 +189,10 @@ def build_worker(
         speculation: See `build_engine`.
         opener: Opens the store of this rank's part of the cache; None if it is not kept.
     """
-    prediction = _prediction_of(model, config, dtype, speculation)
-    controller = _build_controller(
-        model,
-        config,
-        tokenizer,
-        batching,
-        cache,
-        dtype,
-        token_rounder,
-        parallel_context,
-        speculation.num_speculative_tokens or speculative_tokens,
-        draft=NO_DRAFT_LAYERS if prediction is None else prediction.memory(batching),
-        packs_weights=packs_weights,
-    )
+    settings = batching, cache or CacheConfig(), speculation, speculative_tokens, packs_weights
+    controller, layer = _build_controller(model, config, tokenizer, *settings, dtype, token_rounder, parallel_context)
     context = controller.inference_wrapped_model.inference_context
     worker = make_worker(parallel_context, context, controller)
-    layer = _build_drafter(prediction, controller, batching)
     if speculation.has_prediction:
         context.drafting = layer
         worker.drafter = parallel_context.drafter(parallel_context.here.replica, layer)
@@ -245,14 +217,15 @@ def _build_controller(
     config: ModelConfig,
     tokenizer: object,
     batching: BatchingConfig,
-    cache: CacheConfig | None,
+    cache: CacheConfig,
+    speculation: SpeculationConfig,
+    speculative_tokens: int,
+    packs_weights: bool,
     dtype: torch.dtype,
     token_rounder: int,
     parallel_context: ParallelContext | None,
-    speculative_tokens: int,
-    draft: DraftMemory = NO_DRAFT_LAYERS,
-    packs_weights: bool = False,
-) -> InferenceController:
+) -> tuple[InferenceController, MultiTokenEngine | MultiTokenEngines | None]:
+    """Build the controller of this rank's engine or worker, and the layers that draft; None without them."""
     device = next(model.parameters()).device
     backend_selection.check(batching.operator_backend, device, operator_shapes(model, batching, dtype))
     if batching.quantizes_weights and (not packs_weights or samples_of(model) is not None):
@@ -270,18 +243,19 @@ def _build_controller(
     # Before the memory for the pools is measured: packed weights and workspaces of libraries come first.
     packed, identity = pack_weights(model, batching, parallel_context) if packs_weights else (None, "")
     backend_selection.reserve(batching.operator_backend, device)
+    prediction = _prediction_of(model, config, dtype, speculation)
     plan = plan_engine(
         model_shape(model, batching, dtype),
         config,
         batching,
-        cache or CacheConfig(),
+        cache,
         device_type=device.type,
         available_bytes=platform.available_memory(device),
         peers=NO_PEERS
         if parallel_context is None
         else Peers(parallel_context.here.rank, parallel_context.first_replica, parallel_context.ask_all),
-        speculative_tokens=speculative_tokens,
-        draft=draft,
+        speculative_tokens=speculation.num_speculative_tokens or speculative_tokens,
+        draft=_draft_memory(prediction, batching),
         linear=identity,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
@@ -299,4 +273,10 @@ def _build_controller(
     is_alone = parallel_context is None
     context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, has_peers=not is_alone)
     context.recorded_steps = recorded_steps_for(context, controller, batching, is_alone=is_alone)
-    return controller
+    if prediction is None:
+        return controller, None
+    layer = prediction.drafter(context, batching)
+    controller.hidden_states = layer.hidden_states
+    if context.recorded_steps is not None:
+        context.recorded_steps.keep(layer.hidden_states)
+    return controller, layer

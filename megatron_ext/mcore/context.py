@@ -21,9 +21,8 @@ from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Heads, Rotation, rotate_and_write, rotation_at
-from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
-from megatron_ext.runner.input_writer import StagingRules
+from megatron_ext.runner.input_writer import BlockRows, StagingRules
 from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.runner.recorded_steps import RecordedSteps
 from megatron_ext.runner.step_output import scored_states
@@ -31,7 +30,7 @@ from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
-from megatron_ext.speculation.drafting import DraftPools
+from megatron_ext.speculation.drafter import Drafter
 
 Sampled = TypeVar("Sampled")
 
@@ -131,7 +130,7 @@ class InferenceContext(Context):
         )
         self.pools: Pools | None = None
         self._offloaded: OffloadedPools | None = None
-        self.drafting: DraftPools | None = None  # its pools are allocated and freed with these
+        self.drafting: Drafter | None = None  # its pools are allocated and freed with these
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None

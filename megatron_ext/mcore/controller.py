@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
@@ -17,17 +18,21 @@ from torch import Tensor
 
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.hidden_states import HiddenStates
+from megatron_ext.mcore.layers.dense_moe import fixed_shapes
 from megatron_ext.mcore.layers.moe import reads_back
 from megatron_ext.mcore.packed_weights import PackedWeights
 from megatron_ext.mcore.versions import Controller, inference_mode
 from megatron_ext.memory.engine_plan import EnginePlan
+from megatron_ext.memory.pools import Pools
 from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.linear.few_rows import rows_are_independent
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.parallel.rank_drafters import LeadingDrafter
+from megatron_ext.runner.model_input import ModelInput
 from megatron_ext.runner.step_output import sample_and_score
 from megatron_ext.runner.step_routing import recorded_routing, routing_by_request
+from megatron_ext.scheduling.step import ScheduledChunk
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
@@ -154,6 +159,29 @@ class InferenceController(Controller):
                 {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
             )
         return logits
+
+    # As `CapturedModel`
+
+    @property
+    def pools(self) -> Pools | None:
+        """Pools of the context; None while they are freed."""
+        return self.inference_wrapped_model.inference_context.pools
+
+    def forward_captured(self, step: ModelInput) -> Tensor:
+        """Return the logits of a step [rows, V], computed in fixed shapes."""
+        context = self.inference_wrapped_model.inference_context
+        context.begin(step)
+        try:
+            with fixed_shapes():
+                logits = self.forward()
+        finally:
+            context.clear_step()
+        assert logits is not None, "the last stage is here"
+        return logits[0]
+
+    def writing(self, chunks: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
+        """Return a context in which hidden states of the chunks are written, if layers draft."""
+        return contextlib.nullcontext() if self.hidden_states is None else self.hidden_states.writing(chunks)
 
     def weight_addresses(self) -> tuple[int, ...]:
         """Return the memory addresses of the model's parameters and buffers."""

@@ -8,15 +8,14 @@ import torch
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.engine.executor import Executor
+from megatron_ext.engine.executor import Executor, ModelResources
 from megatron_ext.engine.input_processor import InputSettings
-from megatron_ext.engine.resources import ModelResources
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.mcore.weight_changes import WeightsWatch, mark_weights_changed, samples_of
 from megatron_ext.memory.engine_plan import EnginePlan
-from megatron_ext.parallel.command_recorder import RecordingScheduler
+from megatron_ext.parallel.commands import RecordingScheduler
 from megatron_ext.parallel.driver import Driver
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
@@ -67,12 +66,7 @@ def make_core(
         RecordingScheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
         for _ in range(parallel_context.replicas)
     ]
-    executors = [
-        parallel_context.executor(own)
-        if replica == parallel_context.here.replica
-        else parallel_context.remote_executor(replica)
-        for replica in range(parallel_context.replicas)
-    ]
+    executors = [parallel_context.executor(replica, own) for replica in range(parallel_context.replicas)]
     driver = Driver(
         schedulers,
         parallel_context.link.send,
@@ -97,7 +91,7 @@ def make_worker(
     parallel_context: ParallelContext, context: InferenceContext, controller: InferenceController
 ) -> Worker:
     """Return the worker of a rank other than 0, which runs its replica's steps on commands from rank 0."""
-    executor = parallel_context.executor(StepExecutor(context, controller))
+    executor = parallel_context.executor(parallel_context.here.replica, StepExecutor(context, controller))
     resources = ContextResources(context, controller)
     return Worker(
         parallel_context.here.replica,

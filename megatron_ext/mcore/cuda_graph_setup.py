@@ -10,30 +10,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch import Tensor
 
 from megatron_ext.config import BatchingConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.layers.dense_moe import fixed_shapes, problem_of
-from megatron_ext.memory.pools import Pools
+from megatron_ext.mcore.layers.dense_moe import problem_of
 from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ops.linear import onednn
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
-from megatron_ext.runner.cuda_graphs.graph_capture import Capture, CudaGraphs, NoGraphs
-from megatron_ext.runner.model_input import ModelInput
+from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs, NoGraphs
 from megatron_ext.runner.recorded_steps import RecordedSteps
-from megatron_ext.scheduling.step import ScheduledChunk
 
 OLDEST_NCCL = (2, 9, 6)
 """Oldest version of NCCL whose operations torch captures."""
@@ -139,66 +133,7 @@ def cuda_graph_runner_for(
         one_width=is_cuda,
     )
     graphs = CudaGraphs(rules.device) if is_cuda else NoGraphs()
-    return new_runner(context, controller, buckets, graphs, has_peers=has_peers)
-
-
-def new_runner(
-    context: InferenceContext,
-    controller: InferenceController,
-    buckets: Buckets,
-    graphs: Capture,
-    *,
-    has_peers: bool = False,
-) -> CudaGraphRunner:
-    """Return a runner of captured steps around the controller's model."""
-    model = _ContextModel(context, controller)
-    return CudaGraphRunner(
-        model,
-        context.plan,
-        context.staging_rules,
-        buckets,
-        graphs,
-        has_peers=has_peers,
-        has_processed_log_probs=controller.has_processed_log_probs,
-    )
-
-
-class _ContextModel:
-    """`CapturedModel` of a context and a controller."""
-
-    def __init__(self, context: InferenceContext, controller: InferenceController) -> None:
-        self._context, self._controller = context, controller
-        self.vocabulary_size = controller.vocabulary_size
-
-    @property
-    def operators(self) -> str | None:
-        """Backend name of the operators, or None; may change during a run."""
-        return self._controller.operators
-
-    @property
-    def pools(self) -> Pools | None:
-        """Pools of the context; None while they are freed."""
-        return self._context.pools
-
-    def weight_addresses(self) -> tuple[int, ...]:
-        """Return the memory addresses of parameters and buffers."""
-        return self._controller.weight_addresses()
-
-    def forward(self, step: ModelInput) -> Tensor:
-        """Return the logits of a step [rows, V], computed in fixed shapes."""
-        self._context.begin(step)
-        try:
-            with fixed_shapes():
-                logits = self._controller.forward()
-        finally:
-            self._context.clear_step()
-        assert logits is not None, "the last stage is here"
-        return logits[0]
-
-    def writing(self, chunks: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
-        """Return a context in which hidden states of the chunks are written, if layers draft."""
-        states = self._controller.hidden_states
-        return nullcontext() if states is None else states.writing(chunks)
+    return CudaGraphRunner(controller, context.plan, rules, buckets, graphs, has_peers=has_peers)
 
 
 def _problem(controller: InferenceController) -> str | None:

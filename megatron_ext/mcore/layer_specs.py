@@ -18,12 +18,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megatron_ext.config import RECURRENT_KINDS
 from megatron_ext.config.recurrent import RecurrentKind
-from megatron_ext.mcore.layers.attention import PagedSelfAttention, WindowedSelfAttention
+from megatron_ext.mcore.layers.attention import NormedSelfAttention, PagedSelfAttention, WindowedSelfAttention
 from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
-from megatron_ext.mcore.layers.mlp import PlainMLP
+from megatron_ext.mcore.layers.mlp import NormedMLP, PlainMLP
 from megatron_ext.mcore.layers.moe import LocalMoELayer
 from megatron_ext.mcore.layers.norms import KeyNormFromConfig, LayerNormFromConfig, QueryNormFromConfig
-from megatron_ext.mcore.layers.post_norm import NormedMLP, NormedSelfAttention
 from megatron_ext.mcore.layers.residual_layers import (
     AttentionLayer,
     FeedForwardLayer,

@@ -17,7 +17,13 @@ CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 BARE = {"-v": 1_300_000, "-d": 860_000}
 ENOUGH = {"-v": 3_500_000, "-d": 3_000_000}
 # Texts of failed allocations that do not raise `MemoryError`: torch on either device, C++, threads.
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "Resource temporarily unavailable")
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "Resource temporarily unavailable",
+)
 # By version of control groups: the files with the limit and the usage, and the count of droppable file pages.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -108,6 +114,12 @@ def check_address_space() -> None:
             )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed: on the host, in torch's allocator of either device, or of a thread."""
+    is_named = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    return is_named or isinstance(error, MemoryError)
+
+
 @contextmanager
 def allocating(purpose: str, advice: Callable[[], str]) -> Iterator[None]:
     """Turn an allocation that fails in this context into a `ConfigError` with advice.
@@ -122,7 +134,6 @@ def allocating(purpose: str, advice: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        words = str(error)
-        if not isinstance(error, MemoryError) and not any(sign in words for sign in _OUT_OF_MEMORY):
+        if not is_out_of_memory(error):
             raise
         raise ConfigError(f"not enough memory for {purpose}, although enough seemed to be free; {advice()}") from error

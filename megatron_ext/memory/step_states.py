@@ -84,11 +84,7 @@ class StepStates:
             make_changes(pools, step.changes, self._restore)  # in the middle: some copies are needed by restores
 
     def restore(self) -> None:
-        """Copy the snapshots that the step resumes from to running slots; mark the snapshots it writes as incomplete.
-
-        Raises:
-            RestoreError: A slot does not hold the snapshot that a request needs.
-        """
+        """Copy the snapshots that the step resumes from to running slots; mark the ones it writes as incomplete."""
         self._restore()
         self._open()
 

@@ -10,16 +10,15 @@ support nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron_ext.config.recurrent import GATED_DELTA_CHUNK
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
-from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import NamedNorm, norm_then_gate
 from megatron_ext.ops.step_size import decays
@@ -39,30 +38,24 @@ class GatedDeltaNetMixer(RecurrentMixer):
         d_model: Hidden size.
         norm_epsilon: Epsilon of the output norm; None for the epsilon of all norms.
         max_strength: Maximum strength with which a token overwrites the state; above 1, eigenvalues can be negative.
-        chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
+        chunk_size: See `RecurrentMixer`, also `placing`.
     """
+
+    replicated = ("out_norm.",)
 
     def __init__(
         self,
         config: TransformerConfig,
         submodules: MixerSubmodules,
         d_model: int,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        pp_layer_offset: int = 0,
-        name: str | None = None,
+        *,
         norm_epsilon: float | None = None,
         max_strength: float = 1.0,
         chunk_size: int = GATED_DELTA_CHUNK,
+        **placing: object,
     ) -> None:
-        super().__init__(config)
-        assert pg_collection is not None, "pg_collection must be provided for GatedDeltaNetMixer"
-        self.chunk_size = chunk_size
-        self.layer_number = layer_number
-        self.pp_layer_offset = pp_layer_offset
-        self.d_conv = config.linear_conv_kernel_dim
+        super().__init__(config, config.linear_conv_kernel_dim, chunk_size, **placing)  # type: ignore[arg-type]  # as megatron-core gives them
         self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.tp_group = pg_collection.tp
         tp_size = self.tp_group.size()
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         assert key_heads % tp_size == 0, (key_heads, tp_size)
@@ -122,14 +115,11 @@ class GatedDeltaNetMixer(RecurrentMixer):
         """Shapes of one request's convolution state (Cn, window - 1) and recurrent matrix (H, K, V)."""
         return (self.conv_dim, self.d_conv - 1), (self.value_heads_local, self.key_head_dim, self.value_head_dim)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
-    ) -> ShardedStateDict:
-        """Return the distributed checkpoint state, with keys and splits of megatron-core's `GatedDeltaNet`."""
+    def sections(self) -> Mapping[str, Mapping[str, int]]:
+        """Return the rows of each part, with the names of megatron-core's `GatedDeltaNet`."""
         heads = self.value_heads_local
         qkv = {"query": self.qk_dim_local, "key": self.qk_dim_local, "value": self.v_dim_local}
-        split = {
+        return {
             "in_proj.weight": {**qkv, "z": self.v_dim_local, "beta": heads, "alpha": heads},
             "conv1d.weight": qkv,
         }
-        return sharded_mixer_state(self, split, prefix, sharded_offsets, metadata, replicated=("out_norm.",))

@@ -11,11 +11,10 @@ Descendants normalize dt, B and C before they are used: FalconMamba without weig
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split, random_step_bias
-from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_norm import RowNorm, rms_norm, silu_gate
 from megatron_ext.ops.linear import PackableLinear
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
@@ -46,32 +44,30 @@ class Mamba1Mixer(RecurrentMixer):
         d_conv: Convolution window K.
         inner_norm: Norm of dt, B and C: "none", "plain" (RMS without weights) or "weighted".
         inner_norm_epsilon: Added to the variance in these norms.
-        chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
+        chunk_size: See `RecurrentMixer`, also `placing`.
     """
+
+    replicated = ("dt_layernorm.", "b_layernorm.", "c_layernorm.")
+    columns = ("x_proj.weight",)
 
     def __init__(
         self,
         config: TransformerConfig,
         submodules: MixerSubmodules,
         d_model: int,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        pp_layer_offset: int = 0,
-        name: str | None = None,
+        *,
         d_inner: int | None = None,
         dt_rank: int | None = None,
         d_conv: int = ModelConfig.mamba_conv_kernel,
         inner_norm: str = "none",
         inner_norm_epsilon: float = 1e-6,
         chunk_size: int = ModelConfig.mamba_chunk_size,
+        **placing: object,
     ) -> None:
-        super().__init__(config)
-        assert pg_collection is not None, "pg_collection must be provided for Mamba1Mixer"
-        self.layer_number, self.pp_layer_offset, self.chunk_size = layer_number, pp_layer_offset, chunk_size
-        self.d_conv, self.d_state = d_conv, config.mamba_state_dim
+        super().__init__(config, d_conv, chunk_size, **placing)  # type: ignore[arg-type]  # as megatron-core gives them
+        self.d_state = config.mamba_state_dim
         self.dt_rank = dt_rank or math.ceil(d_model / 16)
         d_inner = d_inner or 2 * d_model
-        self.tp_group = pg_collection.tp
         assert d_inner % self.tp_group.size() == 0, (d_inner, self.tp_group.size())
         self.d_inner_local = d_inner // self.tp_group.size()
         self.build_projections(submodules, d_model, 2 * d_inner, d_inner)
@@ -125,15 +121,9 @@ class Mamba1Mixer(RecurrentMixer):
         """Shapes of one request's convolution state (D, K-1) and recurrent state (D, N)."""
         return (self.d_inner_local, self.d_conv - 1), (self.d_inner_local, self.d_state)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
-    ) -> ShardedStateDict:
-        """Return the distributed checkpoint state: x and z are separate tensors; norms are whole on every rank."""
-        split = {"in_proj.weight": {"x": self.d_inner_local, "z": self.d_inner_local}}
-        norms = ("dt_layernorm.", "b_layernorm.", "c_layernorm.")
-        return sharded_mixer_state(
-            self, split, prefix, sharded_offsets, metadata, replicated=norms, columns=("x_proj.weight",)
-        )
+    def sections(self) -> Mapping[str, Mapping[str, int]]:
+        """Return the rows of each part: x and z are separate tensors in checkpoints."""
+        return {"in_proj.weight": {"x": self.d_inner_local, "z": self.d_inner_local}}
 
 
 class InnerNorm(nn.Module):

@@ -9,19 +9,16 @@ Descendants multiply the parts of the projection by constants, norm before they 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.model_fields import GATE_FIRST
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split, random_step_bias
-from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_norm import RowNorm, gated_norm, norm_then_gate, silu_gate
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.step_size import step_sizes
@@ -39,7 +36,7 @@ class Mamba2Mixer(RecurrentMixer):
         d_conv: Convolution window K.
         gated_norm: "gate_first", "norm_first", or None for a gate alone.
         multipliers: Factors of z, x, B, C and dt; None for 1.
-        chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
+        chunk_size: See `RecurrentMixer`, also `placing`.
     """
 
     def __init__(
@@ -47,25 +44,17 @@ class Mamba2Mixer(RecurrentMixer):
         config: TransformerConfig,
         submodules: MixerSubmodules,
         d_model: int,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        pp_layer_offset: int = 0,
-        name: str | None = None,
+        *,
         d_conv: int = ModelConfig.mamba_conv_kernel,
         gated_norm: str | None = GATE_FIRST,
         multipliers: Sequence[float] | None = None,
         chunk_size: int = ModelConfig.mamba_chunk_size,
+        **placing: object,
     ) -> None:
-        super().__init__(config)
-        assert pg_collection is not None, "pg_collection must be provided for Mamba2Mixer"
-        self.d_conv = d_conv
-        self.chunk_size = chunk_size
-        self.layer_number = layer_number
-        self.pp_layer_offset = pp_layer_offset
+        super().__init__(config, d_conv, chunk_size, **placing)  # type: ignore[arg-type]  # as megatron-core gives them
         self.headdim = config.mamba_head_dim
         self.d_state = config.mamba_state_dim
         nheads = config.mamba_num_heads or 2 * d_model // self.headdim
-        self.tp_group = pg_collection.tp
         tp_size = self.tp_group.size()
         assert nheads % tp_size == 0, (nheads, tp_size)
         assert config.mamba_num_groups % tp_size == 0, (config.mamba_num_groups, tp_size)
@@ -132,18 +121,15 @@ class Mamba2Mixer(RecurrentMixer):
         """
         return (self.conv_dim, self.d_conv - 1), (self.nheads_local, self.headdim, self.d_state)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
-    ) -> ShardedStateDict:
-        """Return the distributed checkpoint state, with keys and splits of megatron-core's `MambaMixer`."""
+    def sections(self) -> Mapping[str, Mapping[str, int]]:
+        """Return the rows of each part, with the names of megatron-core's `MambaMixer`."""
         group_channels = self.ngroups_local * self.d_state
         xbc = {"x": self.d_inner_local, "B": group_channels, "C": group_channels}
-        split = {
+        return {
             "in_proj.weight": {"z": self.d_inner_local, **xbc, "dt": self.nheads_local},
             "conv1d.weight": xbc,
             "conv1d.bias": xbc,
         }
-        return sharded_mixer_state(self, split, prefix, sharded_offsets, metadata)
 
 
 class GatedGroupRMSNorm(nn.Module):

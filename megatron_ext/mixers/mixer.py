@@ -8,20 +8,27 @@ Letters: T tokens, Cn channels and K window of the convolution.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.mixers.recurrent import RecurrentContext, RecurrentStep
+from megatron_ext.mixers.recurrent import RecurrentContext, RecurrentStep, cut_chunks
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.state_slots import StateSlots
@@ -29,6 +36,7 @@ from megatron_ext.ops.varlen import PackedChunks
 
 DT_INIT_RANGE = (1e-3, 1e-1)  # of step sizes
 DT_INIT_FLOOR = 1e-4
+Offsets = tuple[tuple[int, int, int], ...]  # leading axes: (axis, this rank's index, number of shards)
 
 
 class Projected(NamedTuple):
@@ -111,20 +119,42 @@ class MixerSubmodules:
 
 
 class RecurrentMixer(MegatronModule):
-    """Recurrent mixer, see the module. Subclasses build their layers and define `split`, `mix` and `gated`.
+    """Recurrent mixer, see the module. Subclasses build their layers and define `split`, `mix`, `gated`, `sections`.
 
-    Attributes:
+    Args:
+        config: Configuration of the model.
+        d_conv: Convolution window K.
+        chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
         layer_number: Layer number from 1, over all pipeline stages; None for a stand-alone mixer, which cannot run
             steps.
+        pg_collection: Process groups; its tensor-parallel ranks share the layer.
         pp_layer_offset: Layers of earlier stages.
-        chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
-        tp_group: Ranks that share the layer; set before the projections are built.
+        name: Ignored; newer versions of megatron-core give it.
+
+    Attributes:
+        replicated: Name prefixes of parameters that every tensor-parallel rank holds whole.
+        columns: Names of parameters that are split over these ranks along axis 1 instead of 0.
     """
 
-    layer_number: int | None
-    pp_layer_offset: int
-    chunk_size: int
-    tp_group: ProcessGroup
+    replicated: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        d_conv: int,
+        chunk_size: int,
+        *,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        assert pg_collection is not None, f"pg_collection must be provided for {type(self).__name__}"
+        self.d_conv, self.chunk_size = d_conv, chunk_size
+        self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset
+        self.tp_group = pg_collection.tp
 
     def build_projections(self, submodules: MixerSubmodules, d_model: int, d_projected: int, d_inner: int) -> None:
         """Build `in_proj`, d_model to d_projected, and `out_proj`, d_inner to d_model; widths of all ranks."""
@@ -161,6 +191,33 @@ class RecurrentMixer(MegatronModule):
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """Apply the gate: [T, d_inner] each -> [T, d_inner], the input of `out_proj`."""
         raise NotImplementedError
+
+    def sections(self) -> Mapping[str, Mapping[str, int]]:
+        """Return the rows of each part on this rank, by part name, of parameters that stack parts; see `split_rows`."""
+        raise NotImplementedError
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, object] | None = None
+    ) -> ShardedStateDict:
+        """Return the distributed checkpoint state: projections by their own rules, the rest split over the ranks.
+
+        Args:
+            prefix: Prefix of every name.
+            sharded_offsets: Axes before the tensors' own, as megatron-core passes them.
+            metadata: Checkpoint metadata, as megatron-core passes it.
+        """
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        tensors = self.state_dict(keep_vars=True)
+        own = {name: value for name, value in tensors.items() if not name.startswith(("in_proj.", "out_proj."))}
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        axes = {name: int(name in self.columns) for name in own if not name.startswith(self.replicated)}
+        state = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+        for name in ("in_proj", "out_proj"):
+            module = getattr(self, name)
+            state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, self.tp_group)
+        for name, sections in self.sections().items():
+            state[prefix + name] = split_rows(state[prefix + name], sections)
+        return state
 
     def forward(
         self, hidden_states: Tensor, inference_context: RecurrentContext | None = None, **_: object
@@ -231,3 +288,33 @@ def random_step_bias(count: int) -> Tensor:
 def inverse_softplus(y: Tensor) -> Tensor:
     """Return x with softplus(x) = y, stable for small y."""
     return y + torch.log(-torch.expm1(-y))
+
+
+def split_rows(whole: ShardedTensor, sections: Mapping[str, int]) -> ShardedTensorFactory:
+    """Write the rows of one tensor as several global tensors, each split over the ranks separately.
+
+    A rank stacks its rows of z, x, B, C and dt in one matrix. Written as one tensor split over the ranks, the parts of
+    the ranks would be interleaved, and another number of ranks could not read them. So each part is a separate global
+    tensor, `in_proj.weight.z` and so on: the keys that megatron-core's `MambaMixer` writes and reads.
+
+    Args:
+        whole: This rank's tensor, split over the ranks along axis 0.
+        sections: Rows of each part on this rank, in order, by part name; a part's key is `key.name`.
+    """
+    template = whole.without_data()
+    assert sum(sections.values()) == template.local_shape[0], (sections, template)
+
+    def build(key: str, tensor: Tensor, replica_id: object, flattened_range: slice | None) -> list[ShardedTensor]:
+        described = dataclasses.replace(
+            template, data=tensor, dtype=tensor.dtype, replica_id=replica_id, flattened_range=flattened_range
+        )
+        parts, start = [], 0
+        for name, rows in sections.items():
+            parts += [dataclasses.replace(part, key=f"{key}.{name}") for part in described.narrow(0, start, rows)]
+            start += rows
+        return parts
+
+    def merge(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tuple(parts))
+
+    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)

@@ -6,14 +6,13 @@ out_proj. The state is the convolution's last inputs alone.
 
 from __future__ import annotations
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.process_groups_config import ProcessGroupCollection
+from collections.abc import Mapping
+
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
-from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 
 _NO_STATE = (0,)  # shape of the recurrent state, which this mixer lacks
@@ -27,7 +26,7 @@ class ShortConvMixer(RecurrentMixer):
         submodules: Specs of `in_proj` and `out_proj`.
         d_model: Hidden size.
         d_conv: Convolution window K.
-        chunk_size: Tokens of a chunk in training; at inference the context's metadata decides.
+        chunk_size: See `RecurrentMixer`, also `placing`.
     """
 
     def __init__(
@@ -35,18 +34,12 @@ class ShortConvMixer(RecurrentMixer):
         config: TransformerConfig,
         submodules: MixerSubmodules,
         d_model: int,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        pp_layer_offset: int = 0,
-        name: str | None = None,
+        *,
         d_conv: int = ModelConfig.short_conv_kernel_dim,
         chunk_size: int = 128,
+        **placing: object,
     ) -> None:
-        super().__init__(config)
-        assert pg_collection is not None, "pg_collection must be provided for ShortConvMixer"
-        self.layer_number, self.pp_layer_offset, self.chunk_size = layer_number, pp_layer_offset, chunk_size
-        self.d_conv = d_conv
-        self.tp_group = pg_collection.tp
+        super().__init__(config, d_conv, chunk_size, **placing)  # type: ignore[arg-type]  # as megatron-core gives them
         assert d_model % self.tp_group.size() == 0, (d_model, self.tp_group.size())
         self.channels_local = d_model // self.tp_group.size()
         self.build_projections(submodules, d_model, 3 * d_model, d_model)
@@ -71,9 +64,6 @@ class ShortConvMixer(RecurrentMixer):
         """Shapes of one request's convolution state (D, K-1) and of its empty recurrent state."""
         return (self.channels_local, self.d_conv - 1), _NO_STATE
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
-    ) -> ShardedStateDict:
-        """Return the distributed checkpoint state: B, C and x are separate tensors there."""
-        split = {"in_proj.weight": dict.fromkeys("BCx", self.channels_local)}
-        return sharded_mixer_state(self, split, prefix, sharded_offsets, metadata)
+    def sections(self) -> Mapping[str, Mapping[str, int]]:
+        """Return the rows of each part: B, C and x are separate tensors in checkpoints."""
+        return {"in_proj.weight": dict.fromkeys("BCx", self.channels_local)}

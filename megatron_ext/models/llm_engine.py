@@ -64,13 +64,13 @@ class LLMEngine:
         steps_itself: bool = True,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        facts = engine.facts
-        self.tokenizer, self.vocabulary, self.grammars = facts.tokenizer, facts.vocabulary, facts.grammars
-        self.limits, self.geometry, self.cache_policy = facts.plan.limits, facts.plan.world, facts.plan.policy
-        self.is_hybrid, self.positions = facts.plan.is_hybrid, facts.plan.positions
-        self.request_state_bytes = facts.plan.request_state_bytes
-        self.operators, self.bytes_held_twice = facts.operators, facts.bytes_held_twice
-        self.draft_exactness = facts.draft_exactness
+        model, plan = engine.controller, engine.plan
+        self.tokenizer, self.vocabulary, self.grammars = model.tokenizer, model.vocabulary, model.grammars
+        self.limits, self.geometry, self.cache_policy = plan.limits, plan.world, plan.policy
+        self.is_hybrid, self.positions = plan.is_hybrid, plan.positions
+        self.request_state_bytes = plan.request_state_bytes
+        self.operators, self.bytes_held_twice = model.chosen_operators(), model.bytes_held_twice
+        self.draft_exactness = model.draft_exactness(plan)
         self.inference_engine = engine
         self._core = core = engine.core
         self.replicas = len(core.replicas)

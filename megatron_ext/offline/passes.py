@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_ext.config import RunConfig
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.engine_step import StepOutput
+from megatron_ext.engine.result import StepOutput
 from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.llm_engine import LLMEngine

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from megatron_ext.engine.engine_step import StepOutput
+from megatron_ext.engine.result import StepOutput
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 

@@ -18,8 +18,8 @@ from megatron_ext.console.kv_cache_table import make_console, print_dry_run, pri
 from megatron_ext.console.profiling import profiled
 from megatron_ext.console.start import StartUp, check_machine, check_profile, say_start
 from megatron_ext.console.terminal import Output, printable
-from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.input_processor import check_drafts
+from megatron_ext.engine.result import StepOutput
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context

@@ -49,12 +49,17 @@ def done_by_all(work: Callable[[], None]) -> None:
         work()
     except ConfigError as error:
         own = error
-    errors = [own] * _world_size()
-    if len(errors) > 1:
-        torch.distributed.all_gather_object(errors, own)
-    failed = next((error for error in errors if error is not None), None)
+    failed = next((error for error in gathered(own) if error is not None), None)
     if failed is not None:
         raise failed
+
+
+def gathered(value: T) -> list[T]:
+    """Return what each rank has given, in order of rank."""
+    found = [value] * _world_size()
+    if len(found) > 1:
+        torch.distributed.all_gather_object(found, value)
+    return found
 
 
 def _world_size() -> int:

@@ -1,22 +1,31 @@
 """Commands to the ranks of a replica between two steps: every change of a scheduler from outside a step.
 
 Schedulers with the same commands between the same steps, and the same sampled tokens, write equal messages
-(`ScheduledStep`). So only commands and tokens are sent between ranks; they are plain values and pickle small.
+(`ScheduledStep`). So only commands and tokens are sent between ranks; they are plain values and pickle small. Rank 0
+records the commands, for the workers to repeat.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, TypeAlias
 
+from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.disk_loads import LoadCommand
+from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
+from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Masks
+from megatron_ext.scheduling.spec_decode.verification import TokensById
+
+TensorSpec: TypeAlias = tuple[str, tuple[int, ...], str]
+"""Name, shape and type of a tensor, the type by its name in torch."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +63,16 @@ class End:
 
 
 @dataclass(frozen=True)
-class ResetPrefixCache:
-    """Prefix cache reset: nothing cached before is matched after."""
+class Call:
+    """Call of a scheduler's method that changes it from outside a step, and needs nothing else of a rank.
 
+    Attributes:
+        method: Name of the method of `Scheduler`.
+        arguments: Plain values by the names of its parameters.
+    """
 
-@dataclass(frozen=True)
-class Quarantine:
-    """Wrong entry of the cache, with all that was computed from it; see `Scheduler.quarantine`."""
-
-    block_hash: BlockHash
-    states_only: bool
-
-
-@dataclass(frozen=True)
-class DropKeptData:
-    """Blocks whose log-probs or routing rows could not be kept; see `Scheduler.drop_kept_data`."""
-
-    block_hashes: tuple[BlockHash, ...]
+    method: Literal["drop_kept_data", "hold_prefills", "propose", "quarantine", "reset_prefix_cache"]
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,6 @@ class KeepCache:
 
 
 @dataclass(frozen=True)
-class Propose:
-    """Draft tokens for the next step, as (request id, tokens) of each request that has some."""
-
-    drafts: tuple[tuple[int, tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True)
 class Draft:
     """Drafts that the ranks of a replica compute before the next step.
 
@@ -135,22 +130,11 @@ class ForgetDrafts:
 
 
 @dataclass(frozen=True)
-class HoldPrefills:
-    """Begin or end of steps without prefills beside decoding requests; see `Scheduler.hold_prefills`."""
-
-    are_held: bool
-
-
-@dataclass(frozen=True)
 class Allow:
     """Tokens allowed next in a structured output, and after each of its drafts."""
 
     request_id: int
     masks: Masks
-
-
-TensorSpec: TypeAlias = tuple[str, tuple[int, ...], str]
-"""Name, shape and type of a tensor, the type by its name in torch."""
 
 
 @dataclass(frozen=True)
@@ -188,19 +172,15 @@ WeightsCommand: TypeAlias = DescribeWeights | ReadWeights | UpdateWeights
 Command = (
     Add
     | Allow
+    | Call
     | DescribeWeights
     | Draft
-    | DropKeptData
     | End
     | ForgetDrafts
     | GoLive
-    | HoldPrefills
     | KeepCache
     | LoadCommand
-    | Propose
-    | Quarantine
     | ReadWeights
-    | ResetPrefixCache
     | Resume
     | Reset
     | Suspend
@@ -236,3 +216,88 @@ class Batch:
     def of(self, replica: int) -> list[Command]:
         """Return the commands of one replica."""
         return [command for number, command in self.commands if number == replica]
+
+
+class RecordingScheduler(Scheduler):
+    """Scheduler that records the commands it was given, in order.
+
+    Effects of steps (`schedule`, `commit`) are not recorded: workers take the same steps.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        policy: EvictionPolicyName | None = None,
+        fingerprint: bytes = b"",
+        slots: int | None = None,
+    ) -> None:
+        super().__init__(limits, policy, fingerprint, slots)
+        self._commands: list[Command] = []
+        self.disk_loads.record = self.note
+
+    def note(self, command: Command) -> None:
+        """Record a command that is not a scheduler call."""
+        self._commands.append(command)
+
+    def take_commands(self) -> list[Command]:
+        """Return and clear the recorded commands."""
+        taken, self._commands = self._commands, []
+        return taken
+
+    def add(self, request: Request) -> None:
+        """Add a request as `Scheduler` does, and record it."""
+        super().add(request)
+        self.note(Add.of(request))
+
+    def end(
+        self,
+        request: Request,
+        status: Status,
+        *,
+        finish_reason: str | None = None,
+        error: str | None = None,
+        is_fault: bool = False,
+    ) -> None:
+        """End a request as `Scheduler` does, and record it without the reason, which only rank 0 needs."""
+        super().end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
+        self.note(End(request.request_id, status))
+
+    def propose(self, drafts: TokensById) -> None:
+        """Propose drafts as `Scheduler` does, and record them."""
+        super().propose(drafts)
+        self.note(Call("propose", {"drafts": dict(drafts)}))
+
+    def allow(self, request: Request, masks: Masks) -> None:
+        """Set the token masks as `Scheduler` does, and record them."""
+        super().allow(request, masks)
+        self.note(Allow(request.request_id, masks))
+
+    def hold_prefills(self, *, are_held: bool) -> None:
+        """Hold or release prefills as `Scheduler` does, and record it."""
+        super().hold_prefills(are_held=are_held)
+        self.note(Call("hold_prefills", {"are_held": are_held}))
+
+    def reset_prefix_cache(self) -> None:
+        """Reset the prefix cache as `Scheduler` does, and record it."""
+        super().reset_prefix_cache()
+        self.note(Call("reset_prefix_cache"))
+
+    def drop_kept_data(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Drop the data kept with blocks as `Scheduler` does, and record it."""
+        super().drop_kept_data(block_hashes)
+        self.note(Call("drop_kept_data", {"block_hashes": tuple(block_hashes)}))
+
+    def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
+        """Drop a wrong entry as `Scheduler` does, and record it."""
+        self.note(Call("quarantine", {"block_hash": block_hash, "states_only": states_only}))
+        return super().quarantine(block_hash, states_only=states_only)
+
+    def weights_changed(self, *, restarts: bool) -> None:
+        """Note changed weights as `Scheduler` does, and record it."""
+        super().weights_changed(restarts=restarts)
+        self.note(WeightsChanged(restarts))
+
+    def suspend(self) -> None:
+        """Suspend as `Scheduler` does, and record it."""
+        super().suspend()
+        self.note(Suspend())

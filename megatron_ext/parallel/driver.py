@@ -6,9 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron_ext.engine.workers import Workers
+from megatron_ext.engine.executor import Workers
 from megatron_ext.errors import ConfigError, RankError, WeightUpdateError, describe
-from megatron_ext.parallel.command_recorder import RecordingScheduler
 from megatron_ext.parallel.commands import (
     Action,
     Batch,
@@ -16,6 +15,7 @@ from megatron_ext.parallel.commands import (
     Draft,
     GoLive,
     KeepCache,
+    RecordingScheduler,
     Reset,
     Resume,
 )

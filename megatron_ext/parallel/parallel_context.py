@@ -15,10 +15,9 @@ from megatron_ext.engine.executor import Executor
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.cache_ranks import CacheRanks
 from megatron_ext.parallel.link import Link
-from megatron_ext.parallel.rank_checks import CheckedExecutor
 from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
-from megatron_ext.parallel.shared_results import RemoteExecutor, Results, SharedExecutor
-from megatron_ext.speculation.drafting import DraftPools
+from megatron_ext.parallel.shared_results import CheckedExecutor, Results, SharedExecutor
+from megatron_ext.speculation.drafter import Drafter
 
 T = TypeVar("T")
 
@@ -96,15 +95,12 @@ class ParallelContext:
         """True on rank 0."""
         return self.here.rank == 0
 
-    def executor(self, part: Executor) -> Executor:
-        """Return the executor of this rank's replica, of which `part` computes this rank's part."""
-        return self._checked(SharedExecutor(part, self._results(self.here.replica)), self.here.replica)
+    def executor(self, replica: int, own: Executor) -> Executor:
+        """Return the executor of a replica, of which `own` computes this rank's part if it is this rank's replica."""
+        shared = SharedExecutor(own if replica == self.here.replica else None, self._results(replica))
+        return CheckedExecutor(shared, self._groups[replica]) if self._checks else shared
 
-    def remote_executor(self, replica: int) -> Executor:
-        """Return rank 0's executor of another replica."""
-        return self._checked(RemoteExecutor(self._results(replica)), replica)
-
-    def drafter(self, replica: int, layer: DraftPools | None) -> RankDrafter:
+    def drafter(self, replica: int, layer: Drafter | None) -> RankDrafter:
         """Return the drafter for the commands of a replica that concerns this rank.
 
         Args:
@@ -113,7 +109,7 @@ class ParallelContext:
         """
         return RankDrafter(self._groups[replica], self.here.rank, self._source(replica), layer)
 
-    def leading_drafter(self, layer: DraftPools | None) -> LeadingDrafter:
+    def leading_drafter(self, layer: Drafter | None) -> LeadingDrafter:
         """Return rank 0's drafter, whose drafts the ranks of each replica compute.
 
         Args:
@@ -129,9 +125,6 @@ class ParallelContext:
 
     def _results(self, replica: int) -> Results:
         return Results(self._groups[replica], self.here.rank, self._source(replica), has_routing=self.records_routing)
-
-    def _checked(self, executor: Executor, replica: int) -> Executor:
-        return CheckedExecutor(executor, self._groups[replica]) if self._checks else executor
 
     def cache_ranks(self, replica: int) -> CacheRanks:
         """Return the ranks that keep the cache of a replica, on each of them and on rank 0.

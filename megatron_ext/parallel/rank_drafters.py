@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup, broadcast
 
 from megatron_ext.parallel.commands import Draft, ForgetDrafts
 from megatron_ext.parallel.driver import Driver
-from megatron_ext.speculation.drafter import DraftRequest
-from megatron_ext.speculation.drafting import DraftPools
+from megatron_ext.speculation.drafter import Drafter, DraftRequest
 
 Drafts = Mapping[int, tuple[int, ...]]
 
@@ -29,7 +28,7 @@ class RankDrafter:
         layer: Drafter of this rank's part of the replica; None on ranks that compute no drafts of it.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, source: int, layer: DraftPools | None) -> None:
+    def __init__(self, group: ProcessGroup, rank: int, source: int, layer: Drafter | None) -> None:
         self._group, self._rank, self._source = group, rank, source
         self.layer = layer
 
@@ -71,7 +70,7 @@ class RankDrafter:
         return drafts
 
 
-class LeadingDrafter:
+class LeadingDrafter(Drafter):
     """Drafter of rank 0 whose drafts the ranks of each replica compute.
 
     Args:
@@ -84,7 +83,7 @@ class LeadingDrafter:
 
     driver: Driver
 
-    def __init__(self, drafters: Sequence[RankDrafter], own: DraftPools | None) -> None:
+    def __init__(self, drafters: Sequence[RankDrafter], own: Drafter | None) -> None:
         self._drafters, self._own = drafters, own
 
     def propose(self, requests: Sequence[DraftRequest]) -> Drafts:
@@ -103,9 +102,6 @@ class LeadingDrafter:
             return self._drafters[replica].propose(command, tokens.__getitem__)
         except Exception as error:
             raise self.driver.step_error(error) from error
-
-    def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Ignore the result: accepted tokens are read at the next proposal."""
 
     def forget(self, request_id: int) -> None:
         """Forget a request, on all ranks before the next step."""

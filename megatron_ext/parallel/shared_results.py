@@ -1,21 +1,29 @@
-"""Results that ranks share: sampled tokens of a replica's last stage for all its ranks, and scores for rank 0."""
+"""Results that ranks share: sampled tokens of a replica's last stage for all its ranks, and scores for rank 0.
+
+With `--check-ranks` every rank of a replica compares its step with the others before computing it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce, broadcast, recv, send
 
 from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.result import StepResult
+from megatron_ext.errors import RankError
 from megatron_ext.scheduling.audit import Comparison, Differences
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 _LEADER = 0
+DIGEST_BYTES = 16
+_LONGEST_VALUE = 200  # characters, in the message
 
 
 class Results:
@@ -109,39 +117,99 @@ def _wants_scores(step: ScheduledStep) -> bool:
 
 
 class SharedExecutor:
-    """Executor that computes this rank's part of a step, and returns the whole replica's result.
+    """Executor that computes this rank's part of a step, if it has one, and returns the whole replica's result.
 
     Args:
-        part: Executor of this rank's part of the model, whose result has tokens on the rank that samples only.
+        part: Executor of this rank's part of the model, whose result has tokens on the rank that samples only; None on
+            rank 0 for another replica, whose results it receives.
         results: Results of the replica.
     """
 
-    def __init__(self, part: Executor, results: Results) -> None:
+    def __init__(self, part: Executor | None, results: Results) -> None:
         self._part = part
         self._results = results
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Compute and share a step; see `Executor.execute`."""
-        return self._results.share(step, self._part.execute(step))
+        return self._results.share(step, StepResult() if self._part is None else self._part.execute(step))
 
     def idle(self) -> None:
-        """Idle for one step; see `Executor.idle`."""
-        self._part.idle()
+        """Idle for one step, which has no result; see `Executor.idle`."""
+        if self._part is not None:
+            self._part.idle()
 
 
-class RemoteExecutor:
-    """Executor that computes nothing: on rank 0, it receives the results of another replica.
+def digest(step: ScheduledStep | None) -> bytes:
+    """Return the digest of a step's message: equal messages have equal digests in every process."""
+    return blake2b(repr(step).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+class CheckedExecutor:
+    """Executor that compares digests of each step's message over the replica's ranks, idle steps included.
+
+    Each rank sends 16 bytes to each other one, and the messages themselves if the digests differ, which is a
+    `RankError`.
 
     Args:
-        results: Results of that replica.
+        executor: Computes the step after the check.
+        group: The replica's ranks, and rank 0.
     """
 
-    def __init__(self, results: Results) -> None:
-        self._results = results
+    def __init__(self, executor: Executor, group: dist.ProcessGroup) -> None:
+        self._executor = executor
+        self._group = group
+        self._count = 0
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        """Receive the result of a step; see `Executor.execute`."""
-        return self._results.share(step, StepResult())
+        """Check and compute a step; see `Executor.execute`."""
+        self._compare(step)
+        return self._executor.execute(step)
 
     def idle(self) -> None:
-        """Do nothing: an idle step of the other replica has no result."""
+        """Check an idle step; see `Executor.idle`."""
+        self._compare(None)
+        self._executor.idle()
+
+    def _compare(self, step: ScheduledStep | None) -> None:
+        self._count += 1
+        own = torch.frombuffer(bytearray(digest(step)), dtype=torch.uint8)
+        digests = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(digests, own, group=self._group)
+        if any(not other.equal(own) for other in digests):
+            raise RankError(f"step {self._count}: {self._difference(step)}")
+
+    def _difference(self, step: ScheduledStep | None) -> str:
+        """Describe the first difference between ranks; the same text on all ranks."""
+        all_fields: list[list[tuple[str, str]]] = [[] for _ in range(self._group.size())]
+        dist.all_gather_object(all_fields, list(fields(step)), group=self._group)
+        ranks = dist.get_process_group_ranks(self._group)
+        for rank, other in zip(ranks[1:], all_fields[1:], strict=True):
+            found = first_difference(all_fields[0], other)
+            if found is not None:
+                name, here, there = found
+                return f"{name} is {here} on rank {ranks[0]} and {there} on rank {rank} (--check-ranks)"
+        raise AssertionError("digests differ, and no field does")
+
+
+def fields(value: object, name: str = "the step") -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and value of every field in a message."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            prefix = "" if name == "the step" else f"{name}."
+            yield from fields(getattr(value, field.name), f"{prefix}{field.name}")
+    elif isinstance(value, tuple) and any(dataclasses.is_dataclass(one) for one in value):
+        for i, one in enumerate(value):
+            yield from fields(one, f"{name}[{i}]")
+    else:
+        shown = repr(value)
+        yield name, shown if len(shown) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}..."
+
+
+def first_difference(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[str, str, str] | None:
+    """Return the first name whose values differ, and both values; None if all are equal."""
+    missing = "missing"
+    left, right = dict(one), dict(other)
+    for name in [*left, *(name for name in right if name not in left)]:
+        if left.get(name) != right.get(name):
+            return name, left.get(name, missing), right.get(name, missing)
+    return None

@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from megatron_ext.engine.disk_loading import LoadPlacing
-from megatron_ext.engine.executor import Executor
-from megatron_ext.engine.resources import ModelResources
+from megatron_ext.engine.executor import Executor, ModelResources
 from megatron_ext.parallel.commands import (
     Action,
     Add,
     Allow,
     Batch,
+    Call,
     Command,
     DescribeWeights,
     Draft,
-    DropKeptData,
     End,
     ForgetDrafts,
     GoLive,
-    HoldPrefills,
     KeepCache,
-    Propose,
-    Quarantine,
     ReadWeights,
     Reset,
-    ResetPrefixCache,
     Resume,
     Suspend,
     UpdateWeights,
@@ -132,12 +127,10 @@ class Worker:
             self.scheduler.end(self._requests.pop(command.request_id), command.status)
         elif isinstance(command, Allow):
             self.scheduler.allow(self._requests[command.request_id], command.masks)
-        elif isinstance(command, Propose):
-            self.scheduler.propose(dict(command.drafts))
-        elif isinstance(command, HoldPrefills):
-            self.scheduler.hold_prefills(are_held=command.are_held)
-        elif isinstance(command, Draft | ForgetDrafts):
-            self._obey_for_drafts(command)
+        elif isinstance(command, Call):
+            getattr(self.scheduler, command.method)(**command.arguments)
+        elif isinstance(command, Draft):
+            self._draft = command
         elif isinstance(command, Suspend):
             self.scheduler.suspend()
             self._resources.free()
@@ -150,25 +143,16 @@ class Worker:
         else:
             self._obey_for_cache(command)
 
-    def _obey_for_drafts(self, command: Draft | ForgetDrafts) -> None:
-        if isinstance(command, Draft):
-            self._draft = command
-        elif self.drafter is not None:
-            self.drafter.forget(command.request_id)
-
     def _obey_for_cache(self, command: Command) -> None:
-        if isinstance(command, Quarantine):
-            self.scheduler.quarantine(command.block_hash, states_only=command.states_only)
-        elif isinstance(command, DropKeptData):
-            self.scheduler.drop_kept_data(command.block_hashes)
-        elif isinstance(command, ResetPrefixCache):
-            self.scheduler.reset_prefix_cache()
-        elif isinstance(command, WeightsChanged):
+        if isinstance(command, WeightsChanged):
             if self._disk is not None:
                 self._disk.weights_changed()
             self._resources.mark_new_weights()
             self._resources.use_new_weights()
             self.scheduler.weights_changed(restarts=command.restarts)
+        elif isinstance(command, ForgetDrafts):
+            if self.drafter is not None:
+                self.drafter.forget(command.request_id)
         elif isinstance(command, DescribeWeights | ReadWeights | UpdateWeights):
             self.on_weights(command)
         else:

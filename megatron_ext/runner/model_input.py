@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -15,22 +15,12 @@ from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import Resumes, packed_chunks, stage_arrays
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.runner.block_rows import BlockRows
-from megatron_ext.runner.input_writer import KEPT, Cuts, StagingRules, cut_chunk, input_arrays
+from megatron_ext.runner.cuda_graphs.input_buffers import PrevSampledTokenIds
+from megatron_ext.runner.input_writer import KEPT, BlockRows, Cuts, StagingRules, cut_chunk, input_arrays
 from megatron_ext.runner.kept_log_probs import KEPT_PLACES, KeptPlaces, kept_places
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
 
 _RUNNING_SLOT: Final = attrgetter("running_slot")
-
-
-class PrevSampled(Protocol):
-    """Tokens that the previous step has left on the device; see `PrevSampledTokenIds`."""
-
-    def place_of(self, request_id: int) -> int:
-        """Return the index of a request's token."""
-
-    def write_to(self, input_ids: Tensor, places: Tensor, tokens: Tensor) -> None:
-        """Copy the tokens of these indices to these places of the token ids."""
 
 
 class SamplingRow(NamedTuple):
@@ -86,7 +76,7 @@ def stage_step(
     block_rows: BlockRows | None = None,
     *,
     place: Place | None = None,
-    prev_sampled: PrevSampled | None = None,
+    prev_sampled: PrevSampledTokenIds | None = None,
 ) -> ModelInput:
     """Stage a step in one copy. Padding repeats token 0 at position 0.
 

@@ -29,8 +29,7 @@ from megatron_ext.ops.linear import Packable
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.varlen import stage_arrays
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.runner.block_rows import BlockRows
-from megatron_ext.runner.input_writer import StagingRules
+from megatron_ext.runner.input_writer import BlockRows, StagingRules
 from megatron_ext.runner.model_input import ModelInput, SamplingRow, stage_step
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.errors import describe
+from megatron_ext.memory.host_limits import is_out_of_memory
 from megatron_ext.memory.pools import LogProbPool
 from megatron_ext.ops.varlen import to_device
 from megatron_ext.runner.kept_log_probs import exchange_states, keep_log_probs, read_log_probs
 from megatron_ext.runner.model_input import ModelInput, PromptScore, SamplingRow
-from megatron_ext.runner.out_of_memory import is_out_of_memory
-from megatron_ext.runner.sampler import eager_processed_logits, eager_sampler_input, sample
-from megatron_ext.runner.scoring import score_rows
+from megatron_ext.runner.sampler import eager_processed_logits, eager_sampler_input, sample, score_rows
 
 
 def scored_states(hidden_states: Tensor, step: ModelInput, pool: LogProbPool | None) -> Tensor | None:

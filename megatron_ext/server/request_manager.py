@@ -20,8 +20,8 @@ from weakref import WeakValueDictionary
 from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.engine.client import ClientListener
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.error_isolation import ErrorIsolation
+from megatron_ext.engine.result import StepOutput
 from megatron_ext.engine.updates import Progress, Update
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.record import RequestRecord, Status

@@ -187,7 +187,7 @@ def allot(likelihoods: Sequence[float], limits: Sequence[int], requests: int, co
     return allotted
 
 
-class AdaptiveDrafter:
+class AdaptiveDrafter(Drafter):
     """Drafter that limits the proposals of another drafter to the number worth verifying.
 
     Args:

@@ -1,4 +1,4 @@
-"""Drafter protocol: proposes next tokens of decoding requests. A draft affects speed and never a token (SP-3).
+"""Drafter: proposes next tokens of decoding requests. A draft affects speed and never a token (SP-3).
 
 A drafter runs beside the engine of rank 0 and is called before each step is planned. Its proposals are checked (see
 `speculation.proposals`): ids outside the vocabulary, more drafts than requested, and errors cost the drafts, and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,11 @@ class DraftRequest:
     limit: int
 
 
-class Drafter(Protocol):
-    """Source of drafts; one request's drafts may depend on that request's own tokens only."""
+class Drafter:
+    """Source of drafts; one request's drafts may depend on that request's own tokens only.
+
+    A drafter may have pools of its own, which are freed and allocated together with the engine's.
+    """
 
     def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Return, by request id, the tokens predicted to come next, in order; empty or no entry without a prediction.
@@ -37,9 +39,10 @@ class Drafter(Protocol):
         Args:
             requests: Decoding requests, each once.
         """
+        raise NotImplementedError
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Handle the verification of a request's drafts by a step.
+        """Handle the verification of a request's drafts by a step; by default the next proposal reads the tokens.
 
         Args:
             request_id: Id of the request.
@@ -49,3 +52,19 @@ class Drafter(Protocol):
 
     def forget(self, request_id: int) -> None:
         """Forget a request that has ended; it may have had no drafts at all."""
+
+    def reset(self) -> None:
+        """Forget all requests."""
+
+    def notice_new_weights(self) -> None:
+        """Forget all results of the target model's old weights."""
+
+    def suspend(self) -> None:
+        """Free the pools."""
+
+    def resume(self) -> None:
+        """Allocate the pools again.
+
+        Raises:
+            ConfigError: There is less memory than seemed to be free.
+        """

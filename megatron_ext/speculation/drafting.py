@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.speculation.adaptive import ASSUMED_COST, AdaptiveDrafter, DraftCosts
@@ -12,23 +11,7 @@ from megatron_ext.speculation.drafter import Drafter, DraftRequest
 from megatron_ext.speculation.ngram import NgramDrafter
 
 
-class DraftPools(Drafter, Protocol):
-    """Drafter with pools of its own, which are freed and allocated together with the engine's."""
-
-    def reset(self) -> None:
-        """Forget everything that was read."""
-
-    def notice_new_weights(self) -> None:
-        """Forget all results of the target model's old weights."""
-
-    def suspend(self) -> None:
-        """Free the pools."""
-
-    def resume(self) -> None:
-        """Allocate the pools again."""
-
-
-class Drafting:
+class Drafting(Drafter):
     """Drafter of an engine, reset together with the engine.
 
     Args:
@@ -39,21 +22,19 @@ class Drafting:
         costs: Costs of verification.
     """
 
-    def __init__(self, config: SpeculationConfig, layer: DraftPools | None = None) -> None:
-        self._config = config
-        self._layer = layer
-        cost = config.speculative_draft_cost
-        self.costs = DraftCosts.constant(ASSUMED_COST if cost is None else cost)
-        self._drafter = self._made()
-
-    def _made(self) -> Drafter:
-        config = self._config
-        guesser: Drafter = self._layer or NgramDrafter(
+    def __init__(self, config: SpeculationConfig, layer: Drafter | None = None) -> None:
+        self._is_adaptive, self._layer = config.speculative_adaptive, layer
+        self._guesser: Drafter = layer or NgramDrafter(
             config.speculative_ngram_longest, config.speculative_ngram_shortest
         )
-        if not config.speculative_adaptive:
-            return guesser
-        return AdaptiveDrafter(guesser, self.costs, guesses_are_free=self._layer is None)
+        cost = config.speculative_draft_cost
+        self.costs = DraftCosts.constant(ASSUMED_COST if cost is None else cost)
+        self._drafter = self._limited()
+
+    def _limited(self) -> Drafter:
+        if not self._is_adaptive:
+            return self._guesser
+        return AdaptiveDrafter(self._guesser, self.costs, guesses_are_free=self._layer is None)
 
     def use(self, costs: DraftCosts) -> None:
         """Set new costs of verification, and forget all requests."""
@@ -64,8 +45,6 @@ class Drafting:
         """Let a probe propose drafts until the next reset."""
         self._drafter = probe = Probe(self._layer)
         return probe
-
-    # Drafter interface
 
     def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`."""
@@ -79,35 +58,25 @@ class Drafting:
         """Forget a request; see `Drafter`."""
         self._drafter.forget(request_id)
 
-    # Life of the pools
-
     def reset(self) -> None:
-        """Forget all requests."""
-        if self._layer is not None:
-            self._layer.reset()
-        self._drafter = self._made()
+        """Forget all requests, and their acceptance of drafts."""
+        self._guesser.reset()
+        self._drafter = self._limited()
 
     def notice_new_weights(self) -> None:
-        """Forget what the drafter has computed with old weights of the target model."""
-        if self._layer is not None:
-            self._layer.notice_new_weights()
+        """Forget results of old weights; see `Drafter`."""
+        self._guesser.notice_new_weights()
 
     def suspend(self) -> None:
         """Free the layer's pools, together with the engine's."""
-        if self._layer is not None:
-            self._layer.suspend()
+        self._guesser.suspend()
 
     def resume(self) -> None:
-        """Allocate the layer's pools again, together with the engine's.
-
-        Raises:
-            ConfigError: There is less memory than seemed to be free.
-        """
-        if self._layer is not None:
-            self._layer.resume()
+        """Allocate the layer's pools again, together with the engine's; see `Drafter`."""
+        self._guesser.resume()
 
 
-class Probe:
+class Probe(Drafter):
     """Drafter with a fixed number of drafts, for measurements: the layer's, or the request's last token repeated.
 
     Args:
@@ -127,9 +96,6 @@ class Probe:
         if self._layer is not None:
             return self._layer.propose(cut) if cut else {}
         return {request.request_id: (request.tokens[-1],) * request.limit for request in cut}
-
-    def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Ignore the result."""
 
     def forget(self, request_id: int) -> None:
         """Forget a request; see `Drafter`."""

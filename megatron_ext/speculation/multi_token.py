@@ -31,7 +31,7 @@ from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.running_slots import RunningSlot, RunningSlots
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
-from megatron_ext.speculation.drafter import DraftRequest
+from megatron_ext.speculation.drafter import Drafter, DraftRequest
 
 _GREEDY = Sampling(temperature=0.0, top_k=1, top_p=0.0, uniform=None, forbidden=(), top_n=None)
 
@@ -106,7 +106,7 @@ class _Reader:
     next_token: int | None = None
 
 
-class MultiTokenDrafter:
+class MultiTokenDrafter(Drafter):
     """Drafter that proposes the greedy continuation of a layer of multi-token prediction.
 
     If a computation fails, the drafter reads the requests at hand again, whose pool contents are undefined then.
@@ -145,9 +145,6 @@ class MultiTokenDrafter:
                 self._release(text.request_id)
             raise
         return {text.request_id: tuple(text.drafts) for text in read}
-
-    def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Ignore the result: accepted tokens are read at the next proposal."""
 
     def forget(self, request_id: int) -> None:
         """Free all memory of a request."""
@@ -299,7 +296,7 @@ def _name(request_id: int, position: int) -> BlockHash:
     return BlockHash(f"draft {request_id} {position}".encode())
 
 
-class LayeredDrafter:
+class LayeredDrafter(Drafter):
     """Drafter with a layer of multi-token prediction for each depth.
 
     The layer of depth d reads a token together with the output of depth d - 1 at the token before it. It reads all
@@ -321,9 +318,6 @@ class LayeredDrafter:
             found = layer.propose([replace(request, limit=depth) for request in going])
             drafts |= {name: own for name, own in found.items() if len(own) == depth}
         return drafts
-
-    def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Ignore the result: accepted tokens are read at the next proposal."""
 
     def forget(self, request_id: int) -> None:
         """Free all memory of a request."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_ext.speculation.drafter import DraftRequest
+from megatron_ext.speculation.drafter import Drafter, DraftRequest
 
 LONGEST, SHORTEST = 4, 2  # default n-gram lengths, in tokens
 KEPT_TOKENS = 16_384  # per generation of a request's index; two generations cover its last 16,384 to 32,768 tokens
 MAX_AT_ONCE = 8_192  # tokens that one request's index takes in per step; a long prompt takes several steps
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafter that repeats what followed the longest known n-gram; the most recent occurrence counts.
 
     Args:
@@ -40,12 +40,13 @@ class NgramDrafter:
         index.take_in(request.tokens)
         return index.guess(request.tokens, request.limit)
 
-    def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Ignore the result: the tokens themselves show it at the next proposal."""
-
     def forget(self, request_id: int) -> None:
         """Drop the request's index."""
         self._indexes.pop(request_id, None)
+
+    def reset(self) -> None:
+        """Drop all indexes."""
+        self._indexes.clear()
 
 
 class NgramIndex:

@@ -21,7 +21,7 @@ class DraftError(ValueError):
 
 
 class Proposals:
-    """Checked access of an engine to its drafter.
+    """Checked access of an engine to its drafter, whose errors of any kind are raised.
 
     Args:
         drafter: Drafter; may raise, and return anything.
@@ -46,9 +46,6 @@ class Proposals:
 
         Returns:
             Valid drafts by request id, and the errors of invalid ones.
-
-        Raises:
-            Exception: Any error of the drafter.
         """
         requests = _draft_requests(scheduler)
         if not requests:
@@ -98,20 +95,12 @@ class Proposals:
         return given
 
     def update(self, verified: Iterable[SpecDecodeResult]) -> None:
-        """Report the results of a step's verification to the drafter.
-
-        Raises:
-            Exception: Any error of the drafter.
-        """
+        """Report the results of a step's verification to the drafter."""
         for one in verified:
             self._drafter.accepted(one.request_id, one.drafted, one.accepted)
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Tell the drafter that these requests have ended.
-
-        Raises:
-            Exception: Any error of the drafter.
-        """
+        """Tell the drafter that these requests have ended."""
         for request in requests:
             self._drafter.forget(request.request_id)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import io
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,8 +41,14 @@ from torch import Tensor
 from torch.distributed import checkpoint
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.files import open_regular, read_bytes
-from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE, Part, StoredState, StoredTensor
+from megatron_ext.files import open_regular, read_bytes, read_json
+from megatron_ext.mcore.checkpoint.checkpoint_metadata import (
+    METADATA_FILE,
+    Part,
+    StoredState,
+    StoredTensor,
+    is_file_name,
+)
 from megatron_ext.mcore.checkpoint.plain_pickle import PlainPickleError, RecordedCall
 from megatron_ext.mcore.checkpoint.torch_files import Archive, FileSlice, read_tensor
 
@@ -79,6 +87,12 @@ _ENUMERATIONS = {
     for kind in SAFE_GLOBALS
     if isinstance(kind, enum.EnumMeta)
 }
+_Box = tuple[slice, ...]
+MANIFEST_FILE = "integrity.json"
+_ALGORITHM = "sha256"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LONGEST_MANIFEST = 64 * 1024**2  # bytes; a manifest of 100,000 files has 10 MB
+_CHUNK = 16 * 1024**2  # bytes that are read at a time
 
 
 def write_state(state: ShardedStateDict, directory: Path) -> None:
@@ -191,9 +205,6 @@ class _PartReader:
         return self._files[name]
 
 
-_Box = tuple[slice, ...]
-
-
 def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -> tuple[_Box, _Box] | None:
     """Intersect a wanted box with a stored part: the common box in coordinates of either; None if it is empty."""
     ours, foreign = [], []
@@ -293,3 +304,50 @@ def _without_deprecations() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+def verify_files(directory: Path, share: int = 0, shares: int = 1) -> None:
+    """Compare files with their digests in the manifest; without a manifest there is nothing to verify.
+
+    megatron-core 0.18 and later write the manifest on request: {"algorithm": "sha256", "files": {name: digest}}. It
+    detects damage, not forgery: a checkpoint's author writes it, too.
+
+    Args:
+        directory: Directory of a checkpoint's files.
+        share: Which of the shares to verify: all ranks together verify all files.
+        shares: Number of shares.
+
+    Raises:
+        CheckpointError: A file is missing, not a regular one, or has another digest; or the manifest is damaged.
+    """
+    if not os.path.lexists(directory / MANIFEST_FILE):
+        return
+    digests = _read_manifest(directory / MANIFEST_FILE)
+    for name in sorted(digests)[share::shares]:
+        if _digest(directory / name) != digests[name]:
+            raise CheckpointError(
+                f"{directory / name} is damaged: its SHA-256 is not that in {MANIFEST_FILE}; copy the checkpoint again"
+            )
+
+
+def _read_manifest(path: Path) -> Mapping[str, str]:
+    manifest = read_json(path, _LONGEST_MANIFEST)
+    algorithm, digests = manifest.get("algorithm", _ALGORITHM), manifest.get("files")
+    if algorithm != _ALGORITHM:
+        raise CheckpointError(f"{path} has algorithm {str(algorithm)[:40]!r}; only {_ALGORITHM!r} is supported")
+    if not isinstance(digests, dict):
+        raise CheckpointError(f"{path} has no digests of files")
+    for name, digest in digests.items():
+        if not is_file_name(name):
+            raise CheckpointError(f"{path} has a digest of {name[:100]!r}, which is not a file name")
+        if type(digest) is not str or not _DIGEST.fullmatch(digest):
+            raise CheckpointError(f"{path} has no SHA-256 of {name[:100]!r}: 64 digits from 0 to f")
+    return digests
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with open_regular(path, CheckpointError) as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()

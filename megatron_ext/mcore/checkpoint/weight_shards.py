@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.packed_weights import make_writable, unpack_weights
 from megatron_ext.mcore.weight_changes import saved_tensors
+from megatron_ext.parallel.collectives import gathered
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
@@ -151,13 +152,7 @@ def requested_state(
 
 def gathered_names(names: Iterable[str]) -> set[str]:
     """Return the union of the names of all ranks; every rank must call this."""
-    own = sorted(set(names))
-    size = torch.distributed.get_world_size()
-    if size == 1:
-        return set(own)
-    found: list[list[str] | None] = [None] * size
-    torch.distributed.all_gather_object(found, own)
-    return {name for one in found if one is not None for name in one}
+    return set().union(*gathered(sorted(set(names))))
 
 
 def _shard(name: str, described: ShardedTensor | ShardedTensorFactory) -> ShardSpec:

@@ -13,7 +13,7 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from megatron_ext.mcore.layers.layer_config import LayerConfig, with_biases
-from megatron_ext.mcore.layers.norms import HeadsNorm
+from megatron_ext.mcore.layers.norms import HeadsNorm, OutputNorm
 from megatron_ext.ops.gated_norm import NamedNorm
 from megatron_ext.ops.paged_attention import paged_attention
 from megatron_ext.ops.rotary import Heads
@@ -126,6 +126,19 @@ class WindowedSelfAttention(PagedSelfAttention):
     def __init__(self, config: LayerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         self.window = config.attention_window
+
+
+class NormedSelfAttention(PagedSelfAttention):
+    """`PagedSelfAttention` with a norm of its output and none of its input."""
+
+    def __init__(self, config: TransformerConfig, *args: object, **options: object) -> None:
+        super().__init__(config, *args, **options)
+        self.output_norm = OutputNorm(config)
+
+    def forward(self, *inputs: object, **options: object) -> tuple[Tensor, Tensor | None]:
+        """Attend and normalize the output, see `PagedSelfAttention.forward`; return None as bias."""
+        output, bias = super().forward(*inputs, **options)  # type: ignore[arg-type]  # as upstream gives them
+        return self.output_norm(output, bias), None
 
 
 def beyond_window(length: int, window: int, device: torch.device) -> Tensor:

@@ -72,23 +72,6 @@ class HybridModel(Model):
             self.embedding = LastStageEmbedding(config, self.vocab_size, positions, tied, self.pg_collection.tp)
         self._scale(config)
 
-    def prediction_logits(self, tokens: Tensor, depths: int) -> list[Tensor]:
-        """Return the logits of whole sequences by multi-token prediction, [b, s - d, V] of each depth d from 1.
-
-        The model is on one stage.
-
-        Args:
-            tokens: Token ids, [b, s].
-            depths: Number of depths; more than the model has layers for repeat the last one.
-        """
-        assert self.mtp is not None, "the caller has looked"
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        angles = self.rotary_pos_emb(tokens.shape[1]) if self.position_embedding_type == "rope" else None
-        trunk = self.decoder(self.embedding(tokens, positions), None, rotary_pos_emb=angles)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        hidden = self.mtp(tokens, trunk, self.embedding, depths, angles)
-        return [self.output_layer(states, weight=weight)[0].transpose(0, 1) for states in hidden]
-
     @property
     def reads_output_rows(self) -> bool:
         """True if rows of the output layer are read as embeddings: of a tied model, for multi-token prediction."""

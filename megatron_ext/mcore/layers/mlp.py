@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ext.mcore.layers.layer_config import with_biases
 from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
+from megatron_ext.mcore.layers.norms import OutputNorm
 from megatron_ext.ops.activation import gated_silu, squared_relu_
 
 
@@ -94,3 +95,19 @@ class PlainMLP(MLP):
         config = self.config
         is_clamped = config.activation_func_clamp_value is not None or config.glu_linear_offset != 0.0
         return not (config.use_te_activation_func or config.bias_activation_fusion or is_clamped)
+
+
+class NormedMLP(PlainMLP):
+    """`PlainMLP` with a norm of its output and none of its input."""
+
+    def __init__(
+        self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection | None = None, **options: object
+    ) -> None:
+        super().__init__(config, pg_collection=pg_collection, **options)
+        self.output_norm = OutputNorm(config)
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute as upstream and normalize; return None as bias."""
+        return self.output_norm(*super().forward(hidden_states, per_token_scale, **options)), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
@@ -114,3 +115,16 @@ def _head_norm(config: LayerConfig, channels: int, heads: int) -> torch.nn.Modul
     if config.qk_layernorm_over_heads:
         return HeadsNorm(channels * heads, eps=config.layernorm_epsilon, dtype=config.params_dtype)
     return LayerNormFromConfig(config, channels)
+
+
+class OutputNorm(MegatronModule):
+    """Norm that can be a part of an MLP: upstream's MLP asks each of its parts for its sharded state."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.norm = LayerNormFromConfig(config, config.hidden_size)
+
+    def forward(self, output: Tensor, bias: Tensor | None) -> Tensor:
+        """Normalize the sum of output [s, b, h] and bias -> [s, b, h]."""
+        normed: Tensor = self.norm(output if bias is None else output + bias)
+        return normed

@@ -73,16 +73,6 @@ class Branch:
         return add_residual(self.mix(self.norm(hidden_states)), hidden_states, self.factor)
 
 
-class Branching:
-    """Layer that can describe itself as a `Branch`."""
-
-    def branch(
-        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
-    ) -> Branch | None:
-        """Return the layer's branch in a step; None to call the layer directly. `angles` cover all positions."""
-        raise NotImplementedError
-
-
 def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
     """Return a residual-add builder that multiplies the mixer's output and bias by `factor` first."""
     if factor == 1.0:
@@ -99,15 +89,21 @@ def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
     return build
 
 
-class RecurrentLayer(MambaLayer, Branching):
-    """Norm and recurrent mixer."""
+class Branching(nn.Module):
+    """Layer that a step computes as a `Branch`; the first base of a layer of upstream's.
 
-    mamba_bda: AddBuilder
+    Attributes:
+        multiplier: Field of the configuration with a factor of the layer's output, beside `residual_multiplier`.
+        sum_builder: Attribute with upstream's builder of the residual sum, which applies both.
+    """
+
+    multiplier: str
+    sum_builder: str
 
     def __init__(self, config: LayerConfig, *args: object, **options: object) -> None:
         super().__init__(config, *args, **options)
-        self.factor = config.residual_multiplier * config.recurrent_output_multiplier
-        self.mamba_bda = scaled_add(self.mamba_bda, self.factor)
+        self.factor: float = config.residual_multiplier * getattr(config, self.multiplier)
+        setattr(self, self.sum_builder, scaled_add(getattr(self, self.sum_builder), self.factor))
 
     def forward(
         self,
@@ -116,12 +112,31 @@ class RecurrentLayer(MambaLayer, Branching):
         inference_context: BaseInferenceContext | None = None,
         rotary_pos_emb: Tensor | None = None,
         **options: object,
-    ) -> Tensor:
-        """Compute [s, b, h] -> [s, b, h]; see `RecurrentMixer.forward`."""
-        branch = self.branch(attention_mask, inference_context, rotary_pos_emb)
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Compute [s, b, h] -> [s, b, h]; a transformer layer also returns None, the context of cross-attention."""
+        inputs = (attention_mask, inference_context, rotary_pos_emb)
+        branch = self.branch(*inputs) if options.get("padding_mask") is None else None
         if branch is None:
-            return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **options)
-        return branch.run(hidden_states)
+            names = ("attention_mask", "inference_context", "rotary_pos_emb")
+            options |= dict(zip(names, inputs, strict=True))
+            found: Tensor | tuple[Tensor, Tensor | None] = super().forward(hidden_states=hidden_states, **options)
+            return found
+        output = branch.run(hidden_states)
+        return (output, None) if isinstance(self, TransformerLayer) else output
+
+    def branch(
+        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
+    ) -> Branch | None:
+        """Return the layer's branch in a step; None to call the layer directly. `angles` cover all positions."""
+        raise NotImplementedError
+
+
+class RecurrentLayer(Branching, MambaLayer):
+    """Norm and recurrent mixer; see `RecurrentMixer.forward`."""
+
+    multiplier, sum_builder = "recurrent_output_multiplier", "mamba_bda"
+    norm: nn.Module
+    mixer: nn.Module
 
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
@@ -132,35 +147,12 @@ class RecurrentLayer(MambaLayer, Branching):
         return Branch(self.norm, partial(self.mixer, inference_context=context), self.factor)
 
 
-class AttentionLayer(TransformerLayer, Branching):
-    """Norm and self-attention."""
+class AttentionLayer(Branching, TransformerLayer):
+    """Norm and self-attention; see `PagedSelfAttention.forward`."""
 
-    self_attn_bda: AddBuilder
-
-    def __init__(self, config: LayerConfig, *args: object, **options: object) -> None:
-        super().__init__(config, *args, **options)
-        self.factor = config.residual_multiplier * config.attention_output_multiplier
-        self.self_attn_bda = scaled_add(self.self_attn_bda, self.factor)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        inference_context: BaseInferenceContext | None = None,
-        rotary_pos_emb: Tensor | None = None,
-        **options: object,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute [s, b, h] -> [s, b, h], and no context of cross-attention; see `PagedSelfAttention.forward`."""
-        branch = self.branch(attention_mask, inference_context, rotary_pos_emb)
-        if branch is None:
-            return super().forward(
-                hidden_states=hidden_states,
-                attention_mask=attention_mask,
-                inference_context=inference_context,
-                rotary_pos_emb=rotary_pos_emb,
-                **options,
-            )
-        return branch.run(hidden_states), None
+    multiplier, sum_builder = "attention_output_multiplier", "self_attn_bda"
+    input_layernorm: nn.Module
+    self_attention: nn.Module
 
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
@@ -172,22 +164,15 @@ class AttentionLayer(TransformerLayer, Branching):
         return Branch(self.input_layernorm, partial(self.self_attention, **options), self.factor)
 
 
-class FeedForwardLayer(MLPLayer, Branching):
+class FeedForwardLayer(Branching, MLPLayer):
     """Norm and an MLP, or a mixture of experts; `is_mtp_layer` of main's stacks only counts in training."""
 
-    mlp_bda: AddBuilder
+    multiplier, sum_builder = "mlp_output_multiplier", "mlp_bda"
+    pre_mlp_layernorm: nn.Module
+    mlp: nn.Module
 
     def __init__(self, config: LayerConfig, *args: object, is_mtp_layer: bool = False, **options: object) -> None:
         super().__init__(config, *args, **options)
-        self.factor = config.residual_multiplier * config.mlp_output_multiplier
-        self.mlp_bda = scaled_add(self.mlp_bda, self.factor)
-
-    def forward(self, hidden_states: Tensor, *positional: object, **options: object) -> tuple[Tensor, Tensor | None]:
-        """Compute [s, b, h] -> [s, b, h], and no context of cross-attention."""
-        branch = None if options.get("padding_mask") is not None else self.branch(None, None, None)
-        if branch is None:
-            return super().forward(hidden_states, *positional, **options)
-        return branch.run(hidden_states), None
 
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None

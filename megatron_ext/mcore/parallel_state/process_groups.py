@@ -17,7 +17,10 @@ from megatron_ext.parallel.parallel_context import ParallelContext, RankInfo
 
 
 class ProcessGroups:
-    """Process groups shared by the engines of one process; groups older than the first engine are left alone."""
+    """Process groups shared by the engines of one process; groups older than the first engine are left alone.
+
+    A `ConfigError` says that existing groups contradict an engine's settings.
+    """
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -26,11 +29,7 @@ class ProcessGroups:
         self._owns_groups = False
 
     def enter(self, parallel: ParallelConfig) -> None:
-        """Register an engine and create the groups that do not exist.
-
-        Raises:
-            ConfigError: Existing groups contradict the settings.
-        """
+        """Register an engine and create the groups that do not exist."""
         with self._changing:
             has_distributed = is_initialized()
             has_groups = parallel_state.model_parallel_is_initialized()
@@ -44,11 +43,7 @@ class ProcessGroups:
             self._engines += 1
 
     def join(self, parallel: ParallelConfig) -> None:
-        """Register an engine of a model that is in memory in the existing groups; nothing is created.
-
-        Raises:
-            ConfigError: Existing groups contradict the settings.
-        """
+        """Register an engine of a model that is in memory in the existing groups; nothing is created."""
         with self._changing:
             _check_distributed(parallel)
             _check_sizes(parallel)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Mapping
 
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
-from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator
+from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator as BlockAllocator
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
@@ -19,20 +19,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
-
-__all__ = (
-    "BlockAllocator",
-    "Context",
-    "Controller",
-    "Engine",
-    "Model",
-    "Stack",
-    "StackSubmodules",
-    "builder",
-    "inference_mode",
-    "pattern_arguments",
-    "wrap",
-)
 
 Model, Stack, StackSubmodules = MambaModel, MambaStack, MambaStackSubmodules
 

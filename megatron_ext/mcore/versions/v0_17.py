@@ -7,29 +7,13 @@ import contextlib
 from megatron.core.models.mamba import MambaModel
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 
-from megatron_ext.mcore.versions.since_v0_17 import (
-    BlockAllocator,
-    Context,
-    Controller,
-    Engine,
-    builder,
-    pattern_arguments,
-    wrap,
-)
-
-__all__ = (
-    "BlockAllocator",
-    "Context",
-    "Controller",
-    "Engine",
-    "Model",
-    "Stack",
-    "StackSubmodules",
-    "builder",
-    "inference_mode",
-    "pattern_arguments",
-    "wrap",
-)
+from megatron_ext.mcore.versions.since_v0_17 import BlockAllocator as BlockAllocator
+from megatron_ext.mcore.versions.since_v0_17 import Context as Context
+from megatron_ext.mcore.versions.since_v0_17 import Controller as Controller
+from megatron_ext.mcore.versions.since_v0_17 import Engine as Engine
+from megatron_ext.mcore.versions.since_v0_17 import builder as builder
+from megatron_ext.mcore.versions.since_v0_17 import pattern_arguments as pattern_arguments
+from megatron_ext.mcore.versions.since_v0_17 import wrap as wrap
 
 Model, Stack, StackSubmodules = MambaModel, MambaStack, MambaStackSubmodules
 

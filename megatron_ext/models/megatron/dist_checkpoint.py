@@ -32,10 +32,10 @@ from megatron_ext.mcore.checkpoint.checkpoint_files import (
     common_source,
     read_common,
     read_tensors,
+    verify_files,
     write_state,
 )
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
-from megatron_ext.mcore.checkpoint.integrity import verify_files
 from megatron_ext.mcore.checkpoint.weight_shards import gathered_names, model_tensors, requested_state
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors

@@ -22,6 +22,7 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors, writable_tensors
 from megatron_ext.mcore.packed_weights import has_quantized_weights
 from megatron_ext.mcore.weight_changes import saved_tensors
+from megatron_ext.memory.host_limits import is_out_of_memory
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
 from megatron_ext.models.megatron.directory import has_header
@@ -31,7 +32,6 @@ from megatron_ext.models.megatron.dist_checkpoint import (
     resolve_iteration,
     training_facts_of,
 )
-from megatron_ext.runner.out_of_memory import is_out_of_memory
 
 
 def kept_copies(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.cuda_graphs.input_buffers import HostBuffer
+from megatron_ext.runner.input_writer import BlockRows
 
 
 class BlockTables:

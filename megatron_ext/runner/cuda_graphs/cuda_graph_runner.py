@@ -26,8 +26,7 @@ from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph, HoldingCapture
 from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler, score
 from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
-from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
-from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, PrevSampledTokenIds
 from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.layout import Layout
 from megatron_ext.runner.logits_metadata import (
@@ -60,6 +59,10 @@ class CapturedModel(Protocol):
         """V, the width of the logits."""
 
     @property
+    def has_processed_log_probs(self) -> bool:
+        """True if log-probs are of the distributions that tokens are drawn from; see `GraphSampler`."""
+
+    @property
     def operators(self) -> str | None:
         """Backend name of the operators, or None; see `ops.backend_selection`."""
 
@@ -70,7 +73,7 @@ class CapturedModel(Protocol):
     def weight_addresses(self) -> tuple[int, ...]:
         """Return the memory addresses of parameters and buffers."""
 
-    def forward(self, step: ModelInput) -> Tensor:
+    def forward_captured(self, step: ModelInput) -> Tensor:
         """Return the logits of a step [rows, V], computed in shapes that do not depend on values."""
 
     def writing(self, chunks: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
@@ -96,7 +99,6 @@ class CudaGraphRunner:
         graphs: Captures the graphs.
         has_peers: Whether other ranks capture the same graphs, with messages between them inside. Then all ranks drop
             their graphs at the same commands, and capture later ones in the steps that need them.
-        has_processed_log_probs: See `GraphSampler`.
 
     Attributes:
         prev_sampled_token_ids: Tokens that the step launched last has left on the device.
@@ -111,9 +113,7 @@ class CudaGraphRunner:
         graphs: Capture,
         *,
         has_peers: bool = False,
-        has_processed_log_probs: bool = False,
     ) -> None:
-        self._has_processed_log_probs = has_processed_log_probs
         self._model, self._rules, self.has_peers = model, rules, has_peers
         self._buckets, self._graphs = buckets, HoldingCapture(graphs, model.weight_addresses)
         self._spare = SpareSlots.of(plan, rules.device)
@@ -198,7 +198,7 @@ class CudaGraphRunner:
         logits, layout = self._logits[: bucket.rows], output_layout(bucket.rows, self._vocabulary)
         forward = self._graphs.capture(partial(self._forward, bucket, logits))
         parts = self._buffers.parts(self._guided[bucket])
-        answer, is_processed = layout.parts(self._buffers.answer), self._has_processed_log_probs
+        answer, is_processed = layout.parts(self._buffers.answer), self._model.has_processed_log_probs
         sampler = GraphSampler(self._graphs, logits, parts, answer, has_processed_log_probs=is_processed)
         return BucketGraphs(forward, sampler)
 
@@ -253,7 +253,7 @@ class CudaGraphRunner:
         parts["tokens"].copy_(next_tokens(logits, step))
         is_scored = any(row.sampling.top_n is not None for row in step.sampling)
         if is_scored:
-            if self._has_processed_log_probs:
+            if self._model.has_processed_log_probs:
                 logits = eager_processed_logits(logits, parts["tokens"], [row.sampling for row in step.sampling])
             score(logits, parts)
         rows = [OutputRow(one.request_id, row, one.sampling.top_n) for row, one in enumerate(step.sampling)]
@@ -301,7 +301,7 @@ class CudaGraphRunner:
             copy_rows(snapshots, parts["restore_from"], live, parts["restore_to"])
         parts["input_ids"] = self.prev_sampled_token_ids.fill_in(bucket, parts)
         parts["block_table"] = self._tables.gather(parts["table_rows"], bucket.blocks)
-        logits = self._model.forward(model_input(self._chunks, bucket, parts, self._rules))
+        logits = self._model.forward_captured(model_input(self._chunks, bucket, parts, self._rules))
         if live is not None and snapshots is not None:
             copy_rows(live, parts["copy_from"], snapshots, parts["copy_to"])
         return logits

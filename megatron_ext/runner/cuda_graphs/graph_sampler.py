@@ -16,8 +16,7 @@ from megatron_ext.ops.sampling import SamplingMetadata
 from megatron_ext.ops.sampling.log_probs import log_probs_of
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph
 from megatron_ext.runner.logits_processors import PROCESSORS, LogitsProcessor
-from megatron_ext.runner.sampler import SamplerInput, SamplerNeeds, processed_logits, sample
-from megatron_ext.runner.scoring import rows_at_once
+from megatron_ext.runner.sampler import SamplerInput, SamplerNeeds, processed_logits, rows_at_once, sample
 
 Parts = Mapping[str, Tensor]
 

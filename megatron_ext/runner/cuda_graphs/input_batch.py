@@ -22,9 +22,8 @@ from megatron_ext.ops.paged_attention import StaticBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import Resumes, starts
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.cuda_graphs.buckets import Bucket
-from megatron_ext.runner.input_writer import KEPT, StagingRules, cut_chunk, input_arrays
+from megatron_ext.runner.input_writer import KEPT, BlockRows, StagingRules, cut_chunk, input_arrays
 from megatron_ext.runner.layout import Layout, Shape
 from megatron_ext.runner.model_input import ModelInput
 from megatron_ext.runner.sampler import sampling_layout, write_sampling_options

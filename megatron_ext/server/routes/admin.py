@@ -14,7 +14,7 @@ from megatron_ext.config.in_flight import MAX_VERSION, InFlight
 from megatron_ext.console.profiling import StepTracer
 from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.errors import ConfigError
-from megatron_ext.runner.out_of_memory import is_out_of_memory
+from megatron_ext.memory.host_limits import is_out_of_memory
 from megatron_ext.server.api_errors import ApiError, aborted, no_memory
 from megatron_ext.server.http.body import JsonRoute, only_queries
 from megatron_ext.server.log import printable

@@ -13,7 +13,7 @@ import pytest
 from megatron_ext.config import RequestParams
 from megatron_ext.engine.client import FAILED_STEPS, ClientListener, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.engine_step import StepOutput
+from megatron_ext.engine.result import StepOutput
 from megatron_ext.engine.thread import result_of
 from megatron_ext.errors import EngineClosed
 from megatron_ext.scheduling.record import RequestRecord, Status

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.engine.resources import ModelResources
+from megatron_ext.engine.executor import ModelResources
 from megatron_ext.engine.step_log import LINE_SECONDS, StepLog
 from megatron_ext.errors import WeightUpdateError
 from tests.unit_tests.support.paper_engine import Paper

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_ext.engine import core
 from megatron_ext.engine.decode_share import DecodeShare
-from megatron_ext.engine.engine_step import EngineStep
-from megatron_ext.engine.replica import ReplicaStep
+from megatron_ext.engine.result import EngineStep, ReplicaStep
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler

@@ -393,8 +393,9 @@ def _stub_of(core: EngineCore, limits: object) -> SimpleNamespace:
     """Return what `LLMEngine` reads of an engine with a model."""
     plan = SimpleNamespace(limits=limits, world=None, policy=None, is_hybrid=True, positions=None)
     plan.request_state_bytes = lambda tokens: 0
-    facts = dict.fromkeys(("tokenizer", "vocabulary", "grammars", "operators", "bytes_held_twice", "draft_exactness"))
-    return SimpleNamespace(core=core, facts=SimpleNamespace(plan=plan, **facts))
+    model = SimpleNamespace(**dict.fromkeys(("tokenizer", "vocabulary", "grammars", "bytes_held_twice")))
+    model.chosen_operators, model.draft_exactness = dict, lambda plan: ""
+    return SimpleNamespace(core=core, controller=model, plan=plan)
 
 
 def settle(thread: StoreThread, *_: object) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from megatron_ext.engine.idle_gate import IdleGate
-from megatron_ext.engine.thread import complete
+from megatron_ext.engine.thread import IdleGate, complete
 
 
 def test_requests_wait_for_each_call_that_came_before_them():

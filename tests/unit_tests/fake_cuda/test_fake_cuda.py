@@ -30,7 +30,7 @@ DRAFTED = "drafts of a layer of multi-token prediction, before the step is plann
 EXPERTS = "how many tokens each expert of an MoE layer has, as upstream's dispatcher asks for it"
 WAITS = {
     (TO_HOST, "megatron_ext/runner/step_output.py:_by_request"): "sampled tokens, which the scheduler needs",
-    (TO_HOST, "megatron_ext/runner/scoring.py:score_rows"): SCORED,
+    (TO_HOST, "megatron_ext/runner/sampler.py:score_rows"): SCORED,
     (TO_HOST, "megatron_ext/mcore/multi_token_engine.py:_tokens"): DRAFTED,
     ("copy to the device that waits", "megatron_ext/mcore/multi_token_engine.py:_filled"): DRAFTED,
     ("copy from memory that is not pinned", "megatron_ext/mcore/hidden_states.py:_index"): DRAFTED,

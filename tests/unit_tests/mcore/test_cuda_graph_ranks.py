@@ -8,8 +8,9 @@ import torch
 from megatron_ext.config import BatchingConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.core_factory import ContextResources
-from megatron_ext.mcore.cuda_graph_setup import Messages, check_ranks, new_runner, uncaptured_sizes
+from megatron_ext.mcore.cuda_graph_setup import Messages, check_ranks, uncaptured_sizes
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.graph_capture import Graph
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedHybridDriver
@@ -82,7 +83,8 @@ def test_ranks_drop_their_graphs_together(get_oracle, has_peers):
     driver = PaddedHybridDriver(get_oracle("hybrid").model, CONFIGS["hybrid"], num_cuda_graphs=1)
     context, graphs = driver.context, Counting()
     buckets = Buckets(context.plan.limits, 1, 32, snapshots_in_prefill=True, one_width=True)
-    runner = new_runner(context, driver.engine.controller, buckets, graphs, has_peers=has_peers)
+    rules, controller = context.staging_rules, driver.engine.controller
+    runner = CudaGraphRunner(controller, context.plan, rules, buckets, graphs, has_peers=has_peers)
     context.cuda_graph_runner = runner
     resources = ContextResources(context, driver.engine.controller)
     context.prepare_cuda_graphs()

@@ -99,7 +99,7 @@ def test_negative_control(generate, free, monkeypatch):
 def test_megatrons_parameters_can_carry_it():
     from megatron.core.inference.sampling_params import SamplingParams
 
-    from megatron_ext.mcore.sampling_params import to_request_params
+    from megatron_ext.mcore.inference_request import to_request_params
 
     params = SamplingParams(num_tokens_to_generate=8)
     params.add_attributes({"min_tokens": 4})

@@ -7,7 +7,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.sampling_params import to_request_params
+from megatron_ext.mcore.inference_request import to_request_params
 from megatron_ext.mcore.versions import VERSION
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from megatron_ext.mcore.step_executor import StepExecutor
-from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
+from megatron_ext.runner.cuda_graphs.input_buffers import PrevSampledTokenIds
 from megatron_ext.scheduling.step import ScheduledStep
 
 STEP = ScheduledStep((), 0)

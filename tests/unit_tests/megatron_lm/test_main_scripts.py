@@ -16,7 +16,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_ext.apis.inference_config import read_inference_config
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.sampling_params import to_request_params
+from megatron_ext.mcore.inference_request import to_request_params
 from megatron_ext.megatron_lm.constructors import ScriptContext, ScriptController, ScriptEngine, ScriptWrapper
 from megatron_ext.megatron_lm.substitution import substituted
 from megatron_ext.text.tokenizer import NullTokenizer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.mixers.chunk_metadata import cut_between, cut_chunks, cut_lengths
+from megatron_ext.mixers.recurrent import cut_between, cut_chunks, cut_lengths
 from megatron_ext.ops.varlen import pack_chunks
 
 

@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
-from megatron_ext.mixers.recurrent import RecurrentStep
+from megatron_ext.mixers.recurrent import RecurrentStep, cut_chunks
 from megatron_ext.models.build import build_model
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from tests.priority import TestPriority

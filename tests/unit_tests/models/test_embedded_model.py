@@ -34,6 +34,7 @@ from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface.families import excess
+from tests.unit_tests.support.prediction import prediction_logits
 
 pytestmark = pytest.mark.priority(TestPriority.LOW)
 
@@ -352,4 +353,4 @@ def test_the_heads_target_is_the_trunk_one_token_later(tiny_config: ModelConfig)
     tokens = _random_tokens(12)[None]
     trunk, drafted = both_logits(model, tokens)
     torch.testing.assert_close(trunk, model(tokens, positions(tokens), None)[:, 1:])
-    torch.testing.assert_close(drafted, model.prediction_logits(tokens, 1)[0])
+    torch.testing.assert_close(drafted, prediction_logits(model, tokens, 1)[0])

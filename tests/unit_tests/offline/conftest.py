@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.engine_step import StepOutput
+from megatron_ext.engine.result import StepOutput
 from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request_events import Event, EventType

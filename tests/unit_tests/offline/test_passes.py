@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import RequestParams, RunConfig
-from megatron_ext.engine.engine_step import StepOutput
+from megatron_ext.engine.result import StepOutput
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.passes import check_schedule, run_passes
 from megatron_ext.scheduling.request_inputs import RequestInputs

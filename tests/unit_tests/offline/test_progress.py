@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.engine.engine_step import StepOutput
+from megatron_ext.engine.result import StepOutput
 from megatron_ext.offline.progress import Progress, progress_bar
 from megatron_ext.scheduling.record import Status
 

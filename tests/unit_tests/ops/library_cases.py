@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops import triton
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from tests.unit_tests.ops.conftest import moved

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops import triton
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE

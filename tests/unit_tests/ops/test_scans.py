@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops import chunked
 from megatron_ext.ops.gated_delta_rule.reference import gated_delta_scan, gated_delta_step
 from megatron_ext.ops.recurrence import ScanOutput

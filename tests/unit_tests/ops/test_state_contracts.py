@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from tests.unit_tests.ops.backends import interpreted, usable
 from tests.unit_tests.ops.conftest import moved

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.mixers.chunk_metadata import cut_between
+from megatron_ext.mixers.recurrent import cut_between
 from megatron_ext.ops import chunked as in_grids  # the function itself would lose what it provides, see conftest
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE

@@ -13,8 +13,7 @@ from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.engine.structured_output import Job
-from megatron_ext.parallel.command_recorder import RecordingScheduler
-from megatron_ext.parallel.commands import Batch
+from megatron_ext.parallel.commands import Batch, RecordingScheduler
 from megatron_ext.parallel.driver import Driver
 from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.plan import SchedulerLimits

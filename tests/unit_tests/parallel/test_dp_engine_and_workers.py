@@ -19,8 +19,8 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine import output_processor
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import RankError
-from megatron_ext.parallel import command_recorder, worker
-from megatron_ext.parallel.commands import Action, End, Reset, ResetPrefixCache, Resume, Suspend
+from megatron_ext.parallel import commands, worker
+from megatron_ext.parallel.commands import Action, Call, End, Reset, Resume, Suspend
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.disk_loads import DiskLoads
@@ -245,27 +245,23 @@ TestDrafting = DraftingMachine.TestCase
 
 
 def _forgets_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_recorder.RecordingScheduler, "end", command_recorder.Scheduler.end)
+    monkeypatch.setattr(commands.RecordingScheduler, "end", commands.Scheduler.end)
 
 
 def _forgets_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        command_recorder.RecordingScheduler, "reset_prefix_cache", command_recorder.Scheduler.reset_prefix_cache
-    )
+    monkeypatch.setattr(commands.RecordingScheduler, "reset_prefix_cache", commands.Scheduler.reset_prefix_cache)
 
 
 def _forgets_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_recorder.RecordingScheduler, "suspend", command_recorder.Scheduler.suspend)
+    monkeypatch.setattr(commands.RecordingScheduler, "suspend", commands.Scheduler.suspend)
 
 
 def _forgets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        command_recorder.RecordingScheduler, "weights_changed", command_recorder.Scheduler.weights_changed
-    )
+    monkeypatch.setattr(commands.RecordingScheduler, "weights_changed", commands.Scheduler.weights_changed)
 
 
 def _forgets_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_recorder.RecordingScheduler, "allow", command_recorder.Scheduler.allow)
+    monkeypatch.setattr(commands.RecordingScheduler, "allow", commands.Scheduler.allow)
 
 
 def _keeps_old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,11 +275,11 @@ def _keeps_old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_recorder.RecordingScheduler, "hold_prefills", command_recorder.Scheduler.hold_prefills)
+    monkeypatch.setattr(commands.RecordingScheduler, "hold_prefills", commands.Scheduler.hold_prefills)
 
 
 def _forgets_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_recorder.RecordingScheduler, "propose", command_recorder.Scheduler.propose)
+    monkeypatch.setattr(commands.RecordingScheduler, "propose", commands.Scheduler.propose)
 
 
 def _adds_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +362,7 @@ class TestFleet:
         world.core.suspend()
         world.core.resume()
         (batch,) = map(pickle.loads, world.sent)
-        assert batch.of(1) == [ResetPrefixCache(), Suspend()]  # memory is freed at once
+        assert batch.of(1) == [Call("reset_prefix_cache"), Suspend()]  # memory is freed at once
         assert world.core.replicas[1].scheduler.take_commands() == [Resume()]
 
     def test_an_error_of_routing_rows_changes_the_plans_of_all_ranks(self, monkeypatch: pytest.MonkeyPatch):

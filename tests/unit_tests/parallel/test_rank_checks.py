@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.parallel.rank_checks import digest, fields, first_difference
+from megatron_ext.parallel.shared_results import digest, fields, first_difference
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 from tests.priority import TestPriority
 from tests.unit_tests.parallel.test_parallel_context import CONFIG, SCRIPT

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_ext.runner.block_rows import BlockRows
-from megatron_ext.runner.input_writer import StagingRules
+from megatron_ext.runner.input_writer import BlockRows, StagingRules
 from megatron_ext.runner.model_input import stage_step
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.unit_tests.scheduling.test_step import play

@@ -18,8 +18,8 @@ from megatron_ext.config.request import TokenBiases
 from megatron_ext.engine.result import StepResult
 from megatron_ext.ops import triton
 from megatron_ext.ops.sampling import SAMPLING, reference, sample_tokens, sampling_metadata
+from megatron_ext.runner import sampler
 from megatron_ext.runner import sampler as runner_sampler
-from megatron_ext.runner import scoring
 from megatron_ext.runner.cuda_graphs import graph_sampler
 from megatron_ext.runner.cuda_graphs.async_output import fetch, output_layout
 from megatron_ext.runner.cuda_graphs.buckets import MAX_LISTED
@@ -393,7 +393,7 @@ def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             return function(logits, *rest)
 
         monkeypatch.setattr(module, name, noted)
-    monkeypatch.setattr(scoring, "SCORING_BYTES", 5 * 12 * WORDS)
+    monkeypatch.setattr(sampler, "SCORING_BYTES", 5 * 12 * WORDS)
     rows, logits = rows_of(3), logits_of(3)
     with SAMPLING.forced("reference"):
         captured = Captured()

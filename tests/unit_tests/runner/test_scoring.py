@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.runner import scoring
-from megatron_ext.runner.scoring import rows_at_once, score_rows
+from megatron_ext.runner import sampler
+from megatron_ext.runner.sampler import rows_at_once, score_rows
 from megatron_ext.scheduling.record import RequestRecord, Status
 from tests.priority import TestPriority
 from tests.unit_tests.runner.short_models import CONFIGS
@@ -34,7 +34,7 @@ def watch_output_layer(driver: Driver, on_rows: Callable[[int], None]) -> None:
 
 
 def at_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(scoring, "SCORING_BYTES", rows * VOCABULARY * 12)
+    monkeypatch.setattr(sampler, "SCORING_BYTES", rows * VOCABULARY * 12)
     assert rows_at_once(VOCABULARY) == rows
 
 
@@ -73,7 +73,7 @@ def test_they_are_those_of_a_recompute(driver, get_oracle, monkeypatch):
 
 def test_rows_and_a_vocabulary_larger_than_the_budget():
     assert rows_at_once(10**9) == 1
-    assert rows_at_once(131_072) * 131_072 * 12 <= scoring.SCORING_BYTES
+    assert rows_at_once(131_072) * 131_072 * 12 <= sampler.SCORING_BYTES
 
 
 def test_rows_that_ask_for_different_numbers(monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.mcore.checkpoint.integrity import verify_files
+from megatron_ext.mcore.checkpoint.checkpoint_files import verify_files
 
 FILES = {".metadata": b"where", "__0_0.distcp": b"weights", "__1_0.distcp": b"", "common.pt": b"arguments"}
 

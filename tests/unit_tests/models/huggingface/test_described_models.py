@@ -20,6 +20,7 @@ from megatron_ext.models.weight_files import WEIGHTS_FILE
 from tests.on_request import long_except
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface.families import CPU, excess, load_hf
+from tests.unit_tests.support.prediction import prediction_logits
 
 PREDICTION = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "*-"}
 
@@ -38,7 +39,7 @@ def assert_equal(found: LoadedModel, model: nn.Module, config: ModelConfig) -> N
     tokens = torch.tensor([oracle.prompt(40, seed=1, vocab_size=50)])
     assert torch.equal(oracle.our_logits(found.model, tokens[0].tolist()), oracle.our_logits(model, tokens[0].tolist()))
     if config.mtp_num_layers:
-        depths = zip(found.model.prediction_logits(tokens, 2), model.prediction_logits(tokens, 2), strict=True)
+        depths = zip(prediction_logits(found.model, tokens, 2), prediction_logits(model, tokens, 2), strict=True)
         assert all(torch.equal(one, other) for one, other in depths)
 
 

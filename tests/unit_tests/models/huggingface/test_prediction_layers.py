@@ -23,6 +23,7 @@ from tests.on_request import long_except
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface.families import CPU, excess, load_hf
 from tests.unit_tests.models.huggingface.test_export import NULL, assert_same_files
+from tests.unit_tests.support.prediction import prediction_logits
 
 # Shape whose last attention layer, and the layer with experts or the MLP after it, are the model of the drafting one.
 SHAPES = {
@@ -151,7 +152,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def worst(model: nn.Module, head: Head, tokens: list[int]) -> list[float]:
     """Largest error of each depth in units of the tolerance."""
     with torch.inference_mode():
-        ours = model.prediction_logits(torch.tensor([tokens]), DEPTHS)
+        ours = prediction_logits(model, torch.tensor([tokens]), DEPTHS)
     return [oracle.largest_excess(one[0], two) for one, two in zip(ours, head.logits(tokens), strict=True)]
 
 

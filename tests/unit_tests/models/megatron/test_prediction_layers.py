@@ -28,6 +28,7 @@ from megatron_ext.models.megatron.training_args import config_from_args
 from megatron_ext.models.size import matrix_parameter_count
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.megatron import megatron_lm
+from tests.unit_tests.support.prediction import prediction_logits
 
 CPU = torch.device("cpu")
 NULL = {"tokenizer_type": "NullTokenizer"}
@@ -158,11 +159,11 @@ def test_a_gpt_predicts_what_upstream_s_block_does(name, tmp_path):
     ours, expected = read(directory), upstream_logits(theirs)
     assert len(ours.mtp.layers) == (1 if GPTS[name][2] else DEPTHS)
     with torch.inference_mode():
-        assert_equal(ours.prediction_logits(TOKENS, DEPTHS), expected)
+        assert_equal(prediction_logits(ours, TOKENS, DEPTHS), expected)
     with torch.no_grad():
-        assert_equal(ours.prediction_logits(TOKENS, DEPTHS), expected)
+        assert_equal(prediction_logits(ours, TOKENS, DEPTHS), expected)
         ours.mtp.layers[0].eh_proj.weight.copy_(ours.mtp.layers[0].eh_proj.weight.roll(32, dims=1))
-        swapped = ours.prediction_logits(TOKENS, DEPTHS)
+        swapped = prediction_logits(ours, TOKENS, DEPTHS)
     assert min(oracle.largest_excess(one, two) for one, two in zip(swapped, expected, strict=True)) > 1
 
 
@@ -233,7 +234,7 @@ def test_a_hybrid_predicts_what_upstream_s_block_does(pattern, repeated, tmp_pat
     )
     directory = saved(theirs, args, tmp_path)
     with torch.inference_mode():
-        ours = read(directory).prediction_logits(TOKENS, DEPTHS)
+        ours = prediction_logits(read(directory), TOKENS, DEPTHS)
     assert_equal(ours, upstream_logits(theirs))
 
 
@@ -303,7 +304,7 @@ def test_logits_are_those_of_the_formula(untied, repeated, pattern):
     )
     model = randomized(build_model(config, device=CPU))
     with torch.inference_mode():
-        assert_equal(model.prediction_logits(TOKENS, DEPTHS + 1), formula(model, config))
+        assert_equal(prediction_logits(model, TOKENS, DEPTHS + 1), formula(model, config))
 
 
 def as_in_a_gpt(name: str) -> str:

@@ -17,7 +17,7 @@ from megatron_ext.mcore import cuda_graph_setup
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.runner import logits_processors
 from megatron_ext.runner.cuda_graphs.input_batch import SpareSlots
-from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
+from megatron_ext.runner.cuda_graphs.input_buffers import PrevSampledTokenIds
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
 from tests.priority import TestPriority

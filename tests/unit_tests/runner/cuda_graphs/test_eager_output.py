@@ -12,7 +12,7 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.layers.moe import reads_back
 from megatron_ext.runner.cuda_graphs import buckets
 from megatron_ext.runner.cuda_graphs.async_output import Launched
-from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
+from megatron_ext.runner.cuda_graphs.input_buffers import PrevSampledTokenIds
 from megatron_ext.scheduling.async_planning import AsyncPlanner
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life

@@ -18,11 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.cuda_graph_setup import new_runner
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.runner.cuda_graphs import buckets as sizes
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, CudaGraphs, HoldingCapture
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
@@ -79,7 +79,7 @@ class Captured(PaddedDriver):
         )
         own = CountedGraphs(rules.device) if rules.device.type == "cuda" else ReplayedGraphs()
         self.graphs = own if graphs is None else graphs
-        context.cuda_graph_runner = new_runner(context, self.engine.controller, found, self.graphs)
+        context.cuda_graph_runner = CudaGraphRunner(self.engine.controller, context.plan, rules, found, self.graphs)
         self._watch_graphs(context.cuda_graph_runner)
         self.engine.create_cuda_graphs()
 
