@@ -231,6 +231,15 @@ def test_an_empty_name_unsets_the_checkpoint_of_a_file(tmp_path):
     assert settings.start.lines == ("accepted, and without effect here: --use-checkpoint-args",)
 
 
+def test_an_empty_name_unsets_the_tokenizer_of_a_file(tmp_path):
+    """MF-3, MF-4: --tokenizer-model '' is as none."""
+    path = tmp_path / "flags.yaml"
+    path.write_text("MODEL_ARGS:\n  --tokenizer-type: NullTokenizer\n  --tokenizer-model: gone\n  --vocab-size: 64\n")
+    flags = ["--model-config", str(path)]
+    assert parse_arguments(flags).source.tokenizer_model == "gone"
+    assert parse_arguments([*flags, "--tokenizer-model", ""]).source.tokenizer_model is None
+
+
 @pytest.mark.parametrize(
     ("argv", "idle"),
     [
