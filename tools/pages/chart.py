@@ -58,7 +58,10 @@ def read(text: str) -> tuple[str, list[Row]]:
     head, _, *lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in block[1].splitlines() if line.startswith("|")
     ]
-    columns = {peer: head.index(name) for peer, name in PEERS.items()}
+    columns = {
+        peer: next(at for at, title in enumerate(head) if title.partition(" (")[0] == name)  # what a peer preloads
+        for peer, name in PEERS.items()
+    }
     rows = [Row(line[0], numbers(line[1]), {one: numbers(line[at]) for one, at in columns.items()}) for line in lines]
     return head[0].split("; [")[0], rows
 
