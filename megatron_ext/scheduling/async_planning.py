@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.state_index import SlotId
-from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.disk_loads import DiskLoads
@@ -45,7 +44,7 @@ class AsyncPlanner:
         queues: Queues of the scheduler.
         cache: Prefix cache of the scheduler; provides free blocks.
         pending_blocks: Blocks that prefills are about to publish.
-        hashing: Block hasher of the scheduler; goes on in steps that are planned ahead, too.
+        prepare: Hashes and ranks waiting requests, in steps that are planned ahead, too.
         counters: Counters of the scheduler; steps launched ahead are counted there.
         disk_loads: Loads from disk that waiting requests wait for.
         grow: Allocates blocks for chunks that outgrow their requests' blocks.
@@ -57,7 +56,7 @@ class AsyncPlanner:
         queues: Queues,
         cache: PrefixCache,
         pending_blocks: PendingBlocks,
-        hashing: BlockHasher,
+        prepare: Callable[[], None],
         counters: Counters,
         disk_loads: DiskLoads,
         grow: Callable[[Iterable[Chunk]], None],
@@ -66,7 +65,7 @@ class AsyncPlanner:
         self._queues = queues
         self._cache = cache
         self._pending_blocks = pending_blocks
-        self._hashing = hashing
+        self._prepare = prepare
         self._counters = counters
         self._disk_loads = disk_loads
         self._grow = grow
@@ -130,7 +129,7 @@ class AsyncPlanner:
         Returns:
             Snapshots of the step in the slots that it writes, whose block hashes are known by now.
         """
-        self._hashing.go_on()
+        self._prepare()
         self._counters.launched_ahead += 1
         named = self._reserve([one for one in self._planned if not one.request.is_ended]) if self._lent else []
         self.forgo()  # states of requests that have ended, and those for which there is no slot

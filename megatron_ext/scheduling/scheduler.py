@@ -93,7 +93,7 @@ class Scheduler:
             self.queues,
             self.cache,
             self.pending_blocks,
-            self._hashing,
+            self._prepare,
             self.counters,
             self.disk_loads,
             self._grow,
@@ -147,8 +147,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step and apply the plan; the caller computes the plan's chunks."""
-        self._hashing.go_on()  # before the plan, which depends on it; rank 0 alone has begun the slice
-        self.ranking.refresh()
+        self._prepare()
         plan = plan_step(
             self.queues,
             self.limits,
@@ -186,6 +185,11 @@ class Scheduler:
         self.drafts.reserve(plan.chunks)
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
         return plan
+
+    def _prepare(self) -> None:
+        """Hash and rank waiting requests before each plan, which depends on it."""
+        self._hashing.go_on()  # rank 0 alone has begun the slice
+        self.ranking.refresh()
 
     def describe(self, plan: StepPlan) -> ScheduledStep:
         """Return the message of a plan with chunks, which has been applied; it tells all changes of the memory."""
