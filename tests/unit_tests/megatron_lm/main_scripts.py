@@ -20,7 +20,7 @@ INFERENCE = Path("megatron/core/inference")
 CLASSES = {
     "SamplingParams": INFERENCE / "sampling_params.py",
     "InferenceConfig": INFERENCE / "config.py",
-    "ServeConfig": INFERENCE / "apis/http_frontend.py",
+    "ServeConfig": INFERENCE / "apis/serve_config.py",
 }
 SCRIPTS = tuple(
     Path("examples/inference") / name
