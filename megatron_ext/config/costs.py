@@ -70,18 +70,19 @@ def _layer_flops(config: ModelConfig, letter: str) -> float:
             config
         )
     if is_attention(letter):
-        flops += 2.0 * config.hidden_size * config.head_channels * _projected_heads(config)
+        flops += 2.0 * config.hidden_size * config.head_channels * projected_heads(config)
     if is_mlp(letter):
-        flops += 2.0 * _mlp_parameters(config, config.hidden_size, config.ffn_size)
+        flops += 2.0 * mlp_parameters(config, config.hidden_size, config.ffn_size)
     return flops + (2.0 * _expert_parameters(config) if letter == "E" else 0.0)
 
 
-def _projected_heads(config: ModelConfig) -> int:
+def projected_heads(config: ModelConfig) -> int:
     """Return the number of projected heads: query, key, value, output, and the output's gate."""
     return (2 + config.attention_output_gate) * config.num_attention_heads + 2 * config.query_groups
 
 
-def _mlp_parameters(config: ModelConfig, width: int, inner: int) -> int:
+def mlp_parameters(config: ModelConfig, width: int, inner: int) -> int:
+    """Return the parameters of an MLP or an expert between two widths."""
     return (3 if config.is_gated else 2) * width * inner
 
 
@@ -89,7 +90,7 @@ def _expert_parameters(config: ModelConfig) -> int:
     """Count the parameters that one token uses: router, routed and shared experts, latent projections."""
     assert config.num_experts is not None, "a pattern with E has been checked"
     width = config.moe_latent_size or config.hidden_size
-    routed = config.moe_router_topk * _mlp_parameters(config, width, config.expert_ffn_size)
-    shared = _mlp_parameters(config, config.hidden_size, config.moe_shared_expert_intermediate_size or 0)
+    routed = config.moe_router_topk * mlp_parameters(config, width, config.expert_ffn_size)
+    shared = mlp_parameters(config, config.hidden_size, config.moe_shared_expert_intermediate_size or 0)
     latent = 2 * config.hidden_size * width if config.moe_latent_size else 0
     return config.num_experts * config.hidden_size + routed + shared + latent

@@ -7,6 +7,7 @@ import math
 import torch
 
 from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.config.costs import mlp_parameters, projected_heads
 from megatron_ext.config.layers import is_attention, is_mlp, is_recurrent
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
@@ -26,8 +27,8 @@ def matrix_parameter_count(config: ModelConfig, share: Share | None = None) -> i
         share = Share(ParallelConfig(), (Stage(0, config.layer_count),), 0)
     tensor = share.parallel.tensor_model_parallel_size
     recurrent = config.recurrent.parameter_count(config) // tensor
-    attention = _attention(config) // tensor
-    mlp = _mlp(config, config.hidden_size, config.ffn_size) // tensor
+    attention = config.hidden_size * config.head_channels * projected_heads(config) // tensor
+    mlp = mlp_parameters(config, config.hidden_size, config.ffn_size) // tensor
     experts = _experts(config, share.parallel) if config.is_moe else 0
     depths = config.mtp_layer_count if share.is_last else 0
     layers = sum(
@@ -54,16 +55,6 @@ def _embeddings(config: ModelConfig, share: Share) -> int:
     return (tables * rows + has_embedding * positions) * config.hidden_size
 
 
-def _attention(config: ModelConfig) -> int:
-    """Count query, key, value and output projections, and the output gate."""
-    heads = (2 + config.attention_output_gate) * config.num_attention_heads + 2 * config.query_groups
-    return config.hidden_size * config.head_channels * heads
-
-
-def _mlp(config: ModelConfig, width: int, inner: int) -> int:
-    return (3 if config.is_gated else 2) * width * inner
-
-
 def _experts(config: ModelConfig, parallel: ParallelConfig) -> int:
     """Count the router, routed experts, shared experts with their gate, and the projections to and from a latent width.
 
@@ -77,8 +68,8 @@ def _experts(config: ModelConfig, parallel: ParallelConfig) -> int:
     latent = 2 * config.hidden_size * width if config.moe_latent_size else 0
     router = config.num_experts * config.hidden_size
     held = config.num_experts // parallel.expert_model_parallel_size
-    routed = held * _mlp(config, width, config.expert_ffn_size) // parallel.expert_tensor_size
-    shared_experts = _mlp(config, config.hidden_size, shared) // parallel.tensor_model_parallel_size
+    routed = held * mlp_parameters(config, width, config.expert_ffn_size) // parallel.expert_tensor_size
+    shared_experts = mlp_parameters(config, config.hidden_size, shared) // parallel.tensor_model_parallel_size
     return router + routed + shared_experts + gate + latent
 
 

@@ -200,8 +200,9 @@ def test_a_published_folder_without_a_tokenizer(files, caplog):
         with pytest.raises(ConfigError) as caught:
             found.tokenize(text)
         assert str(caught.value) == problem
+    chat = ChatFormat(found)
     with pytest.raises(ConfigError) as caught:
-        ChatFormat(found).render([Message(role="user", content="1")])
+        chat.render_dicts(chat.dicts_of([Message(role="user", content="1")]))
     assert str(caught.value) == problem
     assert (found.vocab_size, found.detokenize([17, 4])) == (2000, "17 4")
     caplog.clear()
