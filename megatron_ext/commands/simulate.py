@@ -107,7 +107,9 @@ def _scheduled(work: Workload, arguments: argparse.Namespace, schedule: str | No
     """Return a workload under a schedule policy, or its own."""
     if schedule is None:
         return work
-    tokens = arguments.schedule_overtake_tokens if schedule == SchedulePolicy.LPM.value else None
+    tokens = None
+    if schedule == SchedulePolicy.LPM.value:
+        tokens = arguments.schedule_overtake_tokens or work.batch.overtake_tokens or DEFAULT_OVERTAKE_TOKENS
     return dataclasses.replace(work, batch=dataclasses.replace(work.batch, overtake_tokens=tokens))
 
 
@@ -233,9 +235,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--schedule-overtake-tokens",
-        type=int,
-        default=DEFAULT_OVERTAKE_TOKENS,
-        help=f"budget of each request under lpm; default: {DEFAULT_OVERTAKE_TOKENS}",
+        type=_count,
+        help=f"budget of each request under lpm; default: {DEFAULT_OVERTAKE_TOKENS}, with --server its own",
     )
     parser.add_argument(
         "--time-scale",

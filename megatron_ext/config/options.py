@@ -75,6 +75,8 @@ class Option:
             return self.bounds
         if self.above is not None:
             return f"more than {self.above}" + ("" if self.maximum is None else f", and at most {self.maximum}")
+        if self.minimum is None:
+            return f"at most {self.maximum}"
         return f"at least {self.minimum}" if self.maximum is None else f"between {self.minimum} and {self.maximum}"
 
 

@@ -157,7 +157,6 @@ class SourceConfig(TokenizerConfig):
     padded_vocab_size: int | None = option(
         None, "Rows of the embedding; default: the checkpoint's, else --vocab-size", minimum=1
     )
-    # One of GENERATION_CONFIGS: source of sampling defaults; default: auto on a server, none elsewhere
     generation_config: str | None = option(
         None,
         "auto, the server's default: options that neither flags nor requests set are taken from the model's "

@@ -59,8 +59,13 @@ def comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _scored(params: RequestParams) -> RequestParams:
+    """Return the params with temperature 0: after top_k 1 processed log-probs would have no runner-up."""
     return dataclasses.replace(
-        params, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=max(2, params.top_n_logprobs)
+        params,
+        temperature=0.0,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+        top_n_logprobs=max(2, params.top_n_logprobs),
     )
 
 

@@ -19,7 +19,7 @@ from megatron_ext.config import RunConfig
 from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.offline.passes import Pass
-from megatron_ext.scheduling.record import RequestRecord, TopN
+from megatron_ext.scheduling.record import LEAST_LOG_PROB, RequestRecord, TopN
 from megatron_ext.text.detokenizer import excerpt
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class RequestEntries:
             best: dict[str, float] = {}
             for token, log_prob in position.items():
                 text = self.detokenize([token], skip_special_tokens=False)
-                best[text] = max(log_prob, best.get(text, log_prob))
+                best[text] = max(log_prob, best.get(text, LEAST_LOG_PROB))
             named.append(best)
         return named
 

@@ -170,8 +170,9 @@ class PrefixCache:
         index, block_hash = self._index, self._index.hash_of(block)
         if not self._is_spared(block_hash):
             return []
-        before = (index.find(one) for one in index.ancestors(block_hash))
-        return [block, *takewhile(self._unused.__contains__, (one for one in before if one is not None))]
+        found = map(index.find, index.ancestors(block_hash))
+        before = (one for one in found if one is not None)
+        return [block, *takewhile(lambda one: not self.pool.references(one), before)]
 
     def want(self, block_hash: BlockHash) -> None:
         """Keep the block of `block_hash`, once it is computed, and all before it, for a waiting request."""

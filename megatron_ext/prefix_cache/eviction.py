@@ -56,11 +56,11 @@ class LeafFirstLru:
                 uses, from its end; they become the most recently used. Empty for other blocks.
         """
         evicted: list[BlockId] = []
-        spared: list[BlockId] = []
+        spared: dict[BlockId, None] = {}  # no block before its children
         while len(evicted) < count:
             if not self._queue:  # only spared blocks are left
-                self.hold(spared)
-                spared, spared_run = [], None
+                self.hold([*spared])
+                spared, spared_run = {}, None
             time, block = self._queue.popitem(last=False)
             if time > limit:
                 self._queue[time] = block
@@ -68,10 +68,14 @@ class LeafFirstLru:
                 break
             del self._times[block]
             run = () if spared_run is None else spared_run(block)
-            self.take_out(run[1:])  # with their child, or they would go before it
-            spared += run
+            self.take_out(
+                [one for one in run[1:] if one in self._times]
+            )  # with their child, or they would go before it
+            for one in run:  # after it, too, where another child has brought them along
+                spared.pop(one, None)
+                spared[one] = None
             evicted += () if run else (block,)
-        self.hold(spared)
+        self.hold([*spared])
         return evicted
 
     def next_priority(self) -> float:

@@ -204,7 +204,7 @@ class StepPlan:
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
     snapshots: tuple[SnapshotRequest, ...]  # in the order in which slots are reserved; see `plan_snapshots`
-    deferrals: tuple[Deferral, ...]  # awake requests that wait for no room, and last the first without room
+    deferrals: tuple[Deferral, ...]  # awake ones that wait for something other than room, then the first without room
 
     @property
     def only_continues(self) -> bool:

@@ -12,6 +12,8 @@ from megatron_ext.scheduling.routing_indices import RoutingIndices
 from megatron_ext.scheduling.token_versions import Runs
 
 TopN = dict[int, float]
+LEAST_LOG_PROB = -9999.0
+"""Log-prob that stands for minus infinity in answers: JSON has none."""
 """Token id -> log-prob of the best alternatives."""
 
 

@@ -1,4 +1,4 @@
-"""Registry of the supported families; each has its own file."""
+"""Registry of the supported families, which the files of `families/` define."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class GatherPlan:
     Attributes:
         decode_places: [R, K] int64, places of the last keys in the pool (block * B + offset); shorter sequences repeat
             their first place, which is always written.
-        decode_mask: [R, 1, 1, K] bool, True at real keys; None if all are equally long.
+        decode_mask: [R, 1, 1, K] bool, True at real keys; None if all are real.
         prefills: Plans of the other sequences.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.engine.updates import Progress
-from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.record import LEAST_LOG_PROB, RequestRecord
 from megatron_ext.text.chat_template import INVALID_JSON
 from megatron_ext.text.reasoning import ReasoningFormat, ReasoningReader
 from megatron_ext.text.tool_calls.formats import HERMES, ToolCallFormat
@@ -18,7 +18,6 @@ from megatron_ext.text.tool_calls.source import Arguments, CallBegun, Content
 from megatron_ext.text.vocabulary import Vocabulary, bytes_in_text
 
 STOP = "stop"  # finish reason of an answer that the model has ended
-LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.kept_data import DataKind
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 CHAIN = [b"a", b"b", b"c"]
@@ -245,6 +248,45 @@ def test_a_spared_block_takes_those_before_it_along():
     cache.allocate(1)
     assert len(cache.match([b"parent", b"child"])) == 1
     cache.check()
+
+
+def test_a_spared_parent_goes_after_all_of_its_children():
+    """SC-5: two waiting requests continue one prefix in different ways."""
+    cache = PrefixCache(4, LRU)
+    branches = [[b"parent", b"one"], [b"parent", b"two"]]
+    for branch in branches:
+        cache.release(fill(cache, branch))
+    cache.release(fill(cache, [b"other"]))
+    cache.spare(branches)
+    cache.allocate(1)
+    assert [len(cache.match(run)) for run in (*branches, [b"other"])] == [2, 2, 0]
+    cache.spare([])
+    for left in ([1, 2], [1, 1], [0, 0]):
+        cache.allocate(1)
+        assert [len(cache.match(run)) for run in branches] == left
+        cache.check()
+
+
+@pytest.mark.parametrize("slabs", [None, SlabLayout(2, 4, 0)], ids=["blocks", "slabs"])
+def test_lives_with_spared_branches(slabs):
+    """SC-5: no block goes before its children, whatever is spared and in use."""
+    for seed in range(60):
+        rng, live = random.Random(seed), []
+        cache = PrefixCache(0, LRU, slabs=slabs) if slabs else PrefixCache(8, LRU)
+
+        def run(rng: random.Random = rng) -> list[bytes]:
+            names = [rng.choice("abc") for _ in range(rng.randint(1, 4))]
+            return ["".join(names[: end + 1]).encode() for end in range(len(names))]
+
+        for _ in range(100):
+            if rng.random() < 0.45:
+                cache.spare([run() for _ in range(rng.randint(0, 3))])
+            else:
+                live.append(fill(cache, run()))
+                while len(live) > rng.randint(0, 1):
+                    cache.release(live.pop(rng.randrange(len(live))))
+            cache.check()
+        assert cache.use().blocks_evicted
 
 
 def test_snapshots_of_the_first_waiting_requests_go_last():
