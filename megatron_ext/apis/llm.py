@@ -1,4 +1,4 @@
-"""`MegatronLLM` and `MegatronAsyncLLM`: Megatron's interfaces, which block and for event loops."""
+"""`MegatronLLM` and `MegatronAsyncLLM`: Megatron's interfaces, the blocking one and the one for event loops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MegatronLLMBase:
     """Model in memory with an engine; every rank constructs the same object.
 
     In direct mode (without a coordinator) the methods of the lifecycle raise `RuntimeError`, and after `shutdown` all
-    methods but `shutdown` and `wait_for_shutdown` raise `EngineClosed`, which is one.
+    others but `shutdown` and `wait_for_shutdown` raise `EngineClosed`, a `RuntimeError`.
 
     Args:
         model: Model of Megatron, in eval mode.
@@ -309,7 +309,7 @@ class MegatronLLM(MegatronLLMBase):
 class MegatronAsyncLLM(MegatronLLMBase):
     """Engine around a model in memory, with coroutines, which may run in any event loops; see `MegatronLLMBase`.
 
-    They do, and raise, what the methods of `MegatronLLM` do; there is no direct mode.
+    The coroutines do what the methods of `MegatronLLM` do, and raise the same errors; there is no direct mode.
 
     Raises:
         ValueError: `use_coordinator` is False, as in Megatron.

@@ -262,11 +262,15 @@ class EngineRuntime:
             EngineSuspended: The engine is suspended.
             EngineClosed: The engine is closed, or was closed meanwhile.
         """
+        if not prompts:  # also on a suspended engine
+            return []
         requests = self._requests(prompts, params)
         return self._converted(requests, serve(self._loaded.client, requests), params)
 
     async def generate_async(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[DynamicInferenceRequest]:
         """Serve prompts as `generate`, without blocking the event loop."""
+        if not prompts:
+            return []
         requests = await asyncio.to_thread(self._requests, prompts, params)
         records = await serve_async(self._loaded.client, requests)
         return await asyncio.to_thread(self._converted, requests, records, params)

@@ -1,4 +1,4 @@
-"""States of an engine and their changes; the first rank writes them into the store of torch.distributed for others."""
+"""States of an engine and their changes; the first rank writes them into the store of torch.distributed."""
 
 from __future__ import annotations
 

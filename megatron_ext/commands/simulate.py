@@ -109,7 +109,8 @@ def _scheduled(work: Workload, arguments: argparse.Namespace, schedule: str | No
         return work
     tokens = None
     if schedule == SchedulePolicy.LPM.value:
-        tokens = arguments.schedule_overtake_tokens or work.batch.overtake_tokens or DEFAULT_OVERTAKE_TOKENS
+        given = (arguments.schedule_overtake_tokens, work.batch.overtake_tokens, DEFAULT_OVERTAKE_TOKENS)
+        tokens = next(one for one in given if one is not None)
     return dataclasses.replace(work, batch=dataclasses.replace(work.batch, overtake_tokens=tokens))
 
 
@@ -202,6 +203,13 @@ def _count(text: str) -> int:
     return number
 
 
+def _tokens(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return number
+
+
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
@@ -235,7 +243,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--schedule-overtake-tokens",
-        type=_count,
+        type=_tokens,
         help=f"budget of each request under lpm; default: {DEFAULT_OVERTAKE_TOKENS}, with --server its own",
     )
     parser.add_argument(

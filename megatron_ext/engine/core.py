@@ -392,7 +392,7 @@ class EngineCore:
         self.resources.use_new_weights()
 
     def suspend(self, level: SuspendLevel | None = None) -> SuspendLevel:
-        """Stop stepping until `resume`, and free the pools' memory as the level says; does nothing if it is in force.
+        """Stop stepping until `resume`, and free the pools' memory as the level says; does nothing if suspended at it.
 
         Args:
             level: Level; None for the present level if suspended, else the resources' default.

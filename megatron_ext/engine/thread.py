@@ -1,4 +1,4 @@
-"""Thread of the engine, which makes every call of an engine core in order, and calls that wait for its requests."""
+"""Thread of the engine, which makes every call of an engine core in order; some wait until all requests have ended."""
 
 from __future__ import annotations
 

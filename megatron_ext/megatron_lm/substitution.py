@@ -36,6 +36,8 @@ NAMES: Final[Mapping[str, tuple[type, tuple[str, ...]]]] = {
 """Class in place of each of Megatron's, and the modules that scripts import the name from."""
 APIS: Final = (f"{_INFERENCE}.apis", "megatron_ext.apis")
 """Module of Megatron's high-level interface, which 0.16.1 does not have, and the one in its place."""
+APIS_MODULES: Final = tuple(f"{APIS[0]}.{name}" for name in ("async_llm", "llm", "serve_config"))
+"""Modules inside it that a script may import from; ours has all names itself."""
 
 
 @contextlib.contextmanager
@@ -73,12 +75,15 @@ def _replaced_module(name: str, ours: str) -> Iterator[None]:
     parent, _, leaf = name.rpartition(".")
     found = [importlib.import_module(name)] if importlib.util.find_spec(name) else []
     owner, module = importlib.import_module(parent), importlib.import_module(ours)
-    sys.modules[name] = module
+    parts = {one: sys.modules.get(one) for one in APIS_MODULES}
+    sys.modules |= dict.fromkeys((name, *parts), module)
     setattr(owner, leaf, module)
     try:
         yield
     finally:
-        del sys.modules[name]
+        for one in (name, *parts):
+            del sys.modules[one]
+        sys.modules |= {one: before for one, before in parts.items() if before is not None}
         delattr(owner, leaf)
         for before in found:
             sys.modules[name] = before

@@ -54,7 +54,8 @@ class GatedDeltaNetMixer(RecurrentMixer):
         chunk_size: int = GATED_DELTA_CHUNK,
         **placing: object,
     ) -> None:
-        super().__init__(config, config.linear_conv_kernel_dim, chunk_size, **placing)  # type: ignore[arg-type]  # as megatron-core gives them
+        window = config.linear_conv_kernel_dim
+        super().__init__(config, window, chunk_size, **placing)  # type: ignore[arg-type]  # as megatron-core gives them
         self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
         tp_size = self.tp_group.size()
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads

@@ -140,8 +140,9 @@ def parse_lines(lines: Iterable[bytes], name: str, run: RunConfig, defaults: Req
     Args:
         lines: Lines of a file.
         name: Name of the file, for messages.
-        run: Number of prompts to read, and the treatment of unknown fields, which are errors by default, since a
-            mistyped `cache_salt` would let tenants share; and of Megatron's `chatgpt_output_token_length`.
+        run: Number of prompts to read, and the treatment of unknown fields and of Megatron's
+            `chatgpt_output_token_length`. Unknown fields are errors by default: a mistyped `cache_salt` would let
+            tenants share.
         defaults: Settings of a prompt without its own.
 
     Raises:

@@ -236,7 +236,7 @@ class RecordingScheduler(Scheduler):
         self.disk_loads.record = self.note
 
     def note(self, command: Command) -> None:
-        """Record a command that is not a scheduler call."""
+        """Record a command."""
         self._commands.append(command)
 
     def take_commands(self) -> list[Command]:

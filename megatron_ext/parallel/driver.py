@@ -102,7 +102,7 @@ class Driver(Workers):
             scheduler.note(Resume())
 
     def tell(self, command: Command) -> None:
-        """Send a command for all replicas at once; see `Workers.tell`.
+        """Send a command for all replicas at once.
 
         Raises:
             ConfigError: The other ranks have been released.

@@ -248,8 +248,7 @@ def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
 
     Args:
         given: Flags of `megatron-ext serve` by name, with underscores, as typed values or as texts; fields of
-            `DeploymentConfig`; and `model`, the directory of a checkpoint in any format, or
-            "embedded".
+            `DeploymentConfig`; and `model`, the directory of a checkpoint in any format, or "embedded".
 
     Raises:
         ConfigError: A name is unknown, a value has the wrong type, or the server would refuse it.

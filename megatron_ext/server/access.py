@@ -158,7 +158,9 @@ def _answered(builder: AnswerBuilder, group: RequestGroup) -> tuple[str, str]:
     results = [one.result for one in handles if one.result is not None]
     times = [one.ttft for one in results if one.ttft is not None]
     ttft = f"{min(times):.3f}" if times else UNKNOWN
-    failures = sum(one.error is not None for one in handles) + sum(one.status is Status.FAILED for one in results)
+    failures = sum(
+        one.error is not None or (one.result is not None and one.result.status is Status.FAILED) for one in handles
+    )
     failed = f" failed={failures}" if failures else ""
     prompt = sum(len(one.inputs.prompt_tokens) for one in firsts)
     return builder.id, f" prompt={prompt} skipped={skipped} generated={generated} ttft={ttft}{failed}"

@@ -148,7 +148,7 @@ def read_keys(file: str, flag: str) -> list[str]:
         text = read_text(file, LARGEST_FILE)
     except ConfigError as error:
         raise ConfigError(f"{flag} {error}; give a file with one key per line") from None
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):  # and at no other line separator
         if not line:
             continue
         problem = "begins with #, and there are no comments" if line.startswith("#") else key_problem(line)

@@ -411,8 +411,9 @@ def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], N
     Raises:
         RankError: Other ranks are lost; every request has got an error.
     """
+    server = build_server(serving, on_ready)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again after it has stopped
         signal.signal(number, lambda *_: None)
-    build_server(serving, on_ready).run(sockets=[listener])
+    server.run(sockets=[listener])
     if serving.requests.lost_ranks is not None:
         raise serving.requests.lost_ranks

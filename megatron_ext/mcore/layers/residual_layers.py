@@ -90,7 +90,7 @@ def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
 
 
 class Branching(nn.Module):
-    """Layer that a step computes as a `Branch`; the first base of a layer of upstream's.
+    """Layer that a step computes as a `Branch`; listed before upstream's layer among the bases.
 
     Attributes:
         multiplier: Field of the configuration with a factor of the layer's output, beside `residual_multiplier`.

@@ -1,4 +1,4 @@
-"""Bodies of requests to `/v1/messages` and `/v1/messages/count_tokens`, and the chat requests that they are.
+"""Bodies of requests to `/v1/messages` and `/v1/messages/count_tokens`, and the chat requests that they become.
 
 Clients send many fields that only Anthropic's own service has. Unknown ones are ignored, which the log says once for
 each name; contents that cannot be ignored, such as images, are refused by name.

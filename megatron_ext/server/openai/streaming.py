@@ -230,8 +230,7 @@ async def typed_events(
     """
     (handle,) = group.handles
     pieces = PieceReader(handle, decoder(handle.inputs.params), splits_tokens=splits_tokens)
-    source = source_of(handle)
-    assert source is not None, "the request has started"
+    source = handle.result or handle.progress or finished(handle)  # also of a request that has failed since it started
     for one in builder.begin(source):
         yield one
     while True:

@@ -1,4 +1,4 @@
-"""Routes that generate: completions, chats, the Responses API, and Anthropic's Messages API: other words for chats."""
+"""Routes of completions, chats, the Responses API and Anthropic's Messages API, which is chats in other words."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ router = APIRouter(route_class=JsonRoute)
 
 OnResult: TypeAlias = Callable[[RequestRecord], None]
 _MAX_WARNED = 10  # kinds in a warning
-# Fields of a chat request that errors are about, and their names here.
+# Fields of a chat request that errors are about, and their names in the Responses API.
 _NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -229,7 +229,7 @@ def json_response(content: object) -> Response:
 
 
 async def whole_answer(events: AsyncIterator[Event], answer: Event) -> Response:
-    """Return the response with an answer that is what events add up to, once all of them have come."""
+    """Wait for all events, and return the whole answer that they add up to."""
     async for _ in events:
         pass
     return json_response(answer)

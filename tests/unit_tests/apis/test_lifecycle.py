@@ -209,6 +209,7 @@ class TestShutdown:
         llm = start(use_coordinator=True)
         llm.pause()
         llm.suspend()
+        assert llm.generate([]) == []
         llm.shutdown()
         assert pools(llm) is None
 

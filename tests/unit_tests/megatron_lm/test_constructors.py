@@ -107,8 +107,12 @@ class TestSubstitution:
         existed = importlib.util.find_spec(name) is not None
         with substituted():
             from megatron.core.inference.apis import MegatronLLM
+            from megatron.core.inference.apis.llm import MegatronLLM as SameMegatronLLM
+            from megatron.core.inference.apis.serve_config import ServeConfig
 
             assert MegatronLLM.__module__.startswith(ours)
+            assert ServeConfig.__module__.startswith(ours)
+            assert SameMegatronLLM is MegatronLLM
         assert (name in sys.modules) == existed
         if existed:
             assert importlib.import_module(name).MegatronLLM is not MegatronLLM

@@ -97,6 +97,7 @@ def test_requested_log_probs():
     assert prompt.params.top_n_logprobs == 5
     (prompt,) = comparable([Prompt("a", RequestParams(temperature=1.0, top_k=1, cache_salt="x"), "here")])
     assert (prompt.params.return_log_probs, prompt.params.top_n_logprobs, prompt.params.cache_salt) == (True, 2, "x")
+    assert prompt.params.temperature == 0, "processed log-probs would have no runner-up"
 
 
 def test_sampling_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -173,6 +174,12 @@ class TestValues:
         best = ({1: -0.5, 2: -3.0, 8: -1.0},)
         entry = ENTRIES.entry(record(generated_log_probs=(-0.5,), generated_top_n_log_probs=best))
         assert entry["top_n_logprobs"] == [{"a": -0.5, "b": -1.0}]
+
+    def test_tokens_that_were_removed_have_a_number(self, record):
+        """JSON has no infinity."""
+        best = ({1: 0.0, 2: -math.inf, 8: -math.inf},)
+        entry = ENTRIES.entry(record(generated_log_probs=(0.0,), generated_top_n_log_probs=best))
+        assert entry["top_n_logprobs"] == [{"a": 0.0, "b": -9999.0}]
 
 
 def test_an_explanation_has_both_tokens_and_the_text():

@@ -252,6 +252,7 @@ class TestSources:
             (b"one\n two\n", "line 2"),
             (b"# a comment\none\n", "line 1: a key begins with #"),
             (b"one\n\xff\n", "not a text file in UTF-8"),
+            ("abcdefgh\u2028ijklmnop\n".encode(), "line 1"),
             (b"x" * (1 << 20) + b"y", "must have at most 1048576"),
         ],
     )

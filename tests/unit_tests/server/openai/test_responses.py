@@ -12,10 +12,14 @@ import openai
 import pytest
 import torch
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
+from megatron_ext.server.request_manager import RequestGroup
+from megatron_ext.server.routes import generation
+from megatron_ext.server.serving import Serving
 from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
@@ -334,6 +338,21 @@ class TestEvents:
         assert item["status"] == "incomplete"
         assert "It is cold there.".startswith(item["content"][0]["text"])
         embedded.wait_until(lambda: not embedded.in_engine_thread(embedded.engine.has_unfinished_requests))
+
+    def test_a_fault_between_the_start_and_the_first_event(self, embedded, monkeypatch):
+        """Clients build their state from the first two events."""
+        run_requests = generation.run_requests
+
+        async def then_fail(request: Request, serving: Serving, *args: object) -> RequestGroup:
+            group = await run_requests(request, serving, *args)
+            serving.requests.end(group, ApiError(503, "it has ended", kind="server_error"))
+            return group
+
+        monkeypatch.setattr(generation, "run_requests", then_fail)
+        answer = embedded.http.post(RESPONSES, json=BASE | {"input": QUESTION, "stream": True})
+        types = [event["type"] for event in events_of(answer.text)]
+        assert types[:2] == ["response.created", "response.in_progress"]
+        assert types[-1] == "response.failed"
 
     def test_a_client_that_leaves_frees_its_request(self, embedded, prescribe):
         prescribed = prescribe(embedded, "It is cold there, with some snow in the evening.")
