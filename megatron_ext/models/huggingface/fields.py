@@ -269,7 +269,8 @@ ATTENTION_SIZES: Mapping[str, str] = {
     "num_attention_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-DECODER_SIZES: Mapping[str, str] = {**ATTENTION_SIZES, "intermediate_size": "ffn_hidden_size"}
+# In the order in which a configuration is written.
+DECODER_SIZES: Mapping[str, str] = dict(sorted({**ATTENTION_SIZES, "intermediate_size": "ffn_hidden_size"}.items()))
 SILU = ("silu", "swish")
 
 # Fields of every family.
