@@ -316,7 +316,7 @@ def _wake_disturbed(
 ) -> None:
     """Examine sleeping followers again whose leader may change because `request` was just admitted."""
     for disturbed in leaders.disturbed(request, waiting.leaders()) if cache.states is not None else ():
-        line.join(waiting.followers_of(disturbed), after=request)
+        line.join(waiting.followers_of(disturbed), only_later=True)
 
 
 def reads_cache(request: Request) -> bool:

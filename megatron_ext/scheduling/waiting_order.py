@@ -107,6 +107,7 @@ class Line:
     def __init__(self, order: WaitingOrder) -> None:
         self._order, self._budgets = order, order.budgets
         self._next = 0
+        self._place: Key = (False, 0, 0)  # of the last request in order
         self._joined: list[tuple[Key, int, Request]] = []  # a heap
         self._known: set[Request] = set()
         self._first: Request | None = None  # has the next turn
@@ -123,6 +124,7 @@ class Line:
             return request
         while (request := self._next_in_order()) in self._early:
             pass
+        self._place = self._order.keys[request]
         return request
 
     def _next_in_order(self) -> Request:
@@ -135,11 +137,11 @@ class Line:
         self._next += 1
         return first
 
-    def join(self, requests: Iterable[Request], after: Request | None = None) -> None:
-        """Add sleepers at their places, except those before `after`, which have had their turn."""
+    def join(self, requests: Iterable[Request], *, only_later: bool = False) -> None:
+        """Add sleepers at their places; if `only_later`, without those before the last request in order."""
         keys = self._order.keys
         for request in requests:
-            has_had_its_turn = after is not None and keys[request] < keys[after]
+            has_had_its_turn = only_later and keys[request] < self._place
             if not has_had_its_turn and request not in self._known:
                 self._known.add(request)
                 self._put(request)

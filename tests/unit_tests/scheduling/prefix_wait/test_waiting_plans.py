@@ -144,7 +144,7 @@ def sleeps_through_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_not_disturbed_by_new_leaders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Line, "join", lambda self, requests, after: None)
+    monkeypatch.setattr(Line, "join", lambda self, requests, *, only_later: None)
 
 
 def matches_a_block_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from megatron_ext.scheduling import block_hasher, planner
 from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.waiting_order import WaitingOrder
 from tests.unit_tests.scheduling.builders import add, admitted, asleep, make_limits, make_request, request_of, step
 
 LRU = EvictionPolicyName.LRU
@@ -249,8 +250,24 @@ def test_a_sleeper_that_concerns_several_plans_has_one_turn():
         queue.sleep(request, 77, BlockHash(b"hash"), 1)
     line = queue.line()
     assert next(line) is requests[0]
-    line.join([requests[4], requests[2]], after=requests[0])
-    line.join([requests[2], requests[5], requests[4]], after=requests[0])
+    line.join([requests[4], requests[2]], only_later=True)
+    line.join([requests[2], requests[5], requests[4]], only_later=True)
     assert next(line) is requests[2]
-    line.join([requests[1], requests[2]], after=requests[2])
+    line.join([requests[1], requests[2]], only_later=True)
     assert list(line) == [requests[3], requests[4], requests[5]]
+
+
+def test_sleepers_join_behind_a_request_that_is_put_forward():
+    """SC-5: an overtaker is refused, and the earliest request goes first; sleepers between them still have a turn."""
+    queue = WaitingQueue(order=WaitingOrder(10))
+    requests = [request_of(arrival, [arrival]) for arrival in range(3)]
+    for request, skipped in zip(requests, (0, 16, 32), strict=True):
+        queue.add(request)
+        queue.order.rank(request, skipped)
+    queue.sleep(requests[1], 77, BlockHash(b"hash"), 1)
+    line = queue.line()
+    assert next(line) is requests[2]
+    assert not line.may_pass(requests[2], 11)
+    assert next(line) is requests[0]
+    line.join([requests[1]], only_later=True)
+    assert list(line) == [requests[2], requests[1]]
