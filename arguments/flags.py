@@ -85,7 +85,7 @@ class _WordsAction(argparse.Action):
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """Flags of the fields that one dataclass declares itself, without those of its bases."""
+    """Flags of the fields that one dataclass declares itself, without inherited ones."""
 
     title: str
     config: type

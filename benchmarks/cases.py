@@ -160,7 +160,7 @@ class Case:
         return (self.measure.__doc__ or "").strip().splitlines()[0]
 
     def parse(self, given: Mapping[str, str]) -> dict[str, Any]:
-        """Return settings with the types of their defaults; those of other cases are ignored.
+        """Return settings with the types of their defaults; settings of other cases are ignored.
 
         Raises:
             ValueError: A value has another type.

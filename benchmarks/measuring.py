@@ -87,7 +87,7 @@ def packed_matmul_rate(size: int = 1024) -> float | None:
 
 
 def read_rate(size: int) -> float:
-    """Return the bytes a second at which so many are read again and again, by whatever reads fastest.
+    """Return the rate, in bytes a second, at which the fastest reader reads `size` bytes again and again.
 
     Pages are large where the system has such, since looking up small ones costs a fourth of the rate.
 

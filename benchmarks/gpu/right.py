@@ -69,13 +69,13 @@ class Checks:
             self._run.attempt(f"check of {check.__name__} in {self._type}", check)
 
     def log_probs(self) -> None:
-        """Compare log-probs of the device's operators with those of the reference operators."""
+        """Compare the log-probs of the device's and of the reference operators."""
         self._compare(
             "log-probs", self._serve(self._scored, operator_backend="reference", **EAGER), EAGER, self._scored
         )
 
     def processed_logits(self) -> None:
-        """Compare log-probs, processed logits and draws of replayed steps with those of eager steps."""
+        """Compare the log-probs, processed logits and draws of replayed and of eager steps."""
         params = dataclasses.replace(self._scored, **PROCESSED)
         self._compare("graphs with logits processing", self._serve(params, **EAGER), GRAPHS, params)
 
@@ -90,7 +90,7 @@ class Checks:
         self._run.row(f"{name}, {self._type}", {**figures, IS_RIGHT: is_right})
 
     def graphs(self) -> None:
-        """Compare log-probs of replayed steps with those of eager steps."""
+        """Compare the log-probs of replayed and of eager steps."""
         self._compare("graphs", self._serve(self._scored, **EAGER), GRAPHS, self._scored)
 
     def cached_prefix(self) -> None:

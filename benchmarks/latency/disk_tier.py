@@ -1,4 +1,4 @@
-"""Costs of the cache on disk beside what it saves: of writing, of loads beside decodes, and of audits."""
+"""Costs of the cache on disk: writing without hits, loads beside decodes, and audits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_ext.prefix_cache.disk.tier import DiskTier
 from megatron_ext.scheduling.request_inputs import RequestInputs
 
 BATCH = 4  # requests at a time
-SETTLE_SECONDS = 20.0  # to wait at most until what was evicted is written
+SETTLE_SECONDS = 20.0  # maximum wait for evicted entries to be written
 ANSWER = RequestParams(4, ignore_eos=True)
 
 
@@ -45,7 +45,7 @@ class Costs:
         self.turns: list[tuple[float, float, float]] = []
 
     def measure(self, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> None:
-        """Measure one turn; CPU time of what goes on `after` it beside this thread is counted."""
+        """Measure one turn; CPU time of the process counts until `after` returns."""
         process, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
         work()
         thread, wall = time.thread_time() - thread, time.perf_counter() - wall
@@ -61,7 +61,7 @@ class Costs:
 
 
 def settle(engine: InferenceEngine) -> None:
-    """Wait until what was evicted is written, if the engine has a directory, without CPU time."""
+    """Wait until evicted entries are written, if the engine has a directory, without CPU time."""
     disk, until = engine.core.disk, time.monotonic() + SETTLE_SECONDS
     while disk is not None and disk.counts()["written"] < disk.counts()["evicted"] and time.monotonic() < until:
         time.sleep(0.01)
@@ -145,7 +145,7 @@ def decode_beside_load(run: Run, rounds: int = 6, length: int = 1024, sizes: tup
             (replica,), disk = engine.core.replicas, engine.core.disk
             assert disk is not None, "it has a directory"
             assert disk.tier is not None, "one rank"
-            replica.loading = None  # loads are those of this case
+            replica.loading = None  # this case loads by itself
             driver = Engine(engine.core)
             requests = driver.start_decoding(
                 [*others, others[0][::-1]], RequestParams(2 * steps * (rounds + 1) + 64, ignore_eos=True)
@@ -187,7 +187,7 @@ def conversations(count: int, limit: int) -> list[list[int]]:
 
 @case("latency", quick={"requests": 24, "intervals": (4,)})
 def audits(run: Run, requests: int = 1600, intervals: tuple = (1000, 100)) -> None:
-    """Turns of conversations with audits of every so many hits, and without, by the embedded model."""
+    """Turns of conversations with audits of every n-th hit, and without, by the embedded model."""
     loaded = MODELS["5m"]()
     limit = (loaded.config.vocab_size or 0) - 1
     prompts = conversations(requests, limit)

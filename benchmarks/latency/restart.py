@@ -125,14 +125,14 @@ def drop_pages(path: Path) -> None:
 
 
 def write_raw(handle: int, content: bytes, count: int) -> None:
-    """Write so many pieces to a file, and wait for the device."""
+    """Write `count` pieces to a file, and wait for the device."""
     for place in range(count):
         os.pwrite(handle, content, place * len(content))
     os.fdatasync(handle)
 
 
 def read_raw(handle: int, buffer: bytearray, count: int) -> None:
-    """Read so many pieces of a file."""
+    """Read `count` pieces of a file."""
     for place in range(count):
         os.preadv(handle, [buffer], place * len(buffer))
 
@@ -153,7 +153,7 @@ def read_entries(store: DiskStore, hashes: Sequence[BlockHash], buffer: bytearra
 
 
 def transfers(folder: Path, size: int, count: int) -> dict[str, float]:
-    """Return the seconds to write and read so many entries of a size, and a raw file of the same bytes."""
+    """Return the seconds to write and read `count` entries of a size, and a raw file of the same bytes."""
     content, buffer = os.urandom(size), bytearray(size)
     hashes = hash_blocks(ROOT, list(range(count)), 1)
     found = {}

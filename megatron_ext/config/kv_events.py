@@ -1,4 +1,4 @@
-"""KV event settings: endpoints of changes of the prefix cache, and bounds of what is sent, kept and accepted."""
+"""KV event settings: endpoints of changes of the prefix cache, and bounds of messages, memory and receivers."""
 
 from __future__ import annotations
 

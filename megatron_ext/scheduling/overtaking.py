@@ -3,7 +3,7 @@
     arrival    3         5         6         8         9          admitted before them: 4 (100 tokens), 7 (50 tokens)
     charged    150       50        50        asleep    0          request 9 of 60 tokens would charge 3, 5 and 6
 
-A request is charged the work of all admitted requests that arrived after it, less what was admitted while it waited for
+A request is charged the work of all admitted requests that arrived after it, less the work admitted while it waited for
 something other than its turn. Without such waits, the earlier one of two requests is charged at least as much as the
 later one, so a check ends at the first request that has had none.
 """
@@ -66,7 +66,7 @@ class OvertakeBudgets:
         return self._later_work(request) - self._exempt[request]
 
     def earlier(self, request: Request, left: Collection[Request]) -> Iterator[Request]:
-        """Iterate over the requests that a member would overtake, by arrival, without those of `left`."""
+        """Iterate over the requests that a member would overtake, by arrival, without `left`."""
         for one in self._competing if request in self else ():
             if one.arrival >= request.arrival:
                 return

@@ -144,7 +144,7 @@ class Admission:
 
     @property
     def work(self) -> int:
-        """Tokens that the request computes until it ends: of its prefill, and those that it may generate."""
+        """Tokens that the request computes until it ends: its remaining prefill, and all that it may generate."""
         return work_from(self.request, self.chunk.start)
 
 

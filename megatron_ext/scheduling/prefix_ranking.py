@@ -1,7 +1,7 @@
 """Ranking of waiting requests by the tokens that they can skip, under the schedule policy `lpm`.
 
-A request is matched when it arrives. What it can skip changes as others publish and evict entries, so before each step
-some requests are matched again: the first ones, and some of the rest in turns. Both happen at the same points of all
+A request is matched when it arrives. The result changes as others publish and evict entries, so before each step some
+requests are matched again: the first ones, and some of the rest in turns. Both happen at the same points of all
 ranks' histories.
 """
 

@@ -58,7 +58,7 @@ class Queues:
 
     Args:
         pins: Receives the blocks that waiting requests are to find cached.
-        order: Order in which waiting requests are admitted; by default that of arrival.
+        order: Order in which waiting requests are admitted; by default the order of arrival.
     """
 
     def __init__(self, pins: BlockPins | None = None, order: WaitingOrder | None = None) -> None:

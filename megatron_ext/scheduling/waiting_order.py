@@ -101,7 +101,7 @@ class WaitingOrder:
 class Line:
     """Iterator over awake requests, and over sleepers that join during a plan, in the order of their turns.
 
-    The plan tells it what becomes of each request.
+    The plan reports each admission and each wait to it.
     """
 
     def __init__(self, order: WaitingOrder) -> None:

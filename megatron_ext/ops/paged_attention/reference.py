@@ -4,7 +4,7 @@ Keys and values are gathered and passed to torch's attention: all decodes in one
 sliding window, keys that no query of the step sees are not gathered.
 
 Letters: T tokens, Hq query heads, Hkv key heads, J = Hq / Hkv query heads of a key head, D head size, NB blocks of B
-tokens, R decodes, K keys of the longest decode, at most those of a window.
+tokens, R decodes, K keys of the longest decode, at most a window.
 """
 
 from __future__ import annotations

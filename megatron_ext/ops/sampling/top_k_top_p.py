@@ -1,4 +1,4 @@
-"""Filters top_k and top_p and draws from what they keep, computed without sorting the vocabulary.
+"""Filters top_k and top_p, and draws of tokens that they keep, computed without sorting the vocabulary.
 
 Better tokens have a greater logit; of equal logits the one with the smaller id is better. A draw lays the weights of
 tokens end to end, and takes the token at a place on that line.

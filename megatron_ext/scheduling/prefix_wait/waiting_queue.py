@@ -57,7 +57,7 @@ class WaitingQueue:
     Args:
         pins: Pins the blocks that followers wait for, from when they fall asleep until they leave or drop the prefix
             wait.
-        order: Order of admission, without requests; by default that of arrival.
+        order: Order of admission, without requests; by default the order of arrival.
     """
 
     def __init__(self, pins: BlockPins | None = None, order: WaitingOrder | None = None) -> None:

@@ -395,6 +395,14 @@ class TestFleet:
         assert named[0]
         assert len(named[1]) == 2 * len(named[0]), "equal prompts, other keys"
 
+    def test_followers_start_anew_without_requests(self, world: World):
+        add(world, 0, [0, 1, 0], params={"ignore_eos": True})
+        world.step()
+        assert any(one._requests for one in world.followers)
+        world.start_anew()
+        world.step()
+        assert not any(one._requests for one in world.followers)
+
     def test_counts_are_summed(self, world: World):
         for name in range(4):
             add(world, name, [0, 1, 0, 1, 1])
