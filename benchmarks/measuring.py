@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 from unittest import mock
 
@@ -94,8 +94,9 @@ def read_rate(size: int) -> float:
     Args:
         size: Bytes that are read, a multiple of 4,096; as many as the caches hold are read from there.
     """
-    memory = mmap.mmap(-1, size)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory would have small pages
+    with suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     values, vector = torch.frombuffer(memory, dtype=torch.float32).fill_(1), torch.ones(1024)
     matrix = values.view(-1, 1024)
     times = medians({"sum": values.sum, "product": lambda: matrix @ vector}, 5)

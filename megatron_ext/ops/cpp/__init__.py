@@ -117,7 +117,7 @@ def kernels() -> Kernels:
 
 
 def move_to_large_pages(weight: Tensor) -> int:
-    """Move the memory of a weight on the CPU to large pages, as far as the system has them and allows that.
+    """Move the memory of a weight on the CPU to large pages, where the system has them.
 
     Small pages are read at three fourths of the rate, since more of them are looked up.
 

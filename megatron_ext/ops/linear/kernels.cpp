@@ -248,6 +248,8 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::opt
                           scales->size(1) == (inputs + BLOCK - 1) / BLOCK),
               "scales are [O / P, blocks, P]");
   TORCH_CHECK(x.dim() > 0 && x.size(-1) == inputs, "x is [..., ", inputs, "], not ", x.sizes());
+  TORCH_CHECK(outputs <= weight.size(0) * P, "the weight has at most ", weight.size(0) * P, " outputs");
+  TORCH_CHECK(!bias || bias->sizes() == at::IntArrayRef{outputs}, "the bias is [", outputs, "]");
   at::Tensor flat = x.reshape({-1, inputs});
   if (flat.stride(1) != 1 && inputs > 1) flat = flat.contiguous();
   const Dense added(bias), scaled(scales);

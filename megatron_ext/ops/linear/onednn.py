@@ -47,12 +47,20 @@ def supports(weight: Tensor) -> bool:
 @functools.cache
 def few_rows_by_cpp() -> bool:
     """Return whether our C++ kernel computes few rows here: it was built, and knows oneDNN's layout."""
-    return bool(OneDnnWeight(torch.arange(8192.0).view(128, 64)).panel_inputs)
+    is_known = bool(OneDnnWeight(torch.arange(8192.0).view(128, 64)).panel_inputs)
+    if cpp.are_used() and not is_known:
+        cpp.say("oneDNN lays weights out in another way than our kernel reads; it computes steps of few rows, too")
+    return is_known
 
 
 def takes(weight: Tensor) -> bool:
-    """Return whether the committed table says that a weight is to be packed on this CPU."""
-    return supports(weight) and table.packs(weight, NAME)
+    """Return whether the committed table says that a weight is to be packed on this CPU.
+
+    Small weights gain only by our C++ kernel: oneDNN alone is slower than `F.linear` there.
+    """
+    if not supports(weight) or not table.packs(weight, NAME):
+        return False
+    return weight.dtype is not torch.float32 or weight.nbytes >= table.MIB or few_rows_by_cpp()
 
 
 class OneDnnWeight:
@@ -70,7 +78,6 @@ class OneDnnWeight:
             weight = weight.detach().contiguous()
             self._weight = getattr(torch.ops.mkldnn, _PACK)(weight, _ROWS_HINT)
         cpp.move_to_large_pages(self._weight)
-        self._outputs = weight.shape[0]
         self.panel_inputs = cpp.kernels().onednn_panels(self._weight, weight) if cpp.are_used() else 0
         if self.panel_inputs:
             self._few = cpp.kernels().linear_of_few_rows
@@ -84,7 +91,7 @@ class OneDnnWeight:
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.panel_inputs and x.shape[:-1].numel() <= FEW_ROWS and x.dtype is torch.float32:
-            return self._few(x, self._weight, self.panel_inputs, self._outputs, bias)
+            return self._few(x, self._weight, self.panel_inputs, bias)
         output: Tensor = self._product(x, self._weight, bias, "none", [], "")
         return output
 

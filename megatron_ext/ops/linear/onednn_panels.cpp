@@ -56,8 +56,8 @@ int64_t panels(const at::Tensor& packed, const at::Tensor& weight) {
   return bytes / size;
 }
 
-// Moves memory that is written already to large pages, as far as the system has and allows them; older systems do so in
-// the background. Returns the bytes that it has asked for.
+// Moves memory that is written already to large pages, where the system has them; older systems do so in the
+// background. Returns the bytes that it has asked for.
 int64_t move(const at::Tensor& t) {
   if (t.is_mkldnn() && (!at::native::data_ptr_from_mkldnn || !at::native::nbytes_from_mkldnn)) return 0;
   const void* data = t.is_mkldnn() ? data_of(t) : t.const_data_ptr();
@@ -122,10 +122,12 @@ void compute_rows(const Work& work, int64_t rows, std::integer_sequence<int, R..
   ((rows == R + 1 ? work.compute_all<R + 1>() : void()), ...);
 }
 
-at::Tensor product(const at::Tensor& x, const at::Tensor& packed, int64_t padded, int64_t outputs,
+at::Tensor product(const at::Tensor& x, const at::Tensor& packed, int64_t padded,
                    const std::optional<at::Tensor>& bias) {
-  TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() > 0 && x.size(-1) <= padded, "x is [..., I] in fp32");
-  const int64_t inputs = x.size(-1);
+  const int64_t outputs = packed.size(0), inputs = packed.size(1);
+  TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() > 0 && x.size(-1) == inputs, "x is [..., ", inputs,
+              "] in fp32, not ", x.sizes());
+  TORCH_CHECK(!bias || bias->sizes() == at::IntArrayRef{outputs}, "the bias is [", outputs, "]");
   at::Tensor flat = x.reshape({-1, inputs});
   if (flat.stride(1) != 1 && inputs > 1) flat = flat.contiguous();
   const int64_t rows = flat.size(0);
@@ -145,6 +147,6 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& packed, int64_t padded
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def("move_to_large_pages(Tensor t) -> int", &megatron_ext::onednn_panels::move);
   library.def("onednn_panels(Tensor packed, Tensor weight) -> int", &megatron_ext::onednn_panels::panels);
-  library.def("linear_of_few_rows(Tensor x, Tensor packed, int padded, int outputs, Tensor? bias) -> Tensor",
+  library.def("linear_of_few_rows(Tensor x, Tensor packed, int padded, Tensor? bias) -> Tensor",
               &megatron_ext::onednn_panels::product);
 }
