@@ -48,6 +48,8 @@ _LAYOUT = {
 }
 _OURS = ("spec", "vocab_size")  # flags that are not in Megatron's checkpoint arguments
 
+_Fits = Callable[[int | list[int]], bool]  # whether a frequency of layers describes a checkpoint's
+
 
 def fitting_overrides(
     source: SourceConfig, saved: ModelConfig, overrides: FieldValues, directory: Path, trained: TrainingFacts | None
@@ -202,17 +204,26 @@ def _counts(saved: ModelConfig) -> str:
 
 
 def _check_layer_freqs(source: SourceConfig, saved: ModelConfig, directory: Path) -> None:
-    """Compare the layers of a GPT that have experts or windows, if it has any; other models have none to compare."""
+    """Compare the layers of a GPT that have experts or windows; a flag has no effect where there are no such layers."""
     pattern, count = saved.hybrid_override_pattern, gpt_layers(saved.hybrid_override_pattern)
-    if count is None:
-        return
-    mixers, mlps = pattern[::2], pattern[1::2]
-    if source.moe_layer_freq is not None and saved.is_moe:
-        text, flag = source.moe_layer_freq, "--moe-layer-freq"
-        _check_layer_freq(source, saved, directory, flag, text, lambda freq: moe_letters(freq, count) == mlps)
-    if source.window_attn_skip_freq is not None and saved.attention_window is not None:
-        text, flag, plain = source.window_attn_skip_freq, "--window-attn-skip-freq", mixers.replace("W", "*")
-        _check_layer_freq(source, saved, directory, flag, text, lambda freq: windowed_letters(plain, freq) == mixers)
+    mixers, mlps, plain = pattern[::2], pattern[1::2], pattern[::2].replace("W", "*")
+    experts, windows = source.moe_layer_freq, source.window_attn_skip_freq
+    checks: tuple[tuple[str, str | None, bool, _Fits], ...] = (
+        ("--moe-layer-freq", experts, saved.is_moe, lambda freq: moe_letters(freq, len(mlps)) == mlps),
+        (
+            "--window-attn-skip-freq",
+            windows,
+            saved.attention_window is not None,
+            lambda freq: windowed_letters(plain, freq) == mixers,
+        ),
+    )
+    for flag, text, has_layers, fits in checks:
+        if text is None:
+            continue
+        if count is not None and has_layers:
+            _check_layer_freq(source, saved, directory, flag, text, fits)
+        elif is_first_rank():
+            logger.warning("%s %s has no effect: %s has no such layers of a GPT", flag, text, directory)
 
 
 def _check_layer_freq(
@@ -221,7 +232,7 @@ def _check_layer_freq(
     directory: Path,
     flag: str,
     text: str,
-    fits: Callable[[int | list[int]], bool],
+    fits: _Fits,
 ) -> None:
     with contextlib.suppress(ValueError):
         if fits(parse_layer_freq(text, flag)):

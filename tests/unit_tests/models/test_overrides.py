@@ -179,7 +179,13 @@ def test_layers_with_windows_fit_the_checkpoint(caplog):
         overrides = parse_arguments(["--load", "there", *line.split()])
         assert fitting_line(WINDOWED, line) == overrides.model_overrides
         assert overrides.start.lines == ()
-    assert fitting_line(GPT, "--window-attn-skip-freq 3") == fitting_line(HYBRID, "--window-attn-skip-freq 3") == {}
+    for model in (GPT, HYBRID):
+        caplog.clear()
+        assert fitting_line(model, "--window-attn-skip-freq 3 --moe-layer-freq 2") == {}
+        assert caplog.messages == [
+            f"{flag} has no effect: there has no such layers of a GPT"
+            for flag in ("--moe-layer-freq 2", "--window-attn-skip-freq 3")
+        ]
     for freq in ("1", "3", "[1,0,0]", "[1,0]"):
         with pytest.raises(ConfigError) as caught:
             fitting_line(WINDOWED, f"--window-size 127,0 --window-attn-skip-freq {freq}")
