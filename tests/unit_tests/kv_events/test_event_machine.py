@@ -11,10 +11,11 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.kv_events import EVENT_BLOCKS
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events import mirror as mirrors
-from megatron_ext.kv_events.changes import Changes
+from megatron_ext.kv_events.changes import Block, Changes, Delta
+from megatron_ext.kv_events.events import BlockRemoved
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import hash_blocks
+from megatron_ext.prefix_cache.hash_chain import hash_blocks, packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 from megatron_ext.routing.router import Router
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -171,6 +172,17 @@ def test_a_salt_is_told_once_in_a_run_of_several_events():
     assert router.route(router.prompt(tokens, salt)).skipped == len(tokens) - 1
     assert [one.extra_keys is None for one in told] == [False, True, True]
     assert told[0].extra_keys[:2] == [[salt], None]
+
+
+def test_a_cleared_cache_shows_its_blocks_for_new_reasons_only():
+    """RP-1: blocks that come again after a reset go with their last snapshot."""
+    mirror, blocks = Mirror(2, has_states=True), {b"a" * 32: Block(None, packed_tokens([1, 2]), None)}
+    mirror.apply(Delta(stored=blocks, states_stored=dict.fromkeys(blocks)))
+    mirror.apply(Delta(cleared=True, stored=blocks, states_stored=dict.fromkeys(blocks)))
+    assert len(mirror.contents().blocks) == 1
+    told = mirror.apply(Delta(states_removed=dict.fromkeys(blocks)))
+    assert [type(one) for one in told.blocks] == [BlockRemoved]
+    assert not mirror.contents().blocks
 
 
 def test_without_an_observer_nothing_is_noted():

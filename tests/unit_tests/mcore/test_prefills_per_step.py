@@ -68,7 +68,7 @@ def test_results_do_not_depend_on_the_share_of_decodes(get_driver, get_oracle, m
     assert (max(beside) > 32) is (not share)
 
 
-@pytest.mark.parametrize("overtake_tokens", [0, 200, 10**6])
+@pytest.mark.parametrize("overtake_tokens", [0, 20, 10**6])
 def test_results_do_not_depend_on_the_schedule_policy(get_driver, get_oracle, overtake_tokens):
     """SC-5: logits, tokens and states beside a plain recompute; warm prompts go first within the budgets."""
     begun = []
@@ -94,5 +94,5 @@ def test_results_do_not_depend_on_the_schedule_policy(get_driver, get_oracle, ov
         begun.append(list(dict.fromkeys(request for step in driver.steps for request, *_ in step)))
     assert begun[0] == [*range(8)]
     # A warm request charges 15 tokens that it computes and generates.
-    assert (begun[1] == begun[0]) is (overtake_tokens == 0)
-    assert (begun[1][1:4] == [5, 6, 7]) is (overtake_tokens > 0)
+    overtaking = [5, 6, 7][: overtake_tokens // 15]
+    assert begun[1][: 2 + len(overtaking)] == [0, *overtaking, 1]

@@ -101,6 +101,19 @@ def test_the_chunks_of_a_prompt_are_certain():
     ]
 
 
+def test_waiting_requests_are_ranked_before_a_step_that_was_launched_ahead():
+    """SC-5: entries that a new request matches are spared from then on, as in a step that was not."""
+    planned = Planned(max_requests=1, overtake_tokens=1000)
+    planned.add(range(5), num_tokens_to_generate=9)
+    planned.commit(planned.scheduler.schedule())
+    plan = planned.scheduler.schedule()
+    assert planned.plan_next(plan)
+    waiting = planned.add(range(9))
+    planned.commit(plan)
+    planned.scheduler.async_planner.adopt()
+    assert planned.scheduler.cache._spared == [waiting.block_hashes]
+
+
 def test_a_prefill_goes_on_beside_decodes():
     """CU-6: decodes come first and leave their tokens to the prefill; one that ends by count is left out."""
     planned = Planned()

@@ -94,7 +94,7 @@ def test_planted_mistakes_are_seen(monkeypatch, method, mistake):
 
 @pytest.mark.parametrize(("overtake_tokens", "place"), [(None, 8), (1000, 0), (0, 8)])
 def test_a_warm_request_goes_before_cold_ones_within_their_budgets(overtake_tokens, place):
-    """The case of the issue: one cached prompt behind eight cold ones, two at a time."""
+    """One cached prompt behind eight cold ones, one at a time."""
     limits = make_limits(max_requests=1, total_blocks=100, max_tokens=64, overtake_tokens=overtake_tokens)
     scheduler = Scheduler(limits, LRU)
     warm = [*range(40)]
