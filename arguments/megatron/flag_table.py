@@ -36,7 +36,7 @@ class MegatronFlag:
         why: Reason for having no effect or being refused; follows the flag's name and a colon.
         count: Number of values: 0, 1, or None for one and more. Ignored for a refused flag.
         only: The one accepted value, or None. Numbers are equal however they are written.
-        unless: Flag beside which a refused one is accepted, or None; `quantization` checks it once all flags are known.
+        unless: Flag beside which a refused one is accepted, or None; `synonyms.py` checks it once all are known.
         refused_values: Values of an accepted flag that are refused nevertheless, with reasons.
         warned_values: Values of an accepted flag that need a warning, with that line.
     """

@@ -26,6 +26,19 @@ _PATTERN, _COUNT, _PROVIDER, _FREQ = "hybrid-override-pattern", "num-layers", "m
 CHECKPOINTS = {"load", "load-hf"}
 _RATIOS = ("hybrid-attention-ratio", "hybrid-mlp-ratio")
 
+_POSITIONS, _FACTOR = "position-embedding-type", "rotary-scaling-factor"
+_YARN_KEYS = (
+    _FACTOR,
+    "yarn-original-max-position-embeddings",
+    "yarn-beta-fast",
+    "yarn-beta-slow",
+    "mscale",
+    "mscale-all-dim",
+    "yarn-correction-range-round-to-int",
+)
+_SIZE, _SKIP_FREQ, _WINDOW = "window-size", "window-attn-skip-freq", "attention-window"
+_BEFORE_AND_AFTER = re.compile(r"\(?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*\)?")
+
 
 def describe_layers(given: ParsedFlags) -> None:
     """Replace the given flags by a layer pattern, in place; they come from both the command line and the file.
@@ -135,20 +148,6 @@ def _checked_count(count: int) -> int:
     if not 0 < count <= MAX_LAYERS:
         raise ConfigError(f"--{_COUNT} {count} must be from 1 to {MAX_LAYERS}")
     return count
-
-
-_POSITIONS, _FACTOR = "position-embedding-type", "rotary-scaling-factor"
-_YARN_KEYS = (
-    _FACTOR,
-    "yarn-original-max-position-embeddings",
-    "yarn-beta-fast",
-    "yarn-beta-slow",
-    "mscale",
-    "mscale-all-dim",
-    "yarn-correction-range-round-to-int",
-)
-_SIZE, _SKIP_FREQ, _WINDOW = "window-size", "window-attn-skip-freq", "attention-window"
-_BEFORE_AND_AFTER = re.compile(r"\(?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*\)?")
 
 
 def describe_attention(given: ParsedFlags) -> None:

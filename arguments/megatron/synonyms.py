@@ -19,6 +19,8 @@ _MAX_REQUESTS = "inference-dynamic-batching-max-requests"
 # Flags that mean another one, unless that is given, too.
 _FALLBACKS = {"pretrained-checkpoint": "load", f"{_MAX_REQUESTS}-override": _MAX_REQUESTS}
 
+_FP8_KEY = "fp8-as-16bit"
+
 
 @dataclass(frozen=True)
 class Synonyms:
@@ -109,9 +111,6 @@ def _is_megatrons_stack(spec: object) -> bool:
         return False
     module, name = spec
     return module.startswith("megatron.") and (module.rpartition(".")[2], name) in _STACKS
-
-
-_FP8_KEY = "fp8-as-16bit"
 
 
 def require_16_bits(given: ParsedFlags) -> None:

@@ -40,6 +40,8 @@ _OF_A_MODEL = (ModelFields, SourceConfig, TokenizerConfig)
 _OF_ANY_MODEL = ("seed", "model_config")  # settings of a source that do not name or describe a model
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
+_DESCRIBES = "describes a model, and attach_engine has one in memory; leave it out"
+
 
 def known_names() -> dict[str, tuple[FlagGroup, Flag]]:
     """Return every name of a setting: `--inference-max-seq-length` is `inference_max_seq_length`.
@@ -248,9 +250,6 @@ def _are_released(roles: Sequence[_Role]) -> bool:
     if rank is not None:
         raise ConfigError(f"rank 1 has called {roles[1].value}, and rank {rank} {roles[rank].value}; call one of them")
     return _Role.RETURNS in roles
-
-
-_DESCRIBES = "describes a model, and attach_engine has one in memory; leave it out"
 
 
 def attach_engine(model: object, tokenizer: object = None, **settings: Setting) -> AttachedEngine | EngineFollower:

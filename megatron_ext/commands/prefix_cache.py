@@ -24,6 +24,8 @@ NO_IDENTITY = bytes(32)  # of no model: all entries belong to other identities
 MIB = 1024**2
 REMEDY = "stop it first; `POST /reset_prefix_cache` of a running server erases its entries on disk"
 
+MAX_LISTED = 1000
+
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     """List, verify or erase the entries in a directory.
@@ -124,9 +126,6 @@ def erase(stores: dict[str, DiskStore]) -> int:
         store.erase()
         print(f"{name}: {count} entries erased")
     return DONE
-
-
-MAX_LISTED = 1000
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ def _mamba2_core_fields(config: ModelFields) -> Mapping[str, object]:
     }
 
 
+# Mamba-2: heads with one decay each, in groups that share B and C.
 MAMBA2 = RecurrentKind(
     name="mamba2",
     mixer=("megatron_ext.mixers.mamba2", "Mamba2Mixer"),
@@ -151,6 +152,7 @@ def _mamba1_mixer_params(config: ModelFields) -> Mapping[str, object]:
     }
 
 
+# Mamba-1: channels with a decay for every state.
 MAMBA1 = RecurrentKind(
     name="mamba1",
     mixer=("megatron_ext.mixers.mamba1", "Mamba1Mixer"),
@@ -219,6 +221,7 @@ def _delta_net_core_fields(config: ModelFields) -> Mapping[str, object]:
     return {name: getattr(config, name) for name in _DELTA_NET_SIZES}
 
 
+# Gated delta net: a matrix for each value head, overwritten by the delta rule.
 GATED_DELTA_NET = RecurrentKind(
     name="gated_delta_net",
     mixer=("megatron_ext.mixers.gated_delta_net", "GatedDeltaNetMixer"),
@@ -255,6 +258,7 @@ def _short_conv_mixer_params(config: ModelFields) -> Mapping[str, object]:
     return {"d_conv": config.short_conv_kernel_dim}
 
 
+# Short convolution with gates; its state is its last inputs.
 SHORT_CONV = RecurrentKind(
     name="short_conv",
     mixer=("megatron_ext.mixers.short_conv", "ShortConvMixer"),

@@ -29,6 +29,11 @@ from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, Bl
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
+logger = logging.getLogger(__name__)
+
+MAX_UNREAD = 1_000  # queued batches per subscriber; further ones are lost
+_CONTENTS_BATCHES = 4_096  # queued replies per client, in addition to all batches that are kept: 1 GB of contents
+
 
 def encode_batches(timestamp: float, events: Iterable[Event], data_parallel_rank: int) -> Iterator[bytes]:
     """Encode events as batches of bounded size, each event separately so that other threads can run in between."""
@@ -99,12 +104,6 @@ class Throttle:
         covered, self._unlogged = self._unlogged, 0
         self._silent_until = now + INTERVAL
         return covered
-
-
-logger = logging.getLogger(__name__)
-
-MAX_UNREAD = 1_000  # queued batches per subscriber; further ones are lost
-_CONTENTS_BATCHES = 4_096  # queued replies per client, in addition to all batches that are kept: 1 GB of contents
 
 
 class Channel:

@@ -1,4 +1,4 @@
-"""KV events as Python objects; `wire.py` encodes them. Hashes are 64-bit integers, in the order of the sequence.
+"""KV events as Python objects; `channel.py` encodes them. Hashes are 64-bit integers, in the order of the sequence.
 
 Events of blocks are vLLM's. Events of states (snapshots of recurrent layers) are this package's, and are published on a
 socket of their own.

@@ -1,4 +1,4 @@
-"""Inference context: the pools on the device, and the staged step that layers read."""
+"""Inference context: the pools on the device, their counts as Megatron's allocator has them, and the staged step."""
 
 from __future__ import annotations
 

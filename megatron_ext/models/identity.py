@@ -36,6 +36,14 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, evenly spaced; smaller files a
 WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt", ".bin")
 _LARGEST_LISTED = 4096  # for a tokenizer without a serialized form: number of ids whose texts are hashed
 
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+REMEMBERED_BYTES = 64 * 1024**2  # smaller checkpoints are read each time
+_DIGEST_BYTES = 32
+_PIECE = 8 * 1024**2  # bytes read at once
+_THREADS = 8
+
 
 def cache_facts(
     loaded: LoadedModel,
@@ -100,14 +108,6 @@ def _starts(size: int) -> list[int]:
     last = size - SAMPLE_BYTES
     return [last * number // (SAMPLES - 1) for number in range(SAMPLES)]
 
-
-logger = logging.getLogger(__name__)
-
-FORMAT = 1
-REMEMBERED_BYTES = 64 * 1024**2  # smaller checkpoints are read each time
-_DIGEST_BYTES = 32
-_PIECE = 8 * 1024**2  # bytes read at once
-_THREADS = 8
 
 FileFacts = list[list[object]]  # name, size, time of the last change in ns, inode
 

@@ -1,4 +1,4 @@
-"""Prompts from flags, JSON lines, and the package. Every line is checked before the first one runs."""
+"""Prompts from flags, JSON lines and the package, or random ones. Every line is checked before the first one runs."""
 
 from __future__ import annotations
 

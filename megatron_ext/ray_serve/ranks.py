@@ -1,4 +1,6 @@
-"""Further ranks of a replica: actors in the replica's placement group, which start and end with it.
+"""Start of processes that compute, and the further ranks of a replica.
+
+Ranks are actors in the replica's placement group, which start and end with it.
 
 Ray reserves the group before the replica starts, and removes it, with all actors in it, when the replica has ended.
 """

@@ -90,7 +90,7 @@ MODELS = {"nemotron-h-8b": _described(_nemotron()), "llama-3-8b": _described(_ll
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured or assumed rates of a machine.
+    """Cost model of a step: simulated seconds from operations and bytes, at measured or assumed rates of a machine.
 
     Attributes:
         flops: Operations per second of a prefill.

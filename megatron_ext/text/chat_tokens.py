@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
 from megatron_ext.text.rust_panics import CANNOT_ENCODE, panics_as_errors
-from megatron_ext.text.tokenizer_files import read_special_tokens
+from megatron_ext.text.tokenizer_files import TOKENIZER_CONFIG, read_special_tokens
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
@@ -184,8 +184,6 @@ class _StandIns:
             self._of[text] = chr(self._free.pop())
         return self._of.get(text, "")
 
-
-TOKENIZER_CONFIG = "tokenizer_config.json"
 
 Messages = Sequence[Mapping[str, object]]
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer, Piece
 from megatron_ext.text.tool_calls.source import overlap
 
+logger = logging.getLogger(__name__)
+
 
 class StopWordMatcher:
     """Incremental search for the first stop word in the text of a growing list of tokens.
@@ -110,9 +112,6 @@ class StopWordMatcher:
 
     def _plain(self, end: int) -> str:
         return self._detokenize(self._tokens[:end])
-
-
-logger = logging.getLogger(__name__)
 
 
 class TextStream:

@@ -22,10 +22,38 @@ _ADDITIONAL, _SUFFIX = "additional_chat_templates", ".jinja"
 ADDITIONAL_TEMPLATES = f"{_ADDITIONAL}/*{_SUFFIX}"
 _MAX_TEMPLATES = 64
 _LONGEST_TEMPLATE = 1024**2  # bytes
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_SPECIAL_TOKEN_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_TOKEN_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json")
 SPECIAL_TOKENS = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _DEFAULT, _TOOL_USE = "default", "tool_use"  # names that transformers chooses
+
+TOKENIZER_FILE = "tokenizer.json"
+GENERATION_FILE = "generation_config.json"  # the model's, with the tokens that end a document
+# Patterns of all files of a tokenizer: saved with a checkpoint, and sufficient to rebuild it.
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    TEMPLATE_FILE,
+    PROCESSOR_TEMPLATE,
+    ADDITIONAL_TEMPLATES,
+    GENERATION_FILE,
+)
+# A directory with one of these has a tokenizer; other files only describe it.
+VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
+_DECODED = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+    GENERATION_FILE,
+)
+LONGEST_FILE = 256 * 1024**2  # bytes; vocabularies of 250,000 entries are 35 MB
 
 
 @dataclass(frozen=True)
@@ -72,7 +100,7 @@ def read_chat_templates(directory: Path) -> ChatTemplates:
         raise ConfigError(f"{directory / _ADDITIONAL}: {len(files)} chat templates; at most {_MAX_TEMPLATES} are read")
     if files:
         return ChatTemplates({name: read_text(path, _LONGEST_TEMPLATE) for name, path in files.items()}, directory)
-    for file in (directory / _TOKENIZER_CONFIG, directory / PROCESSOR_TEMPLATE):
+    for file in (directory / TOKENIZER_CONFIG, directory / PROCESSOR_TEMPLATE):
         template = read_json(file).get("chat_template") if os.path.lexists(file) else None
         if template is not None:
             return ChatTemplates(_named(template, file), file)
@@ -132,36 +160,6 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     return tokens
 
 
-TOKENIZER_FILE = "tokenizer.json"
-_DESCRIPTION = "tokenizer_config.json"
-GENERATION_FILE = "generation_config.json"  # the model's, with the tokens that end a document
-# Patterns of all files of a tokenizer: saved with a checkpoint, and sufficient to rebuild it.
-TOKENIZER_FILES = (
-    TOKENIZER_FILE,
-    _DESCRIPTION,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    TEMPLATE_FILE,
-    PROCESSOR_TEMPLATE,
-    ADDITIONAL_TEMPLATES,
-    GENERATION_FILE,
-)
-# A directory with one of these has a tokenizer; other files only describe it.
-VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
-_DECODED = (
-    _DESCRIPTION,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "config.json",
-    GENERATION_FILE,
-)
-LONGEST_FILE = 256 * 1024**2  # bytes; vocabularies of 250,000 entries are 35 MB
-
-
 class Describable(Protocol):
     """Interface of a tokenizer that can be described."""
 
@@ -205,7 +203,7 @@ def describe_tokenizer(directory: Path, tokenizer: Describable) -> None:
         directory: Directory of the tokenizer's files; unchanged if it has this file already.
         tokenizer: Tokenizer of these files.
     """
-    file = directory / _DESCRIPTION
+    file = directory / TOKENIZER_CONFIG
     if not (directory / TOKENIZER_FILE).is_file() or file.exists():
         return
     fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -238,7 +236,7 @@ def check_files(directory: Path) -> bool:
 IdOf = Callable[[str], int | None]  # id of a token's text
 
 # Sources of the end and beginning of a document, in this order; the last two hold ids, the others texts.
-_TEXT_SOURCES = (("tokenizer_config.json", "{}_token"), ("special_tokens_map.json", "{}_token"))
+_TEXT_SOURCES = ((TOKENIZER_CONFIG, "{}_token"), ("special_tokens_map.json", "{}_token"))
 _ID_SOURCES = (("generation_config.json", "{}_token_id"), ("config.json", "{}_token_id"))
 # A bare tokenizer.json does not say which special token ends a document: these names are the usual ones.
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<eod>")

@@ -31,6 +31,8 @@ _changing = threading.Lock()
 def attached(model: nn.Module) -> Iterator[None]:
     """Mark an unwrapped model as attached inside this context.
 
+    A second engine on the same parameters would not notice the weights that the first one was given.
+
     Raises:
         ConfigError: It is attached already.
     """

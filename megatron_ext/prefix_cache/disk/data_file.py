@@ -30,7 +30,7 @@ def pages_of(size: int) -> int:
 
 
 class FreePages:
-    """Free pages of a file, as runs in order of their position; adjacent runs are joined when they are taken.
+    """Free pages of a file, as runs in order of their position; the lowest are taken first, adjacent ones joined.
 
     Args:
         total: Pages of the file.

@@ -1,4 +1,4 @@
-"""Directory of the store: its marker, and slots, each of which one process holds by a lock.
+"""Directory of the store: its file system, its marker, and slots, each of which one process holds by a lock.
 
 ```
 DIR/prefix_cache_marker     a line that names the format; only a directory with it, or an empty one, is used

@@ -463,9 +463,6 @@ class DiskStore:
             assert self._data.size <= self._limit_pages * PAGE_BYTES, "the file is longer than its limit"
 
 
-logger = logging.getLogger(__name__)
-
-
 def open_directory_store(directory: Path, identity: bytes, limit_bytes: int) -> DiskStore:
     """Take a slot of a directory and open the store in it.
 

@@ -1,4 +1,7 @@
-"""Capture of code that runs again and again: as CUDA graphs, or run as Python code on devices without graphs."""
+"""Capture of code that runs again and again: as CUDA graphs, or run as Python code on devices without graphs.
+
+The memory that captured work reads is kept as long as its graph.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +137,7 @@ class CapturedReads(TorchDispatchMode):
 
 
 class HeldGraph:
-    """Graph that keeps the storages that it reads alive.
+    """Graph that keeps the storages that it reads alive: captured work has their addresses only.
 
     Args:
         replay: Repeats the captured work.

@@ -1,4 +1,4 @@
-"""Prometheus metrics. Their names are an interface; their help is what the reference of the site shows."""
+"""Prometheus metrics, and their history of ten minutes. Names are an interface, and their help is the reference."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def _key(name: str, labels: Mapping[str, str]) -> str:
 
 
 class History:
-    """Samples of all metrics, and the times at which they were taken.
+    """Samples of all metrics of the last ten minutes, with their times, for a status page that is opened late.
 
     Args:
         metrics: Source of the samples.

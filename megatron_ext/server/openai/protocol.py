@@ -170,7 +170,7 @@ class Message(LenientObject):
 
 
 def _with_object(call: dict[str, object], reader: JsonReader) -> dict[str, object]:
-    """Return a tool call with its arguments, JSON text in OpenAI's form, as an object; see `raw_arguments` for others.
+    """Return a tool call with its arguments, JSON text in OpenAI's form, as an object.
 
     Raises:
         ApiError: See `JsonReader.read`.
