@@ -11,8 +11,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
-from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.tokenizer import Tokenizer, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
 _LONGEST_SHOWN = 60  # characters

@@ -28,8 +28,7 @@ from megatron_ext.mcore.inference_request import DynamicInferenceRequest, Reques
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
-from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.tokenizer import Tokenizer, tokenize_prompt
 
 if TYPE_CHECKING:
     from megatron_ext.apis.ranks import FollowingRuntime

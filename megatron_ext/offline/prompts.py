@@ -21,8 +21,7 @@ from megatron_ext.config.run import DEFAULT_PROMPT_TOKENS
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
-from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.tokenizer import Tokenizer, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
