@@ -28,7 +28,7 @@ from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.family_registry import WRITTEN, family_of
 from megatron_ext.models.huggingface.fields import CONFIG_FILE, read_fields
 from megatron_ext.models.huggingface.hf_checkpoint import with_prediction
-from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
+from megatron_ext.models.huggingface.tensors import LM_HEAD, TensorTable
 from megatron_ext.models.megatron.directory import (
     TokenizerSource,
     common_fields,
@@ -137,20 +137,10 @@ def hf_tensors(model: nn.Module, config: ModelConfig, table: TensorTable) -> dic
     targets = model_tensors(model)
     found: dict[str, Tensor] = {}
     for name, source in table.sources(config).items():
-        found |= dict(zip(source.names, _parts(targets[name].detach(), source, config), strict=True))
+        found |= dict(zip(source.names, source.take_apart(targets[name].detach(), config), strict=True))
     if not config.untie_embeddings_and_output_weights:  # transformers does not tie them in each family
         found[LM_HEAD] = found[table.embedding]
     return found
-
-
-def _parts(ours: Tensor, source: Source, config: ModelConfig) -> list[Tensor]:
-    if source.conversion is None:
-        return list(ours.chunk(len(source.names))) if len(source.names) > 1 else [ours]
-    if source.conversion.revert is None:
-        raise ConfigError(
-            f"{source.names[0]} cannot be derived from the model's tensors; this family cannot be exported"
-        )
-    return list(source.conversion.revert(ours, config))
 
 
 def _require_same(config: ModelConfig, exported: ModelConfig, example: Path) -> None:

@@ -28,7 +28,7 @@ from megatron_ext.mcore.checkpoint.weight_shards import (
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.huggingface.family_registry import family_of
-from megatron_ext.models.huggingface.fields import CONFIG_FILE, Fields, read_fields
+from megatron_ext.models.huggingface.fields import CONFIG_FILE, Values, read_fields
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, Source, TensorTable
 from megatron_ext.models.weight_files import WeightFiles, is_prediction, require_same_names, require_shape
 from megatron_ext.parallel.world import is_first_rank
@@ -71,7 +71,7 @@ def with_prediction(config: ModelConfig, directory: Path, overrides: HfOverrides
     return family.with_prediction(config, raw)
 
 
-def translate(raw: Fields) -> ModelConfig:
+def translate(raw: Values) -> ModelConfig:
     """Translate a decoded `config.json` to a `ModelConfig`.
 
     Raises:
@@ -182,12 +182,12 @@ def _fill(
     target: Tensor, shard: ShardSpec, files: WeightFiles, stored: Names, source: Source, config: ModelConfig
 ) -> None:
     """Write this rank's part of a tensor of ours."""
-    shapes = part_shapes(source, shard.shape, config)
+    shapes = source.shapes(shard.shape, config)
     for name, expected in zip(source.names, shapes, strict=True):
         require_shape(files.directory, stored[name], files.shape(stored[name]), expected)
-    if source.conversion is not None:
+    if not source.is_concatenation:
         parts = [files.get(stored[name]) for name in source.names]
-        target.copy_(shard.take(source.conversion.convert(parts, config)))
+        target.copy_(shard.take(source.make(parts, config)))
         return
     zero_padding(target, shard)
     for piece in shard.pieces:
@@ -209,14 +209,3 @@ def _boxes(
             shift = local[0].start - whole[0].start
             yield name, (slice(low - first, high - first), *whole[1:]), (slice(low + shift, high + shift), *local[1:])
         first += shape[0]
-
-
-def part_shapes(source: Source, shape: tuple[int, ...], config: ModelConfig) -> Sequence[tuple[int, ...]]:
-    """Return the shapes of their tensors that make up one of `shape`, which may have no dimension."""
-    if source.conversion is None and len(source.names) == 1:
-        return [shape]
-    count = len(source.names)
-    if source.conversion is None:
-        return [(shape[0] // count, *shape[1:])] * count
-    parts = [(row, *shape[1:]) for row in source.conversion.rows(config)]
-    return [part[::-1] for part in parts] if source.conversion.is_transposed else parts

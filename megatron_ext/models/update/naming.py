@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import operator
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +19,9 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.models.huggingface.family_registry import family_of
 from megatron_ext.models.huggingface.fields import read_fields
-from megatron_ext.models.huggingface.hf_checkpoint import part_shapes
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, TensorTable
 from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration
-from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
+from megatron_ext.models.megatron.stored_keys import given_name, is_gpt, is_ignored
 from megatron_ext.models.weight_files import FLOATING_TYPES, is_prediction
 
 NamedTensors: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -86,20 +87,11 @@ class Recipe:
 
     Attributes:
         parts: Names and shapes of their tensors, in order.
-        make: Makes our tensor from those, on their device.
+        make: Makes our tensor from those, on their device; by default the only one is ours.
     """
 
     parts: Shapes
-    make: Callable[[Sequence[Tensor]], Tensor]
-
-
-def renamed(name: str, shape: Shape) -> Recipe:
-    """Return the recipe of a tensor that is given as it is, under a name."""
-    return Recipe({name: shape}, _only)
-
-
-def _only(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0]
+    make: Callable[[Sequence[Tensor]], Tensor] = operator.itemgetter(0)
 
 
 def recipe_shapes(recipes: Mapping[str, Recipe]) -> dict[str, Shape]:
@@ -211,7 +203,7 @@ class OwnNames:
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
         """Return one-part recipes; see `Naming`."""
-        return {name: renamed(name, shape) for name, shape in shapes.items()}
+        return {name: Recipe({name: shape}) for name, shape in shapes.items()}
 
 
 class HuggingFaceNames:
@@ -281,12 +273,9 @@ class HuggingFaceNames:
         """Return the recipes of the family's table; see `Naming`."""
         found = {}
         for name, source in self._table.sources(self._config).items():
-            parts = dict(zip(source.names, part_shapes(source, shapes[name], self._config), strict=True))
-            found[name] = Recipe(parts, self._converted(source.conversion.convert) if source.conversion else _joined)
+            parts = dict(zip(source.names, source.shapes(shapes[name], self._config), strict=True))
+            found[name] = Recipe(parts, functools.partial(source.make, config=self._config))
         return found
-
-    def _converted(self, convert: Callable[[Sequence[Tensor], ModelConfig], Tensor]) -> Callable[..., Tensor]:
-        return lambda parts: convert(parts, self._config)
 
 
 class MegatronNames:
@@ -324,13 +313,4 @@ class MegatronNames:
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
         """Return one-part recipes under the given one of the possible names; see `Naming`."""
-        return {name: self._recipe(name, shape, given) for name, shape in shapes.items()}
-
-    def _recipe(self, name: str, shape: Shape, given: Container[str]) -> Recipe:
-        names = [place.key for place in places(name, self.in_gpt) if place.row is None]
-        found = next((one for one in names if one in given), names[0])
-        return renamed(found, shape)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return {name: Recipe({given_name(name, given, self.in_gpt): shape}) for name, shape in shapes.items()}

@@ -13,9 +13,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import ShardSpec
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import saved_tensors
-from megatron_ext.models.attach.shared_model import names_in_memory
-from megatron_ext.models.megatron.stored_keys import is_ignored
-from megatron_ext.models.update.naming import Shape, chosen_recipes, renamed, require_weight
+from megatron_ext.models.megatron.stored_keys import given_name, is_ignored
+from megatron_ext.models.update.naming import Recipe, Shape, chosen_recipes, require_weight
 from megatron_ext.models.weight_files import is_prediction
 
 _WRAPPER = "module."  # before the names of a wrapped model's parameters
@@ -86,7 +85,7 @@ def local_tensors(
         ConfigError: A name is unknown or missing, or a shape, type or layout is wrong.
     """
     targets = {name: tuple(one.shape) for name, one in saved_tensors(model).items() if name in shards}
-    recipes = {name: renamed(_name_of(name, named, in_gpt), shape) for name, shape in targets.items()}
+    recipes = {name: Recipe({given_name(name, named, in_gpt): shape}) for name, shape in targets.items()}
     local = {part: name for name, recipe in recipes.items() for part in recipe.parts}
     tensors = {
         name: _local(name, value, shards[local[name]], targets[local[name]])
@@ -111,12 +110,6 @@ def require_equal(options: Sequence[ShardOptions]) -> None:
                 raise ConfigError(
                     f"rank {rank} gives {field.name}={there!r}, and the first rank {here!r}; give the same on all ranks"
                 )
-
-
-def _name_of(name: str, named: Mapping[str, object], in_gpt: bool) -> str:
-    """Return the given name of a tensor of ours; its first possible one if it is not given."""
-    options = names_in_memory(name, in_gpt)
-    return next((one for one in options if one in named), options[0])
 
 
 def _local(name: str, value: object, spec: ShardSpec, shape: Shape) -> Tensor:
