@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from arguments import parse_server_arguments
-from arguments.flags import Flag, FlagGroup, closest, shown
+from arguments.flags import Flag, closest, shown
 from arguments.groups import SERVER_GROUPS
 from arguments.megatron.synonyms import SYNONYMS
 from arguments.removed import refuse_removed
@@ -266,8 +266,8 @@ def _model_words(model: Setting, others: Mapping[str, Setting]) -> list[str]:
 
 
 def _words(given: Mapping[str, Setting]) -> list[str]:
-    flags = [(group, flag) for group in (*SERVER_GROUPS, SYNONYMS) for flag in group.flags]
-    known = {key.replace("-", "_"): (group, flag) for group, flag in flags for key in flag.keys}
+    flags = (flag for group in (*SERVER_GROUPS, SYNONYMS) for flag in group.flags)
+    known = {key.replace("-", "_"): flag for flag in flags for key in flag.keys}
     words: list[str] = []
     for name, value in given.items():
         refuse_removed(name, value if isinstance(value, str) else None, name)
@@ -275,15 +275,15 @@ def _words(given: Mapping[str, Setting]) -> list[str]:
             meant = closest(name, [*known, *_KINDS, "model"])
             hint = f"did you mean {meant}?" if meant else "megatron-ext serve --help=all lists the names"
             raise ConfigError(f"{name} is not a setting; {hint}")
-        group, flag = known[name]
+        flag = known[name]
         require(flag.field not in _NOT_HERE, f"{name}={shown(value)}: {_NOT_HERE.get(flag.field)}")
         if value is not None:
-            words += _flag_words(name, value, group, flag)
+            words += _flag_words(name, value, flag)
     return words
 
 
-def _flag_words(name: str, value: Setting, group: FlagGroup, flag: Flag) -> list[str]:
-    kind = group.kind(flag)
+def _flag_words(name: str, value: Setting, flag: Flag) -> list[str]:
+    kind = flag.kind
     if kind.item is bool:
         return [flag.option if _truth(name, value, kind) else f"--no-{flag.key}"]
     values = [os.fspath(value) if isinstance(value, os.PathLike) else value]
