@@ -54,6 +54,10 @@ class Option:
     bounds: str = ""
     in_generation_config: bool = False
 
+    def name(self, field: str) -> str:
+        """Return the flag of a field with this declaration; the field's own name if it has none."""
+        return (self.flag or flag_of(field)) if self.help_text else field
+
     @property
     def is_bounded(self) -> bool:
         """True if a number must be within bounds."""
@@ -110,7 +114,7 @@ def require_options(instance: object, *, by_flag: bool = True) -> None:
 
     Args:
         instance: The dataclass.
-        by_flag: Name an option by its flag, and not by its field.
+        by_flag: Name an option by its flag, if it has one, and not by its field.
 
     Raises:
         ConfigError: An option has another value; the first one is named.
@@ -118,7 +122,7 @@ def require_options(instance: object, *, by_flag: bool = True) -> None:
     config: type = type(instance)
     for field, declared in options_of(config).items():
         value = getattr(instance, field)
-        name = (declared.flag or flag_of(field)) if by_flag else field
+        name = declared.name(field) if by_flag else field
         if declared.choices and value not in (None, *declared.choices):
             raise ConfigError(f"{name} {value!r} is unknown; one of {', '.join(declared.choices)}")
         if declared.is_bounded and value is not None and not declared.allows(value):
