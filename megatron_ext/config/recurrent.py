@@ -55,29 +55,12 @@ def _mamba2_check(config: ModelFields) -> None:
     )
 
 
-def _mamba2_mixer_params(config: ModelFields) -> Mapping[str, object]:
-    return {
-        "d_conv": config.mamba_conv_kernel,
-        "gated_norm": config.mamba_gated_norm,
-        "multipliers": config.mamba_multipliers,
-    }
-
-
 def _mamba2_parameter_count(config: ModelFields) -> int:
     """Count in_proj to z, x, B, C and dt; the convolution of x, B and C; out_proj."""
     inner = config.mamba_heads * config.mamba_head_dim
     projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_heads
     convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
     return config.hidden_size * (projected + inner) + convolved * config.mamba_conv_kernel
-
-
-def _mamba2_core_fields(config: ModelFields) -> Mapping[str, object]:
-    return {
-        "mamba_state_dim": config.mamba_state_dim,
-        "mamba_head_dim": config.mamba_head_dim,
-        "mamba_num_heads": config.mamba_heads,
-        "mamba_num_groups": config.mamba_num_groups,
-    }
 
 
 # Mamba-2: heads with one decay each, in groups that share B and C.
@@ -89,8 +72,15 @@ MAMBA2 = RecurrentKind(
     chunk_size=lambda config: config.mamba_chunk_size,
     parameter_count=_mamba2_parameter_count,
     state_size=lambda config: config.mamba_heads * config.mamba_head_dim * config.mamba_state_dim,
-    mixer_params=_mamba2_mixer_params,
-    core_fields=_mamba2_core_fields,
+    mixer_params=lambda config: {
+        "d_conv": config.mamba_conv_kernel,
+        "gated_norm": config.mamba_gated_norm,
+        "multipliers": config.mamba_multipliers,
+    },
+    core_fields=lambda config: {
+        **{name: getattr(config, name) for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups")},
+        "mamba_num_heads": config.mamba_heads,
+    },
     shared=lambda config: {"Mamba groups": config.mamba_num_groups, "Mamba heads": config.mamba_heads},
     layout=(*_MAMBA_LAYOUT, "mamba_head_dim", "mamba_num_heads", "mamba_num_groups", "mamba_gated_norm"),
 )
@@ -102,16 +92,6 @@ def _mamba1_parameter_count(config: ModelFields) -> int:
     return config.mamba_channels * per_channel
 
 
-def _mamba1_mixer_params(config: ModelFields) -> Mapping[str, object]:
-    return {
-        "d_conv": config.mamba_conv_kernel,
-        "d_inner": config.mamba_channels,
-        "dt_rank": config.dt_rank,
-        "inner_norm": config.mamba_inner_norm,
-        "inner_norm_epsilon": config.inner_norm_epsilon,
-    }
-
-
 # Mamba-1: channels with a decay for every state.
 MAMBA1 = RecurrentKind(
     name="mamba1",
@@ -120,7 +100,13 @@ MAMBA1 = RecurrentKind(
     chunk_size=lambda config: config.mamba_chunk_size,
     parameter_count=_mamba1_parameter_count,
     state_size=lambda config: config.mamba_channels * config.mamba_state_dim,
-    mixer_params=_mamba1_mixer_params,
+    mixer_params=lambda config: {
+        "d_conv": config.mamba_conv_kernel,
+        "d_inner": config.mamba_channels,
+        "dt_rank": config.dt_rank,
+        "inner_norm": config.mamba_inner_norm,
+        "inner_norm_epsilon": config.inner_norm_epsilon,
+    },
     core_fields=lambda config: {"mamba_state_dim": config.mamba_state_dim},
     shared=lambda config: {"channels of a Mamba-1 layer": config.mamba_channels},
     layout=(*_MAMBA_LAYOUT, "mamba_inner_size", "mamba_dt_rank", "mamba_inner_norm"),
@@ -146,24 +132,12 @@ def _delta_net_check(config: ModelFields) -> None:
     )
 
 
-def _delta_net_mixer_params(config: ModelFields) -> Mapping[str, object]:
-    return {"norm_epsilon": config.linear_norm_epsilon, "max_strength": 2.0 if config.linear_allow_neg_eigval else 1.0}
-
-
 def _delta_net_parameter_count(config: ModelFields) -> int:
     """Count in_proj to query, key, value, gate, beta and alpha; the convolution of the first three; out_proj."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     projected = 2 * keys + 3 * values + 2 * config.linear_num_value_heads
     return config.hidden_size * projected + (2 * keys + values) * config.linear_conv_kernel_dim
-
-
-def _delta_net_state_size(config: ModelFields) -> int:
-    return config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-
-
-def _delta_net_core_fields(config: ModelFields) -> Mapping[str, object]:
-    return {name: getattr(config, name) for name in _DELTA_NET_SIZES}
 
 
 # Gated delta net: a matrix for each value head, overwritten by the delta rule.
@@ -174,9 +148,14 @@ GATED_DELTA_NET = RecurrentKind(
     check=_delta_net_check,
     chunk_size=lambda _: GATED_DELTA_CHUNK,
     parameter_count=_delta_net_parameter_count,
-    state_size=_delta_net_state_size,
-    mixer_params=_delta_net_mixer_params,
-    core_fields=_delta_net_core_fields,
+    state_size=lambda config: (
+        config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    ),
+    mixer_params=lambda config: {
+        "norm_epsilon": config.linear_norm_epsilon,
+        "max_strength": 2.0 if config.linear_allow_neg_eigval else 1.0,
+    },
+    core_fields=lambda config: {name: getattr(config, name) for name in _DELTA_NET_SIZES},
     shared=lambda config: {
         "key heads of a gated delta net": config.linear_num_key_heads,
         "value heads of a gated delta net": config.linear_num_value_heads,
@@ -188,24 +167,16 @@ GATED_DELTA_NET = RecurrentKind(
 _SHORT_CONV_CHUNK = 128  # tokens; determines only the positions where states can be kept
 
 
-def _short_conv_parameter_count(config: ModelFields) -> int:
-    """Count in_proj to B, C and x; the convolution; out_proj."""
-    return config.hidden_size * (4 * config.hidden_size + config.short_conv_kernel_dim)
-
-
-def _short_conv_mixer_params(config: ModelFields) -> Mapping[str, object]:
-    return {"d_conv": config.short_conv_kernel_dim}
-
-
 # Short convolution with gates; its state is its last inputs.
 SHORT_CONV = RecurrentKind(
     name="short_conv",
     mixer=("megatron_ext.mixers.short_conv", "ShortConvMixer"),
     stack_spec="short_conv_stack_spec",
     chunk_size=lambda _: _SHORT_CONV_CHUNK,
-    parameter_count=_short_conv_parameter_count,
+    # in_proj to B, C and x; the convolution; out_proj
+    parameter_count=lambda config: config.hidden_size * (4 * config.hidden_size + config.short_conv_kernel_dim),
     state_size=lambda _: 0,
-    mixer_params=_short_conv_mixer_params,
+    mixer_params=lambda config: {"d_conv": config.short_conv_kernel_dim},
     core_fields=lambda _: {},
     shared=lambda config: {"channels of a short convolution (--hidden-size)": config.hidden_size},
     layout=("short_conv_kernel_dim",),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from itertools import count, takewhile
@@ -193,15 +192,13 @@ def _parts_of_joined(
 
 def _experts(name: str, prefix: str, ours: Mapping[str, Tensor], table: TensorTable) -> list[str]:
     """Return the names of the experts joined in one tensor of the example; empty if it is no such tensor."""
-    for expression, part_name in table.split.items():
-        match = re.fullmatch(expression, name)
-        if match is not None:
-            names = (match.expand(part_name.replace("{index}", str(i))).removeprefix(prefix) for i in count())
-            return list(takewhile(ours.__contains__, names))
-    return []
+    slice_name = table.slice_name(name)
+    if slice_name is None:
+        return []
+    return list(takewhile(ours.__contains__, (slice_name(i).removeprefix(prefix) for i in count())))
 
 
 def _leave_out(name: str, bare: str, table: TensorTable, directory: Path) -> None:
-    if table.ignored is None or not re.fullmatch(table.ignored, bare):
+    if not table.skips(bare):
         raise CheckpointError(f"{directory} has {name}, which the model lacks")
     logger.warning("%s has %s, which is not loaded and therefore not written", directory, name)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -129,9 +128,10 @@ def _stored_names(files: WeightFiles, table: TensorTable, wanted: Container[str]
     Raises:
         CheckpointError: A tensor under two names.
     """
-    for expression, part_name in table.split.items():
-        for match in filter(None, (re.fullmatch(expression, name) for name in sorted(files.names))):
-            files.split(match.string, _namer(match, part_name))
+    for name in sorted(files.names):
+        slice_name = table.slice_name(name)
+        if slice_name is not None:
+            files.split(name, slice_name)
     for whole, parts in table.joined_names(files.names).items():
         files.join(whole, parts)
     stored: Names = {}
@@ -139,16 +139,7 @@ def _stored_names(files: WeightFiles, table: TensorTable, wanted: Container[str]
         other = stored.setdefault(table.known_name(name), name)
         if other != name:
             raise CheckpointError(f"{files.directory} has both {other} and {name}, two names of one tensor")
-    if table.ignored is None:
-        return stored
-    return {
-        name: file_name for name, file_name in stored.items() if name in wanted or not re.fullmatch(table.ignored, name)
-    }
-
-
-def _namer(match: re.Match[str], part_name: str) -> Callable[[int], str]:
-    """Return a function from a slice's number to its name."""
-    return lambda index: match.expand(part_name.replace("{index}", str(index)))
+    return {name: stored[name] for name in stored if name in wanted or not table.skips(name)}
 
 
 def _require_stored(files: WeightFiles, stored: Names, sources: Mapping[str, Source], *, is_tied: bool) -> None:

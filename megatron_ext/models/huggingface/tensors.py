@@ -161,6 +161,18 @@ class TensorTable:
         matches = ((re.fullmatch(expression, bare), known) for expression, known in self.other_names.items())
         return next((match.expand(known) for match, known in matches if match is not None), bare)
 
+    def skips(self, bare: str) -> bool:
+        """Return whether a tensor of theirs, without prefix, is skipped."""
+        return self.ignored is not None and re.fullmatch(self.ignored, bare) is not None
+
+    def slice_name(self, name: str) -> Callable[[int], str] | None:
+        """Return a function from a slice's number to its name; None for a tensor that is not split."""
+        for expression, template in self.split.items():
+            match = re.fullmatch(expression, name)
+            if match is not None:
+                return lambda index: match.expand(template.replace("{index}", str(index)))
+        return None
+
     def joined_names(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the tensors that are stored in parts, each with its parts' names; some parts may be missing."""
         found: dict[str, list[str]] = {}

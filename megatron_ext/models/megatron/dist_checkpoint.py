@@ -168,8 +168,8 @@ def _require_seen(staging: Path, directory: str | Path) -> None:
 
 def _write_part(directory: str | Path, staging: Path, model: HybridModel, dtype: torch.dtype) -> None:
     described = model.sharded_state_dict().items()
-    state = {name: _as_saved(name, one, dtype) for name, one in described if not _is_padding(one, model.entries)}
-    state = {name: _without_padding(one, model.entries) for name, one in state.items()}
+    saved = ((name, _as_saved(name, one, dtype, model.entries)) for name, one in described)
+    state = {name: one for name, one in saved if one is not None}
     try:
         write_state(state, staging)
     except (CheckpointingException, CheckpointException, OSError) as error:
@@ -292,28 +292,26 @@ def _require_fit(directory: Path, stored: StoredTensor, wanted: ShardedTensor, r
         raise CheckpointError(f"{directory}: tensor {wanted.key} is of type {found}; supported are {kinds}")
 
 
-def _as_saved(name: str, sharded: Sharded | ShardedObject, dtype: torch.dtype) -> Sharded | ShardedObject:
+def _as_saved(
+    name: str, sharded: Sharded | ShardedObject, dtype: torch.dtype, entries: int
+) -> Sharded | ShardedObject | None:
+    """Return a description with its data as stored, without rows of padding; None if this rank has no others.
+
+    Rows after the vocabulary depend on the number of ranks.
+    """
     if isinstance(sharded, ShardedObject):
         return sharded
     data = stored_tensor(name, sharded.data, dtype)
-    if isinstance(sharded, ShardedTensor):
-        return dataclasses.replace(sharded, data=data, dtype=data.dtype)
-    return dataclasses.replace(sharded, data=data)
-
-
-def _is_padding(sharded: Sharded | ShardedObject, entries: int) -> bool:
-    """Return whether all rows of this rank are after the vocabulary."""
-    return isinstance(sharded, ShardedTensor) and sharded.allow_shape_mismatch and sharded.global_offset[0] >= entries
-
-
-def _without_padding(sharded: Sharded | ShardedObject, entries: int) -> Sharded | ShardedObject:
-    """Return a description without the padding rows after the vocabulary, which depend on the number of ranks."""
-    if not (isinstance(sharded, ShardedTensor) and sharded.allow_shape_mismatch) or sharded.global_shape[0] <= entries:
-        return sharded
-    assert sharded.data is not None, sharded
-    data = sharded.data[: entries - sharded.global_offset[0]]
+    if not isinstance(sharded, ShardedTensor):
+        return dataclasses.replace(sharded, data=data)
+    if sharded.allow_shape_mismatch and sharded.global_offset[0] >= entries:
+        return None
+    whole = dataclasses.replace(sharded, data=data, dtype=data.dtype)
+    if not sharded.allow_shape_mismatch or sharded.global_shape[0] <= entries:
+        return whole
+    data = data[: entries - sharded.global_offset[0]]
     return dataclasses.replace(
-        sharded,
+        whole,
         data=data,
         local_shape=tuple(data.shape),
         global_shape=(entries, *sharded.global_shape[1:]),

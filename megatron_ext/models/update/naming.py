@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import operator
-import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,12 +111,14 @@ def chosen_recipes(recipes: Mapping[str, Recipe], shapes: Mapping[str, Shape], *
     """
     _require_names(recipes, shapes, partial=partial)
     chosen = {name: recipe for name, recipe in recipes.items() if not recipe.parts.keys().isdisjoint(shapes)}
-    _require_shapes(chosen, shapes)
+    for name, shape in recipe_shapes(chosen).items():
+        if shapes[name] != shape:
+            raise ConfigError(f"{name} has shape {shapes[name]}; the model's has {shape}")
     return chosen
 
 
 def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape], *, partial: bool) -> None:
-    known = {name for recipe in recipes.values() for name in recipe.parts}
+    known = recipe_shapes(recipes).keys()
     unknown = sorted(tensors.keys() - known)
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
@@ -134,13 +135,6 @@ def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape], 
         if 0 < len(missing) < len(recipe.parts):
             (there, *_) = (name for name in recipe.parts if name in tensors)
             raise ConfigError(f"{there} is one tensor with {_shown(missing)} in the model; give them together")
-
-
-def _require_shapes(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape]) -> None:
-    for recipe in recipes.values():
-        for name, shape in recipe.parts.items():
-            if tensors[name] != shape:
-                raise ConfigError(f"{name} has shape {tensors[name]}; the model's has {shape}")
 
 
 def _shown(names: list[str]) -> str:
@@ -177,7 +171,10 @@ def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
         raw = read_fields(Path(source.load_hf), source.hf_overrides)
         return HuggingFaceNames(family_of(raw).tensors, config)
     if source.load is not None:
-        return MegatronNames.of_checkpoint(resolve_iteration(Path(source.load)), config)
+        stored = read_metadata(resolve_iteration(Path(source.load))).tensors
+        assert config.vocab_size is not None, "a model has been built of it"
+        vocabulary = (stored[EMBEDDING].shape[0], config.vocab_size)
+        return MegatronNames(is_gpt(stored), vocabulary, bool(config.mtp_num_layers))
     return OwnNames(has_prediction=bool(config.mtp_num_layers))
 
 
@@ -227,8 +224,7 @@ class HuggingFaceNames:
         for name, tensor in self._joined(given).items():
             for part, value in self._split(name, tensor):
                 bare = self._table.known_name(part)
-                ignored = self._table.ignored
-                if ignored is not None and bare not in self._wanted and re.fullmatch(ignored, bare):
+                if bare not in self._wanted and self._table.skips(bare):
                     continue
                 if bare in tensors:
                     raise ConfigError(f"{part} is given twice, with a prefix and without; give one of them")
@@ -251,14 +247,13 @@ class HuggingFaceNames:
 
     def _split(self, name: str, tensor: object) -> list[tuple[str, object]]:
         """Split a tensor of several experts into one tensor each."""
-        for expression, part_name in self._table.split.items():
-            match = re.fullmatch(expression, name)
-            if match is not None:
-                parts = require_weight(name, tensor)
-                if not parts.dim():
-                    raise ConfigError(f"{name} has no dimensions; its first dimension must be the experts")
-                return [(match.expand(part_name.replace("{index}", str(i))), part) for i, part in enumerate(parts)]
-        return [(name, tensor)]
+        slice_name = self._table.slice_name(name)
+        if slice_name is None:
+            return [(name, tensor)]
+        parts = require_weight(name, tensor)
+        if not parts.dim():
+            raise ConfigError(f"{name} has no dimensions; its first dimension must be the experts")
+        return [(slice_name(index), part) for index, part in enumerate(parts)]
 
     def _take_tied_output(self, tensors: dict[str, Tensor]) -> None:
         if self._config.untie_embeddings_and_output_weights or LM_HEAD not in tensors:
@@ -291,13 +286,6 @@ class MegatronNames:
         self.in_gpt = in_gpt
         self._has_prediction = has_prediction
         self._padded, self._kept = vocabulary
-
-    @classmethod
-    def of_checkpoint(cls, directory: Path, config: ModelConfig) -> MegatronNames:
-        """Return the naming of the model in a checkpoint."""
-        stored = read_metadata(directory).tensors
-        assert config.vocab_size is not None, "a model has been built of it"
-        return cls(is_gpt(stored), (stored[EMBEDDING].shape[0], config.vocab_size), bool(config.mtp_num_layers))
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the weights that inference uses, without the vocabulary's padding; see `Naming`."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.config.recurrent import GATED_DELTA_NET
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.attention import (
     ROPE_FIELDS,
@@ -58,16 +59,7 @@ from megatron_ext.models.huggingface.tensors import (
     weights,
 )
 
-DELTA_NET_SIZES: Mapping[str, str] = {
-    name: name
-    for name in (
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_value_head_dim",
-    )
-}
+DELTA_NET_SIZES = {name: name for name in GATED_DELTA_NET.layout}
 _KINDS = {"linear_attention": "M", "full_attention": "*"}
 _PREDICTION = PredictionTable(
     {
