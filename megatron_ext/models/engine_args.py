@@ -185,15 +185,20 @@ def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:
 
 def load(settings: EngineSettings) -> LoadedModel:
     """Load this rank's part of the configured model; it is saved if the settings ask for it."""
-    loaded = load_model(
-        settings.source,
-        dict(settings.model_overrides),
-        parallel=settings.parallel,
-        reads_prediction=settings.speculation.has_prediction,
-    )
+    loaded = _load(settings)
     if settings.source.save is not None:
         save_model(settings.source.save, loaded)
     return loaded
+
+
+def _load(settings: EngineSettings, device: torch.device | None = None) -> LoadedModel:
+    return load_model(
+        settings.source,
+        dict(settings.model_overrides),
+        parallel=settings.parallel,
+        device=device,
+        reads_prediction=settings.speculation.has_prediction,
+    )
 
 
 def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, loaded: LoadedModel) -> None:
@@ -209,7 +214,13 @@ def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, l
     """
     if not speculation.has_prediction:
         return
-    _check_experts(parallel, loaded)
+    experts = parallel.expert_model_parallel_size
+    if experts > 1 and "E" in loaded.config.mtp_pattern:
+        raise ConfigError(
+            f"--speculative-method mtp and --expert-model-parallel-size {experts} contradict each other: the layer of "
+            f"multi-token prediction of {loaded.name} has experts, and a replica computes it alone; leave it out, or "
+            "give --speculative-method ngram"
+        )
     layers, drafts = loaded.config.mtp_layer_count, speculation.num_speculative_tokens
     if not layers:
         raise ConfigError(
@@ -220,15 +231,6 @@ def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, l
         raise ConfigError(
             f"--num-speculative-tokens {drafts} is more than the {layers} layers of multi-token prediction of "
             f"{loaded.name}, one for each draft; give --num-speculative-tokens {layers}"
-        )
-
-
-def _check_experts(parallel: ParallelConfig, loaded: LoadedModel) -> None:
-    experts, remedy = parallel.expert_model_parallel_size, "leave it out, or give --speculative-method ngram"
-    if experts > 1 and "E" in loaded.config.mtp_pattern:
-        raise ConfigError(
-            f"--speculative-method mtp and --expert-model-parallel-size {experts} contradict each other: the layer of "
-            f"multi-token prediction of {loaded.name} has experts, and a replica computes it alone; {remedy}"
         )
 
 
@@ -267,13 +269,7 @@ def plan_without_weights(settings: EngineSettings) -> DryRun:
     if world_of_environment().size > 1:
         raise ConfigError("--dry-run plans a single rank; leave torchrun out")
     device = platform.device()
-    loaded = load_model(
-        settings.source,
-        dict(settings.model_overrides),
-        parallel=settings.parallel,
-        device=torch.device("meta"),
-        reads_prediction=settings.speculation.has_prediction,
-    )
+    loaded = _load(settings, torch.device("meta"))
     weights = sum(one.numel() * one.element_size() for one in loaded.model.parameters())
     free = platform.available_memory(device)
     plan = plan_pools(

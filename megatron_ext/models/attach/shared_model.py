@@ -20,7 +20,7 @@ from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples, saved
 from megatron_ext.models.attach.config import config_of, rotary_frequencies
 from megatron_ext.models.attach.modules import check_modules, is_gpt, unwrapped
 from megatron_ext.models.build import build_without_parameters
-from megatron_ext.models.megatron.stored_keys import given_name, is_ignored
+from megatron_ext.models.megatron.stored_keys import given_name, is_used
 
 _MODELS: WeakSet[nn.Module] = WeakSet()
 _changing = threading.Lock()
@@ -111,7 +111,7 @@ def _with_stages(parallel: ParallelConfig, source: nn.Module) -> ParallelConfig:
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and stored buffers by name, a shared one under each name; without what inference ignores."""
     found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | saved_tensors(model)
-    return {name: tensor for name, tensor in found.items() if not is_ignored(name)}
+    return {name: tensor for name, tensor in found.items() if is_used(name, has_prediction=True)}
 
 
 def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:

@@ -48,7 +48,7 @@ from megatron_ext.models.megatron.directory import (
     read_header,
     stored_tensor,
 )
-from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
+from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_used, shards
 from megatron_ext.models.megatron.training_args import (
     TrainingFacts,
     config_from_args,
@@ -56,9 +56,9 @@ from megatron_ext.models.megatron.training_args import (
     training_facts,
 )
 from megatron_ext.models.weight_files import (
-    FLOATING_TYPES,
     WEIGHTS_FILE,
     is_prediction,
+    require_floating,
     require_same_names,
     require_shape,
 )
@@ -176,8 +176,12 @@ def _write_part(directory: str | Path, staging: Path, model: HybridModel, dtype:
         raise ConfigError(f"--save {directory} cannot be written: {_reason(error)}") from error
 
 
-def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_given: bool = False) -> ModelConfig:
-    """Return the configuration of a checkpoint: from our `config.json`, or from Megatron-LM's arguments.
+def read_dist_config(
+    directory: Path, vocab_size: int | None = None, *, spec_is_given: bool = False
+) -> tuple[ModelConfig, TrainingFacts | None]:
+    """Return the configuration of a checkpoint, from our `config.json` or from Megatron-LM's arguments.
+
+    Megatron-LM's also say facts outside the model's configuration.
 
     Args:
         directory: The one with megatron's files.
@@ -196,21 +200,12 @@ def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_
                 f"{directory} has its weights in {WEIGHTS_FILE}, a form of ours up to version 0.2, which converts it: "
                 f"megatron-ext run --load {directory} --save NEW"
             )
-        return config
+        return config, None
     stored = _read_stored(directory)
-    args = _arguments(directory, read_common(directory, stored))
+    args, where = _arguments(directory, read_common(directory, stored)), str(common_source(directory))
     in_gpt = is_gpt(stored.tensors)
-    return config_from_args(args, str(common_source(directory)), is_gpt=in_gpt, vocab_size=vocab_size)
-
-
-def training_facts_of(directory: Path) -> TrainingFacts | None:
-    """Return the facts of a Megatron-LM checkpoint outside the model's configuration; None for ours."""
-    if has_header(directory) or not is_dist_checkpoint(directory):
-        return None
-    stored = _read_stored(directory)
-    args = _arguments(directory, read_common(directory, stored))
-    rows = padded_vocabulary(args, str(directory))
-    return training_facts(args, is_gpt=is_gpt(stored.tensors), vocabulary_rows=rows)
+    config = config_from_args(args, where, is_gpt=in_gpt, vocab_size=vocab_size)
+    return config, training_facts(args, is_gpt=in_gpt, vocabulary_rows=padded_vocabulary(args, where))
 
 
 def load_dist_weights(model: HybridModel, directory: Path) -> None:
@@ -259,7 +254,7 @@ def _read_stored(directory: Path) -> StoredState:
 def _useful_names(stored: StoredState, has_prediction: bool) -> set[str]:
     """Return the keys that the model uses; an object's key is without its rank's suffix."""
     keys = {*stored.tensors, *(key.split("/shard_")[0] for key in stored.objects)}
-    return {key for key in keys if not is_ignored(key) and (has_prediction or not is_prediction(key))}
+    return {key for key in keys if is_used(key, has_prediction)}
 
 
 def _requested(model: HybridModel, common: Mapping[str, object]) -> dict[str, Sharded]:
@@ -286,10 +281,7 @@ def _require_fit(directory: Path, stored: StoredTensor, wanted: ShardedTensor, r
     if wanted.allow_shape_mismatch:  # padded in the file, in the model, or in both
         expected = (rows, *expected[1:])
     require_shape(directory, wanted.key, stored.shape, expected)
-    if stored.dtype not in FLOATING_TYPES:
-        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
-        found = str(stored.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{directory}: tensor {wanted.key} is of type {found}; supported are {kinds}")
+    require_floating(stored.dtype, f"{directory}: tensor {wanted.key}")
 
 
 def _as_saved(

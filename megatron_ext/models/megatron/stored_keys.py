@@ -60,10 +60,11 @@ def final_norm_in_gpt(names: Iterable[str]) -> bool | None:
     return None
 
 
-def is_ignored(key: str) -> bool:
-    """Return whether inference ignores a stored tensor or object: training state and scales."""
+def is_used(key: str, has_prediction: bool) -> bool:
+    """Return whether a model uses a stored tensor or object; training state and scales are ignored."""
     name = key.split("/shard_")[0]
-    return bool(_OPTIMIZER.match(name)) or name in _TRAINING_OBJECTS or name.endswith(_EXTRA_STATE)
+    is_ignored = _OPTIMIZER.match(name) or name in _TRAINING_OBJECTS or name.endswith(_EXTRA_STATE)
+    return not is_ignored and (has_prediction or not is_prediction(key))
 
 
 def as_stored(state: Mapping[str, Sharded], stored: Container[str], gpt_layers: int | None) -> dict[str, Sharded]:

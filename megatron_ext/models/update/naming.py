@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from megatron_ext.models.huggingface.family_registry import family_of
 from megatron_ext.models.huggingface.fields import read_fields
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, TensorTable
 from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration
-from megatron_ext.models.megatron.stored_keys import given_name, is_gpt, is_ignored
-from megatron_ext.models.weight_files import FLOATING_TYPES, is_prediction
+from megatron_ext.models.megatron.stored_keys import given_name, is_gpt, is_used
+from megatron_ext.models.weight_files import require_floating, shortened
 
 NamedTensors: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -68,16 +68,12 @@ def require_weight(name: str, tensor: object) -> Tensor:
         raise ConfigError(f"{name} is on the meta device and has no values; give a tensor with values")
     if tensor.layout is not torch.strided:
         raise ConfigError(f"{name} is {str(tensor.layout).removeprefix('torch.')}; give a dense tensor")
-    if tensor.dtype not in FLOATING_TYPES:
-        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
-        raise ConfigError(f"{name} is of type {str(tensor.dtype).removeprefix('torch.')}; it must be one of {kinds}")
+    require_floating(tensor.dtype, name, ConfigError)
     return tensor.detach()
 
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
-
-_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -123,46 +119,18 @@ def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape], 
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; its names look like {min(known)}"
-        raise ConfigError(f"the model has no tensor {_shown(unknown)}{hint}")
+        raise ConfigError(f"the model has no tensor {shortened(unknown)}{hint}")
     if not partial:
         missing = sorted(known - tensors.keys())
         if missing:
             raise ConfigError(
-                f"{_shown(missing)} of the model are missing; give all tensors, or partial=True to keep the others"
+                f"{shortened(missing)} of the model are missing; give all tensors, or partial=True to keep the others"
             )
     for recipe in recipes.values():
         missing = [name for name in recipe.parts if name not in tensors]
         if 0 < len(missing) < len(recipe.parts):
             (there, *_) = (name for name in recipe.parts if name in tensors)
-            raise ConfigError(f"{there} is one tensor with {_shown(missing)} in the model; give them together")
-
-
-def _shown(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
-
-
-class Naming(Protocol):
-    """Names of a checkpoint format."""
-
-    @property
-    def in_gpt(self) -> bool | None:
-        """True for names of Megatron's GPT model, False for its hybrid model, None for other formats."""
-
-    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """Return the tensors to write, under the names of `recipes`.
-
-        Raises:
-            ConfigError: A value is not a weight, or contradicts the model.
-        """
-
-    def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """Return the recipe of each of the model's tensors.
-
-        Args:
-            shapes: Shapes of the model's tensors, by name.
-            given: Given names, which decide if a tensor has several possible names.
-        """
+            raise ConfigError(f"{there} is one tensor with {shortened(missing)} in the model; give them together")
 
 
 def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
@@ -170,37 +138,13 @@ def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
     if source.load_hf is not None:
         raw = read_fields(Path(source.load_hf), source.hf_overrides)
         return HuggingFaceNames(family_of(raw).tensors, config)
+    has_prediction = bool(config.mtp_num_layers)
     if source.load is not None:
         stored = read_metadata(resolve_iteration(Path(source.load))).tensors
         assert config.vocab_size is not None, "a model has been built of it"
         vocabulary = (stored[EMBEDDING].shape[0], config.vocab_size)
-        return MegatronNames(is_gpt(stored), vocabulary, bool(config.mtp_num_layers))
-    return OwnNames(has_prediction=bool(config.mtp_num_layers))
-
-
-class OwnNames:
-    """Names of the model itself.
-
-    Args:
-        has_prediction: Whether the model has layers of multi-token prediction; else their weights are ignored.
-    """
-
-    in_gpt = None
-
-    def __init__(self, has_prediction: bool = True) -> None:
-        self._has_prediction = has_prediction
-
-    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """Return the given weights; see `Naming`."""
-        return {
-            name: require_weight(name, tensor)
-            for name, tensor in given.items()
-            if self._has_prediction or not is_prediction(name)
-        }
-
-    def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """Return one-part recipes; see `Naming`."""
-        return {name: Recipe({name: shape}) for name, shape in shapes.items()}
+        return MegatronNames(is_gpt(stored), vocabulary, has_prediction)
+    return MegatronNames(has_prediction=has_prediction)
 
 
 class HuggingFaceNames:
@@ -219,7 +163,11 @@ class HuggingFaceNames:
         self._wanted = {name for source in table.sources(config).values() for name in source.names}
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """Return the weights without prefix, with separate experts, without a tied output; see `Naming`."""
+        """Return the tensors to write, under the names of `recipes`: without prefix, experts apart, no tied output.
+
+        Raises:
+            ConfigError: A value is not a weight, or contradicts the model.
+        """
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._joined(given).items():
             for part, value in self._split(name, tensor):
@@ -265,7 +213,7 @@ class HuggingFaceNames:
             )
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """Return the recipes of the family's table; see `Naming`."""
+        """Return the recipe of each of the model's tensors, from their shapes by name."""
         found = {}
         for name, source in self._table.sources(self._config).items():
             parts = dict(zip(source.names, source.shapes(shapes[name], self._config), strict=True))
@@ -274,31 +222,36 @@ class HuggingFaceNames:
 
 
 class MegatronNames:
-    """Parameter names of Megatron-LM's own model: hybrid or GPT, with separate or fused norms.
+    """Parameter names of our own model, and of Megatron-LM's: hybrid or GPT, with separate or fused norms.
 
     Args:
-        in_gpt: Whether the model is a GPT, each of whose layers is two of ours.
+        in_gpt: Whether the names are of a GPT model, each of whose layers is two of ours; None if they are of our own.
         vocabulary: Rows of its embedding, padding included, and the number of rows that the model keeps.
         has_prediction: Whether the model has layers of multi-token prediction; else their weights are ignored.
     """
 
-    def __init__(self, in_gpt: bool, vocabulary: tuple[int, int], has_prediction: bool = True) -> None:
+    def __init__(
+        self, in_gpt: bool | None = None, vocabulary: tuple[int, int] | None = None, has_prediction: bool = True
+    ) -> None:
         self.in_gpt = in_gpt
         self._has_prediction = has_prediction
-        self._padded, self._kept = vocabulary
+        self._vocabulary = vocabulary
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """Return the weights that inference uses, without the vocabulary's padding; see `Naming`."""
+        """Return the weights that inference uses, without the vocabulary's padding; see `HuggingFaceNames`."""
         tensors = {
-            name: require_weight(name, value)
-            for name, value in given.items()
-            if not is_ignored(name) and (self._has_prediction or not is_prediction(name))
+            name: require_weight(name, value) for name, value in given.items() if is_used(name, self._has_prediction)
         }
+        padded, kept = self._vocabulary or (0, 0)
         for name in (EMBEDDING, OUTPUT):
-            if name in tensors and tensors[name].dim() and len(tensors[name]) == self._padded:
-                tensors[name] = tensors[name][: self._kept]
+            if name in tensors and tensors[name].dim() and len(tensors[name]) == padded:
+                tensors[name] = tensors[name][:kept]
         return tensors
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """Return one-part recipes under the given one of the possible names; see `Naming`."""
-        return {name: Recipe({given_name(name, given, self.in_gpt): shape}) for name, shape in shapes.items()}
+        """Return one-part recipes, under the one of the possible names that is given."""
+        in_gpt = bool(self.in_gpt)
+        return {name: Recipe({given_name(name, given, in_gpt): shape}) for name, shape in shapes.items()}
+
+
+Naming: TypeAlias = HuggingFaceNames | MegatronNames

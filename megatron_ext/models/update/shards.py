@@ -13,8 +13,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import ShardSpec
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import saved_tensors
-from megatron_ext.models.megatron.stored_keys import given_name, is_ignored
-from megatron_ext.models.update.naming import Recipe, Shape, chosen_recipes, require_weight
+from megatron_ext.models.megatron.stored_keys import is_used
+from megatron_ext.models.update.naming import MegatronNames, Shape, chosen_recipes, require_weight
 from megatron_ext.models.weight_files import is_prediction
 
 _WRAPPER = "module."  # before the names of a wrapped model's parameters
@@ -64,7 +64,7 @@ def unwrapped(given: Mapping[str, object], shards: Iterable[str]) -> dict[str, o
             bare = bare.removeprefix(_WRAPPER)
         if bare in named:
             raise ConfigError(f"tensor {bare} is given twice, wrapped and bare; give one of them")
-        if not is_ignored(bare) and (has_prediction or not is_prediction(bare)):
+        if is_used(bare, has_prediction):
             named[bare] = tensor
     return named
 
@@ -85,7 +85,7 @@ def local_tensors(
         ConfigError: A name is unknown or missing, or a shape, type or layout is wrong.
     """
     targets = {name: tuple(one.shape) for name, one in saved_tensors(model).items() if name in shards}
-    recipes = {name: Recipe({given_name(name, named, in_gpt): shape}) for name, shape in targets.items()}
+    recipes = MegatronNames(in_gpt).recipes(targets, named)
     local = {part: name for name, recipe in recipes.items() for part in recipe.parts}
     tensors = {
         name: _local(name, value, shards[local[name]], targets[local[name]])
