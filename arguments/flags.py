@@ -25,13 +25,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 @dataclass(frozen=True)
 class Flag:
-    """Flag bound to a field of a dataclass, whose annotation and default are its own.
-
-    Attributes:
-        config: The dataclass.
-        field: Name of the field.
-        declared: Declaration of the field.
-    """
+    """Flag bound to a field of a dataclass, whose annotation and default are its own."""
 
     config: type
     field: str
@@ -77,7 +71,6 @@ class Flag:
         """Add the flag by the `add_argument` of a section of a parser.
 
         Args:
-            add_argument: Adds the flag.
             as_attribute: Name its value in the namespace with underscores, and leave None if the flag is not given.
         """
         kind, metavar = self.kind, self.declared.metavar or _metavar(self.kind)
@@ -186,8 +179,6 @@ def closest(name: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
     Names that differ only in dashes, underscores and case match; so do a name and a part of it between dashes.
 
     Args:
-        name: Unknown name.
-        known: Known names.
         others: Known names that are less likely to have been meant.
     """
     if len(name) > _LONGEST_NEAR_MISS:

@@ -39,7 +39,6 @@ def read_flags(
         path: The file: one mapping from flag names, with dashes or underscores, to values; or as in `yaml_form`.
         known: Known flags, by key.
         megatrons: Megatron's flags without a field, by key.
-        parse: Parser of an argument list.
 
     Raises:
         ConfigError: If the file cannot be read, or a key or a value is wrong; names file, line and key.

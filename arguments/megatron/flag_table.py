@@ -68,7 +68,6 @@ class MegatronFlag:
         """Check whether the flag may be given with these values.
 
         Args:
-            words: Values of the flag.
             option: Flag as typed; its name if missing.
 
         Raises:
@@ -240,7 +239,6 @@ def take(flag: MegatronFlag, value: object, into: WithoutEffect) -> None:
     """Note a flag of a YAML file.
 
     Args:
-        flag: Record of the flag.
         value: Parsed value: true for a flag alone, a value, or a list of values.
         into: Collector of flags without effect.
 

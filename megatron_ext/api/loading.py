@@ -209,7 +209,6 @@ def _joined_ranks(settings: InferenceSettings, role: _Role) -> Iterator[Parallel
 
     Args:
         settings: Equal on all ranks.
-        role: Role of this rank.
     """
     from megatron_ext.console.start import check_machine, say_start
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_initialized, make_parallel_context

@@ -33,8 +33,6 @@ class PromptReader:
     """Reader of prompts for one model; thread-safe.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        vocabulary: Vocabulary of the model.
         grammars: The engine's grammar compiler: response formats are compiled here once, outside its thread.
         defaults: Parameters of a prompt without its own.
     """

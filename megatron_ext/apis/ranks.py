@@ -32,8 +32,6 @@ class FollowingRuntime:
 
     Args:
         follower: This rank's part of the engine.
-        log: States of the engine.
-        tokenizer: Tokenizer of the model.
 
     Attributes:
         engine: View of the engine; its counts stay zero.

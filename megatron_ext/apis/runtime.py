@@ -39,12 +39,7 @@ Prompt: TypeAlias = str | list[int]
 
 
 def conversion_for(engine: LLMEngine, *, has_pause_events: bool) -> RequestConversion:
-    """Return the conversion of an engine's records.
-
-    Args:
-        engine: The engine.
-        has_pause_events: Whether events include pauses.
-    """
+    """Return the conversion of an engine's records."""
     return RequestConversion(
         detokenize=engine.vocabulary.detokenize,
         eod=engine.tokenizer.eod,
@@ -68,7 +63,6 @@ def make_requests(
     A number of tokens to generate that exceeds the maximum length is reduced, with a warning, as in Megatron.
 
     Args:
-        prompts: Texts or token ids.
         params: Parameters of all prompts.
         tokenize: Function from a prompt, and whether to prepend the BOS token, to token ids.
         max_sequence_length: Maximum number of tokens of a request, prompt included.
@@ -197,7 +191,6 @@ class EngineView:
     Args:
         facts: See `context_facts`.
         tokenizer: Tokenizer as the caller gave it.
-        counted: The engine's counts.
         capture_stats: Seconds (`time`) of the capture of CUDA graphs; None without graphs.
     """
 
@@ -227,7 +220,6 @@ class EngineRuntime:
 
     Args:
         loaded: Engine, which is closed with the runtime.
-        options: Options of the engine.
         tokenizer: Tokenizer as the caller gave it.
         log: Log of the states for the other ranks; None without any.
 

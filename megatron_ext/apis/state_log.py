@@ -34,8 +34,6 @@ class Change:
     """Change of an engine's state, which does nothing unless the engine is in the state before it.
 
     Attributes:
-        before: State before.
-        after: State after.
         call: Method of the engine.
         refused: State in which the change is an error.
         problem: Message of that error.

@@ -178,7 +178,6 @@ def transformer_config(
 
     Args:
         config: Configuration of the whole model.
-        dtype: Dtype of the parameters.
         perform_initialization: See `build_model`.
         share: This rank's share of the model; None for one rank.
     """

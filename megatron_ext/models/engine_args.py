@@ -45,9 +45,6 @@ class EngineArgs:
             kernels are compiled.
         loaded: The model, if it is in memory already.
 
-    Attributes:
-        loaded: The model.
-
     Raises:
         ConfigError: The model cannot be loaded as the settings say.
     """
@@ -120,7 +117,6 @@ def follow(
 
     Args:
         settings: Settings of rank 0.
-        parallel_context: All ranks.
         on_ready: Called before the first step: from now on this rank ends when rank 0 does.
         caches: Prefix caching of rank 0's engines, one after the other; by default one engine with the settings' own.
 
@@ -140,14 +136,7 @@ def follow(
 def build_follower(
     settings: EngineSettings, parallel_context: ParallelContext, weight_writer: WeightWriter, cache: CacheConfig
 ) -> Worker:
-    """Build the worker of a rank other than 0; its pools are allocated.
-
-    Args:
-        settings: Settings of rank 0.
-        parallel_context: All ranks.
-        weight_writer: Writer of this rank's part of the model.
-        cache: Prefix caching of rank 0's engine.
-    """
+    """Build the worker of a rank other than 0; its pools are allocated."""
     loaded, opener = weight_writer.loaded, None
     if cache.is_durable:  # before anything packs the weights
         facts = cache_facts(loaded, weights_digest(loaded), settings.parallel, parallel_context)
@@ -204,11 +193,6 @@ def _load(settings: EngineSettings, device: torch.device | None = None) -> Loade
 def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, loaded: LoadedModel) -> None:
     """Check that a model has the layer that is to draft.
 
-    Args:
-        speculation: Settings with the method.
-        parallel: Parallel sizes of the model.
-        loaded: The model.
-
     Raises:
         ConfigError: It has none, fewer than drafts if several have weights of their own, or experts that ranks share.
     """
@@ -239,7 +223,6 @@ class DryRun:
     """Plan of an engine whose model is not loaded.
 
     Attributes:
-        name: Name of the model.
         plan: Plan of the engine, as a start with the same settings and memory makes it.
         weight_bytes: Bytes of the parameters in their types, as they are before anything quantizes them.
         dtype: Type of most parameters.

@@ -42,7 +42,6 @@ class LLMEngine:
         tokenizer: Tokenizer of the model; a chat model's has `apply_chat_template` and `tokenize_chat`.
         vocabulary: Tokens as text, and the width of the logits.
         grammars: Compiler of grammars for structured output.
-        limits: Limits of the scheduler.
         geometry: Numbers and sizes of blocks and snapshots.
         cache_policy: Eviction policy of the prefix cache; None if it is off.
         is_hybrid: Whether the model has recurrent layers, so that the cache keeps states.
@@ -51,7 +50,6 @@ class LLMEngine:
         operators: Chosen operators by backend.
         bytes_held_twice: Bytes of weights that are held as they are and packed.
         draft_exactness: How results with drafts relate to those without; empty without drafts.
-        replicas: Number of model replicas.
         max_running_requests: Maximum number of running requests, of all replicas together.
         error_isolation: Errors that were isolated from the steps.
     """

@@ -117,7 +117,6 @@ def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, di
         model: Built from `config`.
         config: See `checkpoint_config`.
         source: Determines the format of the checkpoint.
-        directory: Directory of its files.
 
     Raises:
         CheckpointError: A tensor is missing, unknown, of another shape, or damaged. The model may be half filled.
@@ -133,7 +132,6 @@ def save_model(directory: str | Path, loaded: LoadedModel, save: Callable[..., N
 
     Args:
         directory: See `save`.
-        loaded: The model.
         save: `save_dist_checkpoint`, as for `--save`, or `save_hf_checkpoint`.
 
     Raises:
@@ -195,7 +193,6 @@ def checkpoint_config(
 
     Args:
         source: Determines the format of the checkpoint.
-        directory: Directory of its files.
         overrides: As for `load_model`.
         reads_prediction: Whether its layers of multi-token prediction are part of it.
 

@@ -52,10 +52,8 @@ def fitting_overrides(
 
     Args:
         source: Settings that are not fields of the model.
-        saved: The checkpoint's configuration.
         overrides: Fields set by flags.
         directory: The checkpoint's, for messages.
-        trained: Training facts of a checkpoint of Megatron-LM.
 
     Raises:
         ConfigError: A field that changes a logit, a number of layers, a kind of model or rows of the embedding that

@@ -56,10 +56,7 @@ def choose_tokenizer(
     """Return the tokenizer of a model.
 
     Args:
-        source: Requested tokenizer.
         directory: The model's directory, with or without a tokenizer.
-        ids: Numbers of token ids.
-        trained: Training facts of a checkpoint of Megatron-LM.
 
     Raises:
         ConfigError: The tokenizer cannot be loaded, or the request contradicts itself.

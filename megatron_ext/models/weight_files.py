@@ -87,7 +87,6 @@ class WeightFiles:
         """Return one tensor, in its stored type; only floating point types are weights.
 
         Args:
-            name: Name of the tensor.
             box: Part of the tensor to read; None for all.
         """
         if name in self._joined:

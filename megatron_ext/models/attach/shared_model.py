@@ -57,8 +57,6 @@ class SharedModel:
 
     Attributes:
         model: Our model, in eval mode.
-        config: Configuration of that model.
-        dtype: Dtype of its matrices.
         source: The model of Megatron, unwrapped.
         names: Name of each tensor of ours -> its name in `source`.
     """

@@ -53,7 +53,6 @@ def yarn_fields(parameters: Fields, name: str, fields: Fields) -> dict[str, obje
 
     Args:
         parameters: Rotary parameters, each key with the object's name as prefix: `rope_scaling.factor`.
-        name: Name of the object.
         fields: The whole file; its maximum length is the default of the original one.
 
     Raises:
@@ -112,7 +111,6 @@ def rotary_fields(
     """Return the rotary fields of `ModelConfig`.
 
     Args:
-        fields: A decoded `config.json`.
         default_share: Rotated share of each head if the file has none; None if the family rotates whole heads.
         default_base: Base if the file has none.
 

@@ -77,7 +77,6 @@ def save_hf_checkpoint(
     Args:
         directory: Created, or filled if it is empty.
         model: Whole, built from `config`; not changed.
-        config: Configuration of the model.
         tokenizer_source: See `save_dist_checkpoint`.
         dtype: Type of the stored weights; decay parameters stay in fp32.
 
@@ -130,8 +129,6 @@ def hf_tensors(model: nn.Module, config: ModelConfig, table: TensorTable) -> dic
 
     Args:
         model: Whole, built from `config`.
-        config: Configuration of the model.
-        table: Tensor table of the family.
     """
     targets = model_tensors(model)
     found: dict[str, Tensor] = {}

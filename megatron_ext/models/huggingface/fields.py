@@ -139,7 +139,6 @@ class Fields(dict[str, object]):
         """Return the letters of a list of layer kinds, which is required.
 
         Args:
-            name: Name of the list.
             letters: Layer kind -> letter.
         """
         listed = self.required(name)

@@ -103,12 +103,6 @@ def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table
     Every rank calls this. It reads only its part of each tensor, except for tensors with a conversion other than
     concatenation by rows: of these it holds one whole tensor at a time.
 
-    Args:
-        model: Model whose tensors are written.
-        config: Configuration that the model was built from.
-        directory: Directory of the files.
-        table: Tensor table of the family.
-
     Raises:
         CheckpointError: A tensor is missing, unknown, or has another shape; the message names it. Or tied embeddings
             are stored twice and differ.

@@ -124,9 +124,6 @@ def softmax_experts(fields: Fields, experts_name: str, width_name: str, *, is_no
     """Return the number and the width of a layer's experts, the experts per token, and the kind of their weights.
 
     Args:
-        fields: A decoded `config.json`.
-        experts_name: Name of the field with the number of experts.
-        width_name: Name of the field with their width.
         is_normalized: Whether the weights of the chosen experts sum to one.
 
     Raises:

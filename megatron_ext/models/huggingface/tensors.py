@@ -47,7 +47,6 @@ class Source:
     """Source of a tensor of ours.
 
     Attributes:
-        names: Names of their tensors.
         conversion: None if they are concatenated by rows, in equal parts.
         needs: Field or property of `ModelConfig` without which (None, False) neither side has the tensor; None if both
             always have it.
@@ -132,7 +131,6 @@ class TensorTable:
     Attributes:
         layers: For each letter of a pattern: ours below `decoder.layers.N.` -> theirs below `layers.M.`.
         letters_per_layer: Letters per layer of theirs: M is N divided by this number.
-        embedding: Name of the embedding.
         final_norm: Name of the norm after the last layer.
         prefixes: Optional prefixes of names.
         ignored: Regular expression of whole names that are skipped.

@@ -39,10 +39,6 @@ class TrainingFacts:
         vocabulary_rows: Rows of the embedding, padding included.
         tokenizer_type: Tokenizer type of the run; None if absent or unknown here.
         tokenizer_model: Tokenizer file of the run, on any machine.
-        vocab_file: Vocabulary file of the run.
-        merge_file: Merges file of the run.
-        tiktoken_pattern: Pattern of the run's tiktoken tokenizer.
-        tiktoken_num_special_tokens: Special tokens of the run's tiktoken tokenizer.
     """
 
     is_gpt: bool

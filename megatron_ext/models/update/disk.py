@@ -194,7 +194,6 @@ def read_new_weights(
     """Read a checkpoint for a loaded model; the model is not touched. With several ranks each reads its part.
 
     Args:
-        loaded: The model.
         source: Source that the model was loaded with.
         overrides: Overrides that the model was loaded with.
         directory: Directory of a Hugging Face checkpoint, one of ours, or one of Megatron-LM's.

@@ -98,9 +98,7 @@ def chosen_recipes(recipes: Mapping[str, Recipe], shapes: Mapping[str, Shape], *
     """Return the recipes of the tensors of the model that the given ones make.
 
     Args:
-        recipes: Recipes of all tensors of the model.
         shapes: Shapes of the given tensors, by name.
-        partial: Allow missing tensors.
 
     Raises:
         ConfigError: A name is unknown or missing, or a shape is wrong.
@@ -148,12 +146,7 @@ def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
 
 
 class HuggingFaceNames:
-    """Names of a family's checkpoints, with or without their prefix.
-
-    Args:
-        table: Tensor table of the family.
-        config: Configuration of the model.
-    """
+    """Names of a family's checkpoints, with or without their prefix."""
 
     in_gpt = None
 

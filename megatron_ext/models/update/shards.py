@@ -76,10 +76,8 @@ def local_tensors(
 
     Args:
         named: Given tensors, `unwrapped`.
-        model: This rank's part of the model.
         shards: Shards of whole tensors that this rank has, by our names.
         in_gpt: Whether the given names are a GPT model's.
-        partial: Allow missing tensors.
 
     Raises:
         ConfigError: A name is unknown or missing, or a shape, type or layout is wrong.
@@ -114,12 +112,6 @@ def require_equal(options: Sequence[ShardOptions]) -> None:
 
 def _local(name: str, value: object, spec: ShardSpec, shape: Shape) -> Tensor:
     """Return this rank's tensor of a value that its trainer gives.
-
-    Args:
-        name: Name that the trainer gives.
-        value: Given value.
-        spec: Shard that this rank has.
-        shape: Shape of the shard.
 
     Raises:
         ConfigError: It is not a weight, a whole tensor of which this rank has a part, or a `DTensor` in another layout.

@@ -115,7 +115,6 @@ def decoder_attention(fields: Fields, *, default_base: int = DEFAULT_BASE) -> di
     """Return heads, head size and rotary embedding in the fields of `ModelConfig`.
 
     Args:
-        fields: A decoded `config.json`.
         default_base: Base of the rotary embedding, if the file has none.
     """
     rotation = rotary_fields(fields, default_base=default_base)

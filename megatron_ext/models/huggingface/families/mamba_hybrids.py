@@ -77,7 +77,6 @@ def _mamba2_heads(fields: Fields, width: int | None = None) -> Values:
     """Return the head size, from `mamba_d_head` or the width of the layer.
 
     Args:
-        fields: A decoded `config.json`.
         width: Width of the layer; default: `mamba_expand` times the hidden size.
 
     Raises:
