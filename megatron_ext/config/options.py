@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_ext.errors import ConfigError
 
@@ -84,23 +84,9 @@ class Option:
         return f"at least {self.minimum}" if self.maximum is None else f"between {self.minimum} and {self.maximum}"
 
 
-def option(
-    default: T,
-    help_text: str = "",
-    *,
-    flag: str = "",
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
-    metavar: str | tuple[str, ...] | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    bounds: str = "",
-    in_generation_config: bool = False,
-) -> T:
+def option(default: T, help_text: str = "", **attributes: Any) -> T:
     """Return a dataclass field with a default and an `Option` of these attributes."""
-    declared = Option(help_text, flag, aliases, choices, metavar, minimum, above, maximum, bounds, in_generation_config)
-    return dataclasses.field(default=default, metadata={_KEY: declared})
+    return dataclasses.field(default=default, metadata={_KEY: Option(help_text, **attributes)})
 
 
 @functools.cache
