@@ -34,7 +34,6 @@ class HelpAction(argparse.Action):
     """Action that prints the help that its value asks for, and ends the program.
 
     Args:
-        dest: Unused.
         groups: Groups of the command's own flags; the full help alone has Megatron's flags that set nothing.
         examples: Arguments of the command, as a user types them.
     """

@@ -218,11 +218,7 @@ class _TakeAction(argparse.Action):
 
 
 def add_to(parser: argparse.ArgumentParser, groups: Sequence[MegatronGroup] = TABLE) -> list[str]:
-    """Add the flags of a table to a parser; families are left out, since argparse knows whole names only.
-
-    Returns:
-        Flags that were added.
-    """
+    """Add a table's flags to a parser, and return them; not families, since argparse knows whole names only."""
     added = []
     for one in groups:
         section = parser.add_argument_group(one.heading, one.flags[0].why)

@@ -62,9 +62,6 @@ def add_inference_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     Args:
         parser: Parser whose `parse_args` or `parse_known_args` then also leaves `inference_args_defaults` in the
             namespace, by which `settings_from_args` distinguishes defaults from typed values.
-
-    Returns:
-        The parser.
     """
     taken = _options(parser)
     for group in (*GROUPS, SYNONYMS):

@@ -63,7 +63,6 @@ def make_requests(
     A number of tokens to generate that exceeds the maximum length is reduced, with a warning, as in Megatron.
 
     Args:
-        params: Parameters of all prompts.
         tokenize: Function from a prompt, and whether to prepend the BOS token, to token ids.
         max_sequence_length: Maximum number of tokens of a request, prompt included.
         has_token_events: Whether requests record an event for each generated token.

@@ -92,11 +92,7 @@ class StateLog:
 
 
 class StateReader:
-    """Reader of a log from its beginning, in one thread at a time.
-
-    Attributes:
-        state: The last state that was read.
-    """
+    """Reader of a log from its beginning, in one thread at a time."""
 
     def __init__(self, log: StateLog) -> None:
         self._log = log

@@ -99,7 +99,6 @@ def require_options(instance: object, *, by_flag: bool = True) -> None:
     """Check the options of a dataclass that have choices or bounds, in order; None is always allowed.
 
     Args:
-        instance: The dataclass.
         by_flag: Name an option by its flag, if it has one, and not by its field.
 
     Raises:

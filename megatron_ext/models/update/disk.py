@@ -87,11 +87,7 @@ _MAX_FILES = 100_000  # maximum files of a checkpoint
 
 @dataclass(frozen=True)
 class WeightsRoot:
-    """Directory below which new weights are read.
-
-    Attributes:
-        path: Path with links resolved.
-    """
+    """Directory below which new weights are read; its path has no links."""
 
     path: Path
 

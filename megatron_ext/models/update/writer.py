@@ -47,7 +47,6 @@ class WeightWriter:
     The writer of the first rank commands the writers of the other ranks, which `obey`.
 
     Args:
-        loaded: This rank's part of the model.
         ranks: All ranks; None for a world of one.
         naming: Tensor names of the format that the model was loaded from; None for a model of the caller.
         read: Reads this rank's part of a checkpoint; None for a model of the caller.
