@@ -82,9 +82,7 @@ class HelpAction(argparse.Action):
             group.title: [
                 flag
                 for flag in group.flags
-                if group in named
-                or any(word in key for key in flag.keys)
-                or spaced in flag.declared.help_text.lower()
+                if group in named or any(word in key for key in flag.keys) or spaced in flag.declared.help_text.lower()
             ]
             for group in named or self._groups
         }

@@ -126,7 +126,6 @@ def _group(
 
 def _of_requests(group: FlagGroup) -> MegatronGroup:
     """Return records of a run's request flags, which the server ignores: there, each request has its own values."""
-
     why = "each request says that for itself"
     counts = {flag: 0 if flag.kind.item is bool else None if flag.kind.is_tuple else 1 for flag in group.flags}
     flags = (MegatronFlag(name, Kind.ACCEPTED, why, count) for flag, count in counts.items() for name in flag.words)

@@ -184,7 +184,7 @@ class ModelFields:
     recurrent_output_multiplier: float = option(1.0, above=0)
     mlp_output_multiplier: float = option(1.0, above=0)  # experts too
     mlp_gate_multiplier: float = option(1.0, above=0)  # before the activation of a gated MLP
-    softmax_scale: float | None = option(None, above=0)  # of queries times keys; default: one over the root of a head's channels
+    softmax_scale: float | None = option(None, above=0)  # of queries times keys; default: 1 / sqrt(head channels)
 
     # The stack, its vocabulary and its spec
     hybrid_override_pattern: str = option(

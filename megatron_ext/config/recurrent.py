@@ -20,7 +20,7 @@ class RecurrentKind:
         name: Value of `--recurrent-layer`.
         mixer: Module and class name of the mixer; imported when layers are built.
         stack_spec: Name in `mcore.layer_specs` of the stack whose recurrent layers are of this kind.
-        check: Check of a model with layers of this kind; raises a `ConfigError` for inconsistent fields. None without any.
+        check: Check of a model with layers of this kind; raises a `ConfigError` for inconsistent fields; or None.
         chunk_size: Tokens of a chunk of the scan; at inference the maximum, see `memory.budget`.
         parameter_count: Parameters in the matrices and the convolution of one layer.
         state_size: Numbers in the recurrent state of one layer and sequence, without the convolution's window.
@@ -148,9 +148,7 @@ GATED_DELTA_NET = RecurrentKind(
     check=_delta_net_check,
     chunk_size=lambda _: GATED_DELTA_CHUNK,
     parameter_count=_delta_net_parameter_count,
-    state_size=lambda config: (
-        config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-    ),
+    state_size=lambda config: config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim,
     mixer_params=lambda config: {
         "norm_epsilon": config.linear_norm_epsilon,
         "max_strength": 2.0 if config.linear_allow_neg_eigval else 1.0,

@@ -350,14 +350,14 @@ QWEN3_5_MOE = replace(
     text=lambda raw: _text_fields(raw, QWEN3_5_MOE_TEXT.model_type),
 )
 
-# OLMo hybrid. A decoder layer of theirs is a gated delta net and an MLP ("M-"), each with a norm before it, or attention
-# and an MLP with norms after them ("AF"). Notes:
+# OLMo hybrid. A decoder layer of theirs is a gated delta net and an MLP ("M-"), each with a norm before it, or
+# attention and an MLP with norms after them ("AF"). Notes:
 # - Queries and keys are normed over all heads together.
 # - A gated delta net overwrites with a strength of up to 2 (`linear_allow_neg_eigval`), and the epsilon of its output
 #   norm is 1e-5 regardless of `rms_norm_eps`.
 # - A null rotary base means no positions; an absent one means 10,000.
-# - Files store the convolution in three parts, which transformers splits evenly, regardless of the sizes of queries, keys
-#   and values; norms have the authors' names or transformers'.
+# - Files store the convolution in three parts, which transformers splits evenly, regardless of the sizes of queries,
+#   keys and values; norms have the authors' names or transformers'.
 _OLMO_LAYERS = {"M": "M-", "*": "AF"}
 _ALLOWS_NEGATIVE = "linear_allow_neg_eigval"
 

@@ -24,7 +24,15 @@ from megatron_ext.models.huggingface.families.decoders import (
 )
 from megatron_ext.models.huggingface.families.mamba import TIME_STEP_LIMIT, dt_rank
 from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.fields import ATTENTION_SIZES, DECODER_SIZES, SILU, Fields, FieldTable, Values, names
+from megatron_ext.models.huggingface.fields import (
+    ATTENTION_SIZES,
+    DECODER_SIZES,
+    SILU,
+    Fields,
+    FieldTable,
+    Values,
+    names,
+)
 from megatron_ext.models.huggingface.moe import local_experts, softmax_experts
 from megatron_ext.models.huggingface.tensors import (
     EXPERT,
@@ -126,8 +134,7 @@ def _is_chosen(fields: Fields, name: str, index: int, default: tuple[int, int]) 
 def _jamba_feed_forwards(fields: Fields) -> str:
     indices, has_experts = range(fields.layer_count), fields.size("num_experts") > 1
     return "".join(
-        "E" if has_experts and _is_chosen(fields, "expert_layer", index, _JAMBA_EXPERTS) else "-"
-        for index in indices
+        "E" if has_experts and _is_chosen(fields, "expert_layer", index, _JAMBA_EXPERTS) else "-" for index in indices
     )
 
 
