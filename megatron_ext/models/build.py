@@ -183,6 +183,7 @@ def transformer_config(
     """
     others: dict[str, Any] = {
         **{name: getattr(config, name) for name in _SAME_NAMES},
+        **_heads(config, share),
         **({} if share is None else share.core_fields),
         **(config.recurrent.core_fields(config) if config.is_hybrid else {}),
         **(_moe_fields(config) if config.is_moe else {}),
@@ -191,7 +192,6 @@ def transformer_config(
         num_layers=config.layer_count,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_size,
-        **_heads(config, share),
         kv_channels=config.head_channels,
         layernorm_zero_centered_gamma=config.apply_layernorm_1p,
         layernorm_epsilon=config.norm_epsilon,
