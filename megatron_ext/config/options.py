@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_ext.errors import ConfigError
 
@@ -84,9 +84,10 @@ class Option:
         return f"at least {self.minimum}" if self.maximum is None else f"between {self.minimum} and {self.maximum}"
 
 
-def option(default: T, help_text: str = "", **attributes: Any) -> T:
+def option(default: T, help_text: str = "", **attributes: object) -> T:
     """Return a dataclass field with a default and an `Option` of these attributes."""
-    return dataclasses.field(default=default, metadata={_KEY: Option(help_text, **attributes)})
+    declared = Option(help_text, **attributes)  # type: ignore[arg-type]  # checked at import, as any call
+    return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
 @functools.cache
