@@ -279,7 +279,7 @@ def test_yarn() -> None:
         (
             "qwen3",
             {"rope_scaling": YARN | {"factor": 1, "attention_factor": 2.0}},
-            r"rope_scaling.attention_factor = 2.0 is not supported with rope_scaling.factor = 1",
+            r"rope_scaling.attention_factor = 2.0 is not supported; with rope_scaling.factor = 1",
         ),
         (
             "qwen3",
