@@ -34,6 +34,8 @@ class Change:
     """Change of an engine's state, which does nothing unless the engine is in the state before it.
 
     Attributes:
+        before: State before.
+        after: State after.
         call: Method of the engine.
         refused: State in which the change is an error.
         problem: Message of that error.
@@ -92,7 +94,11 @@ class StateLog:
 
 
 class StateReader:
-    """Reader of a log from its beginning, in one thread at a time."""
+    """Reader of a log from its beginning, in one thread at a time.
+
+    Attributes:
+        state: The last state that was read.
+    """
 
     def __init__(self, log: StateLog) -> None:
         self._log = log

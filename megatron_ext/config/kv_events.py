@@ -60,7 +60,11 @@ class TcpEndpoint:
 
 @dataclass(frozen=True)
 class IpcEndpoint:
-    """Socket file such as `ipc:///run/user/1000/events`; the permissions of its directory control access."""
+    """Socket file such as `ipc:///run/user/1000/events`; the permissions of its directory control access.
+
+    Attributes:
+        path: Absolute path.
+    """
 
     path: str
 

@@ -147,7 +147,7 @@ def run_tasks(parts: Sequence[WarmUpPart], *, is_visible: bool = True) -> None:
 
 def _copies(pools: Pools, requests: int) -> Iterator[Callable[[], None]]:
     """Yield copies of padding between all pools of states, in numbers that take every variant; they write nothing."""
-    from megatron_ext.ops.state_copy.triton import pair_counts
+    from megatron_ext.ops.state_copy.kernels import pair_counts
 
     states = [one for one in (pools.live_states, pools.snapshots) if one is not None and one.conv.shape[1]]
     for source, target in product(states, states):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,11 +28,11 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from megatron_ext.mixers.recurrent import RecurrentContext, RecurrentStep, cut_chunks
+from megatron_ext.mixers.recurrent import RecurrentContext
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
+from megatron_ext.ops.chunked import cut_evenly
 from megatron_ext.ops.recurrence import Recurrence
-from megatron_ext.ops.state_slots import StateSlots
-from megatron_ext.ops.varlen import PackedChunks
+from megatron_ext.ops.varlen import pack_chunks
 
 DT_INIT_RANGE = (1e-3, 1e-1)  # of step sizes
 DT_INIT_FLOOR = 1e-4
@@ -52,61 +52,24 @@ class Projected(NamedTuple):
         return Projected(self.conv_inputs[chosen], tuple(t[chosen] for t in self.scan_inputs), self.gate[chosen])
 
 
+@dataclass(frozen=True)
 class Pass:
-    """Pass through a mixer's operators: the mixer defines the computation, the pass where states are kept."""
+    """Pass through a mixer's operators: the mixer defines the computation, the pass where states are kept.
+
+    Attributes:
+        apply: Calls an operator with the states of the convolution, if the second argument is 0, or of the recurrence,
+            if it is 1: (operator, number, x, *inputs, **options) -> y.
+    """
+
+    apply: Callable[..., Tensor]
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
         """Convolve [T, Cn] -> [T, Cn]; weight [Cn, 1, K] as `nn.Conv1d` has it."""
-        return self._apply(0, operator, x, weight.squeeze(1), bias)
+        return self.apply(operator, 0, x, weight.squeeze(1), bias)
 
     def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
         """Apply the recurrence to its inputs; return y [T, ...]."""
-        return self._apply(1, operator, x, *inputs, **options)
-
-    def _apply(self, kind: int, operator: Recurrence, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
-        """Apply the convolution (kind 0) or the recurrence (1)."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class TrainingPass(Pass):
-    """Training pass: whole sequences start from zero states, and no states are kept; differentiable."""
-
-    chunks: PackedChunks
-
-    def _apply(self, kind: int, operator: Recurrence, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
-        return operator.scan(x, *inputs, chunks=self.chunks, initial_states=None, **options).y
-
-
-@dataclass(frozen=True)
-class PrefillPass(Pass):
-    """Prefill pass: all prefill of a step in one varlen call of each operator (HY-7).
-
-    `live` (running states, read and written) and `snapshots` (the planned ones are saved) belong to one layer: the
-    convolution's [slots, Cn, K-1], then the recurrence's [slots, ...].
-    """
-
-    chunks: PackedChunks
-    slots: StateSlots
-    live: tuple[Tensor, Tensor]
-    snapshots: tuple[Tensor | None, Tensor | None]
-
-    def _apply(self, kind: int, operator: Recurrence, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
-        live, snapshots = self.live[kind], self.snapshots[kind]
-        return operator.prefill(
-            x, *inputs, chunks=self.chunks, slots=self.slots, live=live, snapshots=snapshots, **options
-        )
-
-
-@dataclass(frozen=True)
-class DecodePass(Pass):
-    """Decode pass: one token of each decoding request; `live` as in `PrefillPass`."""
-
-    slots: Tensor | slice
-    live: tuple[Tensor, Tensor]
-
-    def _apply(self, kind: int, operator: Recurrence, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
-        return operator.decode(x, *inputs, slots=self.slots, live=self.live[kind], **options)
+        return self.apply(operator, 1, x, *inputs, **options)
 
 
 @dataclass
@@ -240,8 +203,12 @@ class RecurrentMixer(MegatronModule):
         """Mix b sequences of equal length from zero states: [s, b, .] -> [s, b, d_inner]."""
         length, batch, _ = projected.shape
         conv_inputs, scan_inputs, gate = self.split(projected.transpose(0, 1).flatten(0, 1))  # [b * s, .]
-        chunks = cut_chunks([0] * batch, [length] * batch, self.chunk_size, projected.device)
-        y = self.mix(conv_inputs, scan_inputs, TrainingPass(chunks))
+        chunks = pack_chunks([cut_evenly(length, self.chunk_size)] * batch, projected.device)
+
+        def scan(operator: Recurrence, _: int, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
+            return operator.scan(x, *inputs, chunks=chunks, initial_states=None, **options).y
+
+        y = self.mix(conv_inputs, scan_inputs, Pass(scan))
         return self.gated(y, gate).unflatten(0, (batch, length)).transpose(0, 1)
 
     def _forward_step(self, projected: Tensor, context: RecurrentContext) -> Tensor:
@@ -249,14 +216,33 @@ class RecurrentMixer(MegatronModule):
         assert self.layer_number is not None, "a step is for a layer of a stack"
         step, whole = context.recurrent_step, self.split(projected)
         layer = self.layer_number - self.pp_layer_offset
-        live = context.mamba_states_cache(layer)
+        live, chunks, slots = context.mamba_states_cache(layer), step.chunks, step.prefill_slots
         parts = []
         if step.num_decode:
+
+            def decode(
+                operator: Recurrence, number: int, x: Tensor, *inputs: Tensor | None, **options: object
+            ) -> Tensor:
+                return operator.decode(x, *inputs, slots=step.decode_slots, live=live[number], **options)
+
             own = whole.tokens(0, step.num_decode)
-            parts.append(self.mix(own.conv_inputs, own.scan_inputs, DecodePass(step.decode_slots, live)))
-        if step.chunks is not None:
-            own = whole.tokens(step.num_decode, step.num_decode + step.chunks.sequences.num_tokens)
-            parts.append(self.mix(own.conv_inputs, own.scan_inputs, _prefill_pass(step, live, context, layer)))
+            parts.append(self.mix(own.conv_inputs, own.scan_inputs, Pass(decode)))
+        if chunks is not None:
+            assert slots is not None, "prefill has slots"
+            snapshots: tuple[Tensor | None, Tensor | None] = (None, None)
+            if slots.snapshots is not None:
+                snapshots = context.mamba_snapshots(layer)
+
+            def prefill(
+                operator: Recurrence, number: int, x: Tensor, *inputs: Tensor | None, **options: object
+            ) -> Tensor:
+                """Compute all prefill of the step in one call (HY-7)."""
+                return operator.prefill(
+                    x, *inputs, chunks=chunks, slots=slots, live=live[number], snapshots=snapshots[number], **options
+                )
+
+            own = whole.tokens(step.num_decode, step.num_decode + chunks.sequences.num_tokens)
+            parts.append(self.mix(own.conv_inputs, own.scan_inputs, Pass(prefill)))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         gated = self.gated(y, whole.gate[: y.shape[0]])
         padding = projected.shape[0] - y.shape[0]
@@ -267,15 +253,6 @@ def mark_split(parameters: Iterable[nn.Parameter]) -> None:
     """Mark parameters as split over the ranks of the tensor-parallel group, for Megatron."""
     for parameter in parameters:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, unknown to torch
-
-
-def _prefill_pass(
-    step: RecurrentStep, live: tuple[Tensor, Tensor], context: RecurrentContext, layer: int
-) -> PrefillPass:
-    assert step.chunks is not None, "this step has no prefill"
-    assert step.prefill_slots is not None, "prefill has slots"
-    keeps = step.prefill_slots.snapshots is not None
-    return PrefillPass(step.chunks, step.prefill_slots, live, context.mamba_snapshots(layer) if keeps else (None, None))
 
 
 def random_step_bias(count: int) -> Tensor:

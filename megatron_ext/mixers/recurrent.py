@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megatron_ext.ops.state_slots import StateSlots
-from megatron_ext.ops.varlen import PackedChunks, pack_chunks
+from megatron_ext.ops.varlen import PackedChunks
 
 
 @dataclass(frozen=True)
@@ -44,45 +43,6 @@ class RecurrentContext(Protocol):
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Snapshots of one layer, of the same shapes but in separate slots; written in place."""
-
-
-def cut_lengths(start: int, length: int, chunk_size: int) -> list[int]:
-    """Cut the tokens [start, start + length) of one sequence at every multiple of chunk_size.
-
-    Args:
-        start: Absolute position of the first token, that is, tokens of the sequence done before.
-        length: Tokens to cut, at least 1.
-        chunk_size: Grid width in tokens, at least 1.
-
-    Returns:
-        The lengths of the pieces; the first completes the chunk that earlier tokens began.
-
-        >>> cut_lengths(1866, 1100, 2048)
-        [182, 918]
-    """
-    assert start >= 0
-    assert length >= 1
-    assert chunk_size >= 1
-    first = min(length, chunk_size - start % chunk_size)
-    whole, rest = divmod(length - first, chunk_size)
-    return [first] + [chunk_size] * whole + ([rest] if rest else [])
-
-
-def cut_chunks(
-    starts: Sequence[int], lengths: Sequence[int], chunk_size: int, device: torch.device | str | None
-) -> PackedChunks:
-    """Cut packed sequences into chunks of at most chunk_size tokens that end on the grid of absolute positions.
-
-    Used in training, where sequences begin at 0.
-
-    Args:
-        starts: Absolute position of the first token of each sequence in this step.
-        lengths: Tokens of each sequence in this step, each at least 1.
-        chunk_size: Grid width in tokens.
-        device: Device of the index tensors.
-    """
-    cuts = [cut_lengths(start, length, chunk_size) for start, length in zip(starts, lengths, strict=True)]
-    return pack_chunks(cuts, device)
 
 
 def cut_between(start: int, length: int, chunk_size: int, stops: Sequence[int]) -> list[int]:

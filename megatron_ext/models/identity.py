@@ -26,7 +26,7 @@ from megatron_ext.files import open_regular, read_json
 from megatron_ext.mcore import platform
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.megatron.directory import DIGEST_FILE
-from megatron_ext.ops.cpp.build_cache import cache_path
+from megatron_ext.ops.cpp.library_build import cache_path
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
 from megatron_ext.trusted_path import UntrustedPathError, open_directory
@@ -54,7 +54,9 @@ def cache_facts(
     """Return what cached entries depend on that an engine does not know; see `cache_identity`.
 
     Args:
+        loaded: This rank's part of the model.
         weights: Digest of the weights; see `weights_digest`.
+        parallel: Parallel sizes.
         parallel_context: All ranks; None for a world of one.
     """
     facts = [tokenizer_hash(loaded.tokenizer).encode(), weights]

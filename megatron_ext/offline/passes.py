@@ -78,7 +78,11 @@ def run_passes(
 
 
 class _PassRun:
-    """One pass: submit in order, step, and collect the records."""
+    """One pass: submit in order, step, and collect the records.
+
+    Attributes:
+        steps: Number of steps so far.
+    """
 
     def __init__(
         self,

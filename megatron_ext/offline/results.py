@@ -54,7 +54,11 @@ def submitted_text(record: RequestRecord) -> str | None:
 
 
 class PromptTexts:
-    """Cache of prompt texts: the submitted text, or the decoded ids, decoded on first use, once for equal prompts."""
+    """Cache of prompt texts: the submitted text, or the decoded ids, decoded on first use, once for equal prompts.
+
+    Args:
+        detokenize: Token ids to text.
+    """
 
     def __init__(self, detokenize: Callable[[list[int]], str]) -> None:
         self._detokenize = detokenize
@@ -179,7 +183,13 @@ def megatron_results(passes: Sequence[Pass], entries: RequestEntries, every: int
 
 
 def run_results(engine: LLMEngine, passes: Sequence[Pass], model: str) -> dict[str, object]:
-    """Return the counts of the run, over all passes."""
+    """Return the counts of the run, over all passes.
+
+    Args:
+        engine: Engine that ran the passes.
+        passes: All passes in order.
+        model: Name of the model.
+    """
     statistics, steps = engine.counts()
     speculation = statistics.speculation
     counts = _megatron_counts(passes, steps.prefill_tokens, steps) | {
@@ -204,6 +214,7 @@ def full_results(
 
     Args:
         run: Counts of the run, from `run_results`.
+        passes: All passes in order.
         entries: Builder of the requests' entries.
         every: See `megatron_results`.
     """

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
 from megatron_ext.ops.cpp import say
 
-F = TypeVar("F", bound=Callable[..., object])
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -45,19 +45,24 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class FunctionBackend(Backend, Generic[F]):
-    """Backend of an operator that is one function.
+class FunctionBackend(Backend):
+    """Backend of an operator whose functions are written in plain torch, see `Operator`.
 
     Attributes:
-        function: Function with the same signature in all backends of the operator.
+        find: Returns the backend's function of this name, with the reference's signature; None for the reference.
     """
 
-    function: F
+    find: Callable[[str], Callable[..., object] | None]
 
 
 def anything(_: Tensor) -> bool:
     """Return True: plain torch backends take every input."""
     return True
+
+
+def never(_: Tensor) -> bool:
+    """Return False: the backend is chosen by name only."""
+    return False
 
 
 B = TypeVar("B", bound=Backend, covariant=True)
@@ -129,3 +134,31 @@ class Backends(Generic[B]):
             yield
         finally:
             self._forced = before
+
+
+REFERENCE = FunctionBackend("reference", anything, lambda name: None)
+
+
+class Operator(Backends[FunctionBackend]):
+    """Operator of one function or several, decorated with it: the functions themselves are the reference.
+
+    The main input of a function is its first argument, or the first tensor in that.
+    """
+
+    def __init__(self, name: str, *backends: FunctionBackend) -> None:
+        super().__init__(name, *backends, REFERENCE)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return a function that is computed by the chosen backend."""
+
+        @functools.wraps(function)
+        def compute(*args: P.args, **kwargs: P.kwargs) -> R:
+            first: Any = args[0]
+            x = first if isinstance(first, Tensor) else first[0]
+
+            def call(backend: FunctionBackend) -> R:
+                return cast("Callable[P, R]", backend.find(function.__name__) or function)(*args, **kwargs)
+
+            return self.compute(x, call)
+
+        return compute

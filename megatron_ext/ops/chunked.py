@@ -116,14 +116,15 @@ class Pieces:
 
 def cut_into_pieces(chunks: PackedChunks) -> Pieces:
     """Cut chunks further; call through `chunks.prepared(cut_into_pieces)`."""
-    cuts = [_cut_evenly(length, PIECE) for length in chunks.chunk_lengths]
+    cuts = [cut_evenly(length, PIECE) for length in chunks.chunk_lengths]
     device, last = chunks.cu_chunk_seqlens.device, np.cumsum([len(cut) for cut in cuts]) - 1
     remaining = iter(cuts)
     of_sequences = [[p for cut in itertools.islice(remaining, n) for p in cut] for n in chunks.chunk_counts]
     return Pieces(pack_chunks(of_sequences, device), stage_arrays({"last": last}, device)["last"])
 
 
-def _cut_evenly(length: int, longest: int) -> list[int]:
+def cut_evenly(length: int, longest: int) -> list[int]:
+    """Return the lengths of pieces of `length` tokens, `longest` tokens each but for the last."""
     whole, rest = divmod(length, longest)
     return [longest] * whole + ([rest] if rest else [])
 

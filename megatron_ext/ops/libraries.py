@@ -1,7 +1,7 @@
 """Libraries whose kernels compute some operators on CUDA devices: imported on request, never required.
 
-An operator that a library computes has a backend with the name of an `OperatorLibrary`, in a file of its folder. No
-such backend is chosen by default; all other operators are computed as without it.
+An operator that a library computes has a backend with the name of an `OperatorLibrary`, in `mamba_ssm.py` or
+`paged_attention/flashinfer.py`. No such backend is chosen by default; all other operators are computed as without it.
 """
 
 from __future__ import annotations
@@ -155,8 +155,3 @@ LIBRARIES: Final = {
     FLASHINFER: OperatorLibrary((PAGED_PREFILL,), _flashinfer_lacks, needs_triton=True),
 }
 """Libraries by the name of their backends."""
-
-
-def never(_: Tensor) -> bool:
-    """Return False: a library's backend is chosen by name only."""
-    return False

@@ -2,21 +2,20 @@
 
 An operator has three entry points, which take its own inputs first: `scan` over packed sequences from zero or given
 states (differentiable, for training), `prefill` over packed sequences whose states lie in pools, and `decode` of one
-token of each of R requests, in place. A backend provides a scan and a step without pools; a backend whose kernels read
-and write slots also provides `prefill` and `decode`.
+token of each of R requests, in place. The reference has a scan and a step without pools; backends have kernels that
+read and write slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from megatron_ext.ops import cpp
-from megatron_ext.ops.backends import Backend, Backends
+from megatron_ext.ops.backends import FunctionBackend, Operator
 from megatron_ext.ops.state_slots import DecodeStates, PrefillStates, StateSlots, initial_states, store
 from megatron_ext.ops.varlen import PackedChunks
 
@@ -35,28 +34,28 @@ class ScanOutput(NamedTuple):
     chunk_states: Tensor
 
 
-@dataclass(frozen=True)
-class RecurrenceBackend(Backend):
-    """Backend of an operator with states.
+class Recurrence:
+    """Operator with states; takes the inputs of its reference's scan and step, packed as [T, ...] or [R, ...].
 
-    Attributes:
-        scan: (*inputs, chunks, initial_states=[S, ...] or None, **options) -> ScanOutput.
+    Args:
+        name: Name of the operator.
+        scan: (*inputs, chunks, initial_states=[S, ...] or None, **options) -> ScanOutput, in plain torch.
         step: (*inputs, states [R, ...], **options) -> y and the new states; the given ones are not modified.
-        prefill: (*inputs, PrefillStates, **options) -> y, for kernels that read and write slots; None to use `scan`.
-        decode: (*inputs, DecodeStates, **options) -> y; None to use `step`.
+        backends: Backends with kernels that read and write slots: `prefill` (*inputs, PrefillStates, **options) -> y,
+            and `decode` (*inputs, DecodeStates, **options) -> y.
+        options: Options of each call.
     """
 
-    scan: Callable[..., ScanOutput]
-    step: Callable[..., tuple[Tensor, Tensor]]
-    prefill: Callable[..., Tensor] | None = None
-    decode: Callable[..., Tensor] | None = None
-
-
-class Recurrence:
-    """Operator with states; takes the inputs of its reference's scan and step, packed as [T, ...] or [R, ...]."""
-
-    def __init__(self, name: str, *backends: RecurrenceBackend) -> None:
-        self.backends = Backends(name, *backends)
+    def __init__(
+        self,
+        name: str,
+        scan: Callable[..., ScanOutput],
+        step: Callable[..., tuple[Tensor, Tensor]],
+        *backends: FunctionBackend,
+        **options: object,
+    ) -> None:
+        self.backends = Operator(name, *backends)
+        self.reference_scan, self._step, self._options = scan, step, options
 
     def scan(
         self,
@@ -67,7 +66,8 @@ class Recurrence:
         **options: object,
     ) -> ScanOutput:
         """Run over packed sequences from `initial_states` [S, ...], zeros if None. Differentiable."""
-        return self.backends.choose(x).scan(x, *inputs, chunks, initial_states=initial_states, **options)
+        options = self._options | options
+        return self.reference_scan(x, *inputs, chunks, initial_states=initial_states, **options)
 
     def prefill(
         self,
@@ -81,24 +81,13 @@ class Recurrence:
     ) -> Tensor:
         """Run over packed sequences from their running states; write their final states and the snapshots.
 
-        Args:
-            x: Main input, which decides on the backend.
-            inputs: Further inputs of the operator.
-            chunks: See `PrefillStates`, also for the next three.
-            slots: State slots.
-            live: Running states.
-            snapshots: Pool of snapshots.
-            options: Options of the operator.
-
-        Returns:
-            y [T, ...].
+        Returns y [T, ...]. The main input `x` decides on the backend; for the states see `PrefillStates`.
         """
-        states = PrefillStates(chunks, slots, live, snapshots)
+        states, options = PrefillStates(chunks, slots, live, snapshots), self._options | options
 
-        def compute(backend: RecurrenceBackend) -> Tensor:
-            if backend.prefill is not None:
-                return backend.prefill(x, *inputs, states, **options)
-            return _prefill_by_scan(backend, (x, *inputs), states, options)
+        def compute(backend: FunctionBackend) -> Tensor:
+            run = backend.find("prefill") or self._prefill_by_scan
+            return cast("Tensor", run(x, *inputs, states, **options))
 
         return self.backends.compute(x, compute)
 
@@ -106,32 +95,29 @@ class Recurrence:
         self, x: Tensor, *inputs: Tensor | None, slots: Tensor | slice, live: Tensor, **options: object
     ) -> Tensor:
         """Run over one token of each of R requests: y [R, ...]; for `slots` and `live` see `DecodeStates`."""
-        states = DecodeStates(slots, live)
+        states, options = DecodeStates(slots, live), self._options | options
 
-        def compute(backend: RecurrenceBackend) -> Tensor:
-            if backend.decode is not None:
-                return backend.decode(x, *inputs, states, **options)
-            y, new = backend.step(x, *inputs, _widened(live[slots]), **options)
-            store(live, slots, new)
-            return y
+        def compute(backend: FunctionBackend) -> Tensor:
+            run = backend.find("decode") or self._decode_by_step
+            return cast("Tensor", run(x, *inputs, states, **options))
 
         return self.backends.compute(x, compute)
 
+    def _prefill_by_scan(self, *given: Any, **options: object) -> Tensor:
+        """Compute a prefill by a scan without slots: gather states before it, scatter them after it."""
+        *inputs, (chunks, slots, live, snapshots) = given
+        initial = _widened(initial_states(live, slots))
+        scanned = self.reference_scan(*inputs, chunks, initial_states=initial, **options)
+        store(live, slots.live, scanned.final_states)
+        if slots.snapshots is not None:
+            store(snapshots, slots.snapshots.slots, scanned.chunk_states[slots.snapshots.chunks])
+        return scanned.y
 
-def _prefill_by_scan(
-    backend: RecurrenceBackend,
-    inputs: Sequence[Tensor | None],
-    states: PrefillStates,
-    options: Mapping[str, object],
-) -> Tensor:
-    """Compute a prefill by a scan without slots: gather states before it, scatter them after it."""
-    chunks, slots, live, snapshots = states
-    scanned = backend.scan(*inputs, chunks, initial_states=_widened(initial_states(live, slots)), **options)
-    store(live, slots.live, scanned.final_states)
-    if slots.snapshots is not None:
-        assert snapshots is not None, "somewhere to keep them"
-        store(snapshots, slots.snapshots.slots, scanned.chunk_states[slots.snapshots.chunks])
-    return scanned.y
+    def _decode_by_step(self, *given: Any, **options: object) -> Tensor:
+        *inputs, (slots, live) = given
+        y, new = self._step(*inputs, _widened(live[slots]), **options)
+        store(live, slots, new)
+        return y
 
 
 def _widened(states: Tensor) -> Tensor:
@@ -139,25 +125,23 @@ def _widened(states: Tensor) -> Tensor:
     return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
-def cpp_backend(reference: RecurrenceBackend, operator: str, **defaults: object) -> RecurrenceBackend:
-    """Return the C++ kernels for CPUs, which read and write slots in place, as a backend.
+def cpp_backend(operator: str, **defaults: object) -> FunctionBackend:
+    """Return the C++ kernels for CPUs as a backend.
 
     Args:
-        reference: Backend whose scan and step compute what the kernels do not, such as training.
         operator: Prefix of the kernels' names.
         defaults: Options that the kernels take after the inputs, in order, with their defaults.
     """
 
-    def prefill(*given: object, **options: object) -> Tensor:
-        *inputs, states = given
-        assert isinstance(states, PrefillStates), "states come last"
-        kernel = getattr(cpp.kernels(), f"{operator}_prefill")
-        return kernel(*inputs, *(defaults | options).values(), *cpp.prefill_places(*states))
+    def prefill(*given: Any, **options: object) -> Tensor:
+        *inputs, (chunks, slots, live, snapshots) = given
+        places, kept = [chunks.sequences.cu_seqlens, slots.live, slots.has_initial_state, live], slots.snapshots
+        places += [None] * 4 if kept is None else [kept.slots, kept.sequences, kept.tokens, snapshots]
+        return getattr(cpp.kernels(), f"{operator}_prefill")(*inputs, *(defaults | options).values(), *places)
 
-    def decode(*given: object, **options: object) -> Tensor:
-        *inputs, states = given
-        assert isinstance(states, DecodeStates), "states come last"
-        kernel = getattr(cpp.kernels(), f"{operator}_decode")
-        return kernel(*inputs, *(defaults | options).values(), *cpp.decode_places(states.slots), states.live)
+    def decode(*given: Any, **options: object) -> Tensor:
+        *inputs, (slots, live) = given
+        where = (None, slots.start or 0) if isinstance(slots, slice) else (slots, 0)  # a list, or the first of all
+        return getattr(cpp.kernels(), f"{operator}_decode")(*inputs, *(defaults | options).values(), *where, live)
 
-    return replace(reference, name=cpp.NAME, takes=cpp.takes, prefill=prefill, decode=decode)
+    return FunctionBackend(cpp.NAME, cpp.takes, {"prefill": prefill, "decode": decode}.get)

@@ -6,11 +6,9 @@ running request; snapshots have a separate pool. S sequences of a prefill, R dec
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_ext.ops.varlen import PackedChunks
@@ -86,15 +84,3 @@ def initial_states(pool: Tensor, slots: StateSlots) -> Tensor:
 def store(pool: Tensor, slots: Tensor | slice, states: Tensor) -> None:
     """Write states to their slots, in the pool's type."""
     pool[slots] = states.to(pool.dtype)
-
-
-def library_states(states: DecodeStates) -> tuple[Tensor, Tensor | None]:
-    """Return the pool and the slots of each request, or a view of consecutive slots and None; nothing is copied."""
-    slots, pool = states
-    return (pool[slots], None) if isinstance(slots, slice) else (pool, slots)
-
-
-@functools.cache
-def zero(device: torch.device) -> Tensor:
-    """Return a zero, [1] fp32, to be expanded where a library needs a tensor; kept, so that no step fills it."""
-    return torch.zeros(1, dtype=torch.float32, device=device)

@@ -120,12 +120,6 @@ class PackedChunks(StepMetadata):
         return max(self.chunk_lengths)
 
 
-def pack_sequences(lengths: Sequence[int], device: torch.device | str | None) -> PackedSequences:
-    """Lay sequences of these lengths (tokens, at least one sequence, each at least 1) out consecutively."""
-    lengths = tuple(int(length) for length in lengths)
-    return _sequences(lengths, stage_arrays(_sequence_arrays(lengths), device))
-
-
 def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | None) -> PackedChunks:
     """Lay out sequences that are already cut: pieces[i] are the lengths (tokens, at least 1) of sequence i's chunks."""
     assert min(map(min, pieces)) >= 1, "every chunk holds a token"
@@ -138,8 +132,11 @@ def chunk_arrays(pieces: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     Args:
         pieces: Lengths in tokens of the chunks of each sequence; 0 for an empty chunk.
     """
-    counts = [len(cut) for cut in pieces]
-    return _sequence_arrays([sum(cut) for cut in pieces]) | {
+    counts, lengths = [len(cut) for cut in pieces], [sum(cut) for cut in pieces]
+    assert min(lengths) >= 1, "every sequence holds a token"
+    return {
+        "cu_seqlens": starts(lengths),
+        "seq_idx": np.repeat(np.arange(len(lengths)), lengths),
         "cu_chunk_seqlens": starts([length for cut in pieces for length in cut]),
         "chunk_seq_idx": np.repeat(np.arange(len(counts)), counts),
         "last_chunk_indices": np.cumsum(counts) - 1,
@@ -150,8 +147,9 @@ def packed_chunks(
     pieces: Sequence[Sequence[int]], staged: Mapping[str, Tensor], resumes: Resumes | None = None
 ) -> PackedChunks:
     """Return the metadata of sequences in chunks of these lengths, whose `chunk_arrays` are on the device."""
+    lengths = tuple(int(sum(cut)) for cut in pieces)
     return PackedChunks(
-        sequences=_sequences(tuple(int(sum(cut)) for cut in pieces), staged),
+        sequences=PackedSequences(lengths, staged["cu_seqlens"], staged["seq_idx"]),
         chunk_lengths=tuple(int(length) for cut in pieces for length in cut),
         chunk_counts=tuple(len(cut) for cut in pieces),
         cu_chunk_seqlens=staged["cu_chunk_seqlens"],
@@ -186,12 +184,3 @@ def _unpacked(part: Tensor, array: np.ndarray) -> Tensor:
 def starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return the first token of each piece, then the end of the last: [len(lengths)+1]."""
     return np.concatenate([[0], np.cumsum(lengths)])
-
-
-def _sequence_arrays(lengths: Sequence[int]) -> dict[str, np.ndarray]:
-    assert min(lengths) >= 1, "every sequence holds a token"
-    return {"cu_seqlens": starts(lengths), "seq_idx": np.repeat(np.arange(len(lengths)), lengths)}
-
-
-def _sequences(lengths: tuple[int, ...], staged: Mapping[str, Tensor]) -> PackedSequences:
-    return PackedSequences(lengths, staged["cu_seqlens"], staged["seq_idx"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import trusted_path
-from megatron_ext.ops.cpp.build_cache import BuildCache
+from megatron_ext.ops.cpp.library_build import BuildCache
 from megatron_ext.trusted_path import UntrustedPathError, open_directory, open_file
 from tests.unit_tests.support.foreign import OTHER_USER, ForeignFiles
 

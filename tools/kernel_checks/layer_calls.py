@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from megatron_ext.memory.state_pool import StateShape
-from megatron_ext.ops.activation import triton as activation
-from megatron_ext.ops.causal_conv1d import triton as causal_conv1d
-from megatron_ext.ops.experts import triton as experts
-from megatron_ext.ops.experts.reference import Function, Scores
-from megatron_ext.ops.gated_delta_rule import triton as gated_delta_rule
-from megatron_ext.ops.gated_norm import triton as gated_norm
-from megatron_ext.ops.gated_norm.reference import Order, RowNorm
-from megatron_ext.ops.paged_attention import triton as paged_attention
+from megatron_ext.ops.activation import kernels as activation
+from megatron_ext.ops.causal_conv1d import kernels as causal_conv1d
+from megatron_ext.ops.experts import Function, Scores
+from megatron_ext.ops.experts import kernels as experts
+from megatron_ext.ops.gated_delta_rule import kernels as gated_delta_rule
+from megatron_ext.ops.gated_norm import NamedNorm, Order, RowNorm
+from megatron_ext.ops.gated_norm import kernels as gated_norm
+from megatron_ext.ops.paged_attention import kernels as paged_attention
 from megatron_ext.ops.paged_attention.batch import PagedBatch, build_paged_batch
-from megatron_ext.ops.rotary import triton as rotary
-from megatron_ext.ops.rotary.reference import Heads, Rotation
-from megatron_ext.ops.sampling import triton as sampling
+from megatron_ext.ops.rotary import Heads, Rotation
+from megatron_ext.ops.rotary import kernels as rotary
+from megatron_ext.ops.sampling import kernels as sampling
 from megatron_ext.ops.sampling.sampling_metadata import sampling_metadata
-from megatron_ext.ops.ssd import triton as ssd
-from megatron_ext.ops.state_copy import triton as state_copy
+from megatron_ext.ops.ssd import kernels as ssd
+from megatron_ext.ops.state_copy import kernels as state_copy
 from megatron_ext.ops.state_slots import DecodeStates, PrefillStates, SnapshotPlaces, StateSlots
-from megatron_ext.ops.step_size import triton as step_size
+from megatron_ext.ops.step_size import kernels as step_size
 from megatron_ext.ops.varlen import PackedChunks, Resumes, pack_chunks
 from tools.kernel_checks.sizes import BLOCK, MAX_LENGTH, DeltaNet, Mamba2, Model, Step
 from tools.kernel_checks.virtual_launch import MadeBytes
@@ -35,6 +35,18 @@ WINDOW = 4
 SNAPSHOTS = 64
 """Slots of snapshots; they are records of all layers."""
 Call = Callable[[], object]
+
+
+class _Norm(NamedNorm):
+    """Norm with parameters alone."""
+
+    def __init__(self, row_norm: RowNorm) -> None:
+        self._row_norm = row_norm
+
+    @property
+    def row_norm(self) -> RowNorm:
+        """Parameters of the norm over each row."""
+        return self._row_norm
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,7 @@ class Calls:
     def _attention(self) -> None:
         sizes = self.model.attention
         q = self._make(self.step.rows, sizes.heads, sizes.head_size)
-        paged_attention.paged_attention(q, *self._caches(), self._batch(), scale=sizes.head_size**-0.5)
+        paged_attention.launch_paged_attention(q, *self._caches(), self._batch(), scale=sizes.head_size**-0.5)
 
     def _rotate(self) -> None:
         sizes, rows = self.model.attention, self.step.rows
@@ -111,7 +123,7 @@ class Calls:
         rotation = Rotation(*angles) if sizes.rotated else None
         keys, values = self._caches()
         last = keys.shape[0] * BLOCK - 1
-        rotary.rotate_and_write(heads, rotation, keys, values, last - torch.arange(rows) % (last + 1))
+        rotary.launch_rotate_and_write(heads, rotation, keys, values, last - torch.arange(rows) % (last + 1))
 
     # Recurrent layers
 
@@ -145,9 +157,9 @@ class Calls:
         x = self._make(self.step.rows, sizes.conv_channels)
         weight, bias = self._make(sizes.conv_channels, WINDOW), self._make(sizes.conv_channels)
         if self.step.tokens:
-            causal_conv1d.BACKEND.prefill(x, weight, bias, self._prefilled(0))
+            causal_conv1d.launch_prefill(x, weight, bias, self._prefilled(0))
         else:
-            causal_conv1d.BACKEND.decode(x, weight, bias, self._decoded(0))
+            causal_conv1d.launch_decode(x, weight, bias, self._decoded(0))
 
     def _prefilled(self, kind: int) -> PrefillStates:
         live, snapshots = self._pools()
@@ -167,16 +179,16 @@ class Calls:
         x = x.unflatten(1, (sizes.heads, sizes.head_dim))
         B, C = (one.unflatten(1, (sizes.groups, sizes.states)) for one in (B, C))
         bias, A_log = self._make(sizes.heads), self._make(sizes.heads, dtype=torch.float32)
-        dt, A = step_size.step_sizes(self._make(rows, sizes.heads), bias, A_log)
+        dt, A = step_size.launch_step_sizes(self._make(rows, sizes.heads), bias, A_log)
         D = self._make(sizes.heads, dtype=torch.float32)
         if self.step.decodes:
-            ssd.BACKEND.decode(x, dt, A, B, C, self._decoded(1), D=D)
+            ssd.launch_decode(x, dt, A, B, C, self._decoded(1), D=D)
         else:
-            ssd.BACKEND.prefill(x, dt, A, B, C, self._prefilled(1), D=D)
+            ssd.launch_prefill(x, dt, A, B, C, self._prefilled(1), D=D)
         norm = RowNorm(self._make(inner), 1e-5)
         gate = self._make(rows, 2 * inner)[:, :inner]
         group = inner // sizes.groups
-        gated_norm.norm_rows(self._make(rows, inner), gate, norm, group_size=group, order=Order.GATE_FIRST)
+        gated_norm.launch_norm_rows(self._make(rows, inner), gate, norm, group_size=group, order=Order.GATE_FIRST)
 
     def _delta_net(self) -> None:
         sizes, rows = self.model.recurrence, self.step.rows
@@ -186,14 +198,14 @@ class Calls:
         q, k, v = mixed.split([sizes.key_heads, sizes.key_heads, sizes.heads], 1)
         alpha, bias = self._make(rows, sizes.heads), self._make(sizes.heads)
         A_log = self._make(sizes.heads, dtype=torch.float32)
-        g, beta = step_size.decays(self._make(rows, sizes.heads), alpha, bias, A_log)
+        g, beta = step_size.launch_decays(self._make(rows, sizes.heads), alpha, bias, A_log)
         if self.step.decodes:
-            gated_delta_rule.BACKEND.decode(q, k, v, g, beta, self._decoded(1), normalize=True)
+            gated_delta_rule.launch_decode(q, k, v, g, beta, self._decoded(1), normalize=True)
         else:
-            gated_delta_rule.BACKEND.prefill(q, k, v, g, beta, self._prefilled(1), normalize=True)
+            gated_delta_rule.launch_prefill(q, k, v, g, beta, self._prefilled(1), normalize=True)
         inner, norm = sizes.heads * sizes.head_dim, RowNorm(self._make(sizes.head_dim), 1e-6)
         y, gate = self._make(rows, inner), self._make(rows, inner)
-        gated_norm.norm_rows(y, gate, norm, group_size=sizes.head_dim, order=Order.NORM_FIRST)
+        gated_norm.launch_norm_rows(y, gate, norm, group_size=sizes.head_dim, order=Order.NORM_FIRST)
 
     def _copy(self) -> None:
         """Copy running states to snapshots: in a captured step a pair for each row, few of which end a block."""
@@ -201,34 +213,34 @@ class Calls:
         rows = torch.full((self.sequences,), -1)
         rows[-1] = self.sequences - 1
         convolutions, recurrences = zip(live, snapshots, strict=True)
-        state_copy.copy_rows(convolutions, recurrences, rows, rows.clamp(max=SNAPSHOTS - 1))
+        state_copy.launch_copy_rows(convolutions, recurrences, rows, rows.clamp(max=SNAPSHOTS - 1))
 
     # Other operators
 
     def _norms(self) -> None:
         x = self._make(self.step.rows, self.model.hidden)
-        gated_norm.add_and_norm(x, x.clone(), RowNorm(self._make(self.model.hidden), 1e-5), 1.0)
+        gated_norm.launch_add_and_norm(x, x.clone(), _Norm(RowNorm(self._make(self.model.hidden), 1e-5)), 1.0)
 
     def _mlp(self) -> None:
         inner = self._make(self.step.rows, self.model.mlp * (2 if self.model.gated else 1))
         if self.model.gated:
-            activation.gated_silu(inner, 1.0)
+            activation.launch_gated_silu(inner, 1.0)
         else:
-            activation.squared_relu(inner)
+            activation.launch_squared_relu_(inner)
 
     def _experts(self) -> None:
         """Choose experts, sort tokens by them and sum their outputs; the products in between are torch's."""
         (rows, hidden), chosen, count = (self.step.rows, self.model.hidden), self.model.chosen, self.model.experts
         logits, bias = self._make(rows, count), self._make(count, dtype=torch.float32)
-        ids, _ = experts.choose_experts(logits, bias, chosen, Scores(Function.SIGMOID))
+        ids, _ = experts.launch_choose_experts(logits, bias, chosen, Scores(Function.SIGMOID))
         pairs = torch.arange(rows * chosen, dtype=torch.int32).view(rows, chosen)
-        places = experts.sort_by_expert(pairs % count if ids.is_meta else ids, count).places
+        places = experts.launch_sort_by_expert(pairs % count if ids.is_meta else ids, count).places
         if ids.is_meta:  # no kernel has sorted: the first token has the last rows
             places = pairs.flip(0)
         weights = self._make(rows, chosen, dtype=torch.float32)
-        experts.combine(self._make(rows * chosen, hidden), places, weights, self._make(rows, hidden))
+        experts.launch_combine(self._make(rows * chosen, hidden), places, weights, self._make(rows, hidden))
 
     def _sample(self) -> None:
         rows = self.step.decodes
         options = sampling_metadata([0.7] * rows, [50] * rows, [0.9] * rows, [0.5] * rows, "cpu")
-        sampling.sample_tokens(self._make(rows, self.model.vocabulary), options)
+        sampling.launch_sample_tokens(self._make(rows, self.model.vocabulary), options)

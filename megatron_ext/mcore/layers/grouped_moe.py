@@ -23,7 +23,7 @@ from megatron_ext.mcore.layers.mlp import activate_in_place
 from megatron_ext.mcore.layers.token_dispatch import is_alone
 from megatron_ext.ops import experts as operators
 from megatron_ext.ops import triton
-from megatron_ext.ops.experts.reference import Function, Scores
+from megatron_ext.ops.experts import Function, Scores
 from megatron_ext.runner.step_routing import is_routing_recorded
 
 if TYPE_CHECKING:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.activation import reference, triton
-from megatron_ext.ops.backends import Backends
+from megatron_ext.ops import triton
+from megatron_ext.ops.backends import Operator
 
-ACTIVATION = Backends("activation", triton.BACKEND, reference.BACKEND)
+ACTIVATION = Operator("activation", triton.backend(__name__))
 
 
+@ACTIVATION
 def squared_relu_(x: Tensor) -> Tensor:
     """Compute relu(x)^2 in place on x [..., f]. Not differentiable."""
-    return ACTIVATION.compute(x, lambda backend: backend.squared_relu(x))
+    return x.relu_().square_()
 
 
+@ACTIVATION
 def gated_silu(inner: Tensor, factor: float = 1.0) -> Tensor:
     """Return SiLU(factor * gate) * up, [..., f], for [..., 2 f] with the gates first. Not differentiable."""
-    return ACTIVATION.compute(inner, lambda backend: backend.gated_silu(inner, factor))
-
-
-__all__ = ["ACTIVATION", "gated_silu", "squared_relu_"]
+    gate, up = inner.chunk(2, dim=-1)
+    return F.silu(gate if factor == 1.0 else gate * factor).mul_(up)

@@ -1,13 +1,17 @@
 """MLP activations on a CUDA device: computed in fp32 and rounded once; NaNs are kept."""
 
-import triton.language as tl
+from __future__ import annotations
 
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext.ops.backends import NoKernelError
 from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
 
 TYPES = [{"T": name} for name in FLOATS]
 
 
-@kernel(pointers={"T": "x"}, strides="width", types=TYPES, configs=[config(BLOCK=1024)])
+@kernel(pointers={"T": "x"}, types=TYPES, configs=[config(BLOCK=1024)])
 def relu_squared(x, width, BLOCK: tl.constexpr):
     """Compute relu(x)^2 in place; the grid is (rows, blocks of a row)."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -17,7 +21,7 @@ def relu_squared(x, width, BLOCK: tl.constexpr):
     tl.store(place, (values * values).to(x.dtype.element_ty), mask=is_column)
 
 
-@kernel(pointers={"T": "inner y"}, strides="width", scalars="factor", types=TYPES, configs=[config(BLOCK=1024)])
+@kernel(pointers={"T": "inner y"}, scalars="factor", types=TYPES, configs=[config(BLOCK=1024)])
 def silu_times(inner, y, width, factor, BLOCK: tl.constexpr):
     """Compute SiLU(factor * gate) * up of rows [gates | ups] of 2 * width; the grid is (rows, blocks of a row of y)."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -25,3 +29,26 @@ def silu_times(inner, y, width, factor, BLOCK: tl.constexpr):
     gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32) * factor
     up = tl.load(source + width, mask=is_column, other=0.0).to(tl.float32)
     tl.store(y + row * width + column, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=is_column)
+
+
+def _require(x: Tensor) -> None:
+    """Raise `NoKernelError` unless a kernel supports this input."""
+    if not x.is_contiguous():
+        raise NoKernelError("activations have no kernel for tensors that are not contiguous")
+    relu_squared.require(T=x.dtype)
+
+
+def launch_squared_relu_(x: Tensor) -> Tensor:
+    _require(x)
+    (config,), width = relu_squared.configs, x.shape[-1]
+    relu_squared.launch((x.numel() // width, -(-width // config["BLOCK"])), config, x=x, width=width)
+    return x
+
+
+def launch_gated_silu(inner: Tensor, factor: float = 1.0) -> Tensor:
+    _require(inner)
+    (config,), width = silu_times.configs, inner.shape[-1] // 2
+    y = inner.new_empty(*inner.shape[:-1], width)
+    grid = y.numel() // width, -(-width // config["BLOCK"])
+    silu_times.launch(grid, config, inner=inner, y=y, width=width, factor=factor)
+    return y

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.causal_conv1d import mamba_ssm, reference, triton
+from megatron_ext.ops import triton
+from megatron_ext.ops.causal_conv1d import reference
+from megatron_ext.ops.mamba_ssm import conv_decode, library_backend
 from megatron_ext.ops.recurrence import Recurrence, cpp_backend
 
-CAUSAL_CONV1D = Recurrence(
-    "causal_conv1d",
-    cpp_backend(reference.BACKEND, "conv"),
-    triton.BACKEND,
-    mamba_ssm.BACKEND,
-    reference.BACKEND,
-)
-PLAIN_CONV1D = Recurrence("plain_conv1d", triton.PLAIN_BACKEND, mamba_ssm.PLAIN_BACKEND, reference.PLAIN_BACKEND)
-
-__all__ = ["CAUSAL_CONV1D", "PLAIN_CONV1D"]
+_REFERENCE = reference.causal_conv1d, reference.causal_conv1d_step
+_TRITON = triton.backend(__name__)
+_LIBRARY = library_backend(_TRITON, conv_decode)
+CAUSAL_CONV1D = Recurrence("causal_conv1d", *_REFERENCE, cpp_backend("conv"), _TRITON, _LIBRARY)
+PLAIN_CONV1D = Recurrence("plain_conv1d", *_REFERENCE, _TRITON, _LIBRARY, activate=False)

@@ -27,7 +27,7 @@ struct Convolution {
   const float* weight;  // [K, Cn], or [Cn, K] for `step`
   const float* bias;    // null: none
 
-  Convolution(const at::Tensor& w, const std::optional<at::Tensor>& b, bool by_channel)
+  Convolution(In w, MaybeIn b, bool by_channel)
       : channels(w.size(0)), window(w.size(1)), held_weight(by_channel ? w : w.t()), held_bias(b),
         weight(held_weight.data()), bias(held_bias.data()) {
     TORCH_CHECK(!b || (b->dim() == 1 && b->size(0) == channels), "bias is [Cn]");
@@ -108,10 +108,8 @@ std::vector<Piece> cut(const Prefill& prefill) {
   return pieces;
 }
 
-at::Tensor prefill(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                   const at::Tensor& starts, const at::Tensor& slots, const at::Tensor& has_initial, at::Tensor live,
-                   const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
-                   const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
+at::Tensor prefill(In x, In weight, MaybeIn bias, In starts, In slots, In has_initial, at::Tensor live,
+                   MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens, MaybeIn snapshots) {
   const Convolution convolution(weight, bias, false);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
                           {convolution.channels, convolution.window - 1});
@@ -136,8 +134,7 @@ at::Tensor prefill(const at::Tensor& x, const at::Tensor& weight, const std::opt
   return as_type(y, x.scalar_type());
 }
 
-at::Tensor decode(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                  const std::optional<at::Tensor>& slots, int64_t first_slot, at::Tensor live) {
+at::Tensor decode(In x, In weight, MaybeIn bias, MaybeIn slots, int64_t first_slot, at::Tensor live) {
   const Convolution convolution(weight, bias, true);
   const Rows wide(x);
   TORCH_CHECK(x.dim() == 2 && x.size(1) == convolution.channels, "x is [T, Cn]");
@@ -163,12 +160,9 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
       "conv_prefill(Tensor x, Tensor weight, Tensor? bias, Tensor starts, Tensor slots, Tensor has_initial, "
       "Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, Tensor? kept_tokens, Tensor(b!)? snapshots) "
-      "-> Tensor");
+      "-> Tensor",
+      torch::dispatch(c10::kCPU, &megatron_ext::causal_conv1d::prefill));
   library.def(
-      "conv_decode(Tensor x, Tensor weight, Tensor? bias, Tensor? slots, int first_slot, Tensor(a!) live) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("conv_prefill", &megatron_ext::causal_conv1d::prefill);
-  library.impl("conv_decode", &megatron_ext::causal_conv1d::decode);
+      "conv_decode(Tensor x, Tensor weight, Tensor? bias, Tensor? slots, int first_slot, Tensor(a!) live) -> Tensor",
+      torch::dispatch(c10::kCPU, &megatron_ext::causal_conv1d::decode));
 }

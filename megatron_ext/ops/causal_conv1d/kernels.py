@@ -4,17 +4,22 @@ A token's sum starts with the bias and runs from the oldest input to its own, wh
 neither on where a sequence is cut nor on what else the step computes.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.backends import NoKernelError
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
+from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, STATE_TYPES, Argument, Kernel, config, kernel
+from megatron_ext.ops.triton.launching import decode_arguments, prefill_arguments, require_states, rowed
 
 WINDOWS = (2, 3, 4)
 
 
 @kernel(
     pointers={"T": "x weight bias y", "S": "live", "i64": "seq_idx cu_seqlens slots", "i1": "has_initial"},
-    strides="x_row live_row channels",
     counts="rows sequences has_bias activate",
     types=STATE_TYPES,
     configs=[config(registers=MAX_REGISTERS, WINDOW=window, ROWS=8, CHANNELS=128) for window in WINDOWS],
@@ -71,7 +76,6 @@ def _last_inputs(x, state, x_row, channel, begin, after, has_state, is_place, WI
         "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
         "i1": "has_initial",
     },
-    strides="x_row live_row snapshot_row channels",
     counts="kept",
     types=STATE_TYPES,
     configs=[
@@ -112,7 +116,6 @@ def conv_states(
 
 @kernel(
     pointers={"T": "x weight bias y", "S": "live", "i64": "slots"},
-    strides="x_row live_row channels",
     counts="has_bias activate",
     types=STATE_TYPES,
     configs=[
@@ -151,3 +154,51 @@ def conv_decode(
         moved = tl.where((column == WINDOW - 2)[None, :], own[:, None], moved)
         tl.debug_barrier()  # read all columns before writing one
         tl.store(place, moved.to(live.dtype.element_ty), mask=is_place)
+
+
+def _arguments(x: Tensor, weight: Tensor, bias: Tensor | None, live: Tensor, activate: bool) -> dict[str, Argument]:
+    """Return the arguments of the inputs; the stand-in for a missing bias is not read.
+
+    Raises:
+        NoKernelError: There is no kernel for them.
+    """
+    window, weight = weight.shape[1], weight.contiguous()
+    if window not in WINDOWS:
+        raise NoKernelError(f"the convolution has no kernel for a window of {window}, only for {WINDOWS}")
+    require_states(conv_prefill, live, x, weight, bias)
+    return rowed(x=x) | {
+        "weight": weight,
+        "bias": weight if bias is None else bias.contiguous(),
+        "has_bias": int(bias is not None),
+        "activate": int(activate),
+        "rows": x.shape[0],
+        "channels": x.shape[1],
+    }
+
+
+def _launch(kernel: Kernel, count: int, given: dict[str, Argument], weight: Tensor, unit: str = "") -> None:
+    """Launch for `count` rows or sequences, in blocks of the constant `unit` if it is given."""
+    config = next(one for one in kernel.configs if one["WINDOW"] == weight.shape[1])
+    blocks = -(-weight.shape[0] // config["CHANNELS"])
+    kernel.launch_with((-(-count // config[unit]) if unit else count, blocks), config, given)
+
+
+def launch_prefill(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: PrefillStates, *, activate: bool = True
+) -> Tensor:
+    given = _arguments(x, weight, bias, states.live, activate) | prefill_arguments(states)
+    sequences = states.slots.live.numel()
+    y = x.new_empty(x.shape)
+    given |= {"y": y, "seq_idx": states.chunks.sequences.seq_idx, "sequences": sequences}
+    _launch(conv_prefill, x.shape[0], given, weight, "ROWS")
+    _launch(conv_states, sequences, given, weight)
+    return y
+
+
+def launch_decode(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: DecodeStates, *, activate: bool = True
+) -> Tensor:
+    y = x.new_empty(x.shape)
+    given = _arguments(x, weight, bias, states.live, activate) | decode_arguments(states, x) | {"y": y}
+    _launch(conv_decode, x.shape[0], given, weight)
+    return y

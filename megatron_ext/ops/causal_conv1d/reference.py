@@ -10,14 +10,11 @@ Letters: T tokens, Cn channels, K window, S sequences, R requests.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
-from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
+from megatron_ext.ops.recurrence import ScanOutput
 from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
 
@@ -145,12 +142,3 @@ def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     for k in range(1, window):
         y.addcmul_(extended[k : k + num_outputs], weight[:, k])
     return y
-
-
-BACKEND = RecurrenceBackend("reference", anything, causal_conv1d, causal_conv1d_step)
-PLAIN_BACKEND = RecurrenceBackend(
-    "reference",
-    anything,
-    functools.partial(causal_conv1d, activate=False),
-    functools.partial(causal_conv1d_step, activate=False),
-)

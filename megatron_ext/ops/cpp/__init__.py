@@ -18,8 +18,6 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops.cpp.library_build import BuildError, compiler, open_library
-from megatron_ext.ops.state_slots import StateSlots
-from megatron_ext.ops.varlen import PackedChunks
 
 SWITCH = "MEGATRON_EXT_CPP"
 """Environment variable: "auto" (default; without a library the reference computes), "off", or "required"."""
@@ -27,7 +25,6 @@ NAME = "cpp"
 """Name of the backends that use these kernels."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Supported types of inputs and states; sums are in fp32."""
-PrefillPlaces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _LOCK = threading.RLock()
 
 
@@ -125,19 +122,3 @@ def move_to_large_pages(weight: Tensor) -> int:
         Bytes that the system was asked for: all of the weight but parts of pages at its ends.
     """
     return int(kernels().move_to_large_pages(weight)) if are_used() else 0
-
-
-def prefill_places(chunks: PackedChunks, slots: StateSlots, live: Tensor, snapshots: Tensor | None) -> PrefillPlaces:
-    """Return the members of `Prefill` in `prefill.h`: sequence starts, state slots, and the states to keep."""
-    starts, kept = chunks.sequences.cu_seqlens, slots.snapshots
-    if kept is None:
-        return starts, slots.live, slots.has_initial_state, live, None, None, None, None
-    return starts, slots.live, slots.has_initial_state, live, kept.slots, kept.sequences, kept.tokens, snapshots
-
-
-def decode_places(slots: Tensor | slice) -> tuple[Tensor | None, int]:
-    """Return the slots [R] and 0, or None and the first slot if they are consecutive."""
-    if isinstance(slots, slice):
-        assert slots.step in (None, 1), "slots are consecutive"
-        return None, slots.start or 0
-    return slots, 0

@@ -38,9 +38,5 @@ at::Tensor exp_of(const at::Tensor& x) {
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def("vectors() -> str", &megatron_ext::about::vectors);
   library.def("threads() -> int", &megatron_ext::about::threads);
-  library.def("exp(Tensor x) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("exp", &megatron_ext::about::exp_of);
+  library.def("exp(Tensor x) -> Tensor", torch::dispatch(c10::kCPU, &megatron_ext::about::exp_of));
 }

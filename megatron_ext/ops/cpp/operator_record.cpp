@@ -69,6 +69,12 @@ at::DataPtr memory_of(const at::Tensor& made) {
   return copy;
 }
 
+// A storage of so many bytes.
+c10::Storage storage_with(size_t bytes, at::DataPtr memory) {
+  const c10::StorageImpl::use_byte_size_t tag;
+  return c10::make_intrusive<c10::StorageImpl>(tag, bytes, std::move(memory), nullptr, false);
+}
+
 // The bytes of a Python number's tensor, as text; `item` would be an operator call.
 std::string number_in(const at::Tensor& t) {
   std::ostringstream text;
@@ -86,14 +92,37 @@ void for_tensors(const IValue& value, const F& f) {
   }
 }
 
+bool indexes_by_mask(const std::vector<IValue>& arguments) {
+  bool found = false;
+  for (const IValue& one : arguments) {
+    if (!one.isList()) continue;
+    for_tensors(one, [&](const at::Tensor& t) {
+      found |= t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
+    });
+  }
+  return found;
+}
+
 class Record : public torch::CustomClassHolder {
  public:
   ~Record() override {
     stop();
   }
 
-  void start();
-  void stop();
+  void start() {
+    TORCH_CHECK(handle_ == 0 && calls_.empty(), "a record is made once");
+    outer_ = std::exchange(observing, this);
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&on_enter, &on_leave)
+                                             .needsInputs(true)
+                                             .needsOutputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}));
+  }
+
+  void stop() {
+    if (handle_ == 0) return;
+    at::removeCallback(std::exchange(handle_, 0));
+    observing = outer_;
+  }
 
   // Ends the observation. `output` is what `replay` returns: a tensor that the calls made.
   void finish(const at::Tensor& output) {
@@ -121,17 +150,170 @@ class Record : public torch::CustomClassHolder {
                        [](const Base& base) { return storage_of(base.tensor) == base.storage; });
   }
 
-  at::Tensor replay();
-
-  void enter(const at::RecordFunction& function);
-  void leave(const at::RecordFunction& function);
+  at::Tensor replay() {
+    TORCH_CHECK(output_.defined() && handle_ == 0, "no complete record");
+    torch::jit::Stack stack;
+    for (const Call& call : calls_) {
+      stack.assign(call.arguments.begin(), call.arguments.end());
+      call.op.callBoxed(stack);
+      for (const Output& output : call.outputs) {
+        const at::Tensor& made = stack[output.place].toTensor();
+        TORCH_CHECK(is_alike(made, output.tensor), c10::toString(call.op.operator_name()),
+                    ": another shape than recorded");
+        storage_of(output.tensor)->set_data_ptr_noswap(memory_of(made));
+      }
+      for (size_t number : call.last_uses)
+        storages_[number].unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr(nullptr, at::kCPU));
+    }
+    auto* kept = storage_of(output_);
+    c10::Storage storage = storage_with(kept->nbytes(), std::move(kept->_mutable_data_ptr_no_checks()));
+    kept->set_data_ptr_noswap(at::DataPtr(nullptr, at::kCPU));
+    auto result = output_.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+    result->set_storage_keep_dtype(std::move(storage));
+    return at::Tensor(std::move(result));
+  }
 
  private:
-  void note(const c10::OperatorHandle& op, std::vector<IValue> arguments, const std::vector<IValue>& results);
-  void close(const at::Tensor& output);
-  IValue own(const IValue& value);
-  at::Tensor own(const at::Tensor& t);
-  void describe(const IValue& value);
+  static std::unique_ptr<at::ObserverContext> on_enter(const at::RecordFunction& function) {
+    if (observing != nullptr) observing->enter(function);
+    return nullptr;
+  }
+
+  static void on_leave(const at::RecordFunction& function, at::ObserverContext*) {
+    if (observing != nullptr) observing->leave(function);
+  }
+
+  void enter(const at::RecordFunction& function) {
+    if (!function.operator_name() || depth_++ > 0) return;
+    const auto inputs = function.inputs();
+    arguments_.assign(inputs.begin(), inputs.end());
+  }
+
+  void leave(const at::RecordFunction& function) {
+    const auto name = function.operator_name();
+    if (!name || --depth_ > 0 || !problem_.empty()) return;
+    const auto op = c10::Dispatcher::singleton().findSchema(*name);
+    if (!op) return refuse(c10::toString(*name) + " is not registered");
+    note(*op, std::move(arguments_), function.outputs());
+    arguments_.clear();
+  }
+
+  void note(const c10::OperatorHandle& op, std::vector<IValue> arguments, const std::vector<IValue>& results) {
+    const std::string name = c10::toString(op.operator_name());
+    const auto& schema = op.schema();
+    if (arguments.size() != schema.arguments().size() || results.size() != schema.returns().size())
+      return refuse(name);  // not all of the call was observed
+    const bool indexes = op.operator_name().name == "aten::index";
+    if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::inplace_view) ||
+        (indexes ? indexes_by_mask(arguments) : op.hasTag(at::Tag::dynamic_output_shape)))
+      return refuse(name);
+    std::vector<c10::StorageImpl*> given;
+    bool has_tensors = false;
+    for (const IValue& one : arguments)
+      for_tensors(one, [&](const at::Tensor& t) {
+        has_tensors = true;
+        if (t.has_storage()) given.push_back(storage_of(t));
+      });
+    const auto has_tensor = [](const IValue& one) { return one.isTensor() || one.isTensorList(); };
+    if (!has_tensors && !results.empty() && std::none_of(results.begin(), results.end(), has_tensor))
+      return;  // a function of numbers, which arguments of later calls show
+    Call call{op, {}, {}, {}};
+    bool is_view = op.operator_name().name.rfind("aten::", 0) == 0 && !schema.is_mutable() && !results.empty();
+    for (size_t i = 0; i < results.size(); ++i) {
+      const IValue& result = results[i];
+      observed_.push_back(result);
+      const auto is_given = [&](const at::Tensor& t) {
+        return t.has_storage() && std::find(given.begin(), given.end(), storage_of(t)) != given.end();
+      };
+      if (result.isTensorList()) {
+        for_tensors(result, [&](const at::Tensor& t) { is_view &= is_given(t); });
+        if (!is_view) return refuse(name);
+        continue;
+      }
+      if (!result.isTensor() || !result.toTensor().has_storage()) return refuse(name);
+      const at::Tensor& t = result.toTensor();
+      if (is_given(t)) continue;
+      is_view = false;
+      if (number_of(t)) return refuse(name);
+      numbers_.emplace(storage_of(t), storages_.size());
+      storages_.push_back(storage_with(t.storage().nbytes(), at::DataPtr(nullptr, t.device())));
+      call.outputs.push_back({i, own(t)});
+    }
+    for (const IValue& one : arguments) observed_.push_back(one);
+    if (is_view) {
+      for (const IValue& one : arguments)
+        for_tensors(one, [&](const at::Tensor& t) {
+          if (t.has_storage() && !number_of(t)) bases_.push_back({t, storage_of(t)});
+        });
+      return;
+    }
+    signature_ << name << '(';
+    for (const IValue& one : arguments) {
+      describe(one);
+      call.arguments.push_back(own(one));
+    }
+    signature_ << ")\n";
+    calls_.push_back(std::move(call));
+  }
+
+  void describe(const IValue& value) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      const at::Tensor& t = value.toTensor();
+      const auto number = number_of(t);
+      if (number)
+        signature_ << '%' << *number;
+      else if (t.unsafeGetTensorImpl()->is_wrapped_number())  // a Python number; its tensor is made in each call
+        signature_ << number_in(t);
+      else
+        signature_ << '@' << (t.has_storage() ? t.storage().data() : static_cast<const void*>(t.unsafeGetTensorImpl()));
+      signature_ << geometry_of(t) << ", ";
+    } else if (value.isList()) {
+      signature_ << '[';
+      for (const IValue& one : value.toListRef()) describe(one);
+      signature_ << "], ";
+    } else {
+      signature_ << value << ", ";
+    }
+  }
+
+  at::Tensor own(const at::Tensor& t) {
+    const auto number = t.defined() ? number_of(t) : std::nullopt;
+    if (!number) return t;
+    const auto found = own_.find(t.unsafeGetTensorImpl());
+    if (found != own_.end()) return found->second;
+    auto copy = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+    copy->set_storage_keep_dtype(storages_[*number]);
+    return own_.emplace(t.unsafeGetTensorImpl(), at::Tensor(std::move(copy))).first->second;
+  }
+
+  IValue own(const IValue& value) {
+    if (value.isTensor()) return own(value.toTensor());
+    bool has_made = false;
+    for_tensors(value, [&](const at::Tensor& t) { has_made |= number_of(t).has_value(); });
+    if (!has_made) return value;
+    auto list = c10::impl::GenericList(value.toList().elementType());
+    for (const IValue& one : value.toListRef()) list.push_back(own(one));
+    return list;
+  }
+
+  void close(const at::Tensor& output) {
+    if (!output.has_storage() || !number_of(output)) return refuse("the result is not made by an operator");
+    output_ = own(output);
+    std::vector<bool> is_used(storages_.size(), false);
+    is_used[*number_of(output)] = true;
+    std::unordered_map<c10::StorageImpl*, size_t> numbers;
+    for (size_t i = 0; i < storages_.size(); ++i) numbers.emplace(storages_[i].unsafeGetStorageImpl(), i);
+    for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
+      const auto use = [&](const at::Tensor& t) {
+        const auto found = t.has_storage() ? numbers.find(storage_of(t)) : numbers.end();
+        if (found == numbers.end() || is_used[found->second]) return;
+        is_used[found->second] = true;
+        call->last_uses.push_back(found->second);
+      };
+      for (const IValue& one : call->arguments) for_tensors(one, use);
+      for (const Output& one : call->outputs) use(one.tensor);
+    }
+  }
 
   void refuse(const std::string& reason) {
     if (problem_.empty()) problem_ = reason;
@@ -143,6 +325,7 @@ class Record : public torch::CustomClassHolder {
   }
 
   // While observing.
+  static thread_local Record* observing;
   at::CallbackHandle handle_ = 0;
   Record* outer_ = nullptr;
   int64_t depth_ = 0;
@@ -159,198 +342,7 @@ class Record : public torch::CustomClassHolder {
   at::Tensor output_;
 };
 
-thread_local Record* observing = nullptr;
-
-std::unique_ptr<at::ObserverContext> on_enter(const at::RecordFunction& function) {
-  if (observing != nullptr) observing->enter(function);
-  return nullptr;
-}
-
-void on_leave(const at::RecordFunction& function, at::ObserverContext*) {
-  if (observing != nullptr) observing->leave(function);
-}
-
-void Record::start() {
-  TORCH_CHECK(handle_ == 0 && calls_.empty(), "a record is made once");
-  outer_ = std::exchange(observing, this);
-  handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&on_enter, &on_leave)
-                                           .needsInputs(true)
-                                           .needsOutputs(true)
-                                           .scopes({at::RecordScope::FUNCTION}));
-}
-
-void Record::stop() {
-  if (handle_ == 0) return;
-  at::removeCallback(std::exchange(handle_, 0));
-  observing = outer_;
-}
-
-void Record::enter(const at::RecordFunction& function) {
-  if (!function.operator_name() || depth_++ > 0) return;
-  const auto inputs = function.inputs();
-  arguments_.assign(inputs.begin(), inputs.end());
-}
-
-void Record::leave(const at::RecordFunction& function) {
-  const auto name = function.operator_name();
-  if (!name || --depth_ > 0 || !problem_.empty()) return;
-  const auto op = c10::Dispatcher::singleton().findSchema(*name);
-  if (!op) return refuse(c10::toString(*name) + " is not registered");
-  note(*op, std::move(arguments_), function.outputs());
-  arguments_.clear();
-}
-
-bool indexes_by_mask(const std::vector<IValue>& arguments) {
-  bool found = false;
-  for (const IValue& one : arguments) {
-    if (!one.isList()) continue;
-    for_tensors(one, [&](const at::Tensor& t) { found |= t.scalar_type() == at::kBool || t.scalar_type() == at::kByte; });
-  }
-  return found;
-}
-
-void Record::note(const c10::OperatorHandle& op, std::vector<IValue> arguments, const std::vector<IValue>& results) {
-  const std::string name = c10::toString(op.operator_name());
-  const auto& schema = op.schema();
-  if (arguments.size() != schema.arguments().size() || results.size() != schema.returns().size())
-    return refuse(name);  // not all of the call was observed
-  const bool indexes = op.operator_name().name == "aten::index";
-  if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::inplace_view) ||
-      (indexes ? indexes_by_mask(arguments) : op.hasTag(at::Tag::dynamic_output_shape)))
-    return refuse(name);
-  std::vector<c10::StorageImpl*> given;
-  bool has_tensors = false;
-  for (const IValue& one : arguments)
-    for_tensors(one, [&](const at::Tensor& t) {
-      has_tensors = true;
-      if (t.has_storage()) given.push_back(storage_of(t));
-    });
-  const auto has_tensor = [](const IValue& one) { return one.isTensor() || one.isTensorList(); };
-  if (!has_tensors && !results.empty() && std::none_of(results.begin(), results.end(), has_tensor))
-    return;  // a function of numbers, which arguments of later calls show
-  Call call{op, {}, {}, {}};
-  bool is_view = op.operator_name().name.rfind("aten::", 0) == 0 && !schema.is_mutable() && !results.empty();
-  for (size_t i = 0; i < results.size(); ++i) {
-    const IValue& result = results[i];
-    observed_.push_back(result);
-    const auto is_given = [&](const at::Tensor& t) {
-      return t.has_storage() && std::find(given.begin(), given.end(), storage_of(t)) != given.end();
-    };
-    if (result.isTensorList()) {
-      for_tensors(result, [&](const at::Tensor& t) { is_view &= is_given(t); });
-      if (!is_view) return refuse(name);
-      continue;
-    }
-    if (!result.isTensor() || !result.toTensor().has_storage()) return refuse(name);
-    const at::Tensor& t = result.toTensor();
-    if (is_given(t)) continue;
-    is_view = false;
-    if (number_of(t)) return refuse(name);
-    numbers_.emplace(storage_of(t), storages_.size());
-    storages_.emplace_back(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
-                                                                 t.storage().nbytes(), at::DataPtr(nullptr, t.device()),
-                                                                 nullptr, false));
-    call.outputs.push_back({i, own(t)});
-  }
-  for (const IValue& one : arguments) observed_.push_back(one);
-  if (is_view) {
-    for (const IValue& one : arguments)
-      for_tensors(one, [&](const at::Tensor& t) {
-        if (t.has_storage() && !number_of(t)) bases_.push_back({t, storage_of(t)});
-      });
-    return;
-  }
-  signature_ << name << '(';
-  for (const IValue& one : arguments) {
-    describe(one);
-    call.arguments.push_back(own(one));
-  }
-  signature_ << ")\n";
-  calls_.push_back(std::move(call));
-}
-
-void Record::describe(const IValue& value) {
-  if (value.isTensor() && value.toTensor().defined()) {
-    const at::Tensor& t = value.toTensor();
-    const auto number = number_of(t);
-    if (number)
-      signature_ << '%' << *number;
-    else if (t.unsafeGetTensorImpl()->is_wrapped_number())  // a Python number; its tensor is made in each call
-      signature_ << number_in(t);
-    else
-      signature_ << '@' << (t.has_storage() ? t.storage().data() : static_cast<const void*>(t.unsafeGetTensorImpl()));
-    signature_ << geometry_of(t) << ", ";
-  } else if (value.isList()) {
-    signature_ << '[';
-    for (const IValue& one : value.toListRef()) describe(one);
-    signature_ << "], ";
-  } else {
-    signature_ << value << ", ";
-  }
-}
-
-at::Tensor Record::own(const at::Tensor& t) {
-  const auto number = t.defined() ? number_of(t) : std::nullopt;
-  if (!number) return t;
-  const auto found = own_.find(t.unsafeGetTensorImpl());
-  if (found != own_.end()) return found->second;
-  auto copy = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
-  copy->set_storage_keep_dtype(storages_[*number]);
-  return own_.emplace(t.unsafeGetTensorImpl(), at::Tensor(std::move(copy))).first->second;
-}
-
-IValue Record::own(const IValue& value) {
-  if (value.isTensor()) return own(value.toTensor());
-  bool has_made = false;
-  for_tensors(value, [&](const at::Tensor& t) { has_made |= number_of(t).has_value(); });
-  if (!has_made) return value;
-  auto list = c10::impl::GenericList(value.toList().elementType());
-  for (const IValue& one : value.toListRef()) list.push_back(own(one));
-  return list;
-}
-
-void Record::close(const at::Tensor& output) {
-  if (!output.has_storage() || !number_of(output)) return refuse("the result is not made by an operator");
-  output_ = own(output);
-  std::vector<bool> is_used(storages_.size(), false);
-  is_used[*number_of(output)] = true;
-  std::unordered_map<c10::StorageImpl*, size_t> numbers;
-  for (size_t i = 0; i < storages_.size(); ++i) numbers.emplace(storages_[i].unsafeGetStorageImpl(), i);
-  for (auto call = calls_.rbegin(); call != calls_.rend(); ++call) {
-    const auto use = [&](const at::Tensor& t) {
-      const auto found = t.has_storage() ? numbers.find(storage_of(t)) : numbers.end();
-      if (found == numbers.end() || is_used[found->second]) return;
-      is_used[found->second] = true;
-      call->last_uses.push_back(found->second);
-    };
-    for (const IValue& one : call->arguments) for_tensors(one, use);
-    for (const Output& one : call->outputs) use(one.tensor);
-  }
-}
-
-at::Tensor Record::replay() {
-  TORCH_CHECK(output_.defined() && handle_ == 0, "no complete record");
-  torch::jit::Stack stack;
-  for (const Call& call : calls_) {
-    stack.assign(call.arguments.begin(), call.arguments.end());
-    call.op.callBoxed(stack);
-    for (const Output& output : call.outputs) {
-      const at::Tensor& made = stack[output.place].toTensor();
-      TORCH_CHECK(is_alike(made, output.tensor), c10::toString(call.op.operator_name()), ": another shape than recorded");
-      storage_of(output.tensor)->set_data_ptr_noswap(memory_of(made));
-    }
-    for (size_t number : call.last_uses)
-      storages_[number].unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr(nullptr, at::kCPU));
-  }
-  auto* kept = storage_of(output_);
-  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), kept->nbytes(),
-                                                             std::move(kept->_mutable_data_ptr_no_checks()), nullptr,
-                                                             false));
-  kept->set_data_ptr_noswap(at::DataPtr(nullptr, at::kCPU));
-  auto result = output_.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
-  result->set_storage_keep_dtype(std::move(storage));
-  return at::Tensor(std::move(result));
-}
+thread_local Record* Record::observing = nullptr;
 
 }  // namespace megatron_ext::operator_record
 

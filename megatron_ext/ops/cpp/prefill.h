@@ -19,10 +19,8 @@ struct Stop {
 // The S sequences of a prefill, whose states have the shape `slot`. What is done for one of them reads no state of another.
 class Prefill {
  public:
-  Prefill(const at::Tensor& starts, const at::Tensor& slots, const at::Tensor& has_initial, const at::Tensor& live,
-          const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
-          const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots,
-          at::IntArrayRef slot)
+  Prefill(In starts, In slots, In has_initial, In live, MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens,
+          MaybeIn snapshots, at::IntArrayRef slot)
       : starts_(starts),
         slots_(slots),
         has_initial_(has_initial.contiguous()),

@@ -10,6 +10,10 @@
 
 namespace megatron_ext {
 
+// What functions that Python calls are given.
+using In = const at::Tensor&;
+using MaybeIn = const std::optional<at::Tensor>&;
+
 // The very tensor where it is of this type already; asked here, since `to` costs a call of the dispatcher.
 inline at::Tensor as_type(const at::Tensor& t, at::ScalarType type) {
   return t.scalar_type() == type ? t : t.to(type);

@@ -4,9 +4,16 @@ Letters: T tokens, E experts, k experts of a token, h channels. Everything but s
 so a token's result does not depend on the others.
 """
 
-import triton.language as tl
+from __future__ import annotations
 
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext.ops.backends import NoKernelError
+from megatron_ext.ops.experts import Scores, SortedTokens
 from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.launching import rowed, rows_of
 
 LOWEST = tl.constexpr(-3.0e38)
 SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL, SIGMOID = (tl.constexpr(number) for number in range(3))  # see `reference.Function`
@@ -15,7 +22,6 @@ TYPES = [{"T": name} for name in FLOATS]
 
 @kernel(
     pointers={"T": "logits", "fp32": "bias weights", "i32": "ids"},
-    strides="logits_row",
     counts="experts chosen function has_bias",
     scalars="factor",
     types=TYPES,
@@ -87,7 +93,6 @@ def sort_by_expert(ids, tokens, places, offsets, pairs, chosen, BLOCK: tl.conste
 
 @kernel(
     pointers={"T": "rows other y", "fp32": "weights", "i32": "places"},
-    strides="channels other_row",
     counts="chosen has_other",
     types=TYPES,
     configs=[config(CHOSEN=chosen, BLOCK=block) for chosen, block in ((8, 512), (32, 128))],
@@ -107,3 +112,70 @@ def combine(
     own = tl.load(other + row * other_row + channel, mask=is_channel & (has_other != 0), other=0.0).to(tl.float32)
     total = tl.sum(part * weight[:, None], 0) + own
     tl.store(y + row * channels + channel, total.to(y.dtype.element_ty), mask=is_channel)
+
+
+def _require(experts: int, chosen: int) -> None:
+    """Raise `NoKernelError` unless a kernel chooses `chosen` of `experts` experts."""
+    largest = choose_experts.configs[-1]
+    most, of = largest["CHOSEN"], largest["BLOCK"]
+    if experts > of or chosen > most:
+        raise NoKernelError(f"no kernel chooses {chosen} of {experts} experts, only {most} of {of}")
+
+
+def launch_choose_experts(logits: Tensor, bias: Tensor | None, chosen: int, scores: Scores) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits.shape
+    _require(experts, chosen)
+    choose_experts.require(T=logits.dtype)
+    ids = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, chosen, dtype=torch.float32, device=logits.device)
+    choose_experts.launch(
+        (tokens,),
+        choose_experts.config_for(logits.dtype, BLOCK=experts),
+        **rowed(logits=logits),
+        bias=weights if bias is None else bias.float().contiguous(),  # the stand-in for None is not read
+        ids=ids,
+        weights=weights,
+        experts=experts,
+        chosen=chosen,
+        function=scores.function.value,
+        has_bias=int(bias is not None),
+        factor=scores.factor,
+    )
+    return ids, weights
+
+
+def launch_sort_by_expert(ids: Tensor, experts: int) -> SortedTokens:
+    (config,), ids = sort_by_expert.configs, ids.contiguous()
+    tokens, places = torch.empty_like(ids).flatten(), torch.empty_like(ids)
+    ends = torch.empty(experts, dtype=torch.int32, device=ids.device)
+    sort_by_expert.launch(
+        (experts,),
+        config,
+        ids=ids,
+        tokens=tokens,
+        places=places,
+        offsets=ends,
+        pairs=ids.numel(),
+        chosen=ids.shape[1],
+    )
+    return SortedTokens(tokens, places, ends)
+
+
+def launch_combine(rows: Tensor, places: Tensor, weights: Tensor, other: Tensor | None) -> Tensor:
+    (tokens, chosen), channels = places.shape, rows.shape[1]
+    _require(0, chosen)
+    combine.require(T=rows.dtype)
+    config, y = combine.config_for(rows.dtype, CHOSEN=chosen), rows.new_empty(tokens, channels)
+    combine.launch(
+        (tokens, -(-channels // config["BLOCK"])),
+        config,
+        rows=rows_of(rows),
+        **rowed(other=y if other is None else other),  # the stand-in for None is not read
+        places=places,
+        weights=weights,
+        y=y,
+        channels=channels,
+        chosen=chosen,
+        has_other=int(other is not None),
+    )
+    return y

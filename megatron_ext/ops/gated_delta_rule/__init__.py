@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.gated_delta_rule import reference, triton
+from megatron_ext.ops import triton
+from megatron_ext.ops.gated_delta_rule.reference import gated_delta_scan, gated_delta_step
 from megatron_ext.ops.recurrence import Recurrence, cpp_backend
 
 GATED_DELTA_RULE = Recurrence(
     "gated_delta_rule",
-    cpp_backend(reference.BACKEND, "gated_delta", normalize=False),
-    triton.BACKEND,
-    reference.BACKEND,
+    gated_delta_scan,
+    gated_delta_step,
+    cpp_backend("gated_delta", normalize=False),
+    triton.backend(__name__),
 )
-
-__all__ = ["GATED_DELTA_RULE"]

@@ -24,8 +24,7 @@ struct Inputs {
   int64_t groups, heads, keys, values;
   std::vector<float> scale_q, scale_k;  // [T, G], what queries and keys are to be multiplied with
 
-  Inputs(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_, const at::Tensor& g_,
-         const at::Tensor& beta_, bool normalize)
+  Inputs(In q_, In k_, In v_, In g_, In beta_, bool normalize)
       : q(q_), k(k_), v(v_), g(g_), beta(beta_), groups(k_.size(1)), heads(v_.size(1)),
         keys(k_.size(2)), values(v_.size(2)), scale_q(k_.size(0) * groups), scale_k(k_.size(0) * groups) {
     TORCH_CHECK(k_.dim() == 3 && q_.sizes() == k_.sizes() && v_.dim() == 3, "q and k are [T, G, K], v is [T, H, V]");
@@ -131,11 +130,8 @@ struct Block {
   }
 };
 
-at::Tensor prefill(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
-                   const at::Tensor& beta, bool normalize, const at::Tensor& starts, const at::Tensor& slots,
-                   const at::Tensor& has_initial, at::Tensor live, const std::optional<at::Tensor>& kept_slots,
-                   const std::optional<at::Tensor>& kept_sequences, const std::optional<at::Tensor>& kept_tokens,
-                   const std::optional<at::Tensor>& snapshots) {
+at::Tensor prefill(In q, In k, In v, In g, In beta, bool normalize, In starts, In slots, In has_initial,
+                   at::Tensor live, MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens, MaybeIn snapshots) {
   const Inputs in(q, k, v, g, beta, normalize);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
                           {in.heads, in.keys, in.values});
@@ -159,8 +155,7 @@ at::Tensor prefill(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   return as_type(y, v.scalar_type());
 }
 
-at::Tensor decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
-                  const at::Tensor& beta, bool normalize, const std::optional<at::Tensor>& slots, int64_t first_slot,
+at::Tensor decode(In q, In k, In v, In g, In beta, bool normalize, MaybeIn slots, int64_t first_slot,
                   at::Tensor live) {
   const Inputs in(q, k, v, g, beta, normalize);
   const Pool pool(live, {in.heads, in.keys, in.values});
@@ -188,13 +183,10 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
       "gated_delta_prefill(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool normalize, Tensor starts, "
       "Tensor slots, Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, "
-      "Tensor? kept_tokens, Tensor(b!)? snapshots) -> Tensor");
+      "Tensor? kept_tokens, Tensor(b!)? snapshots) -> Tensor",
+      torch::dispatch(c10::kCPU, &megatron_ext::gated_delta_rule::prefill));
   library.def(
       "gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool normalize, Tensor? slots, "
-      "int first_slot, Tensor(a!) live) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("gated_delta_prefill", &megatron_ext::gated_delta_rule::prefill);
-  library.impl("gated_delta_decode", &megatron_ext::gated_delta_rule::decode);
+      "int first_slot, Tensor(a!) live) -> Tensor",
+      torch::dispatch(c10::kCPU, &megatron_ext::gated_delta_rule::decode));
 }

@@ -16,11 +16,18 @@ outputs have at least tf32 precision.
 Data of the next tile that the state update needs are loaded while the current tile is computed.
 """
 
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from megatron_ext.ops.backends import NoKernelError
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
+from megatron_ext.ops.triton import launching
 from megatron_ext.ops.triton.device import find_piece, next_kept, product, store_kept
-from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, Argument, config, kernel
 
 MAX_ODD_KEYS = 64  # for more keys, loading elements one by one takes too many registers
 TILES = dict(zip(FLOATS, (16, 32, 32), strict=True))  # tokens; full fp32 products leave no registers for more
@@ -113,7 +120,6 @@ def fading(elapsed, count, lengths, TILE: tl.constexpr):
 
 @kernel(
     pointers={"T": "q k", "fp32": "g beta solved mixed key_lengths reads asks writes fades", "i64": "cu_seqlens"},
-    strides="q_row k_row g_row beta_row key_dim",
     counts="sequences heads heads_per_group normalize",
     scalars="scale",
     types=INPUTS,
@@ -214,7 +220,6 @@ def load_tile(
         "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
         "i1": "has_initial",
     },
-    strides="q_row k_row v_row g_row live_row snapshot_row key_dim value_dim",
     counts="kept heads heads_per_group",
     types=STATE_TYPES,
     configs=[
@@ -290,7 +295,6 @@ def delta_prefill(
 
 @kernel(
     pointers={"T": "q k v y", "fp32": "g beta", "S": "live", "i64": "slots"},
-    strides="q_row k_row v_row g_row beta_row live_row key_dim value_dim",
     counts="heads heads_per_group normalize",
     scalars="scale",
     types=STATE_TYPES,
@@ -330,3 +334,57 @@ def delta_decode(
         outputs = tl.sum(queries[:, None] * state, 0) * scale
         tl.store(target, outputs.to(y.dtype.element_ty), mask=is_value)
         tl.store(cell, state.to(live.dtype.element_ty), mask=is_state)
+
+
+SCALES = ("key_lengths", "reads", "asks", "writes", "fades")
+"""Results of `delta_tiles` for each token and head, [T, H] each."""
+
+
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, live: Tensor, normalize: bool
+) -> dict[str, Argument]:
+    """Return the kernels' arguments by parameter name.
+
+    Raises:
+        NoKernelError: There is no kernel for them.
+    """
+    (heads, value_dim), (groups, key_dim) = v.shape[1:], k.shape[1:]
+    launching.require_states(delta_prefill, live, q, v, K=key_dim)
+    if key_dim > MAX_ODD_KEYS and not launching.is_aligned(q, k, v):
+        raise NoKernelError(
+            f"the gated delta rule has no kernel for {key_dim} and {value_dim} channels, only for multiples of 16"
+        )
+    return launching.rowed(q=q, k=k, v=v, g=g.float(), beta=beta.float()) | {
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+        "heads": heads,
+        "heads_per_group": heads // groups,
+        "normalize": int(normalize),
+        "scale": key_dim**-0.5,
+    }
+
+
+def launch_prefill(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: PrefillStates, *, normalize: bool = False
+) -> Tensor:
+    arguments = _arguments(q, k, v, g, beta, states.live, normalize) | launching.prefill_arguments(states)
+    tiling, config = delta_tiles.config_for(q.dtype), delta_prefill.config_for(q.dtype, K=k.shape[2])
+    (tokens, heads, value_dim), sequences, tile = v.shape, states.slots.live.numel(), config["TILE"]
+    solved, mixed = torch.empty(2, tokens, heads, tile, dtype=torch.float32, device=v.device)
+    scales = torch.empty(len(SCALES), tokens, heads, dtype=torch.float32, device=v.device)
+    y = torch.zeros(v.shape, dtype=v.dtype, device=v.device)  # also rows after the last sequence
+    arguments |= {"y": y, "solved": solved, "mixed": mixed, "sequences": sequences}
+    arguments |= dict(zip(SCALES, scales, strict=True))
+    delta_tiles.launch_with((launching.tile_count(tokens, sequences, 1, tile), heads), tiling, arguments)
+    delta_prefill.launch_with((sequences, heads, -(-value_dim // config["V"])), config, arguments)
+    return y
+
+
+def launch_decode(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: DecodeStates, *, normalize: bool = False
+) -> Tensor:
+    arguments = _arguments(q, k, v, g, beta, states.live, normalize) | launching.decode_arguments(states, v)
+    y, (rows, heads, value_dim) = torch.empty(v.shape, dtype=v.dtype, device=v.device), v.shape
+    config = delta_decode.config_for(q.dtype, K=k.shape[2])
+    delta_decode.launch_with((rows, heads, -(-value_dim // config["V"])), config, arguments | {"y": y})
+    return y

@@ -21,7 +21,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
 from megatron_ext.ops.chunked import (
     collect,
     decay_between,
@@ -30,7 +29,7 @@ from megatron_ext.ops.chunked import (
     pad_to_chunks,
     pass_states,
 )
-from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
+from megatron_ext.ops.recurrence import ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
 
 NORM_EPSILON = 1e-6  # as in flash-linear-attention and transformers, which models were trained with
@@ -160,6 +159,3 @@ def _carry(
         initial_states = added.new_zeros(shape)
     before, after = pass_states(advance, (added, read, keys, decay), chunks, initial_states)
     return in_token_order(written, chunks), before, after
-
-
-BACKEND = RecurrenceBackend("reference", anything, gated_delta_scan, gated_delta_step)

@@ -3,27 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops import cpp
-from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.gated_norm import reference, triton
-from megatron_ext.ops.gated_norm.reference import GateBackend, NamedNorm, Order, RowNorm
+from megatron_ext.ops import cpp, triton
+from megatron_ext.ops.backends import FunctionBackend, Operator
+
+
+class Order(IntEnum):
+    """Position of a gate relative to a norm."""
+
+    NO_GATE = 0
+    GATE_FIRST = 1
+    NORM_FIRST = 2
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """Parameters of an RMS norm.
+
+    Attributes:
+        weight: Weight of each channel, or of the channels of one group for all groups; None for 1.
+        eps: Added to the mean square.
+        offset: Added to each weight.
+    """
+
+    weight: Tensor | None
+    eps: float
+    offset: float = 0.0
+
+
+class NamedNorm:
+    """Norm that exposes its parameters, so that a kernel can fuse it with other work."""
+
+    @property
+    def row_norm(self) -> RowNorm:
+        """Parameters of the norm over each row."""
+        raise NotImplementedError
 
 
 def _gated_norm_in_cpp(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
     return cpp.kernels().gated_norm(y, gate, weight, group_size, eps)
 
 
-GATED_NORM = Backends(
-    "gated_norm",
-    GateBackend(cpp.NAME, cpp.takes, _gated_norm_in_cpp, lambda y, gate: cpp.kernels().silu_gate(y, gate)),
-    triton.BACKEND,
-    reference.BACKEND,
-)
+def _silu_gate_in_cpp(y: Tensor, gate: Tensor) -> Tensor:
+    return cpp.kernels().silu_gate(y, gate)
 
 
+_IN_CPP: dict[str, Callable[..., Tensor]] = {"gated_norm": _gated_norm_in_cpp, "silu_gate": _silu_gate_in_cpp}
+GATED_NORM = Operator("gated_norm", FunctionBackend(cpp.NAME, cpp.takes, _IN_CPP.get), triton.backend(__name__))
+
+
+@GATED_NORM
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
     """RMS norm of y * SiLU(gate) (gate before norm), computed in fp32. Differentiable.
 
@@ -37,14 +71,18 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps:
     Returns:
         [T, Cn] in the gate's type.
     """
-    return GATED_NORM.compute(y, lambda backend: backend.norm(y, gate, weight, group_size=group_size, eps=eps))
+    gated = y.float() * F.silu(gate.float())
+    normed = F.rms_norm(gated.unflatten(-1, (-1, group_size)), (group_size,), eps=eps)
+    return (normed.flatten(-2) * weight.float()).to(gate.dtype)
 
 
+@GATED_NORM
 def silu_gate(y: Tensor, gate: Tensor) -> Tensor:
     """Return y * SiLU(gate), computed in fp32: [T, Cn] each, in the gate's type. Differentiable."""
-    return GATED_NORM.compute(y, lambda backend: backend.gate(y, gate))
+    return (y.float() * F.silu(gate.float())).to(gate.dtype)
 
 
+@GATED_NORM
 def norm_then_gate(
     y: Tensor, gate: Tensor, norm: RowNorm | None, plain: Callable[[Tensor], Tensor], *, group_size: int
 ) -> Tensor:
@@ -57,30 +95,19 @@ def norm_then_gate(
         plain: Computes the norm, [T, Cn] -> [T, Cn] of any type, for backends without it.
         group_size: Channels that are normalized together.
     """
-
-    def compute(backend: GateBackend) -> Tensor:
-        if norm is None or backend.norm_rows is None:
-            return backend.gate(plain(y), gate)
-        return backend.norm_rows(y, gate, norm, group_size=group_size, order=Order.NORM_FIRST)
-
-    return GATED_NORM.compute(y, compute)
+    return silu_gate(plain(y), gate)
 
 
+@GATED_NORM
 def rms_norm(x: Tensor, norm: RowNorm, plain: Callable[[Tensor], Tensor]) -> Tensor:
     """RMS norm over the last axis, in fp32, for norms that torch has no kernel for: [..., Cn] -> [..., Cn].
 
     `plain` computes the norm for backends without it.
     """
-
-    def compute(backend: GateBackend) -> Tensor:
-        if backend.norm_rows is None:
-            return plain(x)
-        rows, size = x.flatten(0, -2), x.shape[-1]
-        return backend.norm_rows(rows, None, norm, group_size=size, order=Order.NO_GATE).view(x.shape)
-
-    return GATED_NORM.compute(x, compute)
+    return plain(x)
 
 
+@GATED_NORM
 def add_and_norm(output: Tensor, residual: Tensor, norm: object, factor: float) -> tuple[Tensor, Tensor] | None:
     """Return residual + factor * output and its norm from one kernel; None if they must be computed separately.
 
@@ -90,22 +117,4 @@ def add_and_norm(output: Tensor, residual: Tensor, norm: object, factor: float) 
         norm: Module; only a `NamedNorm` can be fused.
         factor: Factor of the output.
     """
-
-    def compute(backend: GateBackend) -> tuple[Tensor, Tensor] | None:
-        if backend.add_norm is None or not isinstance(norm, NamedNorm):
-            return None
-        return backend.add_norm(output, residual, norm.row_norm, factor)
-
-    return GATED_NORM.compute(output, compute)
-
-
-__all__ = [
-    "GATED_NORM",
-    "NamedNorm",
-    "RowNorm",
-    "add_and_norm",
-    "gated_norm",
-    "norm_then_gate",
-    "rms_norm",
-    "silu_gate",
-]
+    return None

@@ -1,4 +1,4 @@
-// y * SiLU(gate), alone or with an RMS norm over groups of channels behind it; see reference.py.
+// y * SiLU(gate), alone or with an RMS norm over groups of channels behind it; see __init__.py.
 // T tokens, Cn channels.
 
 #include <ATen/ops/empty.h>
@@ -32,8 +32,7 @@ void norm_group(const float* y, const float* gate, const float* weight, float* o
   }
 }
 
-at::Tensor gated_norm(const at::Tensor& y, const at::Tensor& gate, const at::Tensor& weight, int64_t group_size,
-                      double eps) {
+at::Tensor gated_norm(In y, In gate, In weight, int64_t group_size, double eps) {
   const Rows values(y), gates(gate);
   const Dense weights(weight);
   TORCH_CHECK(y.dim() == 2 && gate.sizes() == y.sizes(), "y and gate are [T, Cn]");
@@ -50,7 +49,7 @@ at::Tensor gated_norm(const at::Tensor& y, const at::Tensor& gate, const at::Ten
   return as_type(out, gate.scalar_type());
 }
 
-at::Tensor silu_gate(const at::Tensor& y, const at::Tensor& gate) {
+at::Tensor silu_gate(In y, In gate) {
   const Rows values(y), gates(gate);
   TORCH_CHECK(y.dim() == 2 && gate.sizes() == y.sizes(), "y and gate are [T, Cn]");
   const int64_t channels = y.size(1);
@@ -71,11 +70,8 @@ at::Tensor silu_gate(const at::Tensor& y, const at::Tensor& gate) {
 }  // namespace megatron_ext::gates
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
-  library.def("gated_norm(Tensor y, Tensor gate, Tensor weight, int group_size, float eps) -> Tensor");
-  library.def("silu_gate(Tensor y, Tensor gate) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("gated_norm", &megatron_ext::gates::gated_norm);
-  library.impl("silu_gate", &megatron_ext::gates::silu_gate);
+  library.def("gated_norm(Tensor y, Tensor gate, Tensor weight, int group_size, float eps) -> Tensor",
+              torch::dispatch(c10::kCPU, &megatron_ext::gates::gated_norm));
+  library.def("silu_gate(Tensor y, Tensor gate) -> Tensor",
+              torch::dispatch(c10::kCPU, &megatron_ext::gates::silu_gate));
 }

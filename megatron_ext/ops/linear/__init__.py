@@ -24,8 +24,7 @@ from megatron_ext.ops.backends import Backends
 from megatron_ext.ops.linear import cpp, onednn, reference, table
 from megatron_ext.ops.linear.cpp import INT8
 from megatron_ext.ops.linear.packable import Packable, PackableLinear
-from megatron_ext.ops.linear.packed import PackedWeight
-from megatron_ext.ops.linear.reference import LinearBackend
+from megatron_ext.ops.linear.reference import LinearBackend, PackedWeight
 
 LINEAR = Backends("linear", onednn.BACKEND, cpp.BACKEND, reference.BACKEND)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp
+from megatron_ext.ops.backends import never
 from megatron_ext.ops.linear import table
 from megatron_ext.ops.linear.reference import LinearBackend
 
@@ -44,58 +45,55 @@ class PanelWeight:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._panels = panels_of(weight.detach())
-        cpp.move_to_large_pages(self._panels)
         self._outputs = weight.shape[0]
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._panels, self._scales = self._packed(weight.detach())
+        cpp.move_to_large_pages(self._panels)
         self._product = cpp.kernels().linear
+
+    def _packed(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the weight in panels, and their scales if they have any."""
+        return panels_of(weight), None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product [..., o] of x [..., i]; without gradients."""
-        return self._product(x, self._panels, None, self._outputs, bias)
+        return self._product(x, self._panels, self._scales, self._outputs, bias)
 
     def dense(self) -> Tensor:
         """Return a copy of the original weight [o, i]."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            return (
-                self._panels.transpose(1, 2).flatten(0, 1)[: self._outputs].clone(memory_format=torch.contiguous_format)
-            )
+            whole = self._panels.transpose(1, 2).flatten(0, 1)[: self._outputs]
+            return whole.clone(memory_format=torch.contiguous_format)
 
 
-class Int8Weight:
+class Int8Weight(PanelWeight):
     """Weight in int8, in panels of outputs: a number times the scale of its output and group of inputs.
 
     Args:
         weight: [o, i], of any floating-point type; it is not kept.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def _packed(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         size, group = int(cpp.kernels().linear_panel()), int(cpp.kernels().linear_block())
         outputs, inputs = weight.shape
-        panels, groups = -(-outputs // size), -(-inputs // group)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._panels = torch.empty(panels, inputs, size, dtype=torch.int8)
-            self._scales = torch.empty(panels, groups, size)
-            for first in range(0, panels, _PANELS_AT_ONCE):
-                here = slice(first, first + _PANELS_AT_ONCE)
-                rows = weight.detach()[first * size : here.stop * size].float()
-                rows = F.pad(rows, (0, -inputs % group, 0, -rows.shape[0] % size))
-                rows = rows.view(-1, size, groups, group)
-                scales = rows.abs().amax(-1) / _LARGEST
-                divisors = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
-                numbers = (rows / divisors).round_().clamp_(-_LARGEST, _LARGEST).flatten(2)[..., :inputs]
-                self._panels[here].copy_(numbers.transpose(1, 2))
-                self._scales[here].copy_(scales.transpose(1, 2))
-        cpp.move_to_large_pages(self._panels)
-        self._outputs, self._group = outputs, group
-        self._product = cpp.kernels().linear
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product [..., o] of x [..., i]; without gradients."""
-        return self._product(x, self._panels, self._scales, self._outputs, bias)
+        count, groups = -(-outputs // size), -(-inputs // group)
+        panels, scaled = torch.empty(count, inputs, size, dtype=torch.int8), torch.empty(count, groups, size)
+        for first in range(0, count, _PANELS_AT_ONCE):
+            here = slice(first, first + _PANELS_AT_ONCE)
+            rows = weight[first * size : here.stop * size].float()
+            rows = F.pad(rows, (0, -inputs % group, 0, -rows.shape[0] % size))
+            rows = rows.view(-1, size, groups, group)
+            scales = rows.abs().amax(-1) / _LARGEST
+            divisors = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
+            numbers = (rows / divisors).round_().clamp_(-_LARGEST, _LARGEST).flatten(2)[..., :inputs]
+            panels[here].copy_(numbers.transpose(1, 2))
+            scaled[here].copy_(scales.transpose(1, 2))
+        self._group = group
+        return panels, scaled
 
     def dequantized(self) -> Tensor:
         """Return the approximate weight [o, i] in fp32."""
+        assert self._scales is not None
         scales = self._scales.repeat_interleave(self._group, dim=1)[:, : self._panels.shape[1]]
         return (self._panels * scales).transpose(1, 2).flatten(0, 1)[: self._outputs]
 
@@ -111,10 +109,5 @@ class Int8Weight:
         )
 
 
-def no_weight(_: Tensor) -> bool:
-    """Return False: no weight is quantized unless that is asked for."""
-    return False
-
-
 BACKEND = LinearBackend(cpp.NAME, takes, PanelWeight)
-INT8 = LinearBackend(INT8_NAME, no_weight, Int8Weight)
+INT8 = LinearBackend(INT8_NAME, never, Int8Weight)

@@ -240,8 +240,7 @@ int64_t block() {
   return BLOCK;
 }
 
-at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scales,
-                   int64_t outputs, const std::optional<at::Tensor>& bias) {
+at::Tensor product(In x, In weight, MaybeIn scales, int64_t outputs, MaybeIn bias) {
   TORCH_CHECK(weight.dim() == 3 && weight.is_contiguous() && weight.size(2) == P, "the weight is [O / P, I, P]");
   const int64_t inputs = weight.size(1);
   TORCH_CHECK(!scales || (scales->dim() == 3 && scales->size(0) == weight.size(0) && scales->size(2) == P &&
@@ -275,9 +274,6 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::opt
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def("linear_panel() -> int", &megatron_ext::linear::panel);
   library.def("linear_block() -> int", &megatron_ext::linear::block);
-  library.def("linear(Tensor x, Tensor weight, Tensor? scales, int outputs, Tensor? bias) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("linear", &megatron_ext::linear::product);
+  library.def("linear(Tensor x, Tensor weight, Tensor? scales, int outputs, Tensor? bias) -> Tensor",
+              torch::dispatch(c10::kCPU, &megatron_ext::linear::product));
 }

@@ -122,8 +122,7 @@ void compute_rows(const Work& work, int64_t rows, std::integer_sequence<int, R..
   ((rows == R + 1 ? work.compute_all<R + 1>() : void()), ...);
 }
 
-at::Tensor product(const at::Tensor& x, const at::Tensor& packed, int64_t padded,
-                   const std::optional<at::Tensor>& bias) {
+at::Tensor product(In x, In packed, int64_t padded, MaybeIn bias) {
   const int64_t outputs = packed.size(0), inputs = packed.size(1);
   TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() > 0 && x.size(-1) == inputs, "x is [..., ", inputs,
               "] in fp32, not ", x.sizes());

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.ops.linear.few_rows import linear
-from megatron_ext.ops.linear.packed import PackedWeight
-from megatron_ext.ops.linear.reference import LinearBackend
+from megatron_ext.ops.linear.reference import LinearBackend, PackedWeight
 
 _edits_of = attrgetter("_version")  # torch's own counter of a tensor's in-place edits
 

@@ -71,11 +71,7 @@ def instruction_sets(dtype: torch.dtype) -> tuple[str, ...]:
     found = torch.backends.cpu.get_cpu_capability()
     if dtype is not torch.bfloat16 or found != "AVX512":
         return (found,)
-    return (*(name for name, ask in _INSTRUCTIONS_OF_BF16 if getattr(torch.cpu, ask, _no)()), found)
-
-
-def _no() -> bool:
-    return False
+    return (*(name for name, ask in _INSTRUCTIONS_OF_BF16 if getattr(torch.cpu, ask, lambda: False)()), found)
 
 
 def row_for(dtype: torch.dtype, rows: tuple[Row, ...] | None = None) -> Row | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_ext.ops import cpp
-from megatron_ext.ops.backends import Backends, FunctionBackend
-from megatron_ext.ops.paged_attention import flashinfer, reference, triton
+from megatron_ext.ops import cpp, triton
+from megatron_ext.ops.backends import FunctionBackend, Operator
+from megatron_ext.ops.paged_attention import flashinfer, reference
 from megatron_ext.ops.paged_attention.batch import PagedBatch, StaticBatch, build_paged_batch
 
 
@@ -31,15 +31,15 @@ def _attend_in_cpp(
     return cpp.kernels().paged_attention(q, key_cache, value_cache, *where, scale, scores)
 
 
-PAGED_ATTENTION = Backends(
+PAGED_ATTENTION = Operator(
     "paged_attention",
-    FunctionBackend(cpp.NAME, cpp.takes, _attend_in_cpp),
-    triton.BACKEND,
+    FunctionBackend(cpp.NAME, cpp.takes, {"paged_attention": _attend_in_cpp}.get),
+    triton.backend(__name__),
     flashinfer.BACKEND,
-    reference.BACKEND,
 )
 
 
+@PAGED_ATTENTION
 def paged_attention(
     q: Tensor,
     key_cache: Tensor,
@@ -65,10 +65,7 @@ def paged_attention(
     Returns:
         [T, Hq, D], zero after the batch's sequences.
     """
-    return PAGED_ATTENTION.compute(
-        q,
-        lambda backend: backend.function(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks),
-    )
+    return reference.paged_attention(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks)
 
 
 __all__ = ["PAGED_ATTENTION", "PagedBatch", "StaticBatch", "build_paged_batch", "paged_attention"]

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_ext.ops import libraries
-from megatron_ext.ops.backends import FunctionBackend
+from megatron_ext.ops.backends import FunctionBackend, never
 from megatron_ext.ops.paged_attention.batch import PagedBatch
 from megatron_ext.ops.triton.launching import rows_of
 from megatron_ext.ops.varlen import starts
@@ -29,44 +28,20 @@ WORKSPACE_BYTES = 128 << 20
 _LOCK = threading.Lock()  # engines in other threads use the same workspace
 
 
-class _Wrapper(Protocol):
-    """Part of the library's wrapper that is used."""
-
-    def plan(self, *lengths: Tensor | int, **options: Any) -> None:
-        """Prepare `run` for a batch."""
-
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
-        """Compute attention into `out`."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """Layers that share a plan."""
-
-    device: torch.device
-    dtype: torch.dtype
-    query_heads: int
-    kv_heads: int
-    channels: int
-    scale: float
-    window: int | None
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """Lengths of a batch as the library takes them, int32.
+class PageTable(NamedTuple):
+    """Lengths of a batch as the library takes them, int32, in the order of its arguments.
 
     Attributes:
         query_starts: [R+1], first query of each sequence, on the host.
         page_starts: [R+1], first page of each sequence, on the host.
-        last_lengths: [R], tokens in the last page of each sequence, on the host.
         pages: [n], blocks of all sequences, on the device.
+        last_lengths: [R], tokens in the last page of each sequence, on the host.
     """
 
     query_starts: Tensor
     page_starts: Tensor
-    last_lengths: Tensor
     pages: Tensor
+    last_lengths: Tensor
 
 
 def page_table(batch: PagedBatch) -> PageTable:
@@ -95,10 +70,19 @@ def _on_host(numbers: np.ndarray, device: torch.device) -> Tensor:
 class _PlannedLayers:
     """The library's wrapper for layers of one kind, with the batch that it is planned for."""
 
-    def __init__(self, layer: _Layer) -> None:
-        self._layer, self._batch = layer, cast("PagedBatch | None", None)
-        made = cast("object", libraries.PAGED_PREFILL.function()(workspace(layer.device), "NHD"))
-        self._wrapper = cast("_Wrapper", made)
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        heads: tuple[int, int],
+        channels: int,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        self._device, self._dtype, self._heads, self._channels = device, dtype, heads, channels
+        self._scale, self._window = scale, window
+        self._batch: PagedBatch | None = None
+        self._wrapper: Any = libraries.PAGED_PREFILL.function()(workspace(device), "NHD")
         self._copied: torch.cuda.Event | None = None
 
     def run(self, q: Tensor, caches: tuple[Tensor, Tensor], batch: PagedBatch, out: Tensor) -> None:
@@ -108,27 +92,22 @@ class _PlannedLayers:
         self._wrapper.run(q, caches, out=out)
 
     def _plan(self, batch: PagedBatch) -> None:
-        layer, table = self._layer, batch.prepared(page_table)
         if self._copied is not None:
             self._copied.synchronize()  # the library has one pinned buffer for its plans
         self._batch = None
         self._wrapper.plan(
-            table.query_starts,
-            table.page_starts,
-            table.pages,
-            table.last_lengths,
-            layer.query_heads,
-            layer.kv_heads,
-            layer.channels,
+            *batch.prepared(page_table),
+            *self._heads,
+            self._channels,
             batch.block_size,
             causal=True,
-            sm_scale=layer.scale,
-            window_left=-1 if layer.window is None else layer.window - 1,  # keys before the query's own
-            q_data_type=layer.dtype,
-            kv_data_type=layer.dtype,
+            sm_scale=self._scale,
+            window_left=-1 if self._window is None else self._window - 1,  # keys before the query's own
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
         )
         self._batch = batch
-        if layer.device.type == "cuda":
+        if self._device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -158,10 +137,11 @@ def paged_attention(
     out, tokens = torch.empty(q.shape, dtype=q.dtype, device=q.device), batch.num_tokens
     out[tokens:].zero_()
     if tokens:
-        layer = _Layer(q.device, q.dtype, q.shape[1], key_cache.shape[2], q.shape[2], scale, window)
+        heads = q.shape[1], key_cache.shape[2]
         with _LOCK:
-            _planned_layers(layer).run(rows_of(q)[:tokens], (key_cache, value_cache), batch, out[:tokens])
+            layers = _planned_layers(q.device, q.dtype, heads, q.shape[2], scale, window)
+            layers.run(rows_of(q)[:tokens], (key_cache, value_cache), batch, out[:tokens])
     return out
 
 
-BACKEND = FunctionBackend(libraries.FLASHINFER, libraries.never, paged_attention)
+BACKEND = FunctionBackend(libraries.FLASHINFER, never, {"paged_attention": paged_attention}.get)

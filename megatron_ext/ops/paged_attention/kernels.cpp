@@ -387,9 +387,8 @@ void check(const Step& step, const at::Tensor& tables, int64_t sequences, int64_
   }
 }
 
-at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& key_cache, const at::Tensor& value_cache,
-                           const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& lengths,
-                           double scale, const std::optional<at::Tensor>& sinks) {
+at::Tensor paged_attention(In q, In key_cache, In value_cache, In tables, In starts, In lengths, double scale,
+                           MaybeIn sinks) {
   const at::Tensor queries = rows(q);
   at::Tensor out = at::empty(q.sizes(), queries.options());
   const int64_t sequences = lengths.size(0), heads = q.size(1), head_size = q.size(2), key_heads = key_cache.size(2);
@@ -411,9 +410,6 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def("attention_floats_of_a_thread(int head_size) -> int", &megatron_ext::attention::floats_of_a_thread);
   library.def(
       "paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor tables, Tensor starts, Tensor lengths, "
-      "float scale, Tensor? sinks=None) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("paged_attention", &megatron_ext::attention::paged_attention);
+      "float scale, Tensor? sinks=None) -> Tensor",
+      torch::dispatch(c10::kCPU, &megatron_ext::attention::paged_attention));
 }

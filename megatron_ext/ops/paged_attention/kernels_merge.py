@@ -77,31 +77,15 @@ def spans_of_slots(before, keys, slots, window, SPAN, GROUP):
 
 @kernel(
     pointers={"T": "out", "fp32": "sums parts sinks", "i64": "cu_seqlens_q seqlens_k"},
-    strides="head_size",
     counts="num_sequences max_queries tiles rows slots group_size window span group",
     types=TYPES,
     configs=tuple(SUMS.values()),
 )
 def merge_splits(
-    sums,
-    parts,
-    out,
-    sinks,
-    cu_seqlens_q,
-    seqlens_k,
-    num_sequences,
-    max_queries,
-    tiles,
-    rows,
-    slots,
-    group_size,
-    window,
-    span,
-    group,
-    head_size,
-    TILE: tl.constexpr,
-    DP: tl.constexpr,
-):
+    sums, parts, out, sinks, cu_seqlens_q, seqlens_k, num_sequences, max_queries, tiles, rows, slots, group_size,
+    window, span, group, head_size,
+    TILE: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
     """Merge the partial sums of `paged_decode_split` or `paged_prefill` into one softmax.
 
     The grid is (S * max_queries, query heads) after decodes, with `tiles` tiles of a sequence; with `max_queries` 0 it

@@ -15,7 +15,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "powers.h"
+#include "vectors.h"
 
 namespace megatron_ext::attention {
 

@@ -3,10 +3,17 @@
 Results of a norm, and products before they are added, are rounded to the type of the rotated heads, as in plain torch.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
+from megatron_ext.ops.backends import NoKernelError
+from megatron_ext.ops.gated_norm import NamedNorm
+from megatron_ext.ops.rotary import Heads, Rotation
+from megatron_ext.ops.triton.kernel_registry import FLOATS, Argument, config, kernel
+from megatron_ext.ops.triton.launching import own_rows, require_one_type
 
 BY_CHANNELS = tuple(config(num_warps=warps, HEADS=8, CHANNELS=n) for warps, n in ((1, 64), (2, 128), (4, 256)))
 
@@ -48,8 +55,6 @@ def rotated(
 
 @kernel(
     pointers={"T": "query key value query_weight key_weight cos sin out key_cache value_cache", "i64": "slots"},
-    strides="query_row query_group query_head key_row key_head value_row value_head block_stride token_stride "
-    "head_size half",
     counts="tokens query_heads shared key_heads block_size has_norm",
     scalars="eps offset",
     types=[{"T": name} for name in FLOATS],
@@ -93,3 +98,80 @@ def rotate_and_write(
         else:
             own = value + row * value_row + (head * value_head)[:, None] + channel[None, :]
             tl.store(value_cache + place, tl.load(own, mask=is_real, other=0.0), mask=is_real)
+
+
+def _require(heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Raise `NoKernelError` unless a kernel supports these inputs."""
+    cos = None if rotation is None else rotation.cos
+    require_one_type("rotary writing", heads.key, heads.query, heads.value, key_cache, value_cache, cos)
+    if not own_rows(key_cache) or key_cache.stride() != value_cache.stride():
+        raise NoKernelError("rotary writes have no kernel for keys and values with different layouts")
+    most, channels = BY_CHANNELS[-1]["CHANNELS"], heads.key.shape[-1]
+    if channels > most or any(one.stride(-1) != 1 for one in (heads.query, heads.key, heads.value)):
+        raise NoKernelError(
+            f"rotary writes have kernels for heads of up to {most} contiguous channels, not of {channels}"
+        )
+    rotate_and_write.require(T=heads.key.dtype)
+
+
+def _norms(heads: Heads) -> dict[str, Argument]:
+    """Return the weights of both norms and their shared parameters; stand-ins for missing weights are not read.
+
+    Raises:
+        NoKernelError: There is no kernel for such norms.
+    """
+    if heads.norms is None:
+        return {"query_weight": heads.key, "key_weight": heads.key, "has_norm": 0, "eps": 1.0, "offset": 0.0}
+    given: tuple[object, ...] = heads.norms
+    norms = [norm.row_norm for norm in given if isinstance(norm, NamedNorm)]
+    if len(norms) != len(given):
+        raise NoKernelError("rotary writes have no kernel for norms other than RMS norms")
+    wanted = heads.key.dtype, heads.key.shape[-1]
+    weights = [norm.weight for norm in norms if norm.weight is not None]
+    are_plain = len(weights) == len(norms) and all((one.dtype, one.numel()) == wanted for one in weights)
+    if not are_plain or len({(norm.eps, norm.offset) for norm in norms}) > 1:
+        raise NoKernelError("rotary writes have no kernel for norms of such weights")
+    query, key = (weight.contiguous() for weight in weights)
+    return {"query_weight": query, "key_weight": key, "has_norm": 1, "eps": norms[0].eps, "offset": norms[0].offset}
+
+
+def launch_rotate_and_write(
+    heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> Tensor:
+    _require(heads, rotation, key_cache, value_cache)
+    query, key, value, _ = heads
+    rows, groups, shared, channels = query.shape
+    config = next(one for one in BY_CHANNELS if one["CHANNELS"] >= channels)
+    norms, key_tiles = _norms(heads), -(-key.shape[1] // config["HEADS"])
+    out = query.new_empty(rows, groups * shared, channels)
+    rotate_and_write.launch(
+        (rows, -(-groups * shared // config["HEADS"]) + 2 * key_tiles),
+        config,
+        query=query,
+        key=key,
+        value=value,
+        cos=query if rotation is None else rotation.cos.contiguous(),  # the stand-in for None is not read
+        sin=query if rotation is None else rotation.sin.contiguous(),
+        half=0 if rotation is None else rotation.cos.shape[-1],
+        out=out,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        slots=slots.contiguous(),
+        query_row=query.stride(0),
+        query_group=query.stride(1),
+        query_head=query.stride(2),
+        key_row=key.stride(0),
+        key_head=key.stride(1),
+        value_row=value.stride(0),
+        value_head=value.stride(1),
+        block_stride=key_cache.stride(0),
+        token_stride=key_cache.stride(1),
+        head_size=channels,
+        tokens=len(slots),
+        query_heads=groups * shared,
+        shared=shared,
+        key_heads=key.shape[1],
+        block_size=key_cache.shape[1],
+        **norms,
+    )
+    return out

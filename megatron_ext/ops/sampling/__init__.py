@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from megatron_ext.ops import cpp
-from megatron_ext.ops.backends import Backends, FunctionBackend
-from megatron_ext.ops.sampling import reference, triton
+from megatron_ext.ops import cpp, triton
+from megatron_ext.ops.backends import FunctionBackend, Operator
+from megatron_ext.ops.sampling import reference
 from megatron_ext.ops.sampling.reference import greedy_tokens
 from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata, sampling_metadata
 
 
-def _sample_in_cpp(logits: Tensor, metadata: SamplingMetadata, _: int | None) -> Tensor:
+def _sample_in_cpp(logits: Tensor, metadata: SamplingMetadata, _: int | None = None) -> Tensor:
     """Draw each row separately, with the kernel in `kernels.cpp`."""
     columns = metadata.temperature, metadata.top_k, metadata.top_p, metadata.uniform
     return cpp.kernels().sample(logits, *columns)
 
 
-SAMPLING: Backends[FunctionBackend[Callable[..., Tensor]]] = Backends(
-    "sampling", FunctionBackend(cpp.NAME, cpp.takes, _sample_in_cpp), triton.BACKEND, reference.BACKEND
+SAMPLING = Operator(
+    "sampling",
+    FunctionBackend(cpp.NAME, cpp.takes, {"sample_tokens": _sample_in_cpp}.get),
+    triton.backend(__name__),
 )
 
 
+@SAMPLING
 def sample_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | None = None) -> Tensor:
     """Draw a token for each row by inverting its distribution function; a greedy row takes its best token.
 
@@ -44,7 +45,7 @@ def sample_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | No
     Returns:
         Ids [R] int64.
     """
-    return SAMPLING.compute(logits, lambda backend: backend.function(logits, metadata, together))
+    return reference.sample_tokens(logits, metadata, together)
 
 
 __all__ = ["SAMPLING", "SamplingMetadata", "greedy_tokens", "sample_tokens", "sampling_metadata"]

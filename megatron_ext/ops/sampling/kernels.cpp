@@ -12,9 +12,9 @@
 #include <limits>
 #include <vector>
 
-#include "powers.h"
 #include "tensors.h"
 #include "threads.h"
+#include "vectors.h"
 
 namespace megatron_ext::sampling {
 namespace {
@@ -243,8 +243,7 @@ int64_t draw_row(const Row& row, int64_t top_k, double top_p, double uniform) {
   return draw(row, border, uniform);
 }
 
-at::Tensor sample(const at::Tensor& logits, const at::Tensor& temperature, const at::Tensor& top_k,
-                  const at::Tensor& top_p, const at::Tensor& uniform) {
+at::Tensor sample(In logits, In temperature, In top_k, In top_p, In uniform) {
   const at::Tensor wide = rows(logits);
   const int64_t words = logits.size(1);
   TORCH_CHECK(words < (int64_t{1} << 31), "ids of 31 bits");
@@ -264,9 +263,6 @@ at::Tensor sample(const at::Tensor& logits, const at::Tensor& temperature, const
 }  // namespace megatron_ext::sampling
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
-  library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor uniform) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("sample", &megatron_ext::sampling::sample);
+  library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor uniform) -> Tensor",
+              torch::dispatch(c10::kCPU, &megatron_ext::sampling::sample));
 }

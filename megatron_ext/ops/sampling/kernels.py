@@ -10,10 +10,17 @@ first, and deeper while they are fewer than top_k or have less mass than top_p. 
 the least kept key, two bits of it a pass, and the number of words with that key to keep, which are the first ones.
 """
 
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from megatron_ext.ops.backends import NoKernelError
+from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.triton.kernel_registry import config, kernel
+from megatron_ext.ops.triton.launching import rows_of
 
 UNITS = tl.constexpr(2.0**40)
 """A mass of 1; words of less than one of them never come."""
@@ -203,7 +210,6 @@ def word_at(source, words, greatest, divisor, low, ties, mass, place, SHIFT: tl.
 
 @kernel(
     pointers={"T": "logits scratch", "i64": "temperature top_k top_p uniform tokens"},
-    strides="row_stride",
     counts="rows words",
     types=[{"T": name} for name in ("fp32", "bf16", "fp16")],
     configs=[
@@ -245,3 +251,35 @@ def draw_rows(
             drawn = word_at(source, words, greatest, divisor, low, ties, mass, place, SHIFT, BLOCK)
             found = tl.where(drawn < words, drawn, found)
         tl.store(tokens + row, found.to(tl.int64))
+
+
+MAX_WORDS = 1 << 22
+"""Largest vocabulary: the sum of this many masses does not overflow."""
+PROGRAMS = 128
+"""Maximum number of programs of a launch, each with a row of scratch: as many as devices have multiprocessors, nearly,
+since a program takes half of one's threads or more."""
+ALIGNMENT = 16
+"""Rows of scratch lie a multiple of this many elements apart."""
+
+
+def launch_sample_tokens(logits: Tensor, metadata: SamplingMetadata, _: int | None = None) -> Tensor:
+    if not 0 < logits.shape[1] <= MAX_WORDS:
+        raise NoKernelError(f"sampling has no kernel for {logits.shape[1]} words, but for 1 to {MAX_WORDS}")
+    draw_rows.require(T=logits.dtype)
+    logits, words = rows_of(logits), logits.shape[1]
+    programs, width = min(PROGRAMS, len(logits)), -(-words // ALIGNMENT) * ALIGNMENT
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    fractions = {name: getattr(metadata, name).contiguous() for name in ("temperature", "top_p", "uniform")}
+    draw_rows.launch(
+        (programs,),
+        draw_rows.config_for(logits.dtype),
+        logits=logits,
+        scratch=logits.new_empty(programs, width),
+        top_k=metadata.top_k.contiguous(),
+        tokens=tokens,
+        row_stride=logits.stride(0),
+        rows=len(logits),
+        words=words,
+        **{name: column.view(torch.int64) for name, column in fractions.items()},
+    )
+    return tokens

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import FunctionBackend, anything
 from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.sampling.top_k_top_p import (
     best_tokens,
@@ -122,6 +121,3 @@ def _draw_best(
     weights = weights * (torch.arange(max_k, device=logits.device) < top_k[:, None])
     kept = kept_of_sorted(weights, top_p.where(top_p > 0, 2.0))
     return draw_picked(ids, weights * kept, uniform)
-
-
-BACKEND = FunctionBackend("reference", anything, sample_tokens)

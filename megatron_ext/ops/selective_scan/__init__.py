@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from megatron_ext.ops import triton
+from megatron_ext.ops.mamba_ssm import library_backend, selective_decode
 from megatron_ext.ops.recurrence import Recurrence, cpp_backend
-from megatron_ext.ops.selective_scan import mamba_ssm, reference, triton
+from megatron_ext.ops.selective_scan import reference
 
+_TRITON = triton.backend(__name__)
 SELECTIVE_SCAN = Recurrence(
     "selective_scan",
-    cpp_backend(reference.BACKEND, "selective", D=None),
-    triton.BACKEND,
-    mamba_ssm.BACKEND,
-    reference.BACKEND,
+    reference.selective_scan,
+    reference.selective_scan_step,
+    cpp_backend("selective", D=None),
+    _TRITON,
+    library_backend(_TRITON, selective_decode),
 )
-
-__all__ = ["SELECTIVE_SCAN"]

@@ -19,8 +19,7 @@ struct Inputs {
   Dense A, D;
   int64_t channels, size;
 
-  Inputs(const at::Tensor& u_, const at::Tensor& delta_, const at::Tensor& A_, const at::Tensor& B_,
-         const at::Tensor& C_, const std::optional<at::Tensor>& D_)
+  Inputs(In u_, In delta_, In A_, In B_, In C_, MaybeIn D_)
       : u(u_), delta(delta_), B(B_), C(C_), A(A_), D(D_), channels(u_.size(1)), size(B_.size(1)) {
     TORCH_CHECK(u_.dim() == 2 && delta_.sizes() == u_.sizes(), "u and delta are [T, D]");
     TORCH_CHECK(A_.dim() == 2 && A_.size(0) == channels && A_.size(1) == size, "A is [D, N]");
@@ -73,11 +72,8 @@ struct Block {
   }
 };
 
-at::Tensor prefill(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B,
-                   const at::Tensor& C, const std::optional<at::Tensor>& D, const at::Tensor& starts,
-                   const at::Tensor& slots, const at::Tensor& has_initial, at::Tensor live,
-                   const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
-                   const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
+at::Tensor prefill(In u, In delta, In A, In B, In C, MaybeIn D, In starts, In slots, In has_initial, at::Tensor live,
+                   MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens, MaybeIn snapshots) {
   const Inputs in(u, delta, A, B, C, D);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
                           {in.channels, in.size});
@@ -110,9 +106,7 @@ float step(float* state, const float* rate, const float* b, const float* c, int6
   return sum(given);
 }
 
-at::Tensor decode(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B,
-                  const at::Tensor& C, const std::optional<at::Tensor>& D, const std::optional<at::Tensor>& slots,
-                  int64_t first_slot, at::Tensor live) {
+at::Tensor decode(In u, In delta, In A, In B, In C, MaybeIn D, MaybeIn slots, int64_t first_slot, at::Tensor live) {
   const Inputs in(u, delta, A, B, C, D);
   const Pool pool(live, {in.channels, in.size});
   const Slots where(slots, first_slot);
@@ -143,13 +137,10 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
       "selective_prefill(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor starts, Tensor slots, "
       "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, Tensor? kept_tokens, "
-      "Tensor(b!)? snapshots) -> Tensor");
+      "Tensor(b!)? snapshots) -> Tensor",
+      torch::dispatch(c10::kCPU, &megatron_ext::selective_scan::prefill));
   library.def(
       "selective_decode(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? slots, "
-      "int first_slot, Tensor(a!) live) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("selective_prefill", &megatron_ext::selective_scan::prefill);
-  library.impl("selective_decode", &megatron_ext::selective_scan::decode);
+      "int first_slot, Tensor(a!) live) -> Tensor",
+      torch::dispatch(c10::kCPU, &megatron_ext::selective_scan::decode));
 }

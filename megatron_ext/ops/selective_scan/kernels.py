@@ -9,11 +9,16 @@ latency is hidden. Places after a sequence's last token, or after a token whose 
 leave a state unchanged.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
+from megatron_ext.ops.triton import launching
 from megatron_ext.ops.triton.device import next_kept, store_kept
-from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, STATE_TYPES, Argument, Kernel, config, kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 STATES = (16, 32, 64)
@@ -53,7 +58,6 @@ def _load_group(u, delta, B, C, u_row, delta_row, b_row, c_row, first, until, d,
         "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
         "i1": "has_initial",
     },
-    strides="u_row delta_row b_row c_row live_row snapshot_row channels state_size",
     counts="kept has_skip",
     types=STATE_TYPES,
     configs=[config(registers=MAX_REGISTERS, num_warps=1, CHANNELS=256 // n, N=n, TOKENS=GROUP) for n in STATES],
@@ -108,7 +112,6 @@ def selective_prefill(
 
 @kernel(
     pointers={"T": "u B C y", "fp32": "delta A D", "S": "live", "i64": "slots"},
-    strides="u_row delta_row b_row c_row live_row channels state_size",
     counts="has_skip",
     types=STATE_TYPES,
     configs=[config(registers=MAX_REGISTERS, CHANNELS=2048 // n, N=n) for n in STATES],
@@ -137,3 +140,46 @@ def selective_decode(
         state, outputs = _advance(state, inputs, step, rate, b, c, skip)
         tl.store(y + row * channels + d[:, None], outputs.to(y.dtype.element_ty), mask=is_d[:, None])
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
+
+
+def _arguments(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, live: Tensor, D: Tensor | None
+) -> dict[str, Argument]:
+    """Return the arguments of both kernels; the stand-in for a missing D is not read.
+
+    Raises:
+        NoKernelError: There is no kernel for them.
+    """
+    launching.require_states(selective_prefill, live, u, B, N=B.shape[1])
+    rates = A.float().contiguous()
+    return launching.rowed(u=u, delta=delta.float(), B=B, C=C) | {
+        "A": rates,
+        "D": rates if D is None else D.float().contiguous(),
+        "channels": u.shape[1],
+        "state_size": B.shape[1],
+        "has_skip": int(D is not None),
+    }
+
+
+def _launch(kernel: Kernel, count: int, u: Tensor, B: Tensor, given: dict[str, Argument]) -> None:
+    """Launch for `count` sequences or requests."""
+    config = kernel.config_for(u.dtype, N=B.shape[1])
+    kernel.launch_with((count, -(-u.shape[1] // config["CHANNELS"])), config, given)
+
+
+def launch_prefill(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, states: PrefillStates, *, D: Tensor | None = None
+) -> Tensor:
+    """Compute a prefill of the inputs of `reference.selective_scan`."""
+    given, y = _arguments(u, delta, A, B, C, states.live, D), u.new_zeros(u.shape)
+    given |= launching.prefill_arguments(states) | {"y": y}
+    _launch(selective_prefill, states.slots.live.numel(), u, B, given)
+    return y
+
+
+def launch_decode(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, states: DecodeStates, *, D: Tensor | None = None
+) -> Tensor:
+    given, y = _arguments(u, delta, A, B, C, states.live, D), u.new_empty(u.shape)
+    _launch(selective_decode, u.shape[0], u, B, given | launching.decode_arguments(states, u) | {"y": y})
+    return y

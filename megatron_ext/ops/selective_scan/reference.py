@@ -21,9 +21,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
 from megatron_ext.ops.chunked import carry_states, collect, cut_into_pieces, pad_steps_to_chunks, pad_to_chunks
-from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
+from megatron_ext.ops.recurrence import ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
 
 LOG2_E = math.log2(math.e)
@@ -138,6 +137,3 @@ def _read(before: Tensor, elapsed: Tensor, A: Tensor, C: Tensor) -> Tensor:
 def _weigh(states: Tensor, C: Tensor) -> Tensor:
     """Return states [m, D, N] times C [m, N]: [m, D]. On CPUs, C as a row is several times as fast as C as a column."""
     return torch.bmm(C.unsqueeze(1), states.transpose(1, 2)).squeeze(1)
-
-
-BACKEND = RecurrenceBackend("reference", anything, selective_scan, selective_scan_step)

@@ -24,8 +24,7 @@ struct Inputs {
   Dense A, D;
   int64_t heads, width, groups, size;
 
-  Inputs(const at::Tensor& x_, const at::Tensor& dt_, const at::Tensor& A_, const at::Tensor& B_, const at::Tensor& C_,
-         const std::optional<at::Tensor>& D_)
+  Inputs(In x_, In dt_, In A_, In B_, In C_, MaybeIn D_)
       : x(x_), dt(dt_), B(B_), C(C_), A(A_), D(D_),
         heads(x_.size(1)), width(x_.size(2)), groups(B_.size(1)), size(B_.size(2)) {
     TORCH_CHECK(x_.dim() == 3 && dt_.dim() == 2 && dt_.size(0) == x_.size(0) && dt_.size(1) == heads, "dt is [T, H]");
@@ -172,11 +171,8 @@ void scan(const Inputs& in, const Prefill& prefill, int64_t sequence, int64_t fi
       });
 }
 
-at::Tensor prefill(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
-                   const at::Tensor& C, const std::optional<at::Tensor>& D, const at::Tensor& starts,
-                   const at::Tensor& slots, const at::Tensor& has_initial, at::Tensor live,
-                   const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
-                   const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
+at::Tensor prefill(In x, In dt, In A, In B, In C, MaybeIn D, In starts, In slots, In has_initial, at::Tensor live,
+                   MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens, MaybeIn snapshots) {
   const Inputs in(x, dt, A, B, C, D);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
                           {in.heads, in.width, in.size});
@@ -207,9 +203,7 @@ float step(float* state, const float* b, const float* c, int64_t size, Vec decay
   return sum(given);
 }
 
-at::Tensor decode(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
-                  const at::Tensor& C, const std::optional<at::Tensor>& D, const std::optional<at::Tensor>& slots,
-                  int64_t first_slot, at::Tensor live) {
+at::Tensor decode(In x, In dt, In A, In B, In C, MaybeIn D, MaybeIn slots, int64_t first_slot, at::Tensor live) {
   const Inputs in(x, dt, A, B, C, D);
   const Pool pool(live, {in.heads, in.width, in.size});
   const Slots where(slots, first_slot);
@@ -241,13 +235,10 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
       "ssd_prefill(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor starts, Tensor slots, "
       "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, Tensor? kept_tokens, "
-      "Tensor(b!)? snapshots) -> Tensor");
+      "Tensor(b!)? snapshots) -> Tensor",
+      torch::dispatch(c10::kCPU, &megatron_ext::ssd::prefill));
   library.def(
       "ssd_decode(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? slots, int first_slot, "
-      "Tensor(a!) live) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("ssd_prefill", &megatron_ext::ssd::prefill);
-  library.impl("ssd_decode", &megatron_ext::ssd::decode);
+      "Tensor(a!) live) -> Tensor",
+      torch::dispatch(c10::kCPU, &megatron_ext::ssd::decode));
 }

@@ -8,14 +8,26 @@ Outputs are sums over the N states, so a head with many states is split over pro
 outputs the caller adds.
 
 Inputs of a prefill are fp32, and products have full precision, without tensor cores. Inputs of 16 bits are converted
-before, unless `kernels_tiles.py` computes them.
+before, unless `kernels_tiles.py` computes them: if states are resumed at multiples of a tile (blocks of 64 tokens, and
+multiples of that). The choice depends on the model and on the block size.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from megatron_ext.ops.backends import say_once
+from megatron_ext.ops.ssd import kernels_tiles
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
+from megatron_ext.ops.triton import launching
 from megatron_ext.ops.triton.device import next_kept, store_kept
-from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, Argument, config, kernel
+from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
 TILE = 16
 MAX_STATES = 128
@@ -48,7 +60,6 @@ def _outputs(x, b, c, dt, elapsed, state, TILE: tl.constexpr):
         "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
         "i1": "has_initial",
     },
-    strides="x_row dt_row b_row c_row y_part live_row snapshot_row head_dim state_size",
     counts="kept heads heads_per_group has_skip",
     types=[{"S": states} for states in FLOATS],
     configs=[config(registers=MAX_REGISTERS, num_warps=8, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MAX_STATES)],
@@ -113,7 +124,6 @@ def ssd_prefill(
 
 @kernel(
     pointers={"T": "x B C y", "fp32": "dt A D", "S": "live", "i64": "slots"},
-    strides="x_row dt_row b_row c_row live_row head_dim state_size",
     counts="heads heads_per_group has_skip",
     types=STATE_TYPES,
     configs=[
@@ -151,3 +161,119 @@ def ssd_decode(
         outputs = tl.sum(state * c[None, :], 1) + skip * inputs
         tl.store(target, outputs.to(y.dtype.element_ty), mask=is_p)
         tl.store(cell, state.to(live.dtype.element_ty), mask=is_state)
+
+
+def _arguments(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> dict[str, Argument]:
+    """Return the arguments of both kernels; the stand-in for a missing D is not read."""
+    (heads, head_dim), rates = x.shape[1:], A.float().contiguous()
+    return launching.rowed(x=x, dt=dt.float(), B=B, C=C) | {
+        "A": rates,
+        "D": rates if D is None else D.float().contiguous(),
+        "head_dim": head_dim,
+        "state_size": B.shape[2],
+        "heads": heads,
+        "heads_per_group": heads // B.shape[1],
+        "has_skip": int(D is not None),
+    }
+
+
+WRITTEN_DOWN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
+"""Type of the inputs -> type of the states passed between the kernels; fp16 overflows on the largest states."""
+MAX_HEADS = 8
+"""Maximum number of heads that one program of outputs computes in turn; they share B, C and their product."""
+
+
+def _tiles_lack(x: Tensor, B: Tensor, C: Tensor, chunks: PackedChunks) -> str | None:
+    """Return why these kernels do not support the inputs; None if they do."""
+    if x.dtype not in WRITTEN_DOWN:
+        return f"inputs are of {x.dtype}"
+    if chunks.resumes is None or chunks.resumes.multiple % kernels_tiles.TILE:
+        length = "any number of" if chunks.resumes is None else chunks.resumes.multiple
+        return f"blocks have {length} tokens, not a multiple of {kernels_tiles.TILE}"
+    if kernels_tiles.chunk_scan.fitting(x.dtype, N=B.shape[2]) is None:
+        return f"there are {B.shape[2]} states of {x.dtype}"
+    if not launching.is_aligned(x, B, C):
+        return f"{x.shape[2]} channels and {B.shape[2]} states do not lie at multiples of 16"
+    return None
+
+
+def _prefill_tiles(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: PackedChunks) -> Tensor:
+    """Compute outputs [T, H, P]; states are read and written in place.
+
+    Temporary buffers hold the state of a head for every tile, T / 64 + 2 S of them, in `WRITTEN_DOWN` types: 338 MB for
+    16,384 tokens of 80 heads of 64 x 128 states in bf16; and 16 bytes for each token and head.
+
+    Args:
+        arguments: Arguments of the kernels by name: inputs, their strides and sizes, and the `prefill_arguments`.
+        x: [T, H, P].
+        B: [T, G, N].
+        chunks: Chunks with `resumes`.
+    """
+    assert chunks.resumes is not None, "see `_tiles_lack`"
+    (rows, heads, head_dim), (groups, state_size) = x.shape, B.shape[1:]
+    tile, ends = kernels_tiles.TILE, chunks.resumes.ends
+    sequences = ends.numel()
+    tiles = launching.tile_count(rows, sequences, 1, tile, kernels_tiles.LEAST.value)
+    high, low, steps, weights = torch.empty(4, tiles, heads, tile, dtype=torch.float32, device=x.device)
+    runs = -(-(heads // groups) // MAX_HEADS)
+    y = _new_outputs(x, chunks.sequences)
+    given = {
+        **arguments,
+        "y": y,
+        "entering": x.new_empty(tiles, heads, head_dim, state_size, dtype=WRITTEN_DOWN[x.dtype]),
+        "high": high,
+        "low": low,
+        "steps": steps,
+        "weights": weights,
+        "ends": ends,
+        "sequences": sequences,
+        "heads_each": -(-(heads // groups) // runs),
+    }
+    config = kernels_tiles.chunk_cumsum.config_for(x.dtype)
+    kernels_tiles.chunk_cumsum.launch_with((tiles, -(-heads // config["HEADS"])), config, given)
+    config = kernels_tiles.state_passing.config_for(x.dtype)
+    parts = -(-head_dim // config["P"]) * -(-state_size // config["N"])
+    kernels_tiles.state_passing.launch_with((heads * parts, sequences), config, given)
+    config = kernels_tiles.chunk_scan.config_for(x.dtype, N=state_size)
+    kernels_tiles.chunk_scan.launch_with((groups * runs, tiles, -(-head_dim // config["P"])), config, given)
+    return y
+
+
+def _new_outputs(x: Tensor, sequences: PackedSequences) -> Tensor:
+    """Allocate the outputs, with zeros after the last sequence: everywhere if only the device knows its end."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y[0 if sequences.has_static_shapes else sequences.num_tokens :].zero_()
+    return y
+
+
+def launch_prefill(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: PrefillStates, *, D: Tensor | None = None
+) -> Tensor:
+    """Compute a prefill of the inputs of `reference.ssd_scan`."""
+    launching.require_states(ssd_decode, states.live, x, B, N=B.shape[2])
+    places = launching.prefill_arguments(states)
+    lack = _tiles_lack(x, B, C, states.chunks)
+    if lack is None:
+        return _prefill_tiles(_arguments(x, dt, A, B, C, D) | places, x, B, states.chunks)
+    if x.dtype != torch.float32:
+        say_once(f"ssd converts inputs of a prefill to fp32 and computes them in order, which is slower: {lack}")
+    state_size = B.shape[2]
+    config = ssd_prefill.config_for(x.dtype, N=min(state_size, MAX_STATES))
+    parts, (rows, heads, head_dim) = -(-state_size // config["N"]), x.shape
+    y = x.new_zeros(parts, rows, heads, head_dim, dtype=torch.float32)
+    given = _arguments(x.float(), dt, A, B.float(), C.float(), D) | places
+    given |= {"y": y, "y_part": rows * heads * head_dim}
+    grid = states.slots.live.numel(), heads, -(-head_dim // config["P"]) * parts
+    ssd_prefill.launch_with(grid, config, given)
+    return (y[0] if parts == 1 else y.sum(0)).to(x.dtype)
+
+
+def launch_decode(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: DecodeStates, *, D: Tensor | None = None
+) -> Tensor:
+    launching.require_states(ssd_decode, states.live, x, B, N=B.shape[2])
+    y, (rows, heads, head_dim) = x.new_empty(x.shape), x.shape
+    config = ssd_decode.config_for(x.dtype, N=B.shape[2])
+    given = _arguments(x, dt, A, B, C, D) | launching.decode_arguments(states, x) | {"y": y}
+    ssd_decode.launch_with((rows, heads, -(-head_dim // config["P"])), config, given)
+    return y

@@ -52,7 +52,6 @@ def tokens_of_tile(cu_seqlens, ends, sequences, tile, TILE: tl.constexpr):
 
 @kernel(
     pointers={"fp32": "dt A high low steps weights", "i64": "cu_seqlens ends"},
-    strides="dt_row",
     counts="sequences heads",
     configs=[config(TILE=TILE, HEADS=16)],
 )
@@ -126,7 +125,6 @@ def load_tokens(t, first, begin, end, row_stride, column, is_column, TILE: tl.co
         "i64": "cu_seqlens ends slots kept_slots kept_sequences kept_tokens",
         "i1": "has_initial",
     },
-    strides="x_row b_row live_row snapshot_row head_dim state_size",
     counts="kept heads heads_per_group",
     types=[{**types, "S": states} for types in TYPES for states in ("fp32", types["T"])],
     configs=[
@@ -210,7 +208,6 @@ def weighted_sum(weights, x):
         "fp32": "D high low steps",
         "i64": "cu_seqlens ends slots",
     },
-    strides="x_row b_row c_row head_dim state_size",
     counts="sequences heads heads_per_group heads_each has_skip",
     types=TYPES,
     configs=[

@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anything
 from megatron_ext.ops.chunked import carry_states, collect, decay_between, pad_steps_to_chunks, pad_to_chunks
-from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
+from megatron_ext.ops.recurrence import ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
 
 
@@ -129,6 +128,3 @@ def _read(before: Tensor, C: Tensor) -> Tensor:
     groups, (heads, head_dim) = C.shape[1], before.shape[1:3]
     read = C @ before.view(-1, groups, heads // groups * head_dim, before.shape[-1]).transpose(-1, -2)  # [n, G, C, J*P]
     return read.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-
-
-BACKEND = RecurrenceBackend("reference", anything, ssd_scan, ssd_step)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.step_size import reference, triton
+from megatron_ext.ops import triton
+from megatron_ext.ops.backends import Operator
 
-STEP_SIZE = Backends("step_size", triton.BACKEND, reference.BACKEND)
+STEP_SIZE = Operator("step_size", triton.backend(__name__))
 
 
+@STEP_SIZE
 def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]:
     """Return step sizes and rates of Mamba, in fp32: softplus(dt + bias) and -exp(A_log). Differentiable.
 
@@ -21,9 +23,10 @@ def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         dt [T, H] and A, of A_log's shape.
     """
-    return STEP_SIZE.compute(dt, lambda backend: backend.sizes(dt, bias, A_log))
+    return F.softplus(dt.float() + bias.float()), -A_log.float().exp()
 
 
+@STEP_SIZE
 def decays(
     beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, max_strength: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +42,8 @@ def decays(
     Returns:
         Logarithms of the decays, -exp(A_log) * softplus(alpha + bias), and strengths, max_strength * sigmoid(beta).
     """
-    return STEP_SIZE.compute(alpha, lambda backend: backend.decays(beta, alpha, bias, A_log, max_strength=max_strength))
-
-
-__all__ = ["STEP_SIZE", "decays", "step_sizes"]
+    log_decays = -A_log.float().exp() * F.softplus(alpha.float() + bias.float())
+    strength = beta.float().sigmoid()
+    if max_strength != 1.0:
+        strength = strength * max_strength
+    return log_decays, strength

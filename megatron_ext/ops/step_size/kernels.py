@@ -1,9 +1,14 @@
 """Step sizes, rates, decays and strengths on a CUDA device: element by element, one launch for all of a layer."""
 
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.launching import require_one_type, rowed
 
 TYPES = [{"T": inputs, "A": rates} for inputs in FLOATS for rates in dict.fromkeys((FLOATS[0], inputs))]
 
@@ -19,7 +24,6 @@ def softplus(x):
 
 @kernel(
     pointers={"T": "dt bias", "A": "A_log", "fp32": "sizes rates"},
-    strides="dt_row heads",
     counts="rows",
     types=TYPES,
     configs=[config(BLOCK=256)],
@@ -40,7 +44,6 @@ def step_sizes(dt, bias, A_log, sizes, rates, dt_row, heads, rows, BLOCK: tl.con
 
 @kernel(
     pointers={"T": "beta alpha bias", "A": "A_log", "fp32": "log_decays strengths"},
-    strides="beta_row alpha_row heads",
     scalars="max_strength",
     types=TYPES,
     configs=[config(BLOCK=256)],
@@ -58,3 +61,44 @@ def delta_decays(
     tl.store(log_decays + at, rate * softplus(x), mask=is_head)
     strength = tl.sigmoid(tl.load(beta + row * beta_row + head, mask=is_head, other=0.0).to(tl.float32))
     tl.store(strengths + at, strength * max_strength, mask=is_head)
+
+
+def launch_step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]:
+    require_one_type("step sizes", dt, bias)
+    step_sizes.require(T=dt.dtype, A=A_log.dtype)
+    A_log, (config,) = A_log.contiguous(), step_sizes.configs
+    sizes, rates = (torch.empty(one.shape, dtype=torch.float32, device=dt.device) for one in (dt, A_log))
+    rows, heads = dt.shape
+    step_sizes.launch(
+        (rows + rates.numel() // heads, -(-heads // config["BLOCK"])),
+        config,
+        **rowed(dt=dt),
+        bias=bias.contiguous(),
+        A_log=A_log,
+        sizes=sizes,
+        rates=rates,
+        heads=heads,
+        rows=rows,
+    )
+    return sizes, rates
+
+
+def launch_decays(
+    beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, max_strength: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    require_one_type("decays", alpha, beta, bias)
+    delta_decays.require(T=alpha.dtype, A=A_log.dtype)
+    (config,) = delta_decays.configs
+    log_decays, strengths = (torch.empty(alpha.shape, dtype=torch.float32, device=alpha.device) for _ in range(2))
+    delta_decays.launch(
+        (alpha.shape[0], -(-alpha.shape[1] // config["BLOCK"])),
+        config,
+        **rowed(beta=beta, alpha=alpha),
+        bias=bias.contiguous(),
+        A_log=A_log.contiguous(),
+        log_decays=log_decays,
+        strengths=strengths,
+        heads=alpha.shape[1],
+        max_strength=max_strength,
+    )
+    return log_decays, strengths

@@ -1,18 +1,22 @@
 """Shared parts of the Triton operators, for CUDA devices. This module imports without triton; kernels do not.
 
-An operator has its kernels in its own folder (`ops/<operator>/kernels.py`), registered by `registry.kernel`, and their
-launcher beside them (`ops/<operator>/triton.py`), which imports the kernels on first use. On a machine without a GPU
-the same kernels run on CPU tensors under Triton's interpreter, which a process uses from its start or not at all
-(`TRITON_INTERPRET=1` before triton is imported): for tests, thousands of times slower.
+An operator has its kernels, registered by `kernel_registry.kernel`, and their launchers in its own folder
+(`ops/<operator>/kernels.py`), in a module that is imported on first use. On a machine without a GPU the same kernels
+run on CPU tensors under Triton's interpreter, which a process uses from its start or not at all (`TRITON_INTERPRET=1`
+before triton is imported): for tests, thousands of times slower.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from megatron_ext.ops.backends import FunctionBackend
 
 NAME = "triton"
 """Name of the backends that use these kernels."""
@@ -79,6 +83,15 @@ def takes(x: Tensor) -> bool:
     if not x.is_cuda or x.dtype not in DTYPES or (x.requires_grad and torch.is_grad_enabled()):
         return False
     return problem(x.device) is None
+
+
+def backend(package: str) -> FunctionBackend:
+    """Return the backend of an operator's package: `launch_<name>` in `kernels.py` computes its function `name`."""
+
+    def find(name: str) -> Callable[..., object] | None:
+        return getattr(importlib.import_module(f"{package}.kernels"), f"launch_{name}", None)
+
+    return FunctionBackend(NAME, takes, find)
 
 
 def compiles(device: torch.device, preferred: str | None) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -91,17 +91,10 @@ class Config:
         return ", ".join([*(f"{name} {value}" for name, value in self.constants), f"{self.num_warps} warps"])
 
 
-def config(
-    num_warps: int = 4,
-    num_stages: int = 2,
-    only: Sequence[str] = (),
-    registers: int | None = None,
-    aligned: bool = False,
-    archs: Sequence[int] = (),
-    **constants: int,
-) -> Config:
-    """Build a configuration; constants by their names in the kernel."""
-    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only), registers, aligned, tuple(archs))
+def config(**given: object) -> Config:
+    """Build a configuration: options by the names of `Config`'s attributes, constants by their names in the kernel."""
+    options: dict[str, Any] = {name: given.pop(name) for name in Config.__dataclass_fields__ if name in given}
+    return Config(cast("tuple[tuple[str, int], ...]", tuple(given.items())), **options)
 
 
 class Function(Protocol):
@@ -137,7 +130,6 @@ class Kernel:
         scalars: Parameters of type fp32.
         types: Combinations of types that the letters may stand for.
         configs: All configurations that it is compiled with.
-        fits: Returns whether a configuration supports such types, beyond its `only`.
         views: Tensor parameters that are treated like parameters of the types `WHEREVER`.
     """
 
@@ -149,7 +141,6 @@ class Kernel:
     scalars: tuple[str, ...]
     types: tuple[Types, ...]
     configs: tuple[Config, ...]
-    fits: Callable[[Config, Types], bool]
     views: tuple[str, ...] = ()
 
     @property
@@ -167,10 +158,7 @@ class Kernel:
 
     def variants(self) -> Iterator[tuple[Config, Types]]:
         """Yield every configuration with the types that it is compiled for."""
-        for config in self.configs:
-            for types in self.types:
-                if config.suits(types) and self.fits(config, types):
-                    yield config, types
+        yield from ((config, types) for config in self.configs for types in self.types if config.suits(types))
 
     def fitting(self, dtype: torch.dtype, **sizes: int) -> Config | None:
         """Return the first configuration for this input type with constants of at least `sizes`; None without one."""
@@ -211,6 +199,11 @@ class Kernel:
         with _on_device_of(arguments.values()):
             self.function[grid](**arguments, **dict(config.constants), **config.options)
 
+    def launch_with(self, grid: tuple[int, ...], config: Config, given: Mapping[str, Argument]) -> None:
+        """Run with the `given` arguments that the kernel has; others are ignored."""
+        taken = (*self.pointers, *self.strides, *self.counts, *self.scalars)
+        self.launch(grid, config, **{name: given[name] for name in taken})
+
     def _note(self, config: Config, arguments: Mapping[str, Argument]) -> None:
         """Record the launch for `watch`, and check that its arguments match a compiled variant."""
         letters: dict[str, str] = {}
@@ -235,12 +228,7 @@ def _on_device_of(arguments: Iterable[Argument]) -> AbstractContextManager[objec
     return nullcontext() if index in (None, torch.cuda.current_device()) else torch.cuda.device(index)
 
 
-@dataclass
-class _Registry:
-    kernels: dict[str, Kernel] = field(default_factory=dict)
-
-
-_REGISTRY = _Registry()
+_KERNELS: dict[str, Kernel] = {}
 _watching: list[list[Launch]] = []
 _observers: list[Callable[[Iterable[Argument]], None]] = []
 
@@ -249,47 +237,46 @@ def kernel(
     *,
     pointers: Mapping[str, str],
     views: str = "",
-    strides: str = "",
     counts: str = "",
     scalars: str = "",
     types: Sequence[Types] = ({},),
     configs: Sequence[Config],
-    fits: Callable[[Config, Types], bool] = lambda config, types: True,
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Register a kernel; replaces `triton.jit`, which remains for the functions that kernels call.
+
+    Its parameters that are neither named here nor constants of `configs` are strides and sizes of the model.
 
     Args:
         pointers: Space-separated names of tensors by their type, or by a letter.
         views: Space-separated names of parameters; see `Kernel`.
-        strides: Space-separated names of parameters; see `Kernel`.
         counts: Space-separated names of parameters; see `Kernel`.
         scalars: Space-separated names of parameters; see `Kernel`.
         types: See `Kernel`.
         configs: See `Kernel`.
-        fits: See `Kernel`.
     """
     import triton
 
     def register(function: Callable[..., None]) -> Kernel:
         name = function.__name__
-        assert name not in _REGISTRY.kernels, f"two kernels are called {name}"
+        assert name not in _KERNELS, f"two kernels are called {name}"
         wherever = [one for type_name in WHEREVER for one in pointers.get(type_name, "").split()] + views.split()
+        typed = {parameter: type_name for type_name, names in pointers.items() for parameter in names.split()}
+        constants = {constant for one in configs for constant, _ in one.constants}
+        named = {*typed, *views.split(), *counts.split(), *scalars.split(), *constants}
+        compiled = triton.jit(function, do_not_specialize=counts.split(), do_not_specialize_on_alignment=wherever)
+        assert named <= set(compiled.arg_names), f"{name}: {named - set(compiled.arg_names)}"
         made = Kernel(
             name,
-            triton.jit(function, do_not_specialize=counts.split(), do_not_specialize_on_alignment=wherever),
-            {parameter: type_name for type_name, names in pointers.items() for parameter in names.split()},
-            tuple(strides.split()),
+            compiled,
+            typed,
+            tuple(parameter for parameter in compiled.arg_names if parameter not in named),
             tuple(counts.split()),
             tuple(scalars.split()),
             tuple(types),
             tuple(configs),
-            fits,
             tuple(views.split()),
         )
-        constants = {constant for one in configs for constant, _ in one.constants}
-        declared = {*made.pointers, *made.strides, *made.counts, *made.scalars, *constants}
-        assert declared == set(made.function.arg_names), f"{name}: {declared ^ set(made.function.arg_names)}"
-        _REGISTRY.kernels[name] = made
+        _KERNELS[name] = made
         return made
 
     return register
@@ -305,7 +292,7 @@ def all_kernels() -> list[Kernel]:
     """Import all kernel modules and return their kernels. Needs triton."""
     for module in kernel_modules():
         importlib.import_module(module)
-    return list(_REGISTRY.kernels.values())
+    return list(_KERNELS.values())
 
 
 @contextmanager

@@ -1,16 +1,18 @@
-"""Shared parts of kernel launches: arguments for state slots and for tensors with contiguous rows."""
+"""Shared parts of kernel launches: arguments for state slots and for tensors with contiguous rows.
+
+A slot of -1 marks a row or a sequence of padding: its outputs in decode are zeros, and no slot is touched.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from megatron_ext.ops.backends import NoKernelError
 from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
-from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
+from megatron_ext.ops.triton.kernel_registry import Argument, Kernel
 
 
 def tile_count(tokens: int, pieces: int, rows: int, size: int, least: int = 1) -> int:
@@ -44,17 +46,30 @@ def rowed(**inputs: Tensor) -> dict[str, Argument]:
     return {**rows, **{f"{name.lower()}_row": t.stride(0) for name, t in rows.items()}}
 
 
-def require_own_rows(live: Tensor, operator: str) -> None:
-    """Raise `NoKernelError` unless states are contiguous in each slot."""
-    if not own_rows(live):
-        raise NoKernelError(f"{operator} has no kernel for states that are not contiguous")
-
-
 def require_one_type(operator: str, *inputs: Tensor | None) -> None:
     """Raise `NoKernelError` unless all inputs, missing ones left out, are of one type."""
     types = dict.fromkeys(t.dtype for t in inputs if t is not None)
     if len(types) > 1:
         raise NoKernelError(f"{operator} has no kernel for inputs of {' and '.join(map(str, types))}")
+
+
+def require_states(kernel: Kernel, live: Tensor, *inputs: Tensor | None, **sizes: int) -> None:
+    """Raise `NoKernelError` unless a kernel supports these inputs and states.
+
+    Args:
+        kernel: Kernel with types T of inputs and S of states.
+        live: States, which must be contiguous in each slot.
+        inputs: Inputs, which must be of one type.
+        sizes: Sizes that a constant of the kernel must reach, by its name.
+    """
+    require_one_type(kernel.name, *inputs)
+    if not own_rows(live):
+        raise NoKernelError(f"{kernel.name} has no kernel for states that are not contiguous")
+    kernel.require(T=next(t.dtype for t in inputs if t is not None), S=live.dtype)
+    for name, size in sizes.items():
+        most = max(one[name] for one in kernel.configs)
+        if size > most:
+            raise NoKernelError(f"{kernel.name} has no kernel for {name} of {size}, only for up to {most}")
 
 
 def is_aligned(*inputs: Tensor) -> bool:
@@ -79,12 +94,6 @@ def decode_arguments(states: DecodeStates, x: Tensor) -> dict[str, Argument]:
         start = slots.start or 0
         slots = _index(start, start + x.shape[0], x.device)
     return {"live": states.live, "live_row": states.live.stride(0), "slots": slots}
-
-
-def launch_with(kernel: Kernel, grid: tuple[int, ...], config: Config, given: Mapping[str, Argument]) -> None:
-    """Launch a kernel with the `given` arguments that it declares; others are ignored."""
-    taken = (*kernel.pointers, *kernel.strides, *kernel.counts, *kernel.scalars)
-    kernel.launch(grid, config, **{name: given[name] for name in taken})
 
 
 def prefill_arguments(states: PrefillStates) -> dict[str, Argument]:

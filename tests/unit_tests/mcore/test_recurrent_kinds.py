@@ -11,7 +11,6 @@ import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import resolve_spec
-from megatron_ext.ops.backends import Backends
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from tests.on_request import long_except
@@ -189,32 +188,29 @@ class TestNegativeControls:
 
     def test_a_state_of_a_chunk_before(self, get_oracle, monkeypatch):
         """The scan gives each chunk the state at the end of the one before."""
-        with SELECTIVE_SCAN.backends.forced("reference"):
-            backend = SELECTIVE_SCAN.backends.choose(torch.empty(0))
+        scan = SELECTIVE_SCAN.reference_scan
 
         def shifted(*args: object, **kwargs: object) -> object:
-            scanned = backend.scan(*args, **kwargs)
+            scanned = scan(*args, **kwargs)
             return scanned._replace(chunk_states=scanned.chunk_states.roll(1, dims=0))
 
         driver = build_driver(get_oracle, "mamba1")
-        with monkeypatch.context() as patch:
-            patch.setattr(SELECTIVE_SCAN, "backends", Backends("shifted", dataclasses.replace(backend, scan=shifted)))
+        with monkeypatch.context() as patch, SELECTIVE_SCAN.backends.forced("reference"):
+            patch.setattr(SELECTIVE_SCAN, "reference_scan", shifted)
             driver.sight(0, PROMPT)
         self.assert_is_seen(driver, get_oracle("mamba1"))
 
     def test_a_state_of_a_token_before(self, get_oracle, monkeypatch):
         """The convolution keeps the inputs before the last one."""
-        with PLAIN_CONV1D.backends.forced("reference"):
-            backend = PLAIN_CONV1D.backends.choose(torch.empty(0))
+        scan = PLAIN_CONV1D.reference_scan
 
         def shifted(*args: object, **kwargs: object) -> object:
-            scanned = backend.scan(*args, **kwargs)
+            scanned = scan(*args, **kwargs)
             return scanned._replace(chunk_states=scanned.chunk_states.roll(1, dims=2))
 
         driver = build_driver(get_oracle, "short_conv")
-        with monkeypatch.context() as patch:
-            broken = dataclasses.replace(backend, scan=shifted)
-            patch.setattr(PLAIN_CONV1D, "backends", Backends("shifted", broken))
+        with monkeypatch.context() as patch, PLAIN_CONV1D.backends.forced("reference"):
+            patch.setattr(PLAIN_CONV1D, "reference_scan", shifted)
             driver.sight(0, PROMPT)
         self.assert_is_seen(driver, get_oracle("short_conv"))
 

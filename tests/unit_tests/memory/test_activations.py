@@ -37,8 +37,6 @@ from megatron_ext.memory.budget import GIB, ModelMemory
 from megatron_ext.memory.fitting import plan_within
 from megatron_ext.ops import triton
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
-from megatron_ext.ops.paged_attention import triton as paged_attention
-from megatron_ext.ops.sampling import triton as sampling
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.triton.launching import tile_count
 from tests.unit_tests.support.drafters import ANSWERS, Knowing
@@ -187,24 +185,27 @@ def test_splits_of_any_length_take_what_was_counted(model, arch, monkeypatch):
 @pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
 def test_an_operator_that_takes_more_is_seen(monkeypatch):
     """The negative control: scores of all pairs of tokens."""
-    plain, step = paged_attention.paged_attention, Step(0, 16_384, 0, is_captured=False)
+    from megatron_ext.ops.paged_attention import kernels as paged_attention
+
+    plain, step = paged_attention.launch_paged_attention, Step(0, 16_384, 0, is_captured=False)
 
     def wasteful(q, *arguments, **options):
         q.new_empty(len(q), len(q), q.shape[1])
         return plain(q, *arguments, **options)
 
-    monkeypatch.setattr(paged_attention, "paged_attention", wasteful)
+    monkeypatch.setattr(paged_attention, "launch_paged_attention", wasteful)
     assert allocated(MODELS[0], step)["attention"] > counted_bytes(MODELS[0], step)
 
 
 @pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
 def test_sizes_of_kernels_are_those_counted():
     from megatron_ext.ops.paged_attention import kernels
+    from megatron_ext.ops.sampling import kernels as sampling
     from megatron_ext.ops.ssd import kernels_tiles
 
     assert (kernels.SPAN, kernels.GROUP, kernels.PREFILL_SPAN) == (DECODE_SPAN, DECODE_GROUP, PREFILL_SPAN)
-    assert (paged_attention.PARTIAL_BYTES, paged_attention.FEWEST_SLOTS) == (DECODE_BYTES, DECODE_SLOTS)
-    assert (paged_attention.FEW_TILES, paged_attention.FEW_ELEMENTS) == (SPLIT_TILES, SPLIT_ELEMENTS)
+    assert (kernels.PARTIAL_BYTES, kernels.FEWEST_SLOTS) == (DECODE_BYTES, DECODE_SLOTS)
+    assert (kernels.FEW_TILES, kernels.FEW_ELEMENTS) == (SPLIT_TILES, SPLIT_ELEMENTS)
     tiles = kernels.paged_prefill.configs
     assert max(one["M"] * one["DP"] for one in tiles) == TILE_ELEMENTS
     assert max(one["M"] for one in tiles) == 128

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.mixers.recurrent import cut_between, cut_chunks, cut_lengths
+from megatron_ext.mixers.recurrent import cut_between
+from megatron_ext.ops.chunked import cut_evenly
 from megatron_ext.ops.varlen import pack_chunks
 
 
@@ -22,50 +23,16 @@ def test_example_of_a_continuation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "length", "chunk_size", "pieces"),
-    [
-        (0, 1, 64, [1]),
-        (0, 64, 64, [64]),
-        (0, 65, 64, [64, 1]),
-        (64, 64, 64, [64]),
-        (63, 1, 64, [1]),
-        (63, 2, 64, [1, 1]),
-        (10, 20, 64, [20]),
-        (10, 54, 64, [54]),
-        (10, 200, 64, [54, 64, 64, 18]),
-        (5, 3, 1, [1, 1, 1]),
-    ],
+    ("length", "longest", "pieces"),
+    [(1, 64, [1]), (64, 64, [64]), (65, 64, [64, 1]), (200, 64, [64, 64, 64, 8]), (3, 1, [1, 1, 1])],
 )
-def test_cut_lengths(start: int, length: int, chunk_size: int, pieces: list[int]) -> None:
-    """The first piece completes the current chunk, in training and wherever a grid is wanted."""
-    assert cut_lengths(start, length, chunk_size) == pieces
-
-
-@given(start=st.integers(0, 300), length=st.integers(1, 300), chunk_size=st.integers(1, 70))
-def test_every_grid_position_is_a_chunk_end(start: int, length: int, chunk_size: int) -> None:
-    """Chunk ends are exactly the multiples of the chunk size on the way, and the end of the slice."""
-    pieces = cut_lengths(start, length, chunk_size)
-    ends = [start + sum(pieces[: i + 1]) for i in range(len(pieces))]
-    on_grid = [position for position in range(start + 1, start + length) if position % chunk_size == 0]
-    assert ends == [*on_grid, start + length]
-
-
-@given(cuts=st.lists(st.integers(1, 90), min_size=1, max_size=4), chunk_size=st.integers(1, 40))
-def test_chunk_ends_do_not_depend_on_where_prefill_was_cut(cuts: list[int], chunk_size: int) -> None:
-    """Slices of one prompt end their chunks where one pass does, and at the slices' own ends."""
-    slice_ends = [sum(cuts[: i + 1]) for i in range(len(cuts))]
-    ends = set()
-    for end, length in zip(slice_ends, cuts, strict=True):
-        start = end - length
-        pieces = cut_lengths(start, length, chunk_size)
-        ends |= {start + sum(pieces[: i + 1]) for i in range(len(pieces))}
-    whole = cut_lengths(0, slice_ends[-1], chunk_size)
-    assert ends == {sum(whole[: i + 1]) for i in range(len(whole))} | set(slice_ends)
+def test_chunks_of_a_training_sequence(length: int, longest: int, pieces: list[int]) -> None:
+    assert cut_evenly(length, longest) == pieces
 
 
 def test_several_sequences() -> None:
-    """HY-9: chunks restart at every sequence, and every sequence has its own grid."""
-    chunks = cut_chunks([0, 3, 8], [9, 6, 1], 4, "cpu")
+    """HY-9: chunks restart at every sequence."""
+    chunks = pack_chunks([[4, 4, 1], [1, 4, 1], [1]], "cpu")
     assert chunks.chunk_lengths == (4, 4, 1, 1, 4, 1, 1)
     assert chunks.chunk_counts == (3, 3, 1)
     assert chunks.sequences.lengths == (9, 6, 1)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops import triton
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.library_process import COMPUTE
 from tests.unit_tests.ops.state_cases import Operator, operator
+from tests.unit_tests.support.chunk_grid import cut_chunks
 from tools.oracles import LIBRARIES
 
 Tensors = dict[str, Tensor]

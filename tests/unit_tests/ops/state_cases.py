@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops import triton
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
@@ -30,6 +29,7 @@ from tests.unit_tests.ops.oracles import (
     recurrence,
     selective_recurrence,
 )
+from tests.unit_tests.support.chunk_grid import cut_chunks
 
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65)  # tokens of the sequences, a decoded one included
 DONE = (0, 0, 0, 0, 16, 31, 1, 33)  # computed by the first step

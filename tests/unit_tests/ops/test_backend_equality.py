@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.recurrence import Recurrence
@@ -27,6 +26,7 @@ from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from tests.unit_tests.ops.backends import marks, usable
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import assert_close
+from tests.unit_tests.support.chunk_grid import cut_chunks
 
 CHUNK = 32
 LENGTHS = [(1,), (3,), (31,), (32,), (33,), (15, 16, 17), (63, 1, 64, 65, 2)]

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_ext.ops.backends import Backends, anything
+from megatron_ext.ops.backends import Backends, FunctionBackend, NoKernelError, Operator, anything
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
@@ -16,7 +16,7 @@ from megatron_ext.ops.sampling import SAMPLING
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import STATE_COPY
-from megatron_ext.ops.varlen import pack_sequences
+from megatron_ext.ops.varlen import pack_chunks
 
 OPERATORS = (
     PAGED_ATTENTION,
@@ -64,6 +64,30 @@ def test_an_unknown_one_is_refused_by_name() -> None:
         pass
 
 
+def test_a_function_is_its_own_reference() -> None:
+    """The main input is the first tensor; what a backend lacks or refuses the function itself computes."""
+
+    def doubled(x: torch.Tensor, factor: float) -> tuple[str, float]:
+        if factor > 2:
+            raise NoKernelError("no kernel multiplies by so much")
+        return "fast", factor
+
+    operator = Operator("an operator", FunctionBackend("fast", lambda x: x.is_meta, {"scaled": doubled}.get))
+
+    @operator
+    def scaled(x: torch.Tensor, factor: float) -> tuple[str, float]:
+        return "plain", factor
+
+    @operator
+    def other(pair: tuple[torch.Tensor, torch.Tensor]) -> str:
+        return operator.choose(pair[0]).name
+
+    assert operator.names == ("fast", "reference")
+    assert [scaled(x, factor=2.0) for x in (ON_META, ON_CPU)] == [("fast", 2.0), ("plain", 2.0)]
+    assert scaled(ON_META, 3.0) == ("plain", 3.0)
+    assert [other((x, x)) for x in (ON_META, ON_CPU)] == ["fast", "reference"]
+
+
 @pytest.mark.parametrize("backends", OPERATORS, ids=lambda backends: backends.operator)
 def test_every_operator_ends_with_its_reference_which_takes_anything(backends: Backends) -> None:
     assert backends.names[-1] == "reference"
@@ -81,6 +105,6 @@ def test_data_of_a_backend_is_prepared_once() -> None:
         made.append(id(sequences))
         return len(made)
 
-    facts = pack_sequences([3, 1], "cpu")
+    facts = pack_chunks([[3], [1]], "cpu").sequences
     assert [facts.prepared(prepare), facts.prepared(prepare)] == [1, 1]
     assert dataclasses.replace(facts).prepared(prepare) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import os
 import shutil
@@ -19,9 +18,8 @@ import torch
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
-from megatron_ext.ops.cpp import build_cache, library_build
-from megatron_ext.ops.cpp.build_cache import BuildCache
-from megatron_ext.ops.cpp.library_build import BuildError, open_library
+from megatron_ext.ops.cpp import library_build
+from megatron_ext.ops.cpp.library_build import BuildCache, BuildError, open_library
 from tests.forked import fork
 from tests.unit_tests.support.foreign import ForeignFiles
 from tests.unit_tests.support.source import PACKAGE
@@ -76,9 +74,8 @@ CALLS = 2  # the compiler and the linker
 
 def die_with_the_lock(folder: Path, key: str) -> None:
     """Be killed in the middle of a build."""
-    with BuildCache(folder) as cache, cache.lock(key, print):
-        (folder / f"{key}.building-half").mkdir()
-        (folder / f"{key}.building-half" / "operators.so").touch()
+    with BuildCache(folder) as cache, cache.lock(print), cache.build(key) as work:
+        (work / "operators.so").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -99,7 +96,7 @@ class TestOnce:
         assert library_file(said.append) == first
         assert compiler.count() == CALLS
         assert len(said) == 2
-        assert sorted(path.name for path in cache.iterdir()) == [first.parent.name, f"{first.parent.name}.lock"]
+        assert sorted(path.name for path in cache.iterdir()) == [first.parent.name, "lock"]
         assert [path.name for path in first.parent.iterdir()] == ["operators.so"]
 
     def test_however_many_ask_at_once(self, cache, fake):
@@ -115,10 +112,10 @@ class TestOnce:
         holder = fork(die_with_the_lock, cache, key)
         holder.join()
         assert holder.exitcode == -signal.SIGKILL
-        assert list(cache.glob("*.building-*"))
+        assert (cache / "building" / "operators.so").exists()
         assert library_file(lambda line: None).read_text() == "made\n"
         assert compiler.count() == CALLS
-        assert not list(cache.glob("*.building-*"))
+        assert not (cache / "building").exists()
 
     def test_a_folder_without_its_library_is_replaced(self, cache, fake):
         """TE-5: a removal that was interrupted leaves one; each start would compile again, and fail."""
@@ -130,26 +127,22 @@ class TestOnce:
         assert compiler.count() == 2 * CALLS
         assert library_file(pytest.fail) == left
 
-    def test_a_lock_removed_meanwhile_is_taken_anew(self, tmp_path):
-        """Removed with its build while another process waits for it, which must not be alone with the old file."""
-        key, waits, has, ends = "0123", threading.Event(), threading.Event(), threading.Event()
+    def test_builds_wait_for_each_other(self, tmp_path):
+        """Also builds of other sources: they share the folder that is compiled in."""
+        waits, has = threading.Event(), threading.Event()
 
-        def hold() -> None:
-            with cache.lock(key, lambda line: waits.set()):
+        def wait() -> None:
+            with cache.lock(lambda line: waits.set()):
                 has.set()
-                ends.wait()
 
         with BuildCache(tmp_path / "cache") as cache:
-            thread = threading.Thread(target=hold)
-            with cache.lock(key, pytest.fail):
+            thread = threading.Thread(target=wait)
+            with cache.lock(pytest.fail):
                 thread.start()
                 waits.wait()
-                (tmp_path / "cache" / "0123.lock").unlink()
-            has.wait()
-            with (tmp_path / "cache" / "0123.lock").open() as file, pytest.raises(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ends.set()
+                assert not has.is_set()
             thread.join()
+        assert has.is_set()
 
 
 def copy_sources(folder: Path) -> Path:
@@ -159,14 +152,14 @@ def copy_sources(folder: Path) -> Path:
 
 
 class TestKept:
-    """TE-5: the builds used last, and those in use."""
+    """TE-5: the builds used last."""
 
     @pytest.fixture
     def build_version(self, cache, fake, monkeypatch):
         """Build for a compiler of this version, used at that second; opened, not loaded."""
-        monkeypatch.setattr(build_cache, "MAX_BUILDS", 4)
+        monkeypatch.setattr(library_build, "MAX_BUILDS", 4)
 
-        def make(version: int) -> build_cache.Library:
+        def make(version: int) -> library_build.Library:
             fake(version=f"fake {version}")
             library = open_library(lambda line: None)
             os.utime(library.path.parent, (version, version))
@@ -182,7 +175,7 @@ class TestKept:
         for version in range(7):
             build_version(version).close()
         assert self.kept(cache) == {3, 4, 5, 6}
-        assert len(list(cache.glob("*.lock"))) == 4
+        assert len(list(cache.iterdir())) == 4 + len(["lock"])
 
     def test_a_use_counts(self, cache, build_version, fake):
         for version in range(4):
@@ -194,15 +187,11 @@ class TestKept:
         assert len(now) == 1
         assert now.pop() > 4
 
-    def test_none_in_use_is_removed(self, cache, build_version):
+    def test_a_library_in_use_outlives_its_build(self, cache, build_version):
         used = [build_version(version) for version in range(6)]
-        assert self.kept(cache) == {0, 1, 2, 3, 4, 5}
-        for library in used[:2]:
-            library.close()
-        for version in range(6, 8):
-            build_version(version).close()
-        assert self.kept(cache) == {2, 3, 4, 5, 7}
-        for library in used[2:]:
+        assert self.kept(cache) == {2, 3, 4, 5}
+        for library in used:
+            assert os.pread(library.handle, 10, 0) == b"made\n"
             library.close()
 
 
@@ -294,7 +283,7 @@ class TestWithout:
         with pytest.raises(BuildError, match="could not be compiled"):
             library_file(lambda line: None)
         assert compiler.count() > calls
-        assert not list(cache.glob("*.building-*"))
+        assert not (cache / "building").exists()
 
     def test_a_library_that_cannot_be_loaded(self, cache, fake, monkeypatch, capsys):
         fake()
@@ -371,7 +360,7 @@ class TestSmallLibrary:
     def compiled(self, tmp_path, cache, monkeypatch):
         """Compile one source, that lies in a folder of this name."""
 
-        def make(name: str, text: str) -> build_cache.Library:
+        def make(name: str, text: str) -> library_build.Library:
             source = tmp_path / name / "ops" / "one" / "kernels.cpp"
             source.parent.mkdir(parents=True)
             source.write_text(text)

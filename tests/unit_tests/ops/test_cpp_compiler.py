@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.ops import cpp
-from megatron_ext.ops.cpp import compilation
-from megatron_ext.ops.cpp.compilation import CompileError, compile_library
+from megatron_ext.ops.cpp import library_build
+from megatron_ext.ops.cpp.library_build import CompileError, compile_library
 
 needs_compiler = pytest.mark.skipif(not cpp.can_be_built(), reason="there is no C++ compiler")
 
@@ -36,7 +36,7 @@ def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path, "library", [])
+        compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path)
     pids = [int(pid) for pid in started.read_text().split()]
     while not all(is_gone(pid) for pid in pids):  # for ever, if they were not ended
         time.sleep(0.01)
@@ -46,6 +46,6 @@ def test_a_compiler_that_does_not_end_is_ended(tmp_path, monkeypatch):
     script = tmp_path / "slow"
     script.write_text("#!/bin/sh\nsleep 600\n")
     script.chmod(0o755)
-    monkeypatch.setattr(compilation, "_LONGEST_RUN", 0.1)
+    monkeypatch.setattr(library_build, "_LONGEST_RUN", 0.1)
     with pytest.raises(CompileError, match="still running after 0 s"):
-        compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path, "library", [])
+        compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path)

@@ -9,8 +9,7 @@ import torch
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
-from megatron_ext.ops.experts import EXPERTS, Scores, choose_experts, combine, sort_by_expert
-from megatron_ext.ops.experts.reference import Function
+from megatron_ext.ops.experts import EXPERTS, Function, Scores, choose_experts, combine, sort_by_expert
 from megatron_ext.ops.triton.kernel_registry import all_kernels, watch
 from tests.on_request import long_except
 from tests.unit_tests.ops.backends import usable

@@ -28,7 +28,7 @@ OVERLAPPED, SERIAL = configured(3, True, "bf16"), configured(2, True, "bf16")
 EXACT, ROUNDED = configured(3, True, "fp32"), configured(3, False, "fp32")
 
 @kernel(
-    pointers={"T": "x y", "fp32": "out"}, strides="row", counts="n", types=[{"T": "bf16"}, {"T": "fp32"}],
+    pointers={"T": "x y", "fp32": "out"}, counts="n", types=[{"T": "bf16"}, {"T": "fp32"}],
     configs=[OVERLAPPED, SERIAL, EXACT, ROUNDED],
 )
 def sums(x, y, out, row, n, M: tl.constexpr, FULL_FP32: tl.constexpr):

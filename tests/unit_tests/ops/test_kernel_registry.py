@@ -134,7 +134,7 @@ def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", Device)
     options = config(N=16)
-    kernel = Kernel("a_kernel", Function(), {"x": "T"}, (), (), (), ({"T": "fp32"},), (options,), lambda *_: True)
+    kernel = Kernel("a_kernel", Function(), {"x": "T"}, (), (), (), ({"T": "fp32"},), (options,))
     x = torch.zeros(3)
     for one in (x.as_subclass(OnSecondDevice), x):
         kernel.launch((1,), options, n=5, x=one)
@@ -161,7 +161,7 @@ def test_a_kernel_is_the_same_wherever_its_facts_begin() -> None:
 
 
 def test_types_that_have_no_kernel_are_named() -> None:
-    plain = Kernel("a_kernel", None, {"x": "T"}, (), (), (), ({"T": "fp32"},), (config(N=16),), lambda *_: True)
+    plain = Kernel("a_kernel", None, {"x": "T"}, (), (), (), ({"T": "fp32"},), (config(N=16),))
     plain.require(T=torch.float32)
     with pytest.raises(NoKernelError, match=r"a_kernel has no kernel for torch.float64 as T"):
         plain.require(T=torch.float64)

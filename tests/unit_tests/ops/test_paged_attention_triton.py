@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_ext.ops import backends, triton
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention, reference
-from megatron_ext.ops.paged_attention import triton as triton_attention
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, watch
 from tests.unit_tests.ops.backends import interpreted, usable
 from tests.unit_tests.ops.oracles import assert_close, attention
@@ -107,7 +106,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, **values: int) -> Iterator[None]:
     """Choose grids and room for partial sums by constants of the launches."""
     with monkeypatch.context() as patched:
         for name, value in values.items():
-            patched.setattr(triton_attention, name, value)
+            patched.setattr(kernels, name, value)
         with no_shared_cells() if triton.is_interpreted() else contextlib.nullcontext():
             yield
 

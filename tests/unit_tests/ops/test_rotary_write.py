@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -110,17 +110,17 @@ def test_norms_of_heads_come_before_the_rotation(backend: str, dtype: torch.dtyp
     """CU-1, CU-2: each head by itself, queries and keys with weights of their own; in the same launch."""
     one = case(dtype, channels=24)
     weights = torch.randn(2, 24, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
-    one.heads = replace(one.heads, norms=(Norm(weights[0], offset), Norm(weights[1], offset)))
+    one.heads = one.heads._replace(norms=(Norm(weights[0], offset), Norm(weights[1], offset)))
     with watch() as launches:
         query = one.write()
     assert [launch.kernel for launch in launches] == list(COVERED) * (backend == triton.NAME)
     check(one, query, is_exact=backend != triton.NAME)
-    one.heads = replace(one.heads, norms=(one.heads.norms[1], one.heads.norms[0]))
+    one.heads = one.heads._replace(norms=(one.heads.norms[1], one.heads.norms[0]))
     with pytest.raises(AssertionError):
         check(one, query, is_exact=False)
     if backend == triton.NAME:
         with watch() as launches:
-            one.heads = replace(one.heads, norms=(Norm(weights[0], offset), Norm(weights[1], offset, eps=0.5)))
+            one.heads = one.heads._replace(norms=(Norm(weights[0], offset), Norm(weights[1], offset, eps=0.5)))
             check(one, one.write(), is_exact=True)
         assert not launches
 

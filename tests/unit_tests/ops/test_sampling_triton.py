@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.sampling import SAMPLING, SamplingMetadata, sample_tokens, sampling_metadata
-from megatron_ext.ops.sampling import triton as sampling_triton
 from megatron_ext.ops.sampling.reference import draw_sorted
 from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import usable
@@ -114,7 +113,7 @@ def test_tokens_are_those_of_sorted_rows_however_many_words_are_gathered(
     options = metadata([(*cut, 0.99) for shape in shapes for cut in CUTS[shape]])
     wide = torch.full((len(options.uniform), words + 3), math.inf, dtype=dtype, device=DEVICE)
     wide[:, 2:-1] = torch.stack([given[shape] for shape in shapes for _ in CUTS[shape]])
-    monkeypatch.setattr(sampling_triton, "PROGRAMS", 4)
+    monkeypatch.setattr("megatron_ext.ops.sampling.kernels.PROGRAMS", 4)
     with watch() as launches:
         drawn = sample_tokens(wide[:, 2:-1], options)
     assert [one.kernel for one in launches] == list(COVERED)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops import chunked
 from megatron_ext.ops.gated_delta_rule.reference import gated_delta_scan, gated_delta_step
 from megatron_ext.ops.recurrence import ScanOutput
@@ -28,6 +27,7 @@ from tests.unit_tests.ops.oracles import (
     recurrence,
     selective_recurrence,
 )
+from tests.unit_tests.support.chunk_grid import cut_chunks
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops import triton
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
@@ -19,6 +18,7 @@ from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes
 from tests.unit_tests.ops.backends import interpreted
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import recurrence
+from tests.unit_tests.support.chunk_grid import cut_chunks
 
 pytestmark = [
     pytest.mark.skipif(

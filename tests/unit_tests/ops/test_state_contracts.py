@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.mixers.recurrent import cut_chunks
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from tests.unit_tests.ops.backends import interpreted, usable
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import assert_close, assert_states_close
 from tests.unit_tests.ops.state_cases import operator
+from tests.unit_tests.support.chunk_grid import cut_chunks
 
 CHUNK = 16
 LENGTHS = (70, 2, 33, 1)  # tokens of the sequences; the first tokens of some are computed by an earlier step

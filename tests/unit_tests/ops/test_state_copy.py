@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
-from megatron_ext.ops.state_copy import STATE_COPY, copy_rows, reference
+from megatron_ext.ops.state_copy import STATE_COPY, copy_rows
 from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import params
 
@@ -97,7 +97,8 @@ def test_fixed_shapes_of_the_reference(rows: list[int]) -> None:
     """CU-2: on a device the reference reads no row number back, in pools of any layout."""
     pools, targets = Pools(torch.bfloat16, torch.float32, in_arena=(False, True)), [1, 0, -1, 3, 4]
     wanted = pools.expected(rows, targets)
-    reference.copy_rows(*pools.pairs, torch.tensor(rows).to(DEVICE), torch.tensor(targets).to(DEVICE))
+    with STATE_COPY.forced("reference"):
+        copy_rows(*pools.pairs, torch.tensor(rows).to(DEVICE), torch.tensor(targets).to(DEVICE))
     assert all(torch.equal(bits(target), bits(want)) for (_, target), want in zip(pools.pairs, wanted, strict=True))
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.ops.varlen import pack_chunks, pack_sequences, stage_arrays
+from megatron_ext.ops.varlen import pack_chunks, stage_arrays
 
 
-def test_pack_sequences_literal() -> None:
-    packed = pack_sequences([3, 1, 2], "cpu")
+def test_sequences_of_chunks_literal() -> None:
+    packed = pack_chunks([[2, 1], [1], [2]], "cpu").sequences
     assert packed.lengths == (3, 1, 2)
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 6]
     assert packed.seq_idx.tolist() == [0, 0, 0, 1, 2, 2]
@@ -48,7 +48,7 @@ def test_arrays_of_int32_share_the_buffer(size: int) -> None:
     assert len({one.untyped_storage().data_ptr() for one in staged.values()}) == 1
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [3, 0]])
-def test_empty_sequences_are_refused(lengths: list[int]) -> None:
+@pytest.mark.parametrize("pieces", [[], [[]], [[0]], [[3], [0]]])
+def test_empty_sequences_are_refused(pieces: list[list[int]]) -> None:
     with pytest.raises((AssertionError, ValueError)):
-        pack_sequences(lengths, "cpu")
+        pack_chunks(pieces, "cpu")

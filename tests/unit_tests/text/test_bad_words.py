@@ -6,7 +6,8 @@ import pytest
 
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, word_tokens
+from megatron_ext.text.prompt_tokenization import word_tokens
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 
 TOKENIZER = TextTokenizer(EMBEDDED_MODEL_DIR)
 
