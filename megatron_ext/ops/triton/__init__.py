@@ -80,8 +80,8 @@ def takes(x: Tensor) -> bool:
 
     CPU tensors are never chosen by default, not even under the interpreter: it is for tests, which force the backend.
     """
-    if not x.is_cuda or x.dtype not in DTYPES or (x.requires_grad and torch.is_grad_enabled()):
-        return False
+    if not x.is_cuda or x.dtype not in (*DTYPES, torch.int32) or (x.requires_grad and torch.is_grad_enabled()):
+        return False  # int32: numbers of experts
     return problem(x.device) is None
 
 

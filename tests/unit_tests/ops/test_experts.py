@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,14 @@ def test_kernels_compute_it(backend: str) -> None:
     assert [one.kernel for one in launches] == (
         ["choose_experts", "sort_by_expert", "combine"] if backend == triton.NAME else []
     )
+
+
+def test_pairs_are_sorted_by_the_same_backend(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CU-11: numbers of experts are a main input like logits; the reference would wait for the device."""
+    monkeypatch.setattr(triton, "problem", lambda device: None)
+    for dtype, is_taken in ((torch.int32, True), (torch.bfloat16, True), (torch.float64, False)):
+        x = SimpleNamespace(is_cuda=True, dtype=dtype, requires_grad=False, device=torch.device("cuda"))
+        assert triton.takes(x) is is_taken
 
 
 @pytest.mark.kernels
