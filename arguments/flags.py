@@ -6,7 +6,6 @@ A flag's type is its field's annotation, its default is the field's default. Nei
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import functools
 import re
@@ -15,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.config.annotations import FieldType, MismatchError
-from megatron_ext.config.options import options_of
+from megatron_ext.config.annotations import FieldType, FieldValues, MismatchError
+from megatron_ext.config.options import Option, flag_of, options_of
 
 _LONGEST_NEAR_MISS = 100  # characters; the cost of similarity is quadratic
 _LONGEST_SHOWN = 200
@@ -26,28 +25,27 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 @dataclass(frozen=True)
 class Flag:
-    """Flag bound to a field of a dataclass.
+    """Flag bound to a field of a dataclass, whose annotation and default are its own."""
 
-    Attributes:
-        field: Name of the dataclass's field.
-        help: Effect of the flag. Names the source of the value if the field defaults to None.
-        name: The flag, with its dashes; "" if it is the field's name with dashes.
-        aliases: Other spellings, with their dashes.
-        choices: Allowed values, or None for any.
-        metavar: Value as shown by `--help`; a tuple of two for two values.
-    """
-
+    config: type
     field: str
-    help: str
-    name: str = ""
-    aliases: tuple[str, ...] = ()
-    choices: tuple[str, ...] | None = None
-    metavar: str | tuple[str, ...] | None = None
+    declared: Option
 
     @property
     def option(self) -> str:
         """Flag as typed: `--num-layers`."""
-        return self.name or "--" + self.field.replace("_", "-")
+        return self.declared.flag or flag_of(self.field)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Flag and its other spellings, with their dashes."""
+        return (self.option, *self.declared.aliases)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Names as typed, with the `--no-` forms of a switch."""
+        negated = [name.replace("--", "--no-", 1) for name in self.names if self.kind.item is bool]
+        return (*self.names, *negated)
 
     @property
     def key(self) -> str:
@@ -57,7 +55,64 @@ class Flag:
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the flag and of its aliases."""
-        return (self.key, *(normalize_key(alias) for alias in self.aliases))
+        return tuple(map(normalize_key, self.names))
+
+    @property
+    def kind(self) -> FieldType:
+        """Type of the field."""
+        return FieldType.of(_hints(self.config)[self.field])
+
+    @property
+    def default(self) -> object:
+        """Default of the field."""
+        return getattr(self.config, self.field)
+
+    def add_to(self, add_argument: Callable[..., argparse.Action], *, as_attribute: bool = False) -> None:
+        """Add the flag by the `add_argument` of a section of a parser.
+
+        Args:
+            as_attribute: Name its value in the namespace with underscores, and leave None if the flag is not given.
+        """
+        kind, metavar = self.kind, self.declared.metavar or _metavar(self.kind)
+        dest, default = (self.key.replace("-", "_"), None) if as_attribute else (self.key, argparse.SUPPRESS)
+        text = self.declared.help_text
+        if self.default is not None and self.default != ():
+            text += f" (default: {self.default})"
+        add = functools.partial(add_argument, *self.names, dest=dest, default=default, help=text.replace("%", "%%"))
+        if kind.item is bool:
+            add(action=argparse.BooleanOptionalAction)
+        elif kind.length:
+            add(action=_WordsAction, nargs="+", metavar=metavar, kind=kind)
+        elif kind.is_tuple and kind.item is str:
+            add(type=str, nargs="+", metavar=metavar)
+        elif self.declared.choices:
+            add(type=_argparse_type(kind), choices=self.declared.choices)
+        else:
+            add(type=_argparse_type(kind), metavar=metavar)
+
+    def parse_value(self, value: object) -> object:
+        """Return a value of a YAML file, parsed like the flag's text.
+
+        Raises:
+            ValueError: The value is invalid; the message can follow the flag's name and a colon.
+        """
+        kind, choices = self.kind, self.declared.choices
+        if kind.item is bool or (kind.is_tuple and kind.item is str):
+            given = [str(item) for item in value] if isinstance(value, list) else value
+            try:
+                return kind.convert(given)
+            except MismatchError as error:
+                raise ValueError(f"{shown(value)} is not {error}") from None
+        if kind.is_tuple and isinstance(value, list):
+            value = ",".join(str(item) for item in value)
+        if isinstance(value, (list, dict)) or value is None:
+            raise ValueError(f"{shown(value)} is not one value")
+        parsed = _parse(kind, str(value))
+        if kind.length and isinstance(parsed, tuple) and len(parsed) != kind.length:
+            raise ValueError(f"{shown(value)} is not {kind.expected}")
+        if choices and parsed not in choices:
+            raise ValueError(f"{shown(parsed)} is unknown; one of {', '.join(choices)}")
+        return parsed
 
 
 class _WordsAction(argparse.Action):
@@ -94,78 +149,18 @@ class FlagGroup:
     def flags(self) -> tuple[Flag, ...]:
         """Flags, in the order of the fields."""
         own = vars(self.config)["__annotations__"]
-        return tuple(
-            Flag(field, one.help_text, one.flag, one.aliases, one.choices, one.metavar)
-            for field, one in options_of(self.config).items()
-            if one.help_text and field in own
-        )
+        options = options_of(self.config).items()
+        return tuple(Flag(self.config, field, one) for field, one in options if one.help_text and field in own)
 
-    def kind(self, flag: Flag) -> FieldType:
-        """Return the type of the flag's field."""
-        return FieldType.of(_hints(self.config)[flag.field])
-
-    def default(self, flag: Flag) -> object:
-        """Return the default of the flag's field."""
-        (field,) = (field for field in dataclasses.fields(self.config) if field.name == flag.field)
-        return field.default
+    def fields(self, values: FieldValues) -> FieldValues:
+        """Return the given fields of the dataclass, from values by flag key."""
+        return {flag.field: values[flag.key] for flag in self.flags if flag.key in values}
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags to `parser`. A flag that is not given leaves no attribute in the namespace."""
         section = parser.add_argument_group(self.title)
         for flag in self.flags:
-            self.add_flag(section.add_argument, flag)
-
-    def add_flag(self, add_argument: Callable[..., argparse.Action], flag: Flag, *, as_attribute: bool = False) -> None:
-        """Add one flag by the `add_argument` of a section of a parser.
-
-        Args:
-            add_argument: Adds the flag.
-            flag: Flag of this group.
-            as_attribute: Name its value in the namespace with underscores, and leave None if the flag is not given.
-        """
-        names, kind = (flag.option, *flag.aliases), self.kind(flag)
-        metavar, text = flag.metavar or _metavar(kind), self._help(flag)
-        dest, default = (flag.key.replace("-", "_"), None) if as_attribute else (flag.key, argparse.SUPPRESS)
-        add = functools.partial(add_argument, *names, dest=dest, default=default, help=text)
-        if kind.item is bool:
-            add(action=argparse.BooleanOptionalAction)
-        elif kind.length:
-            add(action=_WordsAction, nargs="+", metavar=metavar, kind=kind)
-        elif kind.is_tuple and kind.item is str:
-            add(type=str, nargs="+", metavar=metavar)
-        elif flag.choices:
-            add(type=_argparse_type(kind), choices=flag.choices)
-        else:
-            add(type=_argparse_type(kind), metavar=metavar)
-
-    def parse_value(self, flag: Flag, value: object) -> object:
-        """Return a value of a YAML file, parsed like the flag's text.
-
-        Raises:
-            ValueError: The value is invalid; the message can follow the flag's name and a colon.
-        """
-        kind = self.kind(flag)
-        if kind.item is bool or (kind.is_tuple and kind.item is str):
-            given = [str(item) for item in value] if isinstance(value, list) else value
-            try:
-                return kind.convert(given)
-            except MismatchError as error:
-                raise ValueError(f"{shown(value)} is not {error}") from None
-        if kind.is_tuple and isinstance(value, list):
-            value = ",".join(str(item) for item in value)
-        if isinstance(value, (list, dict)) or value is None:
-            raise ValueError(f"{shown(value)} is not one value")
-        parsed = _parse(kind, str(value))
-        if kind.length and isinstance(parsed, tuple) and len(parsed) != kind.length:
-            raise ValueError(f"{shown(value)} is not {kind.expected}")
-        if flag.choices and parsed not in flag.choices:
-            raise ValueError(f"{shown(parsed)} is unknown; one of {', '.join(flag.choices)}")
-        return parsed
-
-    def _help(self, flag: Flag) -> str:
-        default = self.default(flag)
-        text = flag.help if default is None or default == () else f"{flag.help} (default: {default})"
-        return text.replace("%", "%%")
+            flag.add_to(section.add_argument)
 
 
 @functools.cache
@@ -184,8 +179,6 @@ def closest(name: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
     Names that differ only in dashes, underscores and case match; so do a name and a part of it between dashes.
 
     Args:
-        name: Unknown name.
-        known: Known names.
         others: Known names that are less likely to have been meant.
     """
     if len(name) > _LONGEST_NEAR_MISS:

@@ -37,6 +37,13 @@ LIMITS = FlagGroup("server limits", ServerLimits)
 KV_EVENTS = FlagGroup("KV events (for routers; see docs/routing.md)", KvEventsConfig)
 ACCESS = FlagGroup("access (see docs/operating.md and SECURITY.md)", AccessConfig)
 
-_ENGINE = (BATCHING, CACHE, ROUTING, SPECULATION)
-GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, SAMPLING, *_ENGINE, RUN)
-SERVER_GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, *_ENGINE, SERVER, KV_EVENTS, LIMITS, ACCESS)
+# By the fields of `EngineSettings`.
+ENGINE = {
+    "parallel": PARALLEL,
+    "batching": BATCHING,
+    "cache": CACHE,
+    "routing": ROUTING,
+    "speculation": SPECULATION,
+}
+GROUPS = (SOURCE, TOKENIZER, MODEL, SAMPLING, *ENGINE.values(), RUN)
+SERVER_GROUPS = (SOURCE, TOKENIZER, MODEL, *ENGINE.values(), SERVER, KV_EVENTS, LIMITS, ACCESS)

@@ -34,8 +34,6 @@ class HelpAction(argparse.Action):
     """Action that prints the help that its value asks for, and ends the program.
 
     Args:
-        option_strings: Names of the flag.
-        dest: Unused.
         groups: Groups of the command's own flags; the full help alone has Megatron's flags that set nothing.
         examples: Arguments of the command, as a user types them.
     """
@@ -66,8 +64,8 @@ class HelpAction(argparse.Action):
         parser.exit()
 
     def _short(self, parser: argparse.ArgumentParser) -> str:
-        known = {flag.key: (group, flag) for group in self._groups for flag in group.flags}
-        by_task = {task: [_shortest(*known[key]) for key in keys if key in known] for task, keys in TASKS.items()}
+        known = {flag.key: flag for group in self._groups for flag in group.flags}
+        by_task = {task: [_shortest(known[key]) for key in keys if key in known] for task, keys in TASKS.items()}
         examples = "".join(f"  {parser.prog} {words}\n" for words in self._examples)
         names = ", ".join(_name(group) for group in self._groups)
         return (
@@ -82,9 +80,9 @@ class HelpAction(argparse.Action):
         spaced = word.replace("-", " ")
         found = {
             group.title: [
-                (group, flag)
+                flag
                 for flag in group.flags
-                if group in named or any(word in key for key in flag.keys) or spaced in flag.help.lower()
+                if group in named or any(word in key for key in flag.keys) or spaced in flag.declared.help_text.lower()
             ]
             for group in named or self._groups
         }
@@ -94,10 +92,10 @@ class HelpAction(argparse.Action):
         return _help_of(parser, found)
 
 
-def _shortest(group: FlagGroup, flag: Flag) -> tuple[FlagGroup, Flag]:
+def _shortest(flag: Flag) -> Flag:
     """Return a flag under the shortest of its names only."""
-    name = min(flag.option, *flag.aliases, key=len) if flag.aliases else flag.option
-    return group, dataclasses.replace(flag, name=name, aliases=())
+    name = min(flag.names, key=len)
+    return dataclasses.replace(flag, declared=dataclasses.replace(flag.declared, flag=name, aliases=()))
 
 
 def _name(group: FlagGroup) -> str:
@@ -107,7 +105,7 @@ def _name(group: FlagGroup) -> str:
 
 def _help_of(
     parser: argparse.ArgumentParser,
-    sections: Mapping[str, Iterable[tuple[FlagGroup, Flag]]],
+    sections: Mapping[str, Iterable[Flag]],
     *,
     with_description: bool = False,
 ) -> str:
@@ -116,6 +114,6 @@ def _help_of(
     part = argparse.ArgumentParser(prog=parser.prog, usage=parser.usage, description=description, add_help=False)
     for title, flags in sections.items():
         section = part.add_argument_group(title)
-        for group, flag in flags:
-            group.add_flag(section.add_argument, flag)
+        for flag in flags:
+            flag.add_to(section.add_argument)
     return part.format_help()

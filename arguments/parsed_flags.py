@@ -40,7 +40,6 @@ class NoEffect:
     """Condition under which a flag has no effect.
 
     Attributes:
-        key: Key of the flag.
         without: Keys of flags of which one is needed.
         beside: Keys of flags that override the flag.
     """

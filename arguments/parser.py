@@ -5,25 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
 from arguments.groups import (
     ACCESS,
-    BATCHING,
-    CACHE,
+    ENGINE,
     GROUPS,
     KV_EVENTS,
     LIMITS,
     MODEL,
-    PARALLEL,
-    ROUTING,
     RUN,
     SAMPLING,
     SERVER,
     SERVER_GROUPS,
     SOURCE,
-    SPECULATION,
     TOKENIZER,
 )
 from arguments.help import HelpAction
@@ -43,10 +39,7 @@ from arguments.parsed_flags import ParsedFlags, note_no_effect
 from arguments.removed import refuse_removed_words
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
-    BatchingConfig,
-    CacheConfig,
     InferenceSettings,
-    ParallelConfig,
     RequestParams,
     RunConfig,
     ServerConfig,
@@ -59,9 +52,6 @@ from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.differences import check_flags
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.model_folder import is_megatrons, require_model_folder
-from megatron_ext.config.options import flag_of
-from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError, MachineError
 
 _FOLDER = "folder of the model"  # name in argparse's namespace; no flag's key has a blank
@@ -161,7 +151,7 @@ def _build(
     parser.add_argument("-h", "--help", action=HelpAction, groups=groups, examples=examples)
     for group in (*groups, SYNONYMS):
         group.add_to(parser)
-    parser.known = [word for one in (*groups, SYNONYMS) for flag in one.flags for word in (flag.option, *flag.aliases)]
+    parser.known = [name for one in (*groups, SYNONYMS) for flag in one.flags for name in flag.names]
     parser.known_without_effect = add_to(parser, table)
     return parser
 
@@ -192,21 +182,25 @@ def _settings(given: ParsedFlags) -> InferenceSettings:
     values = given.values
     if any(flag.key in values for flag in ACCESS.flags):  # a run has no answers to parse
         given.without_effect.note("--parsers")
+    sampling = SAMPLING.fields(values)
     settings = InferenceSettings(
-        source=_source(given),
-        model_overrides=fields_of(MODEL, values),
-        parallel=ParallelConfig(**fields_of(PARALLEL, values)),
-        sampling=RequestParams(**fields_of(SAMPLING, values)),
-        sampling_given=fields_of(SAMPLING, values),
-        batching=BatchingConfig(**fields_of(BATCHING, values)),
-        cache=CacheConfig(**fields_of(CACHE, values)),
-        speculation=SpeculationConfig(**fields_of(SPECULATION, values)),
-        routing=RoutingConfig(**fields_of(ROUTING, values)),
-        run=RunConfig(**fields_of(RUN, values)),
-        start=_start(given),
+        **_engine_settings(given),
+        sampling=RequestParams(**sampling),
+        sampling_given=sampling,
+        run=RunConfig(**RUN.fields(values)),
     )
     _check_whole(settings)
     return settings
+
+
+def _engine_settings(given: ParsedFlags) -> dict[str, Any]:
+    """Return the settings that a run and a server have in common."""
+    return {
+        "source": _source(given),
+        "model_overrides": MODEL.fields(given.values),
+        **{name: group.config(**group.fields(given.values)) for name, group in ENGINE.items()},
+        "start": StartNotes(given.without_effect.lines(), tuple(given.environment.items())),
+    }
 
 
 def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> ServerSettings:
@@ -214,20 +208,13 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
     given = _given(build_server_parser(prog), argv, SERVER_GROUPS, SERVER_TABLE)
     values = given.values
     settings = ServerSettings(
-        source=_source(given),
-        model_overrides=fields_of(MODEL, values),
-        parallel=ParallelConfig(**fields_of(PARALLEL, values)),
-        batching=BatchingConfig(**fields_of(BATCHING, values)),
-        cache=CacheConfig(**fields_of(CACHE, values)),
-        speculation=SpeculationConfig(**fields_of(SPECULATION, values)),
-        routing=RoutingConfig(**fields_of(ROUTING, values)),
+        **_engine_settings(given),
         server=ServerConfig(
-            limits=ServerLimits(**fields_of(LIMITS, values)),
-            kv_events=KvEventsConfig(**fields_of(KV_EVENTS, values)),
-            **fields_of(SERVER, values),
-            **fields_of(ACCESS, values),
+            limits=ServerLimits(**LIMITS.fields(values)),
+            kv_events=KvEventsConfig(**KV_EVENTS.fields(values)),
+            **SERVER.fields(values),
+            **ACCESS.fields(values),
         ),
-        start=_start(given),
     )
     _check_whole(settings)
     return settings
@@ -260,7 +247,7 @@ def _parse(parser: CommandLine, words: Sequence[str] | None, *, takes_folder: bo
         {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, without_effect
     )
     names = {word.partition("=")[0] for word in (sys.argv[1:] if words is None else words)}
-    given.typed = {flag.key: alias for flag in MODEL.flags for alias in flag.aliases if alias in names}
+    given.typed = {flag.key: alias for flag in MODEL.flags for alias in flag.names[1:] if alias in names}
     return given
 
 
@@ -286,7 +273,7 @@ def _completed(
 
 
 def _source(given: ParsedFlags) -> SourceConfig:
-    values, fields = given.values, dict(fields_of(SOURCE, given.values))
+    values, fields = given.values, dict(SOURCE.fields(given.values))
     known = known_flags((MODEL, SYNONYMS))
     names = [normalize_key(str(name)) for name in fields.pop("override_checkpoint_args", ())]
     if names and "load_hf" in fields:
@@ -299,19 +286,15 @@ def _source(given: ParsedFlags) -> SourceConfig:
             meant = closest(name, known)
             hint = f"; did you mean {meant}?" if meant else ""
             raise ConfigError(f"--override-checkpoint-args {shorten(name)} is not a flag of a model{hint}")
-    allowed = tuple(known[name][1].key for name in names)
+    allowed = tuple(known[name].key for name in names)
     typed = {
         flag.field: given.typed.get(flag.key, f"{flag.option} {values[flag.key]}")
         for flag in MODEL.flags
-        if flag.key in values and (flag.key in given.typed or flag.option != flag_of(flag.field))
+        if flag.key in values and (flag.key in given.typed or flag.declared.flag)
     }
     return SourceConfig(
-        **fields, **fields_of(TOKENIZER, values), override_checkpoint_args=allowed, typed=tuple(typed.items())
+        **fields, **TOKENIZER.fields(values), override_checkpoint_args=allowed, typed=tuple(typed.items())
     )
-
-
-def _start(given: ParsedFlags) -> StartNotes:
-    return StartNotes(given.without_effect.lines(), tuple(given.environment.items()))
 
 
 def _check_whole(settings: InferenceSettings | ServerSettings) -> None:
@@ -325,11 +308,6 @@ def _check_whole(settings: InferenceSettings | ServerSettings) -> None:
         check_flags(settings.model_overrides)
 
 
-def known_flags(groups: Sequence[FlagGroup] = GROUPS) -> dict[str, tuple[FlagGroup, Flag]]:
-    """Return every flag with its group, by key."""
-    return {key: (group, flag) for group in groups for flag in group.flags for key in flag.keys}
-
-
-def fields_of(group: FlagGroup, values: FieldValues) -> FieldValues:
-    """Return the given fields of a group's dataclass, from values by flag key."""
-    return {flag.field: values[flag.key] for flag in group.flags if flag.key in values}
+def known_flags(groups: Sequence[FlagGroup] = GROUPS) -> dict[str, Flag]:
+    """Return every flag, by key."""
+    return {key: flag for group in groups for flag in group.flags for key in flag.keys}

@@ -33,7 +33,6 @@ def refuse_removed_words(words: Sequence[str], kind: str = "flags") -> None:
     """Check an argument list, before a parser that does not know removed names.
 
     Args:
-        words: Argument list.
         kind: See `removed`.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten, shown
+from arguments.flags import Flag, closest, normalize_key, shorten, shown
 from arguments.megatron import yaml_form
 from arguments.megatron.flag_table import MegatronFlag, family_of, take
 from arguments.parsed_flags import ParsedFlags
@@ -29,7 +29,7 @@ _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in "str int float bool null 
 
 def read_flags(
     path: str,
-    known: Mapping[str, tuple[FlagGroup, Flag]],
+    known: Mapping[str, Flag],
     megatrons: Mapping[str, MegatronFlag],
     parse: yaml_form.Parse,
 ) -> ParsedFlags:
@@ -39,7 +39,6 @@ def read_flags(
         path: The file: one mapping from flag names, with dashes or underscores, to values; or as in `yaml_form`.
         known: Known flags, by key.
         megatrons: Megatron's flags without a field, by key.
-        parse: Parser of an argument list.
 
     Raises:
         ConfigError: If the file cannot be read, or a key or a value is wrong; names file, line and key.
@@ -56,10 +55,10 @@ def read_flags(
                 take(megatrons[key], loader.value_of(value), given.without_effect)
                 continue
             refuse_removed(key, value.value if isinstance(value, yaml.ScalarNode) else None)
-            group, flag = _flag_of(key, known, megatrons)
+            flag = _flag_of(key, known, megatrons)
             if flag.key in given.values:
                 raise ConfigError(f"{name!r} is given twice")
-            given.values[flag.key] = group.parse_value(flag, loader.value_of(value))
+            given.values[flag.key] = flag.parse_value(loader.value_of(value))
             if key in flag.keys[1:]:
                 given.typed[flag.key] = f"--{key}"
         except ConfigError as error:
@@ -69,9 +68,7 @@ def read_flags(
     return given
 
 
-def _flag_of(
-    key: str, known: Mapping[str, tuple[FlagGroup, Flag]], megatrons: Mapping[str, MegatronFlag]
-) -> tuple[FlagGroup, Flag]:
+def _flag_of(key: str, known: Mapping[str, Flag], megatrons: Mapping[str, MegatronFlag]) -> Flag:
     """Return the flag of a key.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from arguments.flags import Flag, FlagGroup
+from arguments.flags import FlagGroup
 from arguments.groups import SAMPLING
 from megatron_ext.errors import ConfigError
 
@@ -68,7 +68,6 @@ class MegatronFlag:
         """Check whether the flag may be given with these values.
 
         Args:
-            words: Values of the flag.
             option: Flag as typed; its name if missing.
 
         Raises:
@@ -127,15 +126,10 @@ def _group(
 
 def _of_requests(group: FlagGroup) -> MegatronGroup:
     """Return records of a run's request flags, which the server ignores: there, each request has its own values."""
-
-    def record(flag: Flag, name: str) -> MegatronFlag:
-        kind = group.kind(flag)
-        count = 0 if kind.item is bool else None if kind.is_tuple else 1
-        return MegatronFlag(name, Kind.ACCEPTED, "each request says that for itself", count)
-
-    names = [(flag, name) for flag in group.flags for name in (flag.option, *flag.aliases)]
-    negated = [(flag, name.replace("--", "--no-", 1)) for flag, name in names if group.kind(flag).item is bool]
-    return MegatronGroup("requests", tuple(record(*one) for one in (*names, *negated)))
+    why = "each request says that for itself"
+    counts = {flag: 0 if flag.kind.item is bool else None if flag.kind.is_tuple else 1 for flag in group.flags}
+    flags = (MegatronFlag(name, Kind.ACCEPTED, why, count) for flag, count in counts.items() for name in flag.words)
+    return MegatronGroup("requests", tuple(flags))
 
 
 TABLE = _read()
@@ -223,11 +217,7 @@ class _TakeAction(argparse.Action):
 
 
 def add_to(parser: argparse.ArgumentParser, groups: Sequence[MegatronGroup] = TABLE) -> list[str]:
-    """Add the flags of a table to a parser; families are left out, since argparse knows whole names only.
-
-    Returns:
-        Flags that were added.
-    """
+    """Add a table's flags to a parser, and return them; not families, since argparse knows whole names only."""
     added = []
     for one in groups:
         section = parser.add_argument_group(one.heading, one.flags[0].why)
@@ -244,7 +234,6 @@ def take(flag: MegatronFlag, value: object, into: WithoutEffect) -> None:
     """Note a flag of a YAML file.
 
     Args:
-        flag: Record of the flag.
         value: Parsed value: true for a flag alone, a value, or a list of values.
         into: Collector of flags without effect.
 

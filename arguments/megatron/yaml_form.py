@@ -105,9 +105,7 @@ def read(path: str, pairs: Pairs, parse: Parse) -> ParsedFlags:
     """Return the flags of a file.
 
     Args:
-        path: Path of the file, for messages.
         pairs: Top-level mapping of the file.
-        parse: Parser of an argument list.
 
     Raises:
         ConfigError: A key or a value is wrong or unsupported; names file and line.

@@ -171,11 +171,11 @@ class Ours(Balancer):
     def stored(self, replica: int, keys: Sequence[int], parent: int | None, ids: Sequence[int], salt: str) -> None:
         """Report stored blocks to the router."""
         extra = [[salt], *[None] * (len(keys) - 1)] if parent is None else None
-        assert self.router.stored(self._names[replica], keys, parent, ids, extra)
+        assert self.router.members[self._names[replica]].stored(keys, parent, ids, extra)
 
     def removed(self, replica: int, keys: Sequence[int]) -> None:
         """Report removed blocks to the router."""
-        self.router.removed(self._names[replica], keys)
+        self.router.members[self._names[replica]].removed(keys)
 
     def left(self, replica: int, lost: Sequence[Hashable]) -> None:
         """Report the dead replica to the router; the lost requests must be those that the router knows."""

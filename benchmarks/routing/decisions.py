@@ -8,6 +8,7 @@ from array import array
 
 from benchmarks.cases import Figure, Run, case
 from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Router
 
 BLOCK, IN_FLIGHT, BATCH = 16, 256, 50
@@ -40,13 +41,13 @@ def speed(blocks: int, families: int, count: int, replicas: int) -> tuple[str, d
         for replica in draw.sample(range(replicas), 3):
             depth = draw.randint(blocks // 4, blocks)
             names = [(family % 8, i) if i < blocks // 4 else (family, i, "") for i in range(depth)]
-            router.stored(str(replica), names, None, tokens[-1][: depth * BLOCK])
-    known = sum(view.blocks for view in router.replicas())
+            router.members[str(replica)].stored(names, None, tokens[-1][: depth * BLOCK])
+    known = sum(len(one.blocks) for one in router.members.values())
     prompts = [tokens[draw.randrange(families)] for _ in range(count)]
     hashing = choosing = life = 0.0
     for i in range(0, count, BATCH):
         begun = time.thread_time()
-        batch = [router.prompt(one) for one in prompts[i : i + BATCH]]
+        batch = [Prompt(one) for one in prompts[i : i + BATCH]]
         for one in batch:
             one.keys(BLOCK)
         hashed = time.thread_time()

@@ -306,7 +306,6 @@ class EngineFollower:
 
     Args:
         worker: Repeats the steps of the first rank.
-        weight_writer: Writer of this rank's part of the weights.
         on_close: Called once, at the end.
     """
 

@@ -62,17 +62,14 @@ def add_inference_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     Args:
         parser: Parser whose `parse_args` or `parse_known_args` then also leaves `inference_args_defaults` in the
             namespace, by which `settings_from_args` distinguishes defaults from typed values.
-
-    Returns:
-        The parser.
     """
     taken = _options(parser)
     for group in (*GROUPS, SYNONYMS):
-        ours = tuple(flag for _, flag in _engine_flags((group,)) if not taken.keys() & _names(group, flag))
+        ours = [flag for flag in _engine_flags((group,)) if taken.keys().isdisjoint(flag.words)]
         if ours:
             section = parser.add_argument_group(f"megatron_ext: {group.title}")
             for flag in ours:
-                group.add_flag(section.add_argument, flag, as_attribute=True)
+                flag.add_to(section.add_argument, as_attribute=True)
     parse = parser.parse_known_args
 
     def parse_known_args(
@@ -112,7 +109,7 @@ def settings_from_args(namespace: argparse.Namespace, *, attach: bool = False) -
     given = ParsedFlags(counting.values(), counting.without_effect())
     require_16_bits(given)
     if attach:
-        for key in {flag.key for _, flag in _engine_flags(_MODEL_GROUPS)} - _NO_MODEL | _STAGES:
+        for key in {flag.key for flag in _engine_flags(_MODEL_GROUPS)} - _NO_MODEL | _STAGES:
             given.values.pop(key, None)
     settings: dict[str, Any] = {key.replace("-", "_"): value for key, value in given.values.items()}
     read_settings(settings)
@@ -135,8 +132,8 @@ class _Counting:
         """Return the values of this package's flags that count, by key."""
         found: dict[str, object] = {}
         sampling = any(self._counts(key.replace("-", "_")) for key in _SAMPLING)
-        for group, flag in _engine_flags():
-            values = {key: self._value(key, group, flag, sampling and key in _SAMPLING) for key in flag.keys}
+        for flag in _engine_flags():
+            values = {key: self._value(key, flag, sampling and key in _SAMPLING) for key in flag.keys}
             present = {key: value for key, value in values.items() if value is not None}
             if any(value != present[key] for value in present.values() for key in present):
                 both = " and ".join(f"--{key} {value}" for key, value in present.items())
@@ -167,12 +164,12 @@ class _Counting:
         value = self._values.get(name)
         return value is not None and (name not in self._defaults or _plain(value) != self._defaults[name])
 
-    def _value(self, key: str, group: FlagGroup, flag: Flag, is_forced: bool) -> object:
+    def _value(self, key: str, flag: Flag, is_forced: bool) -> object:
         """Return the value of a flag as the engine's settings have it; None if it does not count."""
         name, switch = _attribute(key)
         if not is_forced and not self._counts(name):
             return None
-        value, kind = _plain(self._values.get(name)), group.kind(flag)
+        value, kind = _plain(self._values.get(name)), flag.kind
         if kind.item is bool:
             return value is switch if isinstance(value, bool) else value
         if kind.length:
@@ -197,19 +194,8 @@ class _Counting:
         return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
-def _engine_flags(groups: Sequence[FlagGroup] = (*GROUPS, SYNONYMS)) -> Iterator[tuple[FlagGroup, Flag]]:
-    return (
-        (group, flag)
-        for group in groups
-        for flag in group.flags
-        if is_of_the_engine(group, flag) and flag.field != _SAVE
-    )
-
-
-def _names(group: FlagGroup, flag: Flag) -> set[str]:
-    """Return the names of a flag on a command line, its `--no-` forms included."""
-    names = {flag.option, *flag.aliases}
-    return names | {name.replace("--", "--no-", 1) for name in names} if group.kind(flag).item is bool else names
+def _engine_flags(groups: Sequence[FlagGroup] = (*GROUPS, SYNONYMS)) -> Iterator[Flag]:
+    return (flag for group in groups for flag in group.flags if is_of_the_engine(flag) and flag.field != _SAVE)
 
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -224,7 +210,7 @@ def _untyped_defaults(parser: argparse.ArgumentParser, words: Sequence[str]) -> 
     """Return the defaults of flags that `settings_from_args` reads, by attribute, unless they are among the words."""
     options = _options(parser)
     typed = {options[name].dest for name in (word.partition("=")[0] for word in words) if name in options}
-    known = {name for group, flag in _engine_flags() for name in _names(group, flag)}
+    known = {word for flag in _engine_flags() for word in flag.words}
     known |= {name for name in options if any(flag.covers(name) for flag in _MEGATRONS)}
     defaults = {options[name].dest: parser.get_default(options[name].dest) for name in known & options.keys()}
     return {name: _plain(value) for name, value in sorted(defaults.items()) if name not in typed}

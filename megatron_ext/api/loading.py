@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from arguments.flags import Flag, FlagGroup, closest, shown
+from arguments.flags import Flag, closest, shown
 from arguments.groups import GROUPS
 from arguments.megatron.synonyms import SYNONYMS
 from arguments.parser import settings_of
@@ -43,21 +43,19 @@ _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_st
 _DESCRIBES = "describes a model, and attach_engine has one in memory; leave it out"
 
 
-def known_names() -> dict[str, tuple[FlagGroup, Flag]]:
+def known_names() -> dict[str, Flag]:
     """Return every name of a setting: `--inference-max-seq-length` is `inference_max_seq_length`.
 
     The field that a flag sets is a name, too, unless a flag has this name: `max_sequence_length`.
     """
-    flags = [(group, flag) for group in (*GROUPS, SYNONYMS) for flag in group.flags]
-    names = {key.replace("-", "_"): (group, flag) for group, flag in flags for key in flag.keys}
-    for group, flag in flags:
-        names.setdefault(flag.field, (group, flag))
-    return names
+    flags = [flag for group in (*GROUPS, SYNONYMS) for flag in group.flags]
+    names = {key.replace("-", "_"): flag for flag in flags for key in flag.keys}
+    return {flag.field: flag for flag in flags} | names
 
 
-def is_of_the_engine(group: FlagGroup, flag: Flag) -> bool:
+def is_of_the_engine(flag: Flag) -> bool:
     """Return whether a flag is for the engine; other flags control prompts and results of the tool."""
-    return group.config is not RunConfig or flag.field == _LOG_INTERVAL
+    return flag.config is not RunConfig or flag.field == _LOG_INTERVAL
 
 
 def read_settings(given: Mapping[str, Setting]) -> InferenceSettings:
@@ -70,10 +68,10 @@ def read_settings(given: Mapping[str, Setting]) -> InferenceSettings:
     values: dict[str, object] = {}
     for name, value in given.items():
         refuse_removed(name, value if isinstance(value, str) else None, name)
-        group, flag = _found(name, known)
+        flag = _found(name, known)
         if flag.key in values:
             raise ConfigError(f"{name} {shown(value)} is given twice, as {flag.field} too; give one of them")
-        values[flag.key] = _checked(name, value, group, flag)
+        values[flag.key] = _checked(name, value, flag)
     settings = settings_of({key: value for key, value in values.items() if value is not None})
     run = vars(settings.run).items()
     others = [name for name, value in run if name != _LOG_INTERVAL and value != getattr(RunConfig, name)]
@@ -82,29 +80,28 @@ def read_settings(given: Mapping[str, Setting]) -> InferenceSettings:
     return settings
 
 
-def _found(name: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> tuple[FlagGroup, Flag]:
+def _found(name: str, known: Mapping[str, Flag]) -> Flag:
     if name not in known:
-        engine_flags = [other for other, pair in known.items() if is_of_the_engine(*pair)]
+        engine_flags = [other for other, flag in known.items() if is_of_the_engine(flag)]
         meant = closest(name, engine_flags)
         hint = f"did you mean {meant}?" if meant else "megatron-ext run --help=all lists the names"
         raise ConfigError(f"{name} is not a setting of an engine; {hint}")
-    group, flag = known[name]
-    if not is_of_the_engine(group, flag):
+    if not is_of_the_engine(known[name]):
         raise ConfigError(f"{name} {_RUN_ONLY}")
-    return group, flag
+    return known[name]
 
 
-def _checked(name: str, value: Setting, group: FlagGroup, flag: Flag) -> object:
+def _checked(name: str, value: Setting, flag: Flag) -> object:
     """Return the value converted to the type of the flag's field; None if not given."""
-    kind = group.kind(flag)
+    kind, choices = flag.kind, flag.declared.choices
     if isinstance(value, os.PathLike) and kind.item is str:
         value = os.fspath(value)
     try:
         converted = kind.convert(value)
     except MismatchError as error:
         raise ConfigError(f"{name} {shown(value)} is not {error}") from None
-    if flag.choices and converted is not None and converted not in flag.choices:
-        raise ConfigError(f"{name} {shown(value)} is unknown; one of {', '.join(flag.choices)}")
+    if choices and converted is not None and converted not in choices:
+        raise ConfigError(f"{name} {shown(value)} is unknown; one of {', '.join(choices)}")
     return converted
 
 
@@ -212,7 +209,6 @@ def _joined_ranks(settings: InferenceSettings, role: _Role) -> Iterator[Parallel
 
     Args:
         settings: Equal on all ranks.
-        role: Role of this rank.
     """
     from megatron_ext.console.start import check_machine, say_start
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_initialized, make_parallel_context
@@ -288,8 +284,8 @@ def _refuse_names_of_models(settings: Mapping[str, Setting]) -> None:
     for name, value in settings.items():
         if value is None or name not in known:  # unknown ones are refused with a hint
             continue
-        group, flag = known[name]
-        if (group.config in _OF_A_MODEL and flag.field not in _OF_ANY_MODEL) or flag.field in _STAGES:
+        flag = known[name]
+        if (flag.config in _OF_A_MODEL and flag.field not in _OF_ANY_MODEL) or flag.field in _STAGES:
             raise ConfigError(f"{name} {_DESCRIBES}")
 
 

@@ -11,8 +11,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
-from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.tokenizer import Tokenizer, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
 _LONGEST_SHOWN = 60  # characters
@@ -34,8 +33,6 @@ class PromptReader:
     """Reader of prompts for one model; thread-safe.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        vocabulary: Vocabulary of the model.
         grammars: The engine's grammar compiler: response formats are compiled here once, outside its thread.
         defaults: Parameters of a prompt without its own.
     """

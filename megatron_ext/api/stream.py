@@ -48,8 +48,6 @@ class RequestStream(AsyncIterator[StreamPart]):
 
     Args:
         begin: Creates the request; called in a thread.
-        client: The engine's client.
-        vocabulary: Decoder of token ids.
     """
 
     def __init__(self, begin: Callable[[], EngineRequest], client: EngineClient, vocabulary: Vocabulary) -> None:

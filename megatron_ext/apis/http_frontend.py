@@ -59,11 +59,7 @@ class HttpFrontend:
 
     Args:
         loaded: Engine, which stays open for others.
-        config: Address and options.
         on_lost_ranks: Called with the error if other ranks are lost.
-
-    Attributes:
-        url: Address of the server.
 
     Raises:
         ConfigError: The address cannot be bound, or an option is not supported.

@@ -42,7 +42,6 @@ class MegatronLLMBase:
 
     Args:
         model: Model of Megatron, in eval mode.
-        tokenizer: Tokenizer of the model.
         inference_config: `InferenceConfig` of megatron-core; None for this package's own defaults.
         use_coordinator: Whether the first rank alone takes requests, and the engine has a lifecycle. Otherwise every
             rank calls `generate` with the same prompts, and has the results.
@@ -273,7 +272,6 @@ class MegatronLLM(MegatronLLMBase):
         """Start an OpenAI-compatible HTTP server on the primary rank.
 
         Args:
-            serve_config: Address and options.
             blocking: Whether to wait for `shutdown`; otherwise return when the server listens.
 
         Raises:

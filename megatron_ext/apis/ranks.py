@@ -32,8 +32,6 @@ class FollowingRuntime:
 
     Args:
         follower: This rank's part of the engine.
-        log: States of the engine.
-        tokenizer: Tokenizer of the model.
 
     Attributes:
         engine: View of the engine; its counts stay zero.
@@ -138,8 +136,6 @@ class DirectCalls:
         The ranks of a replica must give the same prompts; different replicas may have different prompts.
 
         Args:
-            prompts: Prompts of this rank.
-            params: Parameters of this rank's prompts.
             serve: Serves prompts; on the first rank only.
 
         Raises:

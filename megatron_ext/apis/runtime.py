@@ -28,8 +28,7 @@ from megatron_ext.mcore.inference_request import DynamicInferenceRequest, Reques
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
-from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.tokenizer import Tokenizer, tokenize_prompt
 
 if TYPE_CHECKING:
     from megatron_ext.apis.ranks import FollowingRuntime
@@ -40,12 +39,7 @@ Prompt: TypeAlias = str | list[int]
 
 
 def conversion_for(engine: LLMEngine, *, has_pause_events: bool) -> RequestConversion:
-    """Return the conversion of an engine's records.
-
-    Args:
-        engine: The engine.
-        has_pause_events: Whether events include pauses.
-    """
+    """Return the conversion of an engine's records."""
     return RequestConversion(
         detokenize=engine.vocabulary.detokenize,
         eod=engine.tokenizer.eod,
@@ -69,8 +63,6 @@ def make_requests(
     A number of tokens to generate that exceeds the maximum length is reduced, with a warning, as in Megatron.
 
     Args:
-        prompts: Texts or token ids.
-        params: Parameters of all prompts.
         tokenize: Function from a prompt, and whether to prepend the BOS token, to token ids.
         max_sequence_length: Maximum number of tokens of a request, prompt included.
         has_token_events: Whether requests record an event for each generated token.
@@ -198,7 +190,6 @@ class EngineView:
     Args:
         facts: See `context_facts`.
         tokenizer: Tokenizer as the caller gave it.
-        counted: The engine's counts.
         capture_stats: Seconds (`time`) of the capture of CUDA graphs; None without graphs.
     """
 
@@ -228,7 +219,6 @@ class EngineRuntime:
 
     Args:
         loaded: Engine, which is closed with the runtime.
-        options: Options of the engine.
         tokenizer: Tokenizer as the caller gave it.
         log: Log of the states for the other ranks; None without any.
 

@@ -34,8 +34,6 @@ class Change:
     """Change of an engine's state, which does nothing unless the engine is in the state before it.
 
     Attributes:
-        before: State before.
-        after: State after.
         call: Method of the engine.
         refused: State in which the change is an error.
         problem: Message of that error.
@@ -94,11 +92,7 @@ class StateLog:
 
 
 class StateReader:
-    """Reader of a log from its beginning, in one thread at a time.
-
-    Attributes:
-        state: The last state that was read.
-    """
+    """Reader of a log from its beginning, in one thread at a time."""
 
     def __init__(self, log: StateLog) -> None:
         self._log = log

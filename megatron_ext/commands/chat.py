@@ -120,8 +120,6 @@ class Chat:
 
     Args:
         url: Address of the server, without a path.
-        key: API key, or None.
-        system: System message, or None.
 
     Attributes:
         usage: Usage of the last answer, as the server counts it; empty if an answer was ended early.

@@ -11,7 +11,7 @@ from megatron_ext.config import CacheConfig, InferenceSettings, ServerSettings, 
 from megatron_ext.config.model_folder import require_model_folder
 from megatron_ext.console.start import check_profile
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.fields import FIXED_IN_ALL, check_fixed, read_fields
+from megatron_ext.models.huggingface.fields import FIXED_IN_ALL, read_fields
 from megatron_ext.models.new_directory import require_place
 from megatron_ext.offline.output_file import check_output_paths
 from megatron_ext.offline.prompts import check_prompt_file
@@ -46,7 +46,7 @@ def _check_source(source: SourceConfig) -> None:
         if given is not None:
             folder = require_model_folder(flag, given)
             if flag == "--load-hf":
-                check_fixed(read_fields(folder, source.hf_overrides), FIXED_IN_ALL)
+                read_fields(folder, source.hf_overrides).check(FIXED_IN_ALL)
     if source.chat_template is not None:
         read_template_file(Path(source.chat_template))
     if source.save is not None:

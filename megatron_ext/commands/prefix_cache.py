@@ -135,9 +135,7 @@ class Prefix:
     Attributes:
         identity: Identity of the model and its settings, in hex.
         end: Hash of its last block, in hex.
-        tokens: Number of tokens.
         blocks: Number of blocks that are stored of it; fewer than its length has if some were evicted.
-        snapshots: Number of snapshots.
         size: Bytes of blocks and snapshots; entries that several prefixes share count for each prefix.
         used: Time of its last use, seconds since the epoch.
     """

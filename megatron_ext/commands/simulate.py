@@ -39,6 +39,7 @@ PERCENTILES = (50, 90, 95, 99)
 _WIDTH = 140  # columns of a table in a file
 _LONGEST_KEY = 4096  # bytes
 Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
 Figures = dict[str, float | str | None]
 
 
@@ -180,11 +181,20 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
     return name
 
 
-def _positive(text: str) -> float:
-    number = float(text)
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text} must be more than zero")
+def _at_least(kind: type[Number], minimum: int, *, is_open: bool = False) -> Callable[[str], Number]:
+    """Return a reader of numbers from a minimum on, or above it."""
+
+    def number(text: str) -> Number:
+        value = kind(text)
+        if not math.isfinite(value) or value < minimum or (is_open and value == minimum):
+            bound = f"more than {minimum}" if is_open else f"{minimum} or more"
+            raise argparse.ArgumentTypeError(f"{text} must be {bound}")
+        return value
+
     return number
+
+
+_positive, _count, _tokens = _at_least(float, 0, is_open=True), _at_least(int, 1), _at_least(int, 0)
 
 
 def _share(text: str) -> float | str:
@@ -193,20 +203,6 @@ def _share(text: str) -> float | str:
     number = float(text)
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"{text} must be zero or more, and less than 1, or any")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return number
-
-
-def _tokens(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
     return number
 
 

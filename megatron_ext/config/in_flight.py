@@ -29,7 +29,6 @@ class InFlight(str, enum.Enum):
         """Return the choice of this name.
 
         Args:
-            given: Name of the choice.
             is_written: Whether the weights have been written already, so that no request can finish on the old ones.
 
         Raises:

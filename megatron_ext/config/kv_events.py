@@ -60,11 +60,7 @@ class TcpEndpoint:
 
 @dataclass(frozen=True)
 class IpcEndpoint:
-    """Socket file such as `ipc:///run/user/1000/events`; the permissions of its directory control access.
-
-    Attributes:
-        path: Absolute path.
-    """
+    """Socket file such as `ipc:///run/user/1000/events`; the permissions of its directory control access."""
 
     path: str
 

@@ -101,7 +101,6 @@ def pattern_from_ratios(count: int, attention_ratio: float, mlp_ratio: float) ->
     recurrent layers, the last one included.
 
     Args:
-        count: Number of layers.
         attention_ratio: Fraction of attention layers, 0 to 1.
         mlp_ratio: Fraction of MLPs, 0 to 1; the sum of both is at most 1.
     """
@@ -154,10 +153,6 @@ _MAX_ITEMS = 4096
 def parse_layer_freq(text: str, flag: str = "--moe-layer-freq") -> int | list[int]:
     """Parse the value of a flag: a number, or an expression of lists, `+` and `*`.
 
-    Args:
-        text: Value as typed.
-        flag: Name of the flag, for messages.
-
     Raises:
         ConfigError: It is neither, or its list is longer than any model.
     """
@@ -179,7 +174,6 @@ def moe_letters(freq: int | Sequence[int], count: int) -> str:
 
     Args:
         freq: A number of layers, or 0 or 1 for each layer.
-        count: Number of layers.
 
     Raises:
         ValueError: The number is not positive, or the list is not one of 0 and 1 for each layer.

@@ -6,34 +6,14 @@ import math
 from dataclasses import dataclass
 
 from megatron_ext.config.layers import LAYER_SYMBOLS
-from megatron_ext.config.model_fields import (
-    LEARNED_POSITIONS,
-    MULTIPLIERS,
-    NORMALIZATIONS,
-    POSITION_EMBEDDINGS,
-    RECURRENT_LAYERS,
-    ROUTER_SCORE_FUNCTIONS,
-    SOFTMAX_TYPES,
-    ModelFields,
-)
-from megatron_ext.config.options import flag_of, options_of, require
+from megatron_ext.config.model_fields import LEARNED_POSITIONS, POSITION_EMBEDDINGS, ModelFields
+from megatron_ext.config.options import flag_of, options_of, require, require_options
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentKind
 from megatron_ext.errors import ConfigError
 
 MAX_EXPERTS = 2**18  # of all layers together; far more than any model has
 PREDICTION_LETTERS = "M*-E"  # of layers of multi-token prediction
 MAX_PREDICTION_LAYERS = 64  # of all depths together
-
-
-def check_norms(config: ModelFields) -> None:
-    """Require a known norm, and an epsilon above zero."""
-    kind, epsilon = config.normalization, config.norm_epsilon
-    require(kind in NORMALIZATIONS, f"normalization {kind!r} is unknown; one of {', '.join(NORMALIZATIONS)}")
-    require(
-        not config.apply_layernorm_1p or kind == "RMSNorm",
-        f"--apply-layernorm-1p is not supported with --normalization {kind}; give RMSNorm",
-    )
-    require(math.isfinite(epsilon) and epsilon > 0, f"--norm-epsilon {epsilon} must be more than zero")
 
 
 def check_attention(config: ModelFields) -> None:
@@ -52,10 +32,6 @@ def check_attention(config: ModelFields) -> None:
         not config.qk_layernorm_over_heads
         or (config.qk_layernorm and config.normalization == "RMSNorm" and not config.apply_layernorm_1p),
         "qk_layernorm_over_heads needs --qk-layernorm and plain RMSNorm",
-    )
-    require(
-        config.softmax_type in SOFTMAX_TYPES,
-        f"softmax type {config.softmax_type!r} is unknown; one of {', '.join(SOFTMAX_TYPES)}",
     )
     require(
         config.add_qkv_bias or not config.add_attention_output_bias,
@@ -82,14 +58,11 @@ def check_positions(config: ModelFields) -> None:
         kind in POSITION_EMBEDDINGS,
         f"position embedding type {kind!r} is unknown; one of {', '.join(POSITION_EMBEDDINGS)}",
     )
-    factor = config.rope_scaling_factor
-    require(math.isfinite(factor) and factor >= 1, f"--rope-scaling-factor {factor} must be 1 or more")
     require(
         not config.use_rope_scaling or kind == "rope",
         f"--use-rope-scaling needs --position-embedding-type rope, not {kind}",
     )
     share = config.rotary_percent
-    require(0 < share <= 1, f"--rotary-percent {share} must be more than 0 and at most 1: it is a share of a head")
     rotated = int(config.head_channels * share)
     require(
         kind != "rope" or (rotated > 0 and rotated % 2 == 0),
@@ -102,7 +75,6 @@ def check_positions(config: ModelFields) -> None:
 
 def _check_yarn(config: ModelFields, factor: float) -> None:
     given = f"yarn_rotary_scaling_factor {factor}"
-    require(math.isfinite(factor) and factor >= 1, f"{given} must be 1 or more")
     require(
         config.position_embedding_type == "rope" and not config.use_rope_scaling,
         f"{given} needs --position-embedding-type rope, without --use-rope-scaling",
@@ -128,10 +100,6 @@ def check_mlp(config: ModelFields) -> None:
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name)]
     require(len(given) <= 1, f"{' and '.join(given)} contradict each other; give one of them")
     clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
-    require(
-        clamp is None or (math.isfinite(clamp) and clamp > 0),
-        f"--activation-func-clamp-value {clamp} must be more than zero",
-    )
     require(math.isfinite(offset), f"--glu-linear-offset {offset} must be a finite number")
     require(
         config.is_gated or (clamp is None and offset == 0),
@@ -207,22 +175,12 @@ def check_moe(config: ModelFields) -> None:
         not config.moe_shared_expert_gate or config.moe_shared_expert_intermediate_size is not None,
         "--moe-shared-expert-gate is for shared experts; give --moe-shared-expert-intermediate-size too",
     )
-    scale = config.moe_router_topk_scaling_factor
-    require(
-        scale is None or (math.isfinite(scale) and scale > 0),
-        f"--moe-router-topk-scaling-factor {scale} must be more than zero",
-    )
     _check_router_scores(config)
     _check_router_groups(config, experts)
 
 
 def _check_router_scores(config: ModelFields) -> None:
-    scores = config.moe_router_score_function
-    require(
-        scores in ROUTER_SCORE_FUNCTIONS,
-        f"router score function {scores!r} is unknown; one of {', '.join(ROUTER_SCORE_FUNCTIONS)}",
-    )
-    if scores != "softmax":
+    if config.moe_router_score_function != "softmax":
         require(not config.moe_router_pre_softmax, "--moe-router-pre-softmax needs softmax scores")
         return
     use_sigmoid = "give --moe-router-score-function sigmoid"
@@ -251,10 +209,7 @@ def _check_router_groups(config: ModelFields, experts: int) -> None:
 
 
 def check_multipliers(config: ModelFields) -> None:
-    """Require positive multipliers, and only for operations that the model has."""
-    for name in MULTIPLIERS:
-        value = getattr(config, name)
-        require(value is None or (math.isfinite(value) and value > 0), f"{name} {value} must be more than zero")
+    """Require multipliers only for operations that the model has."""
     require(
         config.swiglu or config.mlp_gate_multiplier == 1,
         f"mlp_gate_multiplier {config.mlp_gate_multiplier} is for gated MLPs; give --swiglu",
@@ -281,21 +236,23 @@ class ModelConfig(ModelFields):
     def __post_init__(self) -> None:
         self._check_pattern()
         self._check_sizes()
-        kind = self.recurrent_layer
-        require(
-            kind in RECURRENT_LAYERS, f"--recurrent-layer {kind!r} is unknown; one of {', '.join(RECURRENT_LAYERS)}"
-        )
+        require_options(self)
         check_attention(self)
         check_prediction(self)
         check_window(self)
         check_positions(self)
-        if self.is_hybrid:
+        if self.is_hybrid and self.recurrent.check is not None:
             self.recurrent.check(self)
         check_moe(self)
-        check_norms(self)
-        for known in RECURRENT_KINDS.values():
-            if known.check_values is not None:
-                known.check_values(self)
+        require(
+            not self.apply_layernorm_1p or self.normalization == "RMSNorm",
+            f"--apply-layernorm-1p is not supported with --normalization {self.normalization}; give RMSNorm",
+        )
+        multipliers = self.mamba_multipliers
+        require(
+            multipliers is None or (len(multipliers) == 5 and all(math.isfinite(m) and m > 0 for m in multipliers)),
+            f"mamba_multipliers {multipliers} must be five numbers above zero, for z, x, B, C and dt",
+        )
         check_mlp(self)
         check_multipliers(self)
 

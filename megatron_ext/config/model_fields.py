@@ -55,26 +55,27 @@ class ModelFields:
     # Width, and the norms before layers
     hidden_size: int = option(256, "Hidden size of the model")
     normalization: str = option(NORMALIZATIONS[0], "Kind of norm", choices=NORMALIZATIONS)
-    norm_epsilon: float = option(1e-5, "Epsilon that norms add to the variance")
+    norm_epsilon: float = option(1e-5, "Epsilon that norms add to the variance", above=0)
     apply_layernorm_1p: bool = option(False, "Multiply by one plus the weight in norms")
 
     # Recurrent layers: Mamba of either version
     mamba_state_dim: int = option(128, "State size of a Mamba layer")
-    mamba_conv_kernel: int = option(4, maximum=LONGEST_WINDOW)
+    mamba_conv_kernel: int = option(4, minimum=2, maximum=LONGEST_WINDOW)
     mamba_chunk_size: int = 128
 
     # Recurrent layers: Mamba-2
     mamba_head_dim: int = option(64, "Size of one Mamba head")
     mamba_num_heads: int | None = option(None, "Mamba heads; default: 2 * hidden size / head dimension")
     mamba_num_groups: int = option(8, "Groups of Mamba heads that share B and C")
-    mamba_gated_norm: str | None = GATE_FIRST  # after the scan: gate before or after the norm; None: no norm
+    # After the scan: gate before or after the norm; None: no norm
+    mamba_gated_norm: str | None = option(GATE_FIRST, choices=(GATE_FIRST, NORM_FIRST))
     mamba_multipliers: tuple[float, ...] | None = None  # five factors, of z, x, B, C and dt after in_proj; default: 1
 
     # Recurrent layers: Mamba-1
     mamba_inner_size: int | None = option(None, "Channels of a Mamba-1 layer; default: 2 * hidden size")
     mamba_dt_rank: int | None = option(None, "Rank of a Mamba-1 layer's step sizes; default: hidden size / 16")
-    mamba_inner_norm: str = INNER_NORMS[0]  # RMS norms of dt, B and C, without or with weights
-    mamba_inner_norm_epsilon: float | None = None  # default: norm_epsilon
+    mamba_inner_norm: str = option(INNER_NORMS[0], choices=INNER_NORMS)  # of dt, B and C, without or with weights
+    mamba_inner_norm_epsilon: float | None = option(None, above=0)  # default: norm_epsilon
 
     # Recurrent layers: gated delta net, with megatron-core's names
     linear_key_head_dim: int = option(128, "Channels of a key head of a gated delta net")
@@ -82,13 +83,15 @@ class ModelFields:
     linear_num_key_heads: int = option(16, "Key heads of a gated delta net")
     linear_num_value_heads: int = option(32, "Value heads of a gated delta net")
     linear_conv_kernel_dim: int = option(
-        4, "Convolution window of a gated delta net, in tokens", maximum=LONGEST_WINDOW
+        4, "Convolution window of a gated delta net, in tokens", minimum=2, maximum=LONGEST_WINDOW
     )
-    linear_norm_epsilon: float | None = None  # of the output norm; default: norm_epsilon
+    linear_norm_epsilon: float | None = option(None, above=0)  # of the output norm; default: norm_epsilon
     linear_allow_neg_eigval: bool = False  # the delta rule's strength is at most 2, not 1
 
     # Recurrent layers: short convolution, of `hidden_size` channels
-    short_conv_kernel_dim: int = option(3, "Window of a short convolution, in tokens", maximum=LONGEST_WINDOW)
+    short_conv_kernel_dim: int = option(
+        3, "Window of a short convolution, in tokens", minimum=2, maximum=LONGEST_WINDOW
+    )
 
     # MLPs; `disable_bias_linear` also applies to attention and Mamba layers
     ffn_hidden_size: int | None = option(None, "Intermediate size of an MLP; default: 4 * hidden size")
@@ -96,7 +99,7 @@ class ModelFields:
     swiglu: bool = option(False, "Use SwiGLU in MLPs")
     quick_geglu: bool = option(False, "Use a gate of x * sigmoid(1.702 x) in MLPs")
     activation_func_clamp_value: float | None = option(
-        None, "Bound of the inputs of gated MLPs' activations"
+        None, "Bound of the inputs of gated MLPs' activations", above=0
     )  # of gated MLPs: above for the gate, both ways for the other part
     glu_linear_offset: float = option(0.0, "Number added to what the gate of an MLP multiplies")
     disable_bias_linear: bool = option(True, "Omit the biases of linear layers")
@@ -121,7 +124,9 @@ class ModelFields:
         None, "Number of groups that a token's experts are chosen from; default: all"
     )
     moe_router_pre_softmax: bool = option(False, "Apply the softmax to all experts instead of the chosen ones only")
-    moe_router_topk_scaling_factor: float | None = option(None, "Scaling factor of the experts' weights; default: 1")
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "Scaling factor of the experts' weights; default: 1", above=0
+    )
     moe_router_enable_expert_bias: bool = option(
         False, "Add a bias to each expert's score for the choice, not for its weight; needs sigmoid"
     )
@@ -154,12 +159,14 @@ class ModelFields:
         choices=(*POSITION_EMBEDDINGS, YARN),
     )
     rotary_base: int = option(10000, "Base of the rotary wavelengths, with rope", maximum=2**53)
-    rotary_percent: float = option(1.0, "Fraction of each attention head that is rotated, with rope")
+    rotary_percent: float = option(
+        1.0, "Fraction of each attention head that is rotated, with rope", above=0, maximum=1
+    )
     use_rope_scaling: bool = option(False, "Stretch the long rotary wavelengths as Llama 3.1 does")
-    rope_scaling_factor: float = option(8.0, "Factor by which --use-rope-scaling stretches them")
+    rope_scaling_factor: float = option(8.0, "Factor by which --use-rope-scaling stretches them", minimum=1)
     # YaRN: wavelengths with many turns within the original length stay, those with few turns are stretched.
     yarn_rotary_scaling_factor: float | None = option(
-        None, "Factor by which yarn stretches wavelengths; default: 1", flag="--rotary-scaling-factor"
+        None, "Factor by which yarn stretches wavelengths; default: 1", flag="--rotary-scaling-factor", minimum=1
     )
     yarn_original_max_position_embeddings: int = option(4096, "Maximum length of the model before yarn stretched it")
     yarn_beta_fast: float = option(32.0, "Turns within that length at and above which yarn keeps a wavelength")
@@ -170,14 +177,14 @@ class ModelFields:
     max_position_embeddings: int = option(4096, "Maximum sequence length of the model in tokens")
 
     # Multipliers of activations, not weights: scaling rounds 16-bit weights, and each use of tied ones has its own
-    embedding_multiplier: float = 1.0
-    logits_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of every layer's output
-    attention_output_multiplier: float = 1.0  # of attention's output, in addition
-    recurrent_output_multiplier: float = 1.0
-    mlp_output_multiplier: float = 1.0  # experts too
-    mlp_gate_multiplier: float = 1.0  # before the activation of a gated MLP
-    softmax_scale: float | None = None  # of queries times keys; default: one over the root of a head's channels
+    embedding_multiplier: float = option(1.0, above=0)
+    logits_multiplier: float = option(1.0, above=0)
+    residual_multiplier: float = option(1.0, above=0)  # of every layer's output
+    attention_output_multiplier: float = option(1.0, above=0)  # of attention's output, in addition
+    recurrent_output_multiplier: float = option(1.0, above=0)
+    mlp_output_multiplier: float = option(1.0, above=0)  # experts too
+    mlp_gate_multiplier: float = option(1.0, above=0)  # before the activation of a gated MLP
+    softmax_scale: float | None = option(None, above=0)  # of queries times keys; default: 1 / sqrt(head channels)
 
     # The stack, its vocabulary and its spec
     hybrid_override_pattern: str = option(

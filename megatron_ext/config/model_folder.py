@@ -17,10 +17,6 @@ _MEGATRONS = (".metadata", "common.pt", "latest_checkpointed_iteration.txt", "it
 def require_model_folder(name: str, given: str) -> Path:
     """Return the folder of a checkpoint.
 
-    Args:
-        name: Flag, for the message.
-        given: Value of the flag.
-
     Raises:
         ConfigError: It is no folder, cannot be read, or has no weights but GGUF's; with what to do.
     """

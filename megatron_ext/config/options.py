@@ -54,6 +54,10 @@ class Option:
     bounds: str = ""
     in_generation_config: bool = False
 
+    def name(self, field: str) -> str:
+        """Return the flag of a field with this declaration; the field's own name if it has none."""
+        return (self.flag or flag_of(field)) if self.help_text else field
+
     @property
     def is_bounded(self) -> bool:
         """True if a number must be within bounds."""
@@ -80,22 +84,9 @@ class Option:
         return f"at least {self.minimum}" if self.maximum is None else f"between {self.minimum} and {self.maximum}"
 
 
-def option(
-    default: T,
-    help_text: str = "",
-    *,
-    flag: str = "",
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
-    metavar: str | tuple[str, ...] | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    bounds: str = "",
-    in_generation_config: bool = False,
-) -> T:
+def option(default: T, help_text: str = "", **attributes: object) -> T:
     """Return a dataclass field with a default and an `Option` of these attributes."""
-    declared = Option(help_text, flag, aliases, choices, metavar, minimum, above, maximum, bounds, in_generation_config)
+    declared = Option(help_text, **attributes)  # type: ignore[arg-type]  # checked at import, as any call
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
@@ -109,8 +100,7 @@ def require_options(instance: object, *, by_flag: bool = True) -> None:
     """Check the options of a dataclass that have choices or bounds, in order; None is always allowed.
 
     Args:
-        instance: The dataclass.
-        by_flag: Name an option by its flag, and not by its field.
+        by_flag: Name an option by its flag, if it has one, and not by its field.
 
     Raises:
         ConfigError: An option has another value; the first one is named.
@@ -118,7 +108,7 @@ def require_options(instance: object, *, by_flag: bool = True) -> None:
     config: type = type(instance)
     for field, declared in options_of(config).items():
         value = getattr(instance, field)
-        name = (declared.flag or flag_of(field)) if by_flag else field
+        name = declared.name(field) if by_flag else field
         if declared.choices and value not in (None, *declared.choices):
             raise ConfigError(f"{name} {value!r} is unknown; one of {', '.join(declared.choices)}")
         if declared.is_bounded and value is not None and not declared.allows(value):

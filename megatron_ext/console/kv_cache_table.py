@@ -48,8 +48,6 @@ def print_kv_cache_config(
 
     Args:
         geometry: KV cache config of the engine.
-        model: Name of the model.
-        console: Console to print on.
         request_state_bytes: State bytes of the longest request; 0 is not shown.
         operators: Operators by backend (CU-3); None is not shown.
         bytes_held_twice: Bytes of weights that are held as they are and packed (SC-12); 0 is not shown.

@@ -42,11 +42,7 @@ def profiled(engine: LLMEngine, directory: str | None) -> Iterator[StepTracer | 
 
 
 class StepTracer:
-    """Profiler that starts with the first step after a start; all calls come from the engine's thread.
-
-    Args:
-        directory: Directory of the traces.
-    """
+    """Profiler that starts with the first step after a start; all calls come from the engine's thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -54,9 +54,6 @@ def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:
 def check_machine(parallel: ParallelConfig) -> Layout:
     """Check that the processes match the settings; log if ranks communicate over another backend than requested.
 
-    Returns:
-        Layout of the model over the ranks.
-
     Raises:
         ConfigError: The processes do not match.
     """

@@ -18,7 +18,7 @@ from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.text.matcher import TokenMatcher
+from megatron_ext.text.matcher import Matcher
 from megatron_ext.text.vocabulary import Vocabulary
 
 
@@ -42,7 +42,7 @@ class InputSettings:
     ends: tuple[int, ...]
     seed: int
     word_tokens: Callable[[str], Sequence[tuple[int, ...]]]
-    matcher: Callable[[ResponseFormat], TokenMatcher]
+    matcher: Callable[[ResponseFormat], Matcher]
     max_drafts: int = 0
     mask_thread: MaskThread = field(default_factory=MaskThread)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
+from megatron_ext.routing.prompt import Prompt
+from megatron_ext.routing.replica_state import Replica
 from megatron_ext.routing.router import Router
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.record import Status
@@ -56,7 +58,7 @@ class ReplicaChoice:
                 blocks=limits.total_blocks,
             )
             if cache.is_enabled:
-                cache.observers.append(_CacheFollower(self, self._router, self._names[replica]))
+                cache.observers.append(_CacheFollower(self, self._router.members[self._names[replica]]))
 
     def choose(self, request: Request, replica: int | None = None) -> int:
         """Choose the replica of a request, which counts as its load until `ended`.
@@ -69,13 +71,13 @@ class ReplicaChoice:
         router, params, tokens = self._router, request.params, request.sequence.tokens
         keeps = self._keeps_log_probs
         is_read = general_reason(params, is_caching=self._is_caching, keeps_log_probs=keeps) is None
-        prompt = router.prompt(tokens, params.cache_salt, is_cached=is_read)
+        prompt = Prompt(tokens, params.cache_salt, is_cached=is_read)
         others = [] if replica is None else [name for name in self._names if name != self._names[replica]]
         decision = router.route(prompt, others)
         assert decision is not None, "replicas of a world take every request"
         is_stored = self._is_caching and params.enable_prefix_caching
         if is_stored and not is_read:
-            prompt = router.prompt(tokens, params.cache_salt)
+            prompt = Prompt(tokens, params.cache_salt)
         router.began(request.request_id, decision, prompt, -(-params.num_tokens_to_generate // _GENERATED))
         chosen = self._names.index(decision.replica)
         self._in_flight[request.request_id] = _InFlightRequest(request, chosen)
@@ -120,30 +122,30 @@ class ReplicaChoice:
 
 
 class _CacheFollower:
-    """Observer of one replica's cache that passes its contents on to the router; see `CacheObserver`."""
+    """Observer of one replica's cache that passes its contents on; see `CacheObserver`."""
 
-    def __init__(self, choice: ReplicaChoice, router: Router, replica: str) -> None:
-        self._choice, self._router, self._replica = choice, router, replica
+    def __init__(self, choice: ReplicaChoice, replica: Replica) -> None:
+        self._choice, self._replica = choice, replica
 
     def on_blocks_stored(self, run: PublishedRun) -> None:
         """Add blocks."""
         tokens = run.tokens[run.end - len(run.block_hashes) * run.block_size : run.end]
         extras = [[run.salt]] if run.parent is None and run.salt is not None else None
-        self._router.stored(self._replica, run.block_hashes, run.parent, tokens, extras)
+        self._replica.stored(run.block_hashes, run.parent, tokens, extras)
 
     def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
         """Remove blocks."""
-        self._router.removed(self._replica, block_hashes)
+        self._replica.removed(block_hashes)
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Add a snapshot."""
-        self._router.state_stored(self._replica, [block_hash])
+        self._replica.state_stored([block_hash])
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Remove a snapshot."""
-        self._router.state_removed(self._replica, [block_hash])
+        self._replica.state_removed([block_hash])
 
     def on_cleared(self) -> None:
         """Remove everything."""
-        self._router.cleared(self._replica)
-        self._choice.note_cleared(self._replica)
+        self._replica.cleared()
+        self._choice.note_cleared(self._replica.name)

@@ -22,7 +22,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.spec_decode.verification import TokensById
-from megatron_ext.text.matcher import TokenMatcher
+from megatron_ext.text.matcher import Matcher
 from megatron_ext.threads import lower_priority
 
 WAIT_SHARE = 0.25
@@ -50,8 +50,8 @@ class Job:
 
     def __init__(
         self,
-        start: TokenMatcher,
-        matcher: TokenMatcher | None,
+        start: Matcher,
+        matcher: Matcher | None,
         tokens: Sequence[int],
         drafts: Sequence[int],
         ends: Sequence[int],
@@ -132,8 +132,8 @@ class _Output:
     """
 
     request: Request
-    start: TokenMatcher
-    matcher: TokenMatcher | None = None
+    start: Matcher
+    matcher: Matcher | None = None
     taken: int = 0
     known: int = 0
     drafts: tuple[int, ...] = ()
@@ -163,7 +163,7 @@ class StructuredOutputManager:
     """
 
     def __init__(
-        self, scheduler: Scheduler, start: Callable[[ResponseFormat], TokenMatcher], thread: MaskThread | None = None
+        self, scheduler: Scheduler, start: Callable[[ResponseFormat], Matcher], thread: MaskThread | None = None
     ) -> None:
         self._scheduler = scheduler
         self._start = start

@@ -35,7 +35,7 @@ from megatron_ext.runner.step_routing import recorded_routing, routing_by_reques
 from megatron_ext.scheduling.step import ScheduledChunk
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
+from megatron_ext.text.tokenizer import tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
 
@@ -99,7 +99,7 @@ class InferenceController(Controller):
         self._get_stop_word_finished_ids_callback = None
 
     def prompt_tokens(self, prompt: str, add_bos: bool = False) -> list[int]:
-        """Return the token ids of a text; see `text.prompt_tokenization.tokenize_prompt`.
+        """Return the token ids of a text; see `text.tokenizer.tokenize_prompt`.
 
         Upstream strips the BOS token unless it is requested, and a Llama would read a prompt unlike its training data.
         """

@@ -21,8 +21,7 @@ from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.speculation.proposals import Proposals
-from megatron_ext.text.prompt_tokenization import word_tokens
-from megatron_ext.text.tokenizer import ends_of
+from megatron_ext.text.tokenizer import ends_of, word_tokens
 
 
 def make_scheduler(plan: EnginePlan) -> Scheduler:

@@ -140,7 +140,6 @@ class ScriptWrapper(Part):
     """`GPTInferenceWrapper`: a model and a context.
 
     Args:
-        model: Model of Megatron.
         arguments: The context; with 0.16.1 after a configuration of the wrapper, which is not used.
         inference_wrapper_config: The same configuration, not used.
         inference_context: The context as a keyword.
@@ -166,7 +165,6 @@ class ScriptController(Part):
     """`TextGenerationController`: a wrapped model and a tokenizer.
 
     Args:
-        inference_wrapped_model: The model.
         tokenizer: Tokenizer of megatron-core or of this package.
         pp_group: Pipeline group; ignored, since the engine uses Megatron's global one.
     """
@@ -182,8 +180,6 @@ class ScriptEngine(Part):
     It has the methods of `InferenceEngine`. Ended requests are Megatron's `DynamicInferenceRequestRecord`s.
 
     Args:
-        controller: Model and tokenizer.
-        context: Settings.
         enable_cuda_graph: Argument of 0.16.1; the context's number of CUDA graphs decides.
         random_seed: Seed of 0.16.1; requests without a seed get one derived from it.
         track_paused_request_events: Argument of 0.16.1; whether the events of a request include pauses.
@@ -247,12 +243,7 @@ def _check_alone() -> None:
 
 
 class Presenter:
-    """Converter of an engine's records to Megatron's, with one request each, which `merge()` and the index 0 give.
-
-    Args:
-        engine: The engine.
-        has_pause_events: Whether events include pauses.
-    """
+    """Converter of an engine's records to Megatron's, with one request each, which `merge()` and the index 0 give."""
 
     def __init__(self, engine: LLMEngine, *, has_pause_events: bool) -> None:
         self._conversion = conversion_for(engine, has_pause_events=has_pause_events)

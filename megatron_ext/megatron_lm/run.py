@@ -47,8 +47,6 @@ def run_script(script: Path, arguments: Sequence[str], settings: Mapping[str, Se
     come from there, and `megatron.core` is the installed one.
 
     Args:
-        script: Path of the script.
-        arguments: Arguments of the script.
         settings: Settings of `attach_engine` for engines that the script constructs by hand.
 
     Raises:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig
 from megatron_ext.config.layers import is_attention
@@ -28,16 +29,24 @@ from megatron_ext.models.size import check_model_fits, described
 from megatron_ext.parallel.layout import Share, check_model, share_of
 from megatron_ext.parallel.world import ranks_on_this_machine
 
-from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
-import math
-
-from torch import Tensor
-
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
-
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
 _RECURRENT_LAYERS = ("mamba_layer", "parallel_layer")  # names of their specs in our stacks
-_MULTIPLIERS = [name for name in MULTIPLIERS if name != "mlp_gate_multiplier"]  # that one belongs to the activation
+# Fields and properties of `ModelConfig` with the same names in megatron-core's configuration, or in ours over it.
+_SAME_NAMES = (
+    *(name for name in MULTIPLIERS if name != "mlp_gate_multiplier"),  # that one belongs to the activation
+    *"""
+    activation_func_clamp_value add_attention_output_bias add_mlp_bias add_qkv_bias attention_output_gate
+    attention_window glu_linear_offset normalization qk_layernorm qk_layernorm_over_heads rotary_magnitude softmax_type
+    yarn_mscale yarn_mscale_all_dim
+    """.split(),
+)
+_SAME_NAMES_OF_EXPERTS = """
+    moe_latent_size moe_router_enable_expert_bias moe_router_group_topk moe_router_num_groups moe_router_pre_softmax
+    moe_router_score_function moe_router_topk moe_router_topk_scaling_factor moe_shared_expert_gate
+    moe_shared_expert_intermediate_size
+    """.split()
 
 
 def build_model(
@@ -76,8 +85,12 @@ def build_model(
     _check_prediction(config, spec)
     device = device or platform.device()
     _check_memory(config, dtype, share, torch.device(device))
-    with _parameters_allocated(config, dtype, share):
-        model = _built(config, spec, dtype, seed, perform_initialization, share).to(device).eval()
+    half = "--bf16 needs half of it" if dtype.itemsize > 2 else "take a smaller model"
+    parameters = f"its parameters: {described(config, dtype, share)}"
+    with allocating(parameters, lambda: half), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + share.stage.first)  # each stage has other random weights
+        made = _made(config, spec, dtype, perform_initialization, share)
+        model = _with_rotary_embedding(made, config).to(device).eval()
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
     assert numbers == list(share.stage.layers), (numbers, share.stage)
     if perform_initialization:
@@ -131,21 +144,6 @@ def _check_memory(config: ModelConfig, dtype: torch.dtype, share: Share, device:
         check_model_fits(config, dtype, platform.available_memory(device), share)
 
 
-def _parameters_allocated(config: ModelConfig, dtype: torch.dtype, share: Share) -> AbstractContextManager[None]:
-    half = "--bf16 needs half of it" if dtype.itemsize > 2 else "take a smaller model"
-    return allocating(f"its parameters: {described(config, dtype, share)}", lambda: half)
-
-
-def _built(
-    config: ModelConfig, spec: ModuleSpec, dtype: torch.dtype, seed: int, perform_initialization: bool, share: Share
-) -> HybridModel:
-    """Return this rank's part of the model, on the host; each stage has other random weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed + share.stage.first)
-        model = _made(config, spec, dtype, perform_initialization, share)
-    return _with_rotary_embedding(model, config)
-
-
 def _made(
     config: ModelConfig, spec: ModuleSpec, dtype: torch.dtype, perform_initialization: bool, share: Share
 ) -> HybridModel:
@@ -180,12 +178,12 @@ def transformer_config(
 
     Args:
         config: Configuration of the whole model.
-        dtype: Dtype of the parameters.
         perform_initialization: See `build_model`.
         share: This rank's share of the model; None for one rank.
     """
     others: dict[str, Any] = {
-        **{name: getattr(config, name) for name in _MULTIPLIERS},
+        **{name: getattr(config, name) for name in _SAME_NAMES},
+        **_heads(config, share),
         **({} if share is None else share.core_fields),
         **(config.recurrent.core_fields(config) if config.is_hybrid else {}),
         **(_moe_fields(config) if config.is_moe else {}),
@@ -194,23 +192,11 @@ def transformer_config(
         num_layers=config.layer_count,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_size,
-        **_heads(config, share),
         kv_channels=config.head_channels,
-        qk_layernorm=config.qk_layernorm,
-        qk_layernorm_over_heads=config.qk_layernorm_over_heads,
-        attention_output_gate=config.attention_output_gate,
-        normalization=config.normalization,
         layernorm_zero_centered_gamma=config.apply_layernorm_1p,
         layernorm_epsilon=config.norm_epsilon,
         add_bias_linear=not config.disable_bias_linear,
-        add_qkv_bias=config.add_qkv_bias,
-        add_attention_output_bias=config.add_attention_output_bias,
-        add_mlp_bias=config.add_mlp_bias,
-        attention_window=config.attention_window,
         gated_linear_unit=config.is_gated,
-        activation_func_clamp_value=config.activation_func_clamp_value,
-        glu_linear_offset=config.glu_linear_offset,
-        softmax_type=config.softmax_type,
         activation_func=_activation(config),
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -227,10 +213,7 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        rotary_magnitude=config.rotary_magnitude,
         yarn_rotary_scaling_factor=config.yarn_rotary_scaling_factor or 1.0,
-        yarn_mscale=config.yarn_mscale,
-        yarn_mscale_all_dim=config.yarn_mscale_all_dim,
         **others,
     )
 
@@ -248,16 +231,7 @@ def _moe_fields(config: ModelConfig) -> dict[str, object]:
     return {
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.expert_ffn_size,
-        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
-        "moe_shared_expert_gate": config.moe_shared_expert_gate,
-        "moe_latent_size": config.moe_latent_size,
-        "moe_router_topk": config.moe_router_topk,
-        "moe_router_score_function": config.moe_router_score_function,
-        "moe_router_num_groups": config.moe_router_num_groups,
-        "moe_router_group_topk": config.moe_router_group_topk,
-        "moe_router_pre_softmax": config.moe_router_pre_softmax,
-        "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor,
-        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
+        **{name: getattr(config, name) for name in _SAME_NAMES_OF_EXPERTS},
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "allgather",  # the only dispatcher that needs no CUDA streams
     }

@@ -13,8 +13,6 @@ def checked_fields(values: Mapping[str, object], where: str, error: type[ValueEr
     """Check and convert fields for `ModelConfig(**fields)`: lists to tuples, integers to floats for float fields.
 
     Args:
-        values: Field name -> value.
-        where: Source of the fields, for the message.
         error: Exception type for an unknown name or a wrong type.
     """
     known = field_types(ModelConfig)

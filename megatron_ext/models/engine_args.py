@@ -45,9 +45,6 @@ class EngineArgs:
             kernels are compiled.
         loaded: The model, if it is in memory already.
 
-    Attributes:
-        loaded: The model.
-
     Raises:
         ConfigError: The model cannot be loaded as the settings say.
     """
@@ -120,7 +117,6 @@ def follow(
 
     Args:
         settings: Settings of rank 0.
-        parallel_context: All ranks.
         on_ready: Called before the first step: from now on this rank ends when rank 0 does.
         caches: Prefix caching of rank 0's engines, one after the other; by default one engine with the settings' own.
 
@@ -140,14 +136,7 @@ def follow(
 def build_follower(
     settings: EngineSettings, parallel_context: ParallelContext, weight_writer: WeightWriter, cache: CacheConfig
 ) -> Worker:
-    """Build the worker of a rank other than 0; its pools are allocated.
-
-    Args:
-        settings: Settings of rank 0.
-        parallel_context: All ranks.
-        weight_writer: Writer of this rank's part of the model.
-        cache: Prefix caching of rank 0's engine.
-    """
+    """Build the worker of a rank other than 0; its pools are allocated."""
     loaded, opener = weight_writer.loaded, None
     if cache.is_durable:  # before anything packs the weights
         facts = cache_facts(loaded, weights_digest(loaded), settings.parallel, parallel_context)
@@ -185,31 +174,37 @@ def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:
 
 def load(settings: EngineSettings) -> LoadedModel:
     """Load this rank's part of the configured model; it is saved if the settings ask for it."""
-    loaded = load_model(
-        settings.source,
-        dict(settings.model_overrides),
-        parallel=settings.parallel,
-        reads_prediction=settings.speculation.has_prediction,
-    )
+    loaded = _load(settings)
     if settings.source.save is not None:
         save_model(settings.source.save, loaded)
     return loaded
 
 
+def _load(settings: EngineSettings, device: torch.device | None = None) -> LoadedModel:
+    return load_model(
+        settings.source,
+        dict(settings.model_overrides),
+        parallel=settings.parallel,
+        device=device,
+        reads_prediction=settings.speculation.has_prediction,
+    )
+
+
 def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, loaded: LoadedModel) -> None:
     """Check that a model has the layer that is to draft.
-
-    Args:
-        speculation: Settings with the method.
-        parallel: Parallel sizes of the model.
-        loaded: The model.
 
     Raises:
         ConfigError: It has none, fewer than drafts if several have weights of their own, or experts that ranks share.
     """
     if not speculation.has_prediction:
         return
-    _check_experts(parallel, loaded)
+    experts = parallel.expert_model_parallel_size
+    if experts > 1 and "E" in loaded.config.mtp_pattern:
+        raise ConfigError(
+            f"--speculative-method mtp and --expert-model-parallel-size {experts} contradict each other: the layer of "
+            f"multi-token prediction of {loaded.name} has experts, and a replica computes it alone; leave it out, or "
+            "give --speculative-method ngram"
+        )
     layers, drafts = loaded.config.mtp_layer_count, speculation.num_speculative_tokens
     if not layers:
         raise ConfigError(
@@ -223,21 +218,11 @@ def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, l
         )
 
 
-def _check_experts(parallel: ParallelConfig, loaded: LoadedModel) -> None:
-    experts, remedy = parallel.expert_model_parallel_size, "leave it out, or give --speculative-method ngram"
-    if experts > 1 and "E" in loaded.config.mtp_pattern:
-        raise ConfigError(
-            f"--speculative-method mtp and --expert-model-parallel-size {experts} contradict each other: the layer of "
-            f"multi-token prediction of {loaded.name} has experts, and a replica computes it alone; {remedy}"
-        )
-
-
 @dataclass(frozen=True)
 class DryRun:
     """Plan of an engine whose model is not loaded.
 
     Attributes:
-        name: Name of the model.
         plan: Plan of the engine, as a start with the same settings and memory makes it.
         weight_bytes: Bytes of the parameters in their types, as they are before anything quantizes them.
         dtype: Type of most parameters.
@@ -267,13 +252,7 @@ def plan_without_weights(settings: EngineSettings) -> DryRun:
     if world_of_environment().size > 1:
         raise ConfigError("--dry-run plans a single rank; leave torchrun out")
     device = platform.device()
-    loaded = load_model(
-        settings.source,
-        dict(settings.model_overrides),
-        parallel=settings.parallel,
-        device=torch.device("meta"),
-        reads_prediction=settings.speculation.has_prediction,
-    )
+    loaded = _load(settings, torch.device("meta"))
     weights = sum(one.numel() * one.element_size() for one in loaded.model.parameters())
     free = platform.available_memory(device)
     plan = plan_pools(

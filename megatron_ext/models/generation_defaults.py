@@ -29,7 +29,6 @@ def generation_defaults(source: SourceConfig, *, on_server: bool = False) -> Fie
     off, as in vLLM.
 
     Args:
-        source: Model.
         on_server: Whether auto is the default, and `max_new_tokens` is taken as well.
 
     Raises:
@@ -64,10 +63,6 @@ def generation_defaults(source: SourceConfig, *, on_server: bool = False) -> Fie
 
 def request_defaults(source: SourceConfig, given: FieldValues) -> RequestParams:
     """Return the default parameters of requests: from flags, else from the model's generation config.
-
-    Args:
-        source: Model.
-        given: Fields set by flags.
 
     Raises:
         ConfigError: Invalid values.

@@ -54,9 +54,7 @@ def cache_facts(
     """Return what cached entries depend on that an engine does not know; see `cache_identity`.
 
     Args:
-        loaded: This rank's part of the model.
         weights: Digest of the weights; see `weights_digest`.
-        parallel: Parallel sizes.
         parallel_context: All ranks; None for a world of one.
     """
     facts = [tokenizer_hash(loaded.tokenizer).encode(), weights]

@@ -41,17 +41,13 @@ class LLMEngine:
         inference_engine: Engine under Megatron's names; only calls through `client` may use it.
         tokenizer: Tokenizer of the model; a chat model's has `apply_chat_template` and `tokenize_chat`.
         vocabulary: Tokens as text, and the width of the logits.
-        grammars: Compiler of grammars for structured output.
-        limits: Limits of the scheduler.
         geometry: Numbers and sizes of blocks and snapshots.
         cache_policy: Eviction policy of the prefix cache; None if it is off.
         is_hybrid: Whether the model has recurrent layers, so that the cache keeps states.
         positions: Positions that the model has; None if no layer depends on them.
         request_state_bytes: Maximum bytes of recurrent states of a request with the longest possible prompt.
-        operators: Chosen operators by backend.
         bytes_held_twice: Bytes of weights that are held as they are and packed.
         draft_exactness: How results with drafts relate to those without; empty without drafts.
-        replicas: Number of model replicas.
         max_running_requests: Maximum number of running requests, of all replicas together.
         error_isolation: Errors that were isolated from the steps.
     """
@@ -197,9 +193,6 @@ class LLMEngine:
             level: "drop" frees the pools' memory, and the cache is empty; "offload" moves the pools to host memory, and
                 "keep" leaves them where they are: nothing is computed again after these two. None for the level of the
                 setting `kv_cache_management_mode`, which is "drop" by default.
-
-        Returns:
-            The level.
 
         Raises:
             ConfigError: There is no such level, the engine is suspended at another one, or has several ranks, which do

@@ -28,7 +28,6 @@ from megatron_ext.models.megatron.dist_checkpoint import (
     require_intact,
     resolve_iteration,
     save_dist_checkpoint,
-    training_facts_of,
 )
 from megatron_ext.models.megatron.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
 from megatron_ext.models.megatron.training_args import TrainingFacts
@@ -100,9 +99,8 @@ def load_model(
         return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
     if source.load and has_weights:
         require_intact(directory)
-    trained = training_facts_of(directory) if source.load else None
     reads_prediction = reads_prediction or source.save is not None or overrides.get(_PREDICTION) is not None
-    config = checkpoint_config(source, directory, overrides, trained, reads_prediction=reads_prediction)
+    config, trained = checkpoint_config(source, directory, overrides, reads_prediction=reads_prediction)
     ids = Ids(overrides.get("vocab_size"), config.vocab_size)
     tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
     _warn_of_more_ids(tokenizer, config, directory)
@@ -119,7 +117,6 @@ def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, di
         model: Built from `config`.
         config: See `checkpoint_config`.
         source: Determines the format of the checkpoint.
-        directory: Directory of its files.
 
     Raises:
         CheckpointError: A tensor is missing, unknown, of another shape, or damaged. The model may be half filled.
@@ -135,7 +132,6 @@ def save_model(directory: str | Path, loaded: LoadedModel, save: Callable[..., N
 
     Args:
         directory: See `save`.
-        loaded: The model.
         save: `save_dist_checkpoint`, as for `--save`, or `save_hf_checkpoint`.
 
     Raises:
@@ -191,27 +187,21 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
 
 
 def checkpoint_config(
-    source: SourceConfig,
-    directory: Path,
-    overrides: FieldValues,
-    trained: TrainingFacts | None,
-    *,
-    reads_prediction: bool,
-) -> ModelConfig:
-    """Return a checkpoint's configuration with the overrides.
+    source: SourceConfig, directory: Path, overrides: FieldValues, *, reads_prediction: bool
+) -> tuple[ModelConfig, TrainingFacts | None]:
+    """Return a checkpoint's configuration with the overrides, and the training facts of one of Megatron-LM.
 
     Args:
         source: Determines the format of the checkpoint.
-        directory: Directory of its files.
         overrides: As for `load_model`.
-        trained: Training facts of a checkpoint of Megatron-LM.
         reads_prediction: Whether its layers of multi-token prediction are part of it.
 
     Raises:
         ConfigError: The overrides contradict the stored weights; the configuration is missing or invalid.
     """
+    trained = None
     if source.load:
-        saved = read_dist_config(directory, overrides.get("vocab_size"), spec_is_given="spec" in overrides)
+        saved, trained = read_dist_config(directory, overrides.get("vocab_size"), spec_is_given="spec" in overrides)
     else:
         saved = read_hf_config(directory, source.hf_overrides)
     if not reads_prediction:
@@ -219,10 +209,10 @@ def checkpoint_config(
     elif source.load is None:
         saved = with_prediction(saved, directory, source.hf_overrides)
     if source.load is None and source.load_hf is None:
-        return with_harmless(saved, overrides)
+        return with_harmless(saved, overrides), None
     config = with_overrides(saved, fitting_overrides(source, saved, overrides, directory, trained))
     require_layout(saved, config, directory)
-    return config
+    return config, trained
 
 
 def _without_checkpoint(source: SourceConfig, overrides: FieldValues) -> tuple[ModelConfig, Tokenizer]:

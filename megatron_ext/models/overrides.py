@@ -20,7 +20,7 @@ from megatron_ext.config.layers import (
     parse_layer_freq,
     windowed_letters,
 )
-from megatron_ext.config.options import flag_of
+from megatron_ext.config.options import flag_of, options_of
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.megatron.training_args import TrainingFacts
 from megatron_ext.parallel.world import is_first_rank
@@ -31,21 +31,12 @@ _COUNT, _POSITIONS, _KIND = "num_layers", "max_position_embeddings", "position_e
 _FACTOR, _YARN_FACTOR, _WINDOW = "rotary_scaling_factor", "yarn_rotary_scaling_factor", "attention_window"
 # Fields of `ModelConfig` that determine how stored weights are split. Equal shapes do not make them equal: four heads
 # of 64 and eight of 32 have the same matrices.
-_LAYOUT = {
-    "hybrid_override_pattern": "--hybrid-override-pattern",
-    "hidden_size": "--hidden-size",
-    "ffn_size": "--ffn-hidden-size",
-    "num_experts": "--num-experts",
-    "num_attention_heads": "--num-attention-heads",
-    "query_groups": "--num-query-groups",
-    "head_channels": "--kv-channels",
-    "attention_output_gate": "--attention-output-gate",
-    "recurrent_layer": "--recurrent-layer",
-    **{name: flag for kind in RECURRENT_KINDS.values() for name, flag in kind.layout.items()},
-    "vocab_size": "--vocab-size",
-    "mtp_layer_count": "--mtp-num-layers",
-    "mtp_pattern": "--mtp-hybrid-override-pattern",
-}
+_LAYOUT = (
+    *("hybrid_override_pattern", "hidden_size", "ffn_hidden_size", "num_experts", "num_attention_heads"),
+    *("num_query_groups", "kv_channels", "attention_output_gate", "recurrent_layer"),
+    *(name for kind in RECURRENT_KINDS.values() for name in kind.layout),
+    *("vocab_size", "mtp_num_layers", "mtp_hybrid_override_pattern"),
+)
 _OURS = ("spec", "vocab_size")  # flags that are not in Megatron's checkpoint arguments
 
 _Fits = Callable[[int | list[int]], bool]  # whether a frequency of layers describes a checkpoint's
@@ -61,10 +52,8 @@ def fitting_overrides(
 
     Args:
         source: Settings that are not fields of the model.
-        saved: The checkpoint's configuration.
         overrides: Fields set by flags.
         directory: The checkpoint's, for messages.
-        trained: Training facts of a checkpoint of Megatron-LM.
 
     Raises:
         ConfigError: A field that changes a logit, a number of layers, a kind of model or rows of the embedding that
@@ -107,18 +96,19 @@ def require_layout(saved: ModelConfig, config: ModelConfig, directory: Path) -> 
     Raises:
         ConfigError: It does not; names the flag and both values.
     """
-    for name, flag in _LAYOUT.items():
-        asked, stored = getattr(config, name), getattr(saved, name)
-        if asked != stored:
+    asked, stored = config.resolved(), saved.resolved()
+    for name in _LAYOUT:
+        if asked[name] != stored[name]:
+            flag = options_of(ModelConfig)[name].name(name)
             raise ConfigError(
-                f"{flag} {asked} contradicts {directory}, whose weights are for {stored}; "
+                f"{flag} {asked[name]} contradicts {directory}, whose weights are for {stored[name]}; "
                 "leave it out or load another checkpoint"
             )
 
 
 def _is_stored(saved: ModelConfig, field: str, value: object) -> bool:
     """Return whether the stored weights themselves decide a field, so that no override can be allowed."""
-    return flag_of(field) in _LAYOUT.values() or (field == _WINDOW and None in (saved.attention_window, value))
+    return field in _LAYOUT or (field == _WINDOW and None in (saved.attention_window, value))
 
 
 def _names(field: str, typed: str | None) -> set[str]:

@@ -78,8 +78,6 @@ def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: i
 
     Args:
         config: Configuration of the whole model.
-        dtype: Dtype of the parameters.
-        available_bytes: Memory for this rank.
         share: See `matrix_parameter_count`.
 
     Raises:

@@ -56,10 +56,7 @@ def choose_tokenizer(
     """Return the tokenizer of a model.
 
     Args:
-        source: Requested tokenizer.
         directory: The model's directory, with or without a tokenizer.
-        ids: Numbers of token ids.
-        trained: Training facts of a checkpoint of Megatron-LM.
 
     Raises:
         ConfigError: The tokenizer cannot be loaded, or the request contradicts itself.
@@ -77,8 +74,11 @@ def choose_tokenizer(
 def _chosen(source: SourceConfig, directory: Path | None, ids: Ids, trained: TrainingFacts | None) -> Tokenizer:
     kind = source.tokenizer_type
     if kind == NULL_TOKENIZER:
-        _require_nothing_else(source)
-        return _null(ids)
+        if source.tokenizer_model is not None:
+            raise ConfigError(
+                f"--tokenizer-type {kind} contradicts --tokenizer-model {source.tokenizer_model}; give one of them"
+            )
+        return NullTokenizer(_size(ids))
     if kind is None:
         kind = _kind_of_file(source, trained)
     if kind is None and source.tokenizer_model is None and directory is not None and has_kept_tokenizer(directory):
@@ -96,21 +96,9 @@ def _chosen(source: SourceConfig, directory: Path | None, ids: Ids, trained: Tra
         if directory is not None and trained is None:
             ids_as_texts = "texts are token ids separated by spaces, unless --tokenizer-model is given"
             _say(f"{no_tokenizer(directory)}; {ids_as_texts}", logging.INFO)
-        return _as_trained(source, ids, trained) or _null(ids)
+        return _as_trained(source, ids, trained) or NullTokenizer(_size(ids))
     assert kind is not None
     return _of_kind(kind, source, ids, trained)
-
-
-def _require_nothing_else(source: SourceConfig) -> None:
-    if source.tokenizer_model is not None:
-        raise ConfigError(
-            f"--tokenizer-type {NULL_TOKENIZER} contradicts --tokenizer-model {source.tokenizer_model}; "
-            "give one of them"
-        )
-
-
-def _null(ids: Ids) -> Tokenizer:
-    return NullTokenizer(_size(ids))
 
 
 def _size(ids: Ids) -> int:

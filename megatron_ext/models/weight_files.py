@@ -87,7 +87,6 @@ class WeightFiles:
         """Return one tensor, in its stored type; only floating point types are weights.
 
         Args:
-            name: Name of the tensor.
             box: Part of the tensor to read; None for all.
         """
         if name in self._joined:
@@ -100,10 +99,7 @@ class WeightFiles:
             tensor = self._handle(self._file_of[name]).get_tensor(name)
         else:
             tensor = self._handle(self._file_of[name]).get_slice(name)[box]
-        if tensor.dtype not in FLOATING_TYPES:
-            supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
-            found = str(tensor.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{self.directory}: tensor {name} is of type {found}; supported are {supported}")
+        require_floating(tensor.dtype, f"{self.directory}: tensor {name}")
         return tensor
 
     def _get_joined(self, name: str, box: tuple[slice, ...]) -> Tensor:
@@ -169,6 +165,13 @@ def is_file_name(name: str) -> bool:
     return name.isprintable() and name == Path(name).name and name not in ("", "..")
 
 
+def require_floating(dtype: torch.dtype, tensor: str, error: type[ValueError] = CheckpointError) -> None:
+    """Require a type that weights can have; the message begins with `tensor`."""
+    if dtype not in FLOATING_TYPES:
+        found, *supported = (str(one).removeprefix("torch.") for one in (dtype, *FLOATING_TYPES))
+        raise error(f"{tensor} is of type {found}; supported are {', '.join(supported)}")
+
+
 def is_prediction(name: str) -> bool:
     """Return whether a tensor is of multi-token prediction, in any format."""
     return name.startswith("mtp.")
@@ -182,7 +185,7 @@ def require_same_names(directory: Path, stored: Iterable[str], expected: Iterabl
     """
     missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
     parts = [
-        f"{label} {_shortened(names)}" for label, names in (("lacks", missing), ("has unexpected", unexpected)) if names
+        f"{label} {shortened(names)}" for label, names in (("lacks", missing), ("has unexpected", unexpected)) if names
     ]
     if parts:
         raise CheckpointError(f"{directory} does not fit the model: it {' and '.join(parts)}")
@@ -201,6 +204,7 @@ def require_shape(directory: Path, name: str, stored: Iterable[int], expected: I
         )
 
 
-def _shortened(names: list[str]) -> str:
+def shortened(names: list[str]) -> str:
+    """Return the first few names, and the number of the others."""
     shown = ", ".join(names[:_NAMES_SHOWN])
     return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

@@ -158,10 +158,7 @@ def print_comparison(
     """Print a table of the requests that differ, else of the first and last few, then the verdict.
 
     Args:
-        differences: All requests.
         found: Result of `problems`.
-        dtype: Type of the parameters.
-        console: Console to print on.
     """
     differing = [one for one in differences if one.first_token is not None]
     first, _, last = (differing[:_SHOWN], (), ()) if differing else first_and_last(differences)

@@ -109,9 +109,7 @@ def print_report(
 
     Args:
         passes: Passes that ran.
-        console: Console to print on.
         where: Clause that says which requests are in which file; None if none are.
-        prompt_text: Text of a prompt.
         lost: See `EngineStatistics.prefix_cache_lost`.
     """
     print_requests([record for one in passes for record in one.records], console, where, prompt_text)

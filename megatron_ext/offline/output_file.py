@@ -56,7 +56,6 @@ def check_output_path(path: str, *others: Path, flag: str = OUTPUT_FLAG) -> None
     """Check that results can be written, by writing next to the target, before anything is loaded.
 
     Args:
-        path: The target.
         others: Further files that are written during the run.
         flag: Flag of the path, for the message.
 

@@ -78,11 +78,7 @@ def run_passes(
 
 
 class _PassRun:
-    """One pass: submit in order, step, and collect the records.
-
-    Attributes:
-        steps: Number of steps so far.
-    """
+    """One pass: submit in order, step, and collect the records."""
 
     def __init__(
         self,

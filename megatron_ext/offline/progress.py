@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -18,29 +17,7 @@ from megatron_ext.scheduling.request import Request
 
 _WINDOW = 5.0  # seconds over which rates are measured
 _FORMAT = "{desc}{percentage:3.0f}%|{bar}| {remaining} left{postfix}"
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Progress of requests, in tokens."""
-
-    computed: int = 0  # prompt tokens, not counting recomputation
-    recomputed: int = 0
-    skipped: int = 0
-    generated: int = 0
-
-    @property
-    def done(self) -> int:
-        """Tokens that count as progress."""
-        return self.computed + self.skipped + self.generated
-
-    def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(
-            self.computed + other.computed,
-            self.recomputed + other.recomputed,
-            self.skipped + other.skipped,
-            self.generated + other.generated,
-        )
+Tokens = Counter[str]  # computed (prompt tokens, not counting recomputation), recomputed, skipped and generated
 
 
 class Progress:
@@ -63,6 +40,11 @@ class Progress:
         """Tokens of all requests together."""
         return sum(self._living.values(), self._finished)
 
+    @property
+    def done(self) -> int:
+        """Tokens that count as progress."""
+        return _done(self.tokens)
+
     def update(self, step: StepOutput) -> None:
         """Add the output of a step."""
         for request in step.active:
@@ -70,8 +52,8 @@ class Progress:
         for record in step.records:
             self._living.pop(record.request_id, None)
             done = _of_record(record)
-            self._finished += done
-            self.total += done.done - self._expected[record.request_id]
+            self._finished = self._finished + done
+            self.total += _done(done) - self._expected[record.request_id]
             self.ended += 1
         now = time.monotonic()
         self._seen.append((now, self.tokens))
@@ -82,25 +64,29 @@ class Progress:
         """Return ended requests, both rates over the last seconds, and the share of skipped prompt tokens."""
         (then, before), (now, tokens) = self._seen[0], self._seen[-1]
         seconds = max(now - then, 1e-9)
-        prefilled = tokens.computed + tokens.recomputed - before.computed - before.recomputed
-        generated = tokens.generated - before.generated
-        share = tokens.skipped / max(1, tokens.skipped + tokens.computed)
+        prefilled = sum(tokens[kind] - before[kind] for kind in ("computed", "recomputed"))
+        generated = tokens["generated"] - before["generated"]
+        share = tokens["skipped"] / max(1, tokens["skipped"] + tokens["computed"])
         rates = f"prefill {_rate(prefilled / seconds)}, decode {_rate(generated / seconds)} tok/s"
         return f"{self.ended}/{len(self._expected)}, {rates}, {share:.0%} skipped"
 
 
+def _done(tokens: Tokens) -> int:
+    return tokens.total() - tokens["recomputed"]
+
+
+def _tokens(computed: int, recomputed: int, skipped: int, generated: int) -> Tokens:
+    return Counter(computed=computed, recomputed=recomputed, skipped=skipped, generated=generated)
+
+
 def _of_request(request: Request) -> Tokens:
     first = request.computed_prefill_tokens
-    return Tokens(first, request.prefill_token_count - first, request.skipped_prefill_tokens, request.generated_count)
+    return _tokens(first, request.prefill_token_count - first, request.skipped_prefill_tokens, request.generated_count)
 
 
 def _of_record(record: RequestRecord) -> Tokens:
-    return Tokens(
-        record.computed_prefill_token_count,
-        record.recomputed_token_count,
-        record.skipped_prefill_token_count,
-        len(record.generated_tokens),
-    )
+    computed, recomputed = record.computed_prefill_token_count, record.recomputed_token_count
+    return _tokens(computed, recomputed, record.skipped_prefill_token_count, len(record.generated_tokens))
 
 
 def _rate(tokens: float) -> str:
@@ -129,7 +115,7 @@ class Bar:
         self._progress.update(step)
         self._bar.total = max(1, self._progress.total)
         self._bar.set_postfix_str(self._progress.summary(), refresh=False)
-        self._bar.update(self._progress.tokens.done - self._bar.n)
+        self._bar.update(self._progress.done - self._bar.n)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -21,8 +21,7 @@ from megatron_ext.config.run import DEFAULT_PROMPT_TOKENS
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
-from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.tokenizer import Tokenizer, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -34,12 +33,7 @@ MEGATRONS_LENGTH = "chatgpt_output_token_length"  # in Megatron's prompt files; 
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Content of a synthetic prompt, drawn when the vocabulary is known.
-
-    Attributes:
-        count: Number of tokens.
-        seed: Seed of the tokens.
-    """
+    """Content of a synthetic prompt, drawn when the vocabulary is known."""
 
     count: int
     seed: str
@@ -138,8 +132,6 @@ def parse_lines(lines: Iterable[bytes], name: str, run: RunConfig, defaults: Req
     """Parse JSON lines; blank ones are skipped.
 
     Args:
-        lines: Lines of a file.
-        name: Name of the file, for messages.
         run: Number of prompts to read, and the treatment of unknown fields and of Megatron's
             `chatgpt_output_token_length`. Unknown fields are errors by default: a mistyped `cache_salt` would let
             tenants share.

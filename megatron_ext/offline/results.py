@@ -54,11 +54,7 @@ def submitted_text(record: RequestRecord) -> str | None:
 
 
 class PromptTexts:
-    """Cache of prompt texts: the submitted text, or the decoded ids, decoded on first use, once for equal prompts.
-
-    Args:
-        detokenize: Token ids to text.
-    """
+    """Cache of prompt texts: the submitted text, or the decoded ids, decoded on first use, once for equal prompts."""
 
     def __init__(self, detokenize: Callable[[list[int]], str]) -> None:
         self._detokenize = detokenize
@@ -183,13 +179,7 @@ def megatron_results(passes: Sequence[Pass], entries: RequestEntries, every: int
 
 
 def run_results(engine: LLMEngine, passes: Sequence[Pass], model: str) -> dict[str, object]:
-    """Return the counts of the run, over all passes.
-
-    Args:
-        engine: Engine that ran the passes.
-        passes: All passes in order.
-        model: Name of the model.
-    """
+    """Return the counts of the run, over all passes."""
     statistics, steps = engine.counts()
     speculation = statistics.speculation
     counts = _megatron_counts(passes, steps.prefill_tokens, steps) | {
@@ -214,7 +204,6 @@ def full_results(
 
     Args:
         run: Counts of the run, from `run_results`.
-        passes: All passes in order.
         entries: Builder of the requests' entries.
         every: See `megatron_results`.
     """

@@ -56,7 +56,6 @@ def run_offline(
     """Check all settings, load, run, write the results, print them.
 
     Args:
-        settings: Settings of the command line.
         interruption: Signal handler; None for no handling of signals.
         start_up: Reports the phases until the first request; by default from now on.
 

@@ -30,7 +30,7 @@ from starlette.types import Message
 
 from megatron_ext.errors import RankError
 from megatron_ext.kv_events.mirror import Mirror
-from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
+from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition, ReplicaFacts
 from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, Answers, FleetRoutes, WholeAnswer, whole_answer
 from megatron_ext.ray_serve.forwarded import (
     ForwardedRequest,
@@ -44,7 +44,6 @@ from megatron_ext.ray_serve.liveness import LOOKS, Liveness, watching
 from megatron_ext.ray_serve.metrics_export import MetricsExport
 from megatron_ext.ray_serve.proxy import warn_if_absent
 from megatron_ext.ray_serve.ranks import Ranks, joined_world, prepare_process
-from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
 from megatron_ext.ray_serve.settings import AppSettings

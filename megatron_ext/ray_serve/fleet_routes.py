@@ -11,7 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,9 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, respond
 from megatron_ext.server.access import note_description
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
-from megatron_ext.server.http.body import read_body
+from megatron_ext.server.http.body import read_body, route_path
 from megatron_ext.server.openai.streaming import while_connected
-from megatron_ext.server.scope import route_path
 
 PROMPT_REPLY = 5.0  # seconds that a replica has for an answer that waits for no step of its engine
 LATE_REPLY = 60.0  # for the others: a reset waits for a step, a wake-up for memory
@@ -119,39 +122,14 @@ def _rows(answers: Answers) -> Response:
 
 def _metrics(answers: Answers) -> Response:
     """Return the metrics of all replicas for Prometheus, with the label `replica`."""
-    texts = {name: one.body.decode() for name, one in answers.items() if isinstance(one, WholeAnswer)}
-    return Response(merged_metrics(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def merged_metrics(texts: Mapping[str, str]) -> str:
-    """Return one text in Prometheus' format: each metric's heading once, then its samples with the label `replica`.
-
-    Args:
-        texts: Metrics by replica.
-    """
-    headings: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for replica, text in texts.items():
-        label = f'replica="{replica}"'
-        family = ""
-        for line in text.splitlines():
-            if line.startswith("# HELP "):
-                family = line.split(" ", 3)[2]
-                if family in headings:
-                    continue
-                headings[family], samples[family] = [line], []
-            elif line.startswith("#"):
-                if line not in headings[family]:
-                    headings[family].append(line)
-            elif line:
-                name, brace, rest = line.partition("{")
-                if brace and " " not in name:
-                    samples[family].append(f"{name}{{{label},{rest}")
-                else:
-                    name, _, value = line.partition(" ")
-                    samples[family].append(f"{name}{{{label}}} {value}")
-    lines = [line for family in headings for line in (*headings[family], *samples[family])]
-    return "".join(f"{line}\n" for line in lines)
+    families: dict[str, Metric] = {}
+    for replica, one in answers.items():
+        for family in text_string_to_metric_families(one.body.decode()) if isinstance(one, WholeAnswer) else ():
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.add_sample(sample.name, {"replica": replica} | sample.labels, sample.value)
+    text = generate_latest(SimpleNamespace(collect=families.values))  # it only collects
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _by_replica(answers: Answers, *, needs_all: bool = True) -> Response:

@@ -19,10 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH, error_event
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
-from megatron_ext.server.http.body import SENDER_HEADER, parse_json, read_body
+from megatron_ext.server.http.body import HANDED_ON, SENDER_HEADER, HandedOn, parse_json, read_body, route_path
 from megatron_ext.server.openai.responses_api.response_store import owner_named, owner_tag
 from megatron_ext.server.openai.streaming import while_connected
-from megatron_ext.server.scope import HandedOn, hand_on, route_path
 
 if TYPE_CHECKING:
     from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember
@@ -190,7 +189,7 @@ async def respond(
 
     scope: Scope = {**request.scope, "asgi": {"version": "3.0"}, "state": {}, "extensions": {}}
     prompt = request.prompt or ReadPrompt()
-    hand_on(scope, HandedOn(prompt.tokens, prompt.chat, remember))
+    scope[HANDED_ON] = HandedOn(prompt.tokens, prompt.chat, remember)
     running = asyncio.create_task(run())
     try:
         while (message := await messages.get()) is not None:

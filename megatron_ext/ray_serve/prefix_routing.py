@@ -10,56 +10,123 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import uuid
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
+from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StateRemoved, StateStored
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_salt
-from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
-from megatron_ext.ray_serve.replica_facts import LoadReport, ReplicaFacts
+from megatron_ext.ray_serve.autoscaling import ReplicaLoad, retiring
+from megatron_ext.ray_serve.cache_log import CacheReport, LoadReport, LogPosition, ReplicaFacts
+from megatron_ext.routing.choosing import Decision
 from megatron_ext.routing.prompt import Prompt
-from megatron_ext.routing.published_cache import EventError, PublishedCache
-from megatron_ext.routing.router import Decision, Router
-from megatron_ext.routing.scaling import ReplicaLoad, retiring
+from megatron_ext.routing.replica_state import Hash, Replica
+from megatron_ext.routing.router import Router
 
-_BLOCK_EVENTS = (BlockStored, BlockRemoved, AllBlocksCleared)
+_SLICE = 256  # blocks that are removed between two turns of the event loop
 
 
-class _KnownCache:
-    """Contents of one cache of a replica, as far as its reports have been applied."""
+class KnownCache:
+    """Contents of one cache of a replica, as far as its reports have been applied.
 
-    def __init__(self, cache: PublishedCache) -> None:
-        self._cache = cache
+    A snapshot can be reported before its block or outlive it here: a report has all events of blocks first, then those
+    of states. The router knows a snapshot while both it and its block are reported.
+
+    Args:
+        replica: Contents of all caches of the replica, in the router.
+        rank: Rank of the cache in the replica's world; equal blocks of two caches have equal hashes.
+        max_blocks: Blocks of the cache's pool.
+    """
+
+    def __init__(self, replica: Replica, rank: int, max_blocks: int) -> None:
+        self._replica, self._rank, self._max_blocks = replica, rank, max_blocks
+        self._blocks: dict[Hash, None] = {}  # each after its parent
+        self._states: dict[Hash, None] = {}  # all reported snapshots, even if their block is unknown
         self.position = LogPosition()
 
     def apply(self, report: CacheReport) -> Iterator[None]:
         """Apply a report; yield where other tasks may run.
 
         Raises:
-            EventError: The report is not the next one, or contradicts earlier ones.
+            ValueError: The report is not the next one, or contradicts earlier ones.
         """
         expected = LogPosition(self.position.log, self.position.number + len(report.events))
         if not report.is_whole and report.position != expected:
-            raise EventError(f"a report up to {report.position} after {self.position}")
+            raise ValueError(f"a report up to {report.position} after {self.position}")
         for event in report.events:
-            is_block = isinstance(event, _BLOCK_EVENTS)
-            yield from self._cache.apply_blocks(event) if is_block else self._cache.apply_states(event)
+            yield from self.take(event)
             yield
         self.position = report.position
+
+    def take(self, event: Event) -> Iterator[None]:
+        """Apply an event; yield where other tasks may run.
+
+        Raises:
+            ValueError: The event cannot be one of this cache.
+        """
+        if isinstance(event, BlockStored):
+            self._store(event)
+        elif isinstance(event, BlockRemoved):
+            self._remove(event.hashes)
+        elif isinstance(event, StateStored):
+            self._states.update(dict.fromkeys(event.hashes))
+            self._check(len(self._states), "snapshots")
+            self._replica.state_stored(self._tagged(one for one in event.hashes if one in self._blocks))
+        elif isinstance(event, StateRemoved):
+            self._remove_states(event.hashes)
+        elif isinstance(event, AllBlocksCleared):
+            yield from self._clear(self._blocks, self._remove)
+        else:
+            yield from self._clear(self._states, self._remove_states)
 
     def forget(self) -> None:
         """Forget the contents, so that the next report is to be the whole ones."""
         self.position = LogPosition()
-        for _ in itertools.chain(self._cache.clear_blocks(), self._cache.clear_states()):
+        clearing = self._clear(self._blocks, self._remove), self._clear(self._states, self._remove_states)
+        for _ in itertools.chain(*clearing):
             pass
+
+    def _clear(self, known: dict[Hash, None], remove: Callable[[list[Hash]], None]) -> Iterator[None]:
+        """Remove all blocks or snapshots, slice by slice, each block after its children."""
+        while known:
+            remove([known.popitem()[0] for _ in range(min(_SLICE, len(known)))])
+            yield
+
+    def _store(self, event: BlockStored) -> None:
+        size = self._replica.index.block_size
+        if event.block_size != size:
+            raise ValueError(f"a block of {event.block_size} tokens in a cache with blocks of {size}")
+        if event.parent is not None and event.parent not in self._blocks:
+            raise ValueError("blocks after one that is not known")
+        self._blocks.update(dict.fromkeys(event.hashes))
+        self._check(len(self._blocks), "blocks")
+        parent = None if event.parent is None else (self._rank, event.parent)
+        self._replica.stored(self._tagged(event.hashes), parent, event.tokens, event.extra_keys)
+        self._replica.state_stored(self._tagged(one for one in event.hashes if one in self._states))
+
+    def _check(self, count: int, what: str) -> None:
+        if count > self._max_blocks:
+            raise ValueError(f"{count} {what} in a cache of {self._max_blocks} blocks")
+
+    def _remove(self, hashes: Iterable[Hash]) -> None:
+        for one in hashes:
+            self._blocks.pop(one, None)
+        self._replica.removed(self._tagged(hashes))
+
+    def _remove_states(self, hashes: Iterable[Hash]) -> None:
+        for one in hashes:
+            self._states.pop(one, None)
+        self._replica.state_removed(self._tagged(hashes))
+
+    def _tagged(self, hashes: Iterable[Hash]) -> list[tuple[int, Hash]]:
+        return [(self._rank, one) for one in hashes]
 
 
 @dataclass
 class _Member:
     facts: ReplicaFacts
-    caches: list[_KnownCache]
+    caches: list[KnownCache]
     load: ReplicaLoad | None = None
 
 
@@ -91,10 +158,8 @@ class PrefixRouting:
                 return
             self.leave(replica)
         self._router.join(replica, facts.block_size, has_states=facts.has_states)
-        caches = [
-            _KnownCache(PublishedCache(self._router, replica, rank, facts.block_size, facts.blocks))
-            for rank in range(facts.caches)
-        ]
+        contents = self._router.members[replica]
+        caches = [KnownCache(contents, rank, facts.blocks) for rank in range(facts.caches)]
         self._members[replica] = _Member(facts, caches)
 
     def leave(self, replica: str) -> None:
@@ -145,7 +210,7 @@ class PrefixRouting:
                     return
             if report.events:
                 self._router.computed(replica)
-        except (EventError, ValueError):
+        except ValueError:
             self.faults += 1
             cache.forget()
 
@@ -163,8 +228,8 @@ class PrefixRouting:
         """
         known = packed_tokens(tokens)
         if not known:
-            return self._router.prompt((0,), event_salt(uuid.uuid4().hex))
-        return self._router.prompt(known, None if salt is None else event_salt(salt))
+            return Prompt((0,), event_salt(uuid.uuid4().hex))
+        return Prompt(known, None if salt is None else event_salt(salt))
 
     def choose(self, prompt: Prompt, candidates: Iterable[str]) -> Decision | None:
         """Choose one of the candidates.
@@ -208,4 +273,4 @@ class PrefixRouting:
     def check(self) -> None:
         """Assert the invariants of the router."""
         self._router.check()
-        assert {one.name for one in self._router.replicas()} == set(self._members), "members of the router"
+        assert self._router.members.keys() == self._members.keys(), "members of the router"

@@ -58,7 +58,7 @@ async def read_prompt(serving: Serving, request: PromptRequest) -> ReadPrompt:
 async def _completion(serving: Serving, body: CompletionRequest, caller: Caller) -> ReadPrompt:
     check_count(len(body.prompts), body.n or 1, serving.requests.capacity)
     prompts = [await serving.text_encoder.encode(one) if isinstance(one, str) else one for one in body.prompts]
-    inputs = completion_inputs(body, prompts, serving.limits, caller, serving.defaults)
+    inputs = completion_inputs(body, prompts, serving, caller)
     return _generating(inputs, list(map(packed_tokens, prompts)))
 
 
@@ -83,7 +83,7 @@ async def _chat(serving: Serving, request: PromptRequest, content: object, calle
     if request.path not in GENERATION_PATHS or not isinstance(body, ChatRequest):
         return ReadPrompt(chat=chat)
     chat = replace(chat, marks=await serving.marked_positions(body, tokens, scope, known or {}))
-    inputs = chat_inputs(body, tokens, serving.limits, serving.chat_format, caller, serving.defaults)
+    inputs = chat_inputs(body, tokens, serving, caller)
     return replace(_generating(inputs, [tokens]), chat=chat)
 
 
@@ -96,14 +96,9 @@ def _body(serving: Serving, path: str, content: object, caller: Caller) -> ChatR
     if path == MESSAGES_PATH:
         return as_chat(MessagesRequest.model_validate(content))
     if path == COUNT_PATH:
-        counted = CountTokensRequest.model_validate(content)
-        return as_chat(counted).model_copy(update={"cache_salt": counted.cache_salt})
-    is_generating = path == RESPONSES_PATH
-    body = (ResponsesRequest if is_generating else ResponsePrompt).model_validate(content)
-    messages = conversation_of(body, serving.response_store, caller.tenant).messages
-    if isinstance(body, ResponsesRequest):
-        return body.chat_request(messages)
-    return ChatRequest.model_construct(**body.template_fields, messages=messages, cache_salt=body.cache_salt)
+        return as_chat(CountTokensRequest.model_validate(content))
+    body = (ResponsesRequest if path == RESPONSES_PATH else ResponsePrompt).model_validate(content)
+    return body.chat_request(conversation_of(body, serving.response_store, caller.tenant).messages)
 
 
 def _generating(inputs: Sequence[RequestInputs], prompts: Sequence[array[int]]) -> ReadPrompt:

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.ray_serve.replica_facts import LoadReport
+from megatron_ext.ray_serve.autoscaling import ReplicaLoad
+from megatron_ext.ray_serve.cache_log import LoadReport
 from megatron_ext.ray_serve.settings import WEIGHTS, weights_of
-from megatron_ext.routing.scaling import ReplicaLoad
 
 if TYPE_CHECKING:
     from megatron_ext.server.serving import Serving

@@ -20,10 +20,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.ray_serve import forwarded as this_process
-from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
+from megatron_ext.ray_serve.cache_log import CacheReport, LoadReport, LogPosition, ReplicaFacts
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, PromptRequest
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
-from megatron_ext.ray_serve.replica_facts import LoadReport, ReplicaFacts
 from megatron_ext.routing.prompt import Prompt
 
 logger = logging.getLogger(__name__)

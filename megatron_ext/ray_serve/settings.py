@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from arguments import parse_server_arguments
-from arguments.flags import Flag, FlagGroup, closest, shown
+from arguments.flags import Flag, closest, shown
 from arguments.groups import SERVER_GROUPS
 from arguments.megatron.synonyms import SYNONYMS
 from arguments.removed import refuse_removed
 from megatron_ext.config import ServerSettings
 from megatron_ext.config.annotations import FieldType, MismatchError, field_types
-from megatron_ext.config.options import require
+from megatron_ext.config.options import option, require, require_options
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
 from megatron_ext.ray_serve.autoscaling import POLICY
@@ -29,7 +29,7 @@ EMBEDDED = "embedded"
 MAX_ONGOING_REQUESTS = 1000
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 PREFIX, SERVE = "prefix", "serve"
-ROUTERS = (PREFIX, SERVE)
+_MANY, _LONG = 2**20, 2**40
 _NOT_HERE = {
     "host": "Ray's proxies listen; give `serve start --http-host`",
     "port": "Ray's proxies listen; give `serve start --http-port`",
@@ -66,25 +66,19 @@ class ScalingConfig:
         weights: Directory below `weights_root` with weights that replace the model's.
     """
 
-    num_replicas: int = 1
+    num_replicas: int = option(1, minimum=1, maximum=_MANY)
     max_replicas: int | None = None
-    min_replicas: int = 1
-    waiting_tokens_per_replica: float = 32768.0
-    scaling_window: float = 30.0
-    upscale_delay: float = 30.0
-    downscale_delay: float = 600.0
-    num_ingress_replicas: int = 1
-    max_surge_percent: int = 0
+    min_replicas: int = option(1, minimum=1, maximum=_MANY)
+    waiting_tokens_per_replica: float = option(32768.0, above=0, maximum=_LONG)
+    scaling_window: float = option(30.0, above=0, maximum=_LONG)
+    upscale_delay: float = option(30.0, minimum=0, maximum=_LONG)
+    downscale_delay: float = option(600.0, minimum=0, maximum=_LONG)
+    num_ingress_replicas: int = option(1, minimum=1, maximum=_MANY)
+    max_surge_percent: int = option(0, minimum=0, maximum=100)
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_replicas", "min_replicas", "num_ingress_replicas"):
-            require(1 <= getattr(self, name) <= 2**20, f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("waiting_tokens_per_replica", "scaling_window"):
-            require(0 < getattr(self, name) <= 2**40, f"{name}={getattr(self, name)} must be positive")
-        for name in ("upscale_delay", "downscale_delay"):
-            require(0 <= getattr(self, name) <= 2**40, f"{name}={getattr(self, name)} must not be negative")
-        require(0 <= self.max_surge_percent <= 100, f"max_surge_percent={self.max_surge_percent} must be 0 to 100")
+        require_options(self, by_flag=False)
         require(
             self.max_replicas is not None or self.min_replicas == 1,
             f"min_replicas={self.min_replicas} without max_replicas; give both or neither",
@@ -147,30 +141,18 @@ class DeploymentConfig(ScalingConfig):
         routing_alpha: See `RoutingConfig`.
     """
 
-    num_cpus: float | None = None
-    num_gpus: float = 0.0
-    placement_group_strategy: str = "PACK"
-    replica_timeout: float = 30.0
-    max_ongoing_requests: int = MAX_ONGOING_REQUESTS
-    router: str | None = None
+    num_cpus: float | None = option(None, minimum=0, maximum=_MANY)
+    num_gpus: float = option(0.0, minimum=0, maximum=_MANY)
+    placement_group_strategy: str = option("PACK", choices=STRATEGIES)
+    replica_timeout: float = option(30.0, above=0, maximum=_MANY)
+    max_ongoing_requests: int = option(MAX_ONGOING_REQUESTS, minimum=1)
+    router: str | None = option(None, choices=(PREFIX, SERVE))
     routing_policy: str = RoutingPolicyName.LEAST_COMPUTED.value
     routing_alpha: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.max_ongoing_requests >= 1, f"max_ongoing_requests={self.max_ongoing_requests} must be at least 1")
-        strategies = ", ".join(STRATEGIES)
-        require(
-            self.placement_group_strategy in STRATEGIES,
-            f"placement_group_strategy={shown(self.placement_group_strategy)} is unknown; one of {strategies}",
-        )
-        require(0 < self.replica_timeout < 2**20, f"replica_timeout={self.replica_timeout} must be positive seconds")
-        names = ", ".join(ROUTERS)
-        require(self.router in (None, *ROUTERS), f"router={shown(self.router)} is unknown; one of {names}")
         assert self.routing, "checked by its own settings"
-        for name in ("num_cpus", "num_gpus"):
-            value = getattr(self, name)
-            require(value is None or 0 <= value < 2**20, f"{name}={value} must not be negative")
 
     @property
     def routing(self) -> RoutingConfig:
@@ -284,8 +266,8 @@ def _model_words(model: Setting, others: Mapping[str, Setting]) -> list[str]:
 
 
 def _words(given: Mapping[str, Setting]) -> list[str]:
-    flags = [(group, flag) for group in (*SERVER_GROUPS, SYNONYMS) for flag in group.flags]
-    known = {key.replace("-", "_"): (group, flag) for group, flag in flags for key in flag.keys}
+    flags = (flag for group in (*SERVER_GROUPS, SYNONYMS) for flag in group.flags)
+    known = {key.replace("-", "_"): flag for flag in flags for key in flag.keys}
     words: list[str] = []
     for name, value in given.items():
         refuse_removed(name, value if isinstance(value, str) else None, name)
@@ -293,15 +275,15 @@ def _words(given: Mapping[str, Setting]) -> list[str]:
             meant = closest(name, [*known, *_KINDS, "model"])
             hint = f"did you mean {meant}?" if meant else "megatron-ext serve --help=all lists the names"
             raise ConfigError(f"{name} is not a setting; {hint}")
-        group, flag = known[name]
+        flag = known[name]
         require(flag.field not in _NOT_HERE, f"{name}={shown(value)}: {_NOT_HERE.get(flag.field)}")
         if value is not None:
-            words += _flag_words(name, value, group, flag)
+            words += _flag_words(name, value, flag)
     return words
 
 
-def _flag_words(name: str, value: Setting, group: FlagGroup, flag: Flag) -> list[str]:
-    kind = group.kind(flag)
+def _flag_words(name: str, value: Setting, flag: Flag) -> list[str]:
+    kind = flag.kind
     if kind.item is bool:
         return [flag.option if _truth(name, value, kind) else f"--no-{flag.key}"]
     values = [os.fspath(value) if isinstance(value, os.PathLike) else value]

@@ -57,25 +57,12 @@ class Loads:
         """Return the load of a replica in tokens."""
         return self._entries[number][0]
 
-    def give(self, number: int, tokens: int) -> None:
-        """Add tokens to the load of a replica."""
-        load, given, _ = self._entries[number]
-        self.leave(number)
-        self._put(number, load + tokens, given + tokens)
-
-    def shift(self, number: int, tokens: int) -> None:
-        """Add tokens to the load of a replica, or subtract them, that it did not receive from this router."""
-        load, given, _ = self._entries[number]
+    def shift(self, number: int, tokens: int, given: int = 0) -> None:
+        """Add tokens to the load of a replica, or subtract them; `given` of them it receives from this router now."""
+        load, before, _ = self._entries[number]
         assert load + tokens >= 0, f"{-tokens} tokens of {load} taken"
         self.leave(number)
-        self._put(number, load + tokens, given)
-
-    def take(self, number: int, tokens: int) -> None:
-        """Subtract tokens from the load of a replica: they have been computed, or their request has ended."""
-        load, given, _ = self._entries[number]
-        assert tokens <= load, f"{tokens} tokens of {load} taken"
-        self.leave(number)
-        self._put(number, load - tokens, given)
+        self._put(number, load + tokens, before + given)
 
     def _put(self, number: int, load: int, given: int) -> None:
         entry = load, given, number
@@ -107,6 +94,19 @@ CROWDING = 2.0
 SCORED = (RoutingPolicyName.LONGEST_PREFIX.value, RoutingPolicyName.FIRST_PREFIX_BLOCK.value)
 
 
+@dataclass(frozen=True)
+class Decision:
+    """Routing decision for a request.
+
+    Attributes:
+        replica: Name of the replica.
+        skipped: Tokens of the prompt that the replica is expected to skip.
+    """
+
+    replica: str
+    skipped: int
+
+
 @dataclass
 class Fleet:
     """State of the fleet that policies read.
@@ -127,10 +127,6 @@ class Fleet:
     last: int = -1
     replicas: dict[int, Replica] = field(default_factory=dict)
 
-    def held(self, number: int) -> int:
-        """Return the tokens that a replica holds, by its events."""
-        return self.replicas[number].held
-
     def eager(self, replicas: int) -> int:
         """Return the bits of `replicas` without the reluctant ones; all of them if all are reluctant."""
         return replicas & ~self.reluctant or replicas
@@ -141,28 +137,16 @@ class Fleet:
             return 0.0
         if self.reluctant >> one & 1:
             return CROWDING * length
-        held, others = self.held(one), self.held(other)
+        held, others = self.replicas[one].held, self.replicas[other].held
         return CROWDING * length * (held - others) / (self.replicas[one].capacity or held) if held > others else 0.0
 
-    def skipped(self, prompt: Prompt, number: int) -> int:
-        """Return the tokens that a replica skips."""
-        return self.replicas[number].index.skipped(prompt, 1 << number)
+    def chosen(self, prompt: Prompt, number: int) -> Decision:
+        """Return the decision for a replica."""
+        one = self.replicas[number]
+        return Decision(one.name, next((tokens for tokens, _ in one.index.levels(prompt, one.bit)), 0))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Chosen replica.
-
-    Attributes:
-        number: Number of the replica's bit.
-        skipped: Tokens that the replica skips.
-    """
-
-    number: int
-    skipped: int
-
-
-Chooser = Callable[[Fleet, Prompt, int], Choice]  # the int has the bits of the candidates, and is not 0
+Chooser = Callable[[Fleet, Prompt, int], Decision]  # the int has the bits of the candidates, and is not 0
 
 
 def chooser(settings: RoutingConfig) -> Chooser:
@@ -181,15 +165,14 @@ def chooser(settings: RoutingConfig) -> Chooser:
     }[RoutingPolicyName(settings.policy)]
 
 
-def _cheapest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
+def _cheapest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Decision:
     """Choose by cost among the least loaded replicas of each level of skipped tokens, until no level can win."""
     loads, length = fleet.loads, len(prompt)
     least, cost = _start(fleet, length, replicas, alpha)
-    number, skipped, is_known = least, 0, False
+    number, skipped = least, 0
     floor = (1 - alpha) * loads.lowest()
     for size, index in fleet.indexes.items():
         for tokens, bits in index.levels(prompt, replicas & fleet.members[size]):
-            is_known = True
             one = loads.least(fleet.eager(bits) if 2 * tokens < length else bits)
             computed = length - tokens + fleet.crowding(one, least, length, tokens)
             its = alpha * computed + (1 - alpha) * loads.load(one)
@@ -202,7 +185,7 @@ def _cheapest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choi
                 number, skipped, cost = one, tokens, its
             if alpha * (length - tokens + 1) + floor > cost:
                 break
-    return Choice(number, skipped or (fleet.skipped(prompt, number) if is_known else 0))
+    return Decision(fleet.replicas[number].name, skipped) if skipped else fleet.chosen(prompt, number)
 
 
 def _start(fleet: Fleet, length: int, replicas: int, alpha: float) -> tuple[int, float]:
@@ -225,7 +208,7 @@ def _scored(
     replicas: int,
     alpha: float,
     matched: Callable[[PrefixIndex, Prompt, int], Match | None],
-) -> Choice:
+) -> Decision:
     """Choose by Megatron's score; a prompt without complete blocks goes to the replica with the fewest requests."""
     shares: dict[int, float] = {}
     last: dict[int, int] = {}
@@ -246,18 +229,16 @@ def _scored(
         free = max(0, one.slots - one.pending) / one.slots
         return -(alpha * shares.get(number, 0.0) + (1.0 - alpha) * free), -last.get(number, 0), number
 
-    number = min(numbers(replicas), key=order)
-    return Choice(number, fleet.skipped(prompt, number))
+    return fleet.chosen(prompt, min(numbers(replicas), key=order))
 
 
-def _balanced(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
+def _balanced(fleet: Fleet, prompt: Prompt, replicas: int) -> Decision:
     """Choose the replica with the fewest requests, the lowest number of several."""
-    number = min(numbers(replicas), key=lambda number: fleet.replicas[number].pending)
-    return Choice(number, fleet.skipped(prompt, number))
+    return fleet.chosen(prompt, min(numbers(replicas), key=lambda number: fleet.replicas[number].pending))
 
 
-def _in_turn(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
+def _in_turn(fleet: Fleet, prompt: Prompt, replicas: int) -> Decision:
     """Choose the replica of the next higher bit, or else of the lowest."""
     later = replicas >> (fleet.last + 1) << (fleet.last + 1) or replicas
     fleet.last = (later & -later).bit_length() - 1
-    return Choice(fleet.last, fleet.skipped(prompt, fleet.last))
+    return fleet.chosen(prompt, fleet.last)

@@ -185,21 +185,12 @@ class PrefixIndex:
         """Return whether the replica of `bit` has a block, or will have it."""
         return bool(self._having(key) & bit)
 
-    def skipped(self, prompt: Prompt, bit: int) -> int:
-        """Return the tokens that the replica of `bit` would skip."""
-        return next((tokens for tokens, _ in self.levels(prompt, bit)), 0)
-
-    def having(self) -> int:
-        """Return the bits of all replicas with any entry; O(all keys), for tests."""
-        bits = self.with_states
+    def check(self, replicas: int) -> None:
+        """Assert that every key has some of these replicas, and that snapshots are at the ends of stored blocks."""
+        assert not self.with_states & ~replicas, "a replica that is not in this index"
         for holders in (self.stored, self.claimed, self.states):
             for there in holders.bits.values():
-                bits |= there
-        return bits
-
-    def check(self) -> None:
-        """Assert that every key has a replica, and that snapshots are at the ends of stored blocks."""
-        for holders in (self.stored, self.claimed, self.states):
-            assert all(holders.bits.values()), "a key without replicas"
+                assert there, "a key without replicas"
+                assert not there & ~replicas, "an index entry of a replica that is not in it"
         for key, there in self.states.bits.items():
             assert not there & ~self.stored.bits.get(key, 0), "a snapshot outlives its block"

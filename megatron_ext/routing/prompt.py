@@ -56,11 +56,6 @@ def chained_keys(
     return keys + [key := hash((key, block)) for (block,) in blocks]
 
 
-def extras_of(salt: str | None) -> tuple[Hashable, ...] | None:
-    """Return the extra keys of the first blocks of a sequence with this salt."""
-    return None if salt is None else ((salt,),)
-
-
 def frozen_extras(extra_keys: ExtraKeys | None) -> list[Hashable] | None:
     """Convert the extra keys of an event to hashable values."""
     return None if extra_keys is None else [None if not one else tuple(one) for one in extra_keys]
@@ -70,13 +65,18 @@ class Prompt:
     """Prompt to route, whose keys are computed once per block size.
 
     Args:
-        tokens: Token ids; kept without a copy if they are packed.
+        tokens: Token ids; kept without a copy if they are packed (`hash_chain.packed_tokens`).
         salt: Salt in its published form (`prefix_cache.public_hash.event_salt`); None without a salt.
-        is_cached: Whether the prompt's blocks are cached or read from a cache; if not, it has no keys.
+        is_cached: Whether the prompt uses caches; if not, it has no keys, and load alone decides.
+
+    Raises:
+        ValueError: A token id is invalid, or the prompt is empty.
     """
 
     def __init__(self, tokens: Iterable[int], salt: str | None = None, *, is_cached: bool = True) -> None:
         self._tokens = packed(tokens)
+        if not len(self._tokens):
+            raise ValueError("a prompt has at least one token")
         self._is_cached = is_cached
         self._salt = salt
         self._keys: dict[int, list[int]] = {}  # by block size
@@ -88,5 +88,6 @@ class Prompt:
         """Return the keys of the prompt's complete blocks."""
         if block_size not in self._keys:
             tokens = self._tokens if self._is_cached else self._tokens[:0]
-            self._keys[block_size] = chained_keys(ROOT, tokens, block_size, extras_of(self._salt))
+            extras = None if self._salt is None else [(self._salt,)]
+            self._keys[block_size] = chained_keys(ROOT, tokens, block_size, extras)
         return self._keys[block_size]

@@ -47,6 +47,10 @@ class Replica:
         has_states: Whether the replica resumes only at snapshots (a model with recurrent layers).
         slots: Number of requests that the replica runs at once.
         capacity: Number of tokens that the replica has room for; 0 if that is not known.
+
+    Attributes:
+        blocks: Keys of the blocks that the replica holds, by its hashes.
+        states: Keys of the snapshots that the replica holds, by the hashes of the blocks at whose ends they are.
     """
 
     def __init__(
@@ -67,8 +71,8 @@ class Replica:
         self.in_flight: set[Hashable] = set()  # requests
         self.assignments: dict[int, int] = {}  # key -> number of the last request with this block that was sent here
         self._max_assignments = _FEW
-        self._keys: dict[Hash, int] = {}  # blocks that the replica holds
-        self._states: dict[Hash, int] = {}  # snapshots
+        self.blocks: dict[Hash, int] = {}
+        self.states: dict[Hash, int] = {}
         if has_states:
             index.with_states |= self.bit
 
@@ -78,19 +82,9 @@ class Replica:
         return len(self.in_flight) + self.other_requests
 
     @property
-    def blocks(self) -> int:
-        """Number of blocks that the replica holds, by its events."""
-        return len(self._keys)
-
-    @property
     def held(self) -> int:
         """Number of tokens that the replica holds, by its events."""
-        return len(self._keys) * self.index.block_size
-
-    @property
-    def states(self) -> int:
-        """Number of snapshots that the replica holds, by its events."""
-        return len(self._states)
+        return len(self.blocks) * self.index.block_size
 
     def note_assignment(self, keys: Iterable[int], count: int) -> None:
         """Note the blocks of a request that was sent here, the `count`-th of all.
@@ -108,58 +102,71 @@ class Replica:
         hashes: Sequence[Hash],
         parent: Hash | None,
         tokens: Iterable[int],
-        extras: ExtraKeys | None,
+        extras: ExtraKeys | None = None,
     ) -> bool:
-        """Add a run of blocks; see `Router.stored`."""
+        """Handle `BlockStored`: the replica holds a run of blocks.
+
+        Args:
+            hashes: The replica's hashes of the blocks, in order; some may be known already.
+            parent: Hash of the block before the run; None at the start of a sequence.
+            tokens: Token ids of all blocks.
+            extras: Extra keys of the blocks besides their tokens, None for a block without: `[[salt], None, ...]`.
+
+        Returns:
+            Whether the parent is known. If not, events were lost, and the run is ignored.
+
+        Raises:
+            ValueError: The number of tokens does not match the blocks, or a token id is invalid.
+        """
         ids, size = packed(tokens), self.index.block_size
         if len(ids) != len(hashes) * size:
             raise ValueError(f"{len(hashes)} blocks of {size} tokens come with {len(ids)} token ids")
-        before = ROOT if parent is None else self._keys.get(parent)
+        before = ROOT if parent is None else self.blocks.get(parent)
         if before is None:
             return False
         for one, key in zip(hashes, chained_keys(before, ids, size, frozen_extras(extras)), strict=True):
-            if one in self._keys:
-                if self._keys[one] == key:
+            if one in self.blocks:
+                if self.blocks[one] == key:
                     continue
                 self.removed([one])
-            self._keys[one] = key
+            self.blocks[one] = key
             self.index.stored.add(self.bit, [key])
         return True
 
     def removed(self, hashes: Iterable[Hash]) -> None:
-        """Remove blocks and the snapshots at their ends; see `Router.removed`."""
-        removed = [one for one in hashes if one in self._keys]
+        """Handle `BlockRemoved`: blocks and the snapshots at their ends are gone; unknown hashes are ignored."""
+        removed = [one for one in hashes if one in self.blocks]
         self.state_removed(removed)
-        self.index.stored.discard(self.bit, [self._keys.pop(one) for one in dict.fromkeys(removed)])
+        self.index.stored.discard(self.bit, [self.blocks.pop(one) for one in dict.fromkeys(removed)])
 
     def state_stored(self, hashes: Iterable[Hash]) -> bool:
-        """Add snapshots; see `Router.state_stored`."""
-        new = [one for one in dict.fromkeys(hashes) if one not in self._states]
-        known = {one: self._keys[one] for one in new if one in self._keys}
-        self._states.update(known)
+        """Handle `StateStored`: requests can resume from snapshots at the ends of these blocks.
+
+        Returns:
+            Whether all of these blocks are known; see `stored`.
+        """
+        new = [one for one in dict.fromkeys(hashes) if one not in self.states]
+        known = {one: self.blocks[one] for one in new if one in self.blocks}
+        self.states.update(known)
         self.index.states.add(self.bit, known.values())
         return len(known) == len(new)
 
     def state_removed(self, hashes: Iterable[Hash]) -> None:
-        """Remove snapshots; see `Router.state_removed`."""
-        removed = [one for one in dict.fromkeys(hashes) if one in self._states]
-        self.index.states.discard(self.bit, [self._states.pop(one) for one in removed])
+        """Handle `StateRemoved`: the snapshots at the ends of these blocks are gone."""
+        removed = [one for one in dict.fromkeys(hashes) if one in self.states]
+        self.index.states.discard(self.bit, [self.states.pop(one) for one in removed])
 
     def cleared(self) -> None:
-        """Remove all blocks and snapshots."""
-        self.state_removed(list(self._states))
-        self.removed(list(self._keys))
+        """Handle `AllBlocksCleared`: the replica's cache is empty."""
+        self.state_removed(list(self.states))
+        self.removed(list(self.blocks))
 
     def resumes_after(self, key: int) -> bool:
         """Return whether a request can resume after a block, by the replica's events alone."""
         here = self.index.stored.bits.get(key, 0)
         return bool(here & (self.index.states.bits.get(key, 0) if self.has_states else here) & self.bit)
 
-    def picture(self) -> tuple[set[Hash], set[Hash]]:
-        """Return the hashes of the replica's blocks and snapshots, for tests."""
-        return set(self._keys), set(self._states)
-
     def check(self) -> None:
         """Assert that the index has the replica's blocks and snapshots, with the right number of occurrences."""
-        assert self.index.stored.counts(self.bit) == Counter(self._keys.values()), f"blocks of {self.name}"
-        assert self.index.states.counts(self.bit) == Counter(self._states.values()), f"snapshots of {self.name}"
+        assert self.index.stored.counts(self.bit) == Counter(self.blocks.values()), f"blocks of {self.name}"
+        assert self.index.states.counts(self.bit) == Counter(self.states.values()), f"snapshots of {self.name}"

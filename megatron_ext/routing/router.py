@@ -1,93 +1,60 @@
 """Router of a fleet: replicas join and leave, report the contents of their caches, and get requests.
 
-The caller passes names of replicas and requests, and the events of replicas (`docs/routing.md`); all quantities are in
-tokens. Single-threaded: no call blocks, reads a clock, or fails because events of a replica are missing. A `KeyError`
-means a replica that has not joined or a request that is not in flight: a mistake of the caller.
+The caller passes names of replicas and requests, and gives the events of a replica (`docs/routing.md`) to its member;
+all quantities are in tokens. Single-threaded: no call blocks, reads a clock, or fails because events of a replica are
+missing. A `KeyError` means a replica that has not joined or a request that is not in flight: a mistake of the caller.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from megatron_ext.config.batching import DEFAULT_MAX_REQUESTS
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.routing.choosing import SCORED, Fleet, chooser
+from megatron_ext.routing.choosing import SCORED, Decision, Fleet, chooser
 from megatron_ext.routing.index import PrefixIndex
-from megatron_ext.routing.prompt import ExtraKeys, Prompt
-from megatron_ext.routing.replica_state import Hash, InFlightRequest, Replica
-from megatron_ext.routing.warming_replicas import WarmingReplicas
-
-
-def check_router(fleet: Fleet, replicas: Mapping[str, Replica], in_flight: Mapping[Hashable, InFlightRequest]) -> None:
-    """Assert that only joined replicas are indexed, and that loads and claims match the requests in flight."""
-    assert sum(fleet.members.values()) == sum(one.bit for one in replicas.values()), (
-        "a replica is in no index, or in two"
-    )
-    assert fleet.indexes.keys() == fleet.members.keys(), "an index without replicas"
-    for index in fleet.indexes.values():
-        index.check()
-        replicas_of_index = sum(one.bit for one in replicas.values() if one.index is index)
-        assert not index.having() & ~replicas_of_index, "an index entry of a replica that is not in it"
-    for one in replicas.values():
-        own = [sent for sent in in_flight.values() if sent.replica == one.name]
-        assert len(own) == len(one.in_flight), f"requests in flight to {one.name}"
-        own_load = sum(sent.tokens for sent in own)
-        assert fleet.loads.load(one.number) == one.others + own_load, f"load of {one.name}"
-        claimed = Counter(key for sent in own for key in sent.claimed)
-        assert one.index.claimed.counts(one.bit) == claimed, f"claims of {one.name}"
-        one.check()
-
+from megatron_ext.routing.prompt import Prompt
+from megatron_ext.routing.replica_state import InFlightRequest, Replica
 
 _FIRST_GUESS = 256.0  # expected output tokens of a request before any has ended
 _MEMORY = 64  # requests in the moving average of output tokens
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Routing decision for a request.
+@dataclass
+class _Given:
+    """Prompt tokens to compute that were given since a warming replica joined: to itself, and to all replicas."""
 
-    Attributes:
-        replica: Name of the replica.
-        skipped: Tokens of the prompt that the replica is expected to skip.
-    """
-
-    replica: str
-    skipped: int
-
-
-@dataclass(frozen=True)
-class ReplicaView:
-    """Statistics of one replica: `load` is in tokens yet to be computed; blocks and states follow its events."""
-
-    name: str
-    in_flight: int
-    load: int
-    blocks: int
-    states: int
+    own: int = 0
+    all: int = 0
 
 
 class Router:
     """Router of requests to replicas; see the module for the contract.
 
+    A replica that joins a fleet in use holds nothing. A rule that starts conversations where the least is held would
+    start all of them there, each with a whole prompt to compute. So such a *warming* replica gets no more than its
+    share of the prompt tokens of all, until it holds half as much as the replicas hold on average.
+
     Args:
         settings: Policy, and its weight `alpha` of cached prefixes against load.
+
+    Attributes:
+        members: Contents of the joined replicas by name, in the order of joining.
     """
 
     def __init__(self, settings: RoutingConfig | None = None) -> None:
         self._settings = settings or RoutingConfig()
         self._fleet = Fleet()
         self._choose = chooser(self._settings)
-        self._replicas: dict[str, Replica] = {}
+        self.members: dict[str, Replica] = {}
         self._in_flight: dict[Hashable, InFlightRequest] = {}
         self._mean_generated = _FIRST_GUESS
-        self._warming = WarmingReplicas()
+        self._warming: dict[str, _Given] = {}
+        self._sated: set[str] = set()  # warming replicas that have had their share
         self._retiring: frozenset[str] = frozenset()
-        self._total_held = 0  # tokens
         self._sent = 0  # requests
-
-    # Replicas
 
     def join(
         self,
@@ -112,18 +79,18 @@ class Router:
         Raises:
             ValueError: The replica has joined already, or another number is not positive.
         """
-        if replica in self._replicas:
+        if replica in self.members:
             raise ValueError(f"replica {replica!r} is already a member; remove it first")
         if min(block_size, slots) < 1:
             raise ValueError(f"block size {block_size} and slots {slots} must be positive")
+        if self._held():
+            self._warming[replica] = _Given()
         numbered = self._fleet.replicas
         number = next(number for number in range(len(numbered) + 1) if number not in numbered)
         index = self._fleet.indexes.setdefault(block_size, PrefixIndex(block_size))
         one = Replica(replica, number, index, has_states=has_states, slots=slots, capacity=blocks * block_size)
-        self._replicas[replica] = numbered[number] = one
+        self.members[replica] = numbered[number] = one
         self._fleet.loads.join(number)
-        if self._total_held:
-            self._warming.join(number)
         self._fleet.members[block_size] = self._fleet.members.get(block_size, 0) | one.bit
 
     def leave(self, replica: str) -> list[Hashable]:
@@ -132,19 +99,20 @@ class Router:
         Returns:
             Requests that were in flight to the replica; the router has dropped them.
         """
-        one = self._replicas[replica]
+        one = self.members[replica]
         lost = list(one.in_flight)
         for request in lost:
             self.ended(request)
-        self.cleared(replica)
+        one.cleared()
         index, size = one.index, one.index.block_size
         index.with_states &= ~one.bit
         self._fleet.members[size] &= ~one.bit
         if not self._fleet.members[size]:
             del self._fleet.members[size], self._fleet.indexes[size]
         self._fleet.loads.leave(one.number)
-        self._warming.leave(one.number)
-        del self._replicas[replica], self._fleet.replicas[one.number]
+        del self.members[replica], self._fleet.replicas[one.number]
+        self._warming.pop(replica, None)
+        self._sated.discard(replica)
         self._note_reluctant()
         return lost
 
@@ -165,99 +133,20 @@ class Router:
             prompt_tokens: Prompt tokens of these requests that are yet to be computed.
             output_tokens: Maximum tokens that all of these requests generate.
         """
-        one = self._replicas[replica]
+        one = self.members[replica]
         expected = min(output_tokens, requests * round(self._mean_generated))
         before, one.others, one.other_requests = one.others, prompt_tokens + expected, requests
         self._fleet.loads.shift(one.number, one.others - before)
 
-    def replicas(self) -> list[ReplicaView]:
-        """Return statistics of all joined replicas, in the order of joining."""
-        load = self._fleet.loads.load
-        return [
-            ReplicaView(one.name, len(one.in_flight), load(one.number), one.blocks, one.states)
-            for one in self._replicas.values()
-        ]
-
-    # Cache contents of replicas: their events, in order
-
-    def stored(
-        self,
-        replica: str,
-        hashes: Sequence[Hash],
-        parent: Hash | None,
-        token_ids: Iterable[int],
-        extra_keys: ExtraKeys | None = None,
-    ) -> bool:
-        """Handle `BlockStored`: the replica holds a run of blocks.
-
-        Args:
-            replica: Name of the replica.
-            hashes: The replica's hashes of the blocks, in order; some may be known already.
-            parent: Hash of the block before the run; None at the start of a sequence.
-            token_ids: Token ids of all blocks.
-            extra_keys: Extra keys of the blocks besides their tokens, None for a block without: `[[salt], None, ...]`.
-
-        Returns:
-            Whether the parent is known. If not, events were lost, and the run is ignored.
-
-        Raises:
-            ValueError: The number of tokens does not match the blocks, or a token id is invalid.
-        """
-        one = self._replicas[replica]
-        before = one.blocks
-        is_known = one.stored(hashes, parent, token_ids, extra_keys)
-        self._note_held(one, before)
-        return is_known
-
-    def removed(self, replica: str, hashes: Iterable[Hash]) -> None:
-        """Handle `BlockRemoved`: blocks and the snapshots at their ends are gone; unknown hashes are ignored."""
-        one = self._replicas[replica]
-        before = one.blocks
-        one.removed(hashes)
-        self._note_held(one, before)
-
-    def cleared(self, replica: str) -> None:
-        """Handle `AllBlocksCleared`: the replica's cache is empty."""
-        one = self._replicas[replica]
-        before = one.blocks
-        one.cleared()
-        self._note_held(one, before)
-
-    def state_stored(self, replica: str, hashes: Iterable[Hash]) -> bool:
-        """Handle `StateStored`: requests can resume from snapshots at the ends of these blocks.
-
-        Returns:
-            Whether all of these blocks are known; see `stored`.
-        """
-        return self._replicas[replica].state_stored(hashes)
-
-    def state_removed(self, replica: str, hashes: Iterable[Hash]) -> None:
-        """Handle `StateRemoved`: the snapshots at the ends of these blocks are gone."""
-        self._replicas[replica].state_removed(hashes)
-
-    # Requests
-
-    def prompt(self, tokens: Iterable[int], salt: str | None = None, *, is_cached: bool = True) -> Prompt:
-        """Build a prompt to route, whose keys are computed once.
-
-        Args:
-            tokens: Token ids; kept without a copy if they are packed (`hash_chain.packed_tokens`).
-            salt: Salt in its published form (`public_hash.event_salt`).
-            is_cached: Whether the prompt uses caches; if not, load alone decides.
-
-        Raises:
-            ValueError: A token id is invalid, or the prompt is empty.
-        """
-        prompt = Prompt(tokens, salt, is_cached=is_cached)
-        if not len(prompt):
-            raise ValueError("a prompt has at least one token")
-        return prompt
+    def load(self, replica: str) -> int:
+        """Return the load of a replica: tokens yet to be computed."""
+        return self._fleet.loads.load(self.members[replica].number)
 
     def route(self, prompt: Prompt, exclude: Iterable[str] = ()) -> Decision | None:
         """Choose the replica for a prompt; call `began` once the request has been sent there.
 
         Args:
-            prompt: Prompt from `prompt`.
+            prompt: The prompt.
             exclude: Names of replicas to avoid; unknown names are ignored.
 
         Returns:
@@ -265,12 +154,9 @@ class Router:
         """
         replicas = sum(self._fleet.members.values())
         for name in exclude:
-            if name in self._replicas:
-                replicas &= ~self._replicas[name].bit
-        if not replicas:
-            return None
-        choice = self._choose(self._fleet, prompt, replicas)
-        return Decision(self._fleet.replicas[choice.number].name, choice.skipped)
+            if name in self.members:
+                replicas &= ~self.members[name].bit
+        return self._choose(self._fleet, prompt, replicas) if replicas else None
 
     def began(self, request: Hashable, decision: Decision, prompt: Prompt, new_tokens: int = 0) -> None:
         """Register a sent request: its tokens count as load, and its prompt's blocks as cached on the replica.
@@ -286,7 +172,7 @@ class Router:
         """
         if request in self._in_flight:
             raise ValueError(f"request {request!r} is in flight to {self._in_flight[request].replica!r}")
-        one = self._replicas[decision.replica]
+        one = self.members[decision.replica]
         keys = prompt.keys(one.index.block_size)
         expected = min(new_tokens, round(self._mean_generated))
         blocks = (len(prompt) - 1) // one.index.block_size
@@ -298,15 +184,14 @@ class Router:
         self._sent += 1
         if self._settings.policy in SCORED:
             one.note_assignment(keys, self._sent)
-        self._fleet.loads.give(one.number, sent.tokens)
-        self._warming.give(one.number, sent.to_compute, len(self._replicas), self._fleet.held, self._total_held)
-        self._note_reluctant()
+        self._fleet.loads.shift(one.number, sent.tokens, given=sent.tokens)
+        self._note_given(one.name, sent.to_compute)
 
     def prefilled(self, request: Hashable) -> None:
         """Note that a request's first token has arrived, so its prompt is computed. Optional: `ended` suffices."""
         sent = self._in_flight[request]
-        one = self._replicas[sent.replica]
-        self._fleet.loads.take(one.number, sent.to_compute)
+        one = self.members[sent.replica]
+        self._fleet.loads.shift(one.number, -sent.to_compute)
         sent.to_compute = 0
         if one.has_states:  # its prompt is complete: from now on events report its snapshots
             self.unclaim(request)
@@ -314,7 +199,7 @@ class Router:
     def unclaim(self, request: Hashable) -> None:
         """Note that a request in flight will cache no more blocks than its replica has reported."""
         sent = self._in_flight[request]
-        one = self._replicas[sent.replica]
+        one = self.members[sent.replica]
         one.index.claimed.discard(one.bit, sent.claimed)
         sent.claimed = ()
 
@@ -323,7 +208,7 @@ class Router:
 
         For answers whose first token nothing tells of. Call it after events of the replica.
         """
-        one = self._replicas[replica]
+        one = self.members[replica]
         for request in one.in_flight:
             sent = self._in_flight[request]
             if sent.to_compute and sent.last is not None and one.resumes_after(sent.last):
@@ -334,7 +219,7 @@ class Router:
         sent = self._in_flight[request]
         fewer = min(tokens, sent.to_generate)
         sent.to_generate -= fewer
-        self._fleet.loads.take(self._replicas[sent.replica].number, fewer)
+        self._fleet.loads.shift(self.members[sent.replica].number, -fewer)
 
     def ended(self, request: Hashable, generated: int | None = None) -> None:
         """Remove a request that has ended in any way.
@@ -344,22 +229,46 @@ class Router:
             generated: Generated tokens of a completed request, for the average; None if it did not complete.
         """
         sent = self._in_flight.pop(request)
-        one = self._replicas[sent.replica]
+        one = self.members[sent.replica]
         one.in_flight.discard(request)
         one.index.claimed.discard(one.bit, sent.claimed)
-        self._fleet.loads.take(one.number, sent.tokens)
+        self._fleet.loads.shift(one.number, -sent.tokens)
         if generated is not None:
             self._mean_generated += (generated - self._mean_generated) / _MEMORY
 
-    def _note_held(self, one: Replica, blocks_before: int) -> None:
-        self._total_held += (one.blocks - blocks_before) * one.index.block_size
+    def _held(self) -> int:
+        """Return the tokens that all replicas hold, by their events."""
+        return sum(one.held for one in self.members.values())
+
+    def _note_given(self, replica: str, tokens: int) -> None:
+        """Count prompt tokens that a replica has to compute in the shares of warming replicas."""
+        if not self._warming:
+            return
+        total, replicas = self._held(), len(self.members)
+        for name, given in list(self._warming.items()):
+            given.all += tokens
+            given.own += tokens if name == replica else 0
+            if 2 * self.members[name].held * replicas >= total:  # its cache has grown
+                del self._warming[name]
+        self._sated = {name for name, given in self._warming.items() if given.own * replicas > given.all}
+        self._note_reluctant()
 
     def _note_reluctant(self) -> None:
-        retiring = sum(self._replicas[name].bit for name in self._retiring if name in self._replicas)
-        self._fleet.reluctant = self._warming.sated | retiring
+        names = self._sated | self._retiring
+        self._fleet.reluctant = sum(one.bit for name, one in self.members.items() if name in names)
 
     def check(self) -> None:
-        """Assert the invariants of the router; see `check_router`."""
-        check_router(self._fleet, self._replicas, self._in_flight)
-        held = sum(one.held for one in self._replicas.values())
-        assert self._total_held == held, "tokens that all replicas hold"
+        """Assert that only joined replicas are indexed, and that loads and claims match the requests in flight."""
+        fleet, members, in_flight = self._fleet, self.members.values(), self._in_flight.values()
+        assert sum(fleet.members.values()) == sum(one.bit for one in members), "a replica is in no index, or in two"
+        assert fleet.indexes.keys() == fleet.members.keys(), "an index without replicas"
+        for index in fleet.indexes.values():
+            index.check(sum(one.bit for one in members if one.index is index))
+        for one in members:
+            own = [sent for sent in in_flight if sent.replica == one.name]
+            assert len(own) == len(one.in_flight), f"requests in flight to {one.name}"
+            own_load = sum(sent.tokens for sent in own)
+            assert self.load(one.name) == one.others + own_load, f"load of {one.name}"
+            claimed = Counter(key for sent in own for key in sent.claimed)
+            assert one.index.claimed.counts(one.bit) == claimed, f"claims of {one.name}"
+            one.check()

@@ -10,16 +10,15 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.scheduling.record import Status
+from megatron_ext.server.http.body import route_path
 from megatron_ext.server.log import REQUEST_ID, printable
 from megatron_ext.server.openai.responses import AnswerBuilder
 from megatron_ext.server.request_manager import RequestGroup, RequestHandle
-from megatron_ext.server.scope import route_path
 
 HEADER = b"x-request-id"
 LONGEST_ID = 100  # characters
@@ -83,17 +82,6 @@ def note_description(state: State, description: Description) -> None:
     setattr(state, _KEY, description)
 
 
-def note_answer(state: State, builder: AnswerBuilder, group: RequestGroup) -> None:
-    """Store the response builder and handles for the log line of a request.
-
-    Args:
-        state: State of the request (`Request.state`).
-        builder: Response builder, with the response id and the number of choices of a prompt.
-        group: Request group with the handles, prompt by prompt.
-    """
-    note_description(state, partial(_answered, builder, group))
-
-
 class AccessLog:
     """Middleware that logs each HTTP request.
 
@@ -109,49 +97,36 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        line = _Line(scope, send)
+        status, is_complete, started = CLIENT_GONE, False, time.perf_counter()
+
+        async def noting(message: Message) -> None:
+            nonlocal status, is_complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                is_complete = not message.get("more_body", False)
+            await send(message)
+
         try:
-            await self._app(scope, receive, line.send)
+            await self._app(scope, receive, noting)
         finally:
-            line.log()
+            _log(scope, status if is_complete else CLIENT_GONE, time.perf_counter() - started)
 
 
-class _Line:
-    """Log line of one request."""
-
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self._scope = scope
-        self._send = send
-        self._started = time.perf_counter()
-        self._status = CLIENT_GONE
-        self._is_complete = False
-
-    async def send(self, message: Message) -> None:
-        """Note status and end of the response in a message, and pass the message on."""
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-        else:
-            self._is_complete = not message.get("more_body", False)
-        await self._send(message)
-
-    def log(self) -> None:
-        """Log the request, which has ended."""
-        status = self._status if self._is_complete else CLIENT_GONE
-        is_quiet = status == 200 and route_path(self._scope) in QUIET_PATHS
-        level = logging.DEBUG if is_quiet else logging.INFO
-        if not logger.isEnabledFor(level):
-            return
-        duration = time.perf_counter() - self._started
-        description: Description | None = self._scope.get("state", {}).get(_KEY)
-        request_id, tokens = (UNKNOWN, "") if description is None else description()
-        path = printable(self._scope["path"], LONGEST_PATH)
-        logger.log(
-            level, "%s %s %s %d%s duration=%.3f", request_id, self._scope["method"], path, status, tokens, duration
-        )
+def _log(scope: Scope, status: int, duration: float) -> None:
+    """Log a request, which has ended."""
+    is_quiet = status == 200 and route_path(scope) in QUIET_PATHS
+    level = logging.DEBUG if is_quiet else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    description: Description | None = scope.get("state", {}).get(_KEY)
+    request_id, tokens = (UNKNOWN, "") if description is None else description()
+    path = printable(scope["path"], LONGEST_PATH)
+    logger.log(level, "%s %s %s %d%s duration=%.3f", request_id, scope["method"], path, status, tokens, duration)
 
 
-def _answered(builder: AnswerBuilder, group: RequestGroup) -> tuple[str, str]:
-    """Return the response id, and its counts as text; a prompt with several choices counts once."""
+def described(builder: AnswerBuilder, group: RequestGroup) -> tuple[str, str]:
+    """Return the id of a response, and its counts as text; a prompt with several choices counts once."""
     handles, firsts = group.handles, group.handles[:: builder.choices]
     skipped = _sum(None if one.result is None else one.result.skipped_prefill_token_count for one in firsts)
     generated = _sum(_generated(one) for one in handles)

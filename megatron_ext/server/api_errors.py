@@ -96,17 +96,6 @@ class ClientGone(Exception):
     """Raised when the client has closed its connection, so that no response can be sent."""
 
 
-def overloaded(living: int, limit: int, retry_after: int) -> ApiError:
-    """429: the waiting queue is full."""
-    return ApiError(
-        429,
-        f"the server has {living} requests, and its limit is {limit}; try again in {retry_after} s",
-        kind=OVERLOADED,
-        code="rate_limit_exceeded",
-        headers={"Retry-After": str(retry_after)},
-    )
-
-
 def shutting_down() -> ApiError:
     """503: no new request is accepted, and slow ones are cancelled."""
     return ApiError(503, "the server is shutting down", kind=FAULT)
@@ -132,11 +121,6 @@ def no_memory(what: str) -> ApiError:
 def engine_fault(error: BaseException) -> ApiError:
     """500: step after step failed."""
     return ApiError(500, f"the engine failed: {type(error).__name__}", kind=FAULT)
-
-
-def body_too_large(limit: int) -> ApiError:
-    """413: the body exceeds the limit."""
-    return ApiError(413, f"the body is longer than the limit of {limit} bytes; see --max-body-mb")
 
 
 def unknown_model(name: str, *served: str) -> ApiError:
@@ -195,23 +179,6 @@ def text_too_long(characters: int, max_characters: int, limit: int) -> ContextEx
     return ContextExceeded(excess, -(-characters * limit // max_characters), 0, limit, "prompt")
 
 
-def no_route(method: str, path: str, allowed: Sequence[str], routes: Sequence[str]) -> ApiError:
-    """404 or 405: no route has this path, or none this method.
-
-    Args:
-        method: Method of the request.
-        path: Path of the request.
-        allowed: Methods of the routes with this path; empty if no route has it.
-        routes: Paths of all routes.
-    """
-    there, shown = f"the routes are {', '.join(routes)}", printable(path, LONGEST_NAME)
-    if not allowed:
-        return ApiError(404, f"there is no route {shown}; {there}")
-    methods = ", ".join(allowed)
-    message = f"{shown} does not take {method[:LONGEST_NAME]}, but {methods}; {there}"
-    return ApiError(405, message, headers={"Allow": methods})
-
-
 def install_error_handlers(app: FastAPI) -> None:
     """Install exception handlers that turn every exception of a route into an error object."""
 
@@ -251,15 +218,16 @@ async def _client_gone(*_: object) -> Response:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code not in (404, 405):
         return ApiError(error.status_code, str(error.detail), headers=error.headers).to_response()
-    routes: Sequence[Route] = request.app.state.routes  # see `include_routers`
+    routes: Sequence[Route] = request.app.state.routes  # see `create_app`
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     allowed = sorted({method for route in matching for method in route.methods or ()})
-    paths = dict.fromkeys(_shown(route.path) for route in routes)
-    return no_route(request.method, request.url.path, allowed, list(paths)).to_response()
-
-
-def _shown(path: str) -> str:
-    return path.replace(":path}", "}")
+    paths = dict.fromkeys(route.path.replace(":path}", "}") for route in routes)
+    there, shown = f"the routes are {', '.join(paths)}", printable(request.url.path, LONGEST_NAME)
+    if not allowed:
+        return ApiError(404, f"there is no route {shown}; {there}").to_response()
+    methods = ", ".join(allowed)
+    message = f"{shown} does not take {request.method[:LONGEST_NAME]}, but {methods}; {there}"
+    return ApiError(405, message, headers={"Allow": methods}).to_response()
 
 
 async def _no_memory(request: Request, _: MemoryError) -> Response:

@@ -26,7 +26,7 @@ from megatron_ext.engine.updates import Progress, Update
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
+from megatron_ext.server.api_errors import OVERLOADED, ApiError, asleep, engine_fault, shutting_down
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.monitoring.request_trace import RequestTrace
 
@@ -140,10 +140,7 @@ class EngineListener(ClientListener):
     def __init__(
         self, engine: LLMEngine, metrics: Metrics, manager: RequestManager, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._engine = engine
-        self._metrics = metrics
-        self._manager = manager
-        self._loop = loop
+        self._engine, self._metrics, self._manager, self._loop = engine, metrics, manager, loop
         self._clock = TokenClock()
 
     def on_step(self, output: StepOutput) -> None:
@@ -335,7 +332,10 @@ class RequestManager:
         if self.living + count > self.capacity:
             self._metrics.rejected.inc(count)
             mean = sum(self._latencies) / len(self._latencies) if self._latencies else 1
-            raise overloaded(self.living, self.capacity, min(LONGEST_RETRY, max(1, math.ceil(mean))))
+            wait = min(LONGEST_RETRY, max(1, math.ceil(mean)))
+            message = f"the server has {self.living} requests, and its limit is {self.capacity}; try again in {wait} s"
+            retry = {"Retry-After": str(wait)}
+            raise ApiError(429, message, kind=OVERLOADED, code="rate_limit_exceeded", headers=retry)
 
     def abort(self, handles: Iterable[RequestHandle]) -> None:
         """Free the resources of these requests after the step in flight; return at once."""

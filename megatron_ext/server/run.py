@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from megatron_ext.config import ServerConfig, ServerLimits, ServerSettings, SourceConfig
+from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
 from megatron_ext.config.kv_events import Endpoint, IpcEndpoint, KvEventsConfig
 from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_engine
 from megatron_ext.console.profiling import profiled
@@ -151,33 +151,6 @@ def bind(host: str, port: int) -> socket.socket:
 def announce(url: str) -> None:
     """Print that the server is ready, once as Megatron's scripts expect it and once in this package's words."""
     print(f"Running on {url}\nready: {url}", flush=True)
-
-
-def guarded(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
-    """Return uvicorn's configuration of an application with guarded connections.
-
-    Args:
-        app: ASGI application.
-        limits: Limits of connections.
-    """
-    connections = Connections(effective_max_connections(limits))
-    if connections.limit < limits.max_connections:
-        logger.warning(
-            "`ulimit -n` allows %d connections, not the %d of --max-connections",
-            connections.limit,
-            limits.max_connections,
-        )
-    return uvicorn.Config(
-        app,
-        http=partial(GuardedProtocol, connections, limits),  # type: ignore[arg-type]  # it is only called
-        ws="none",
-        backlog=ACCEPT_BATCH,
-        timeout_keep_alive=limits.idle_timeout,  # type: ignore[arg-type]  # asyncio takes parts of seconds
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-    )
 
 
 def run_server(settings: ServerSettings, start_up: StartUp | None = None) -> None:
@@ -316,7 +289,23 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, serving: Serving, on_ready: Callable[[str], None]) -> None:
-        super().__init__(guarded(app, serving.settings.limits))
+        limits = serving.settings.limits
+        connections = Connections(effective_max_connections(limits))
+        if connections.limit < limits.max_connections:
+            allowed = connections.limit, limits.max_connections
+            logger.warning("`ulimit -n` allows %d connections, not the %d of --max-connections", *allowed)
+        config = uvicorn.Config(
+            app,
+            http=partial(GuardedProtocol, connections, limits),  # type: ignore[arg-type]  # it is only called
+            ws="none",
+            backlog=ACCEPT_BATCH,
+            timeout_keep_alive=limits.idle_timeout,  # type: ignore[arg-type]  # asyncio takes parts of seconds
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+        )
+        super().__init__(config)
         self._unbegun: UnbegunAnswers = app.state.unbegun
         self._serving, self._on_ready = serving, on_ready
         self._loop: asyncio.AbstractEventLoop | None = None

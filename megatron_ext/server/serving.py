@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
 
-from megatron_ext.config import RequestParams, ServerConfig
+from megatron_ext.config import ServerConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.console.profiling import StepTracer
@@ -28,6 +28,7 @@ from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import not_explained, text_too_long, unknown_model
 from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.http.auth import CALLER
+from megatron_ext.server.http.body import handed_on_to
 from megatron_ext.server.log import printable
 from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.metrics import History, Metrics
@@ -39,11 +40,12 @@ from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
 from megatron_ext.server.request_manager import RequestManager
-from megatron_ext.server.scope import handed_on_to
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import ASSISTANT
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
-from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
+from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, tokenize_prompt
+
+if TYPE_CHECKING:
+    from megatron_ext.server.routes.tokens import TokenizeRequest
 
 Result = TypeVar("Result")
 
@@ -203,32 +205,16 @@ class Serving:
         self.text_encoder = TextEncoder(self.tokenizer, tokenize, longest)
 
     @property
-    def aliases(self) -> tuple[str, ...]:
-        """Return the other names that the model is served under."""
-        return self.settings.served_model_name[1:]
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Return all names that the model is served under."""
-        return (self.model, *self.aliases)
+        return (self.model, *self.settings.served_model_name[1:])
 
-    async def chat_prompt(
-        self,
-        request: Request,
-        messages: Sequence[Message],
-        options: ChatOptions,
-        salt: str | None,
-        *,
-        reads_sent_ids: bool = True,
-    ) -> ChatPrompt:
+    async def chat_prompt(self, request: Request, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
         """Return the prompt of a request's conversation: as a router has handed it on, or else tokenized here.
 
         Args:
             request: HTTP request.
-            messages: The conversation.
-            options: Template options.
-            salt: Cache salt.
-            reads_sent_ids: Whether token ids that the last message of the assistant carries are used.
+            body: The conversation with its template options.
 
         Raises:
             ApiError: See `conversation` and `read_chat`.
@@ -237,8 +223,10 @@ class Serving:
         handed_on = handed_on_to(request.scope).chat
         if handed_on is not None:
             return handed_on
-        scope = request.scope[CALLER].bind(salt)
-        return await self.read_chat(await self.conversation(messages, options, scope, reads_sent_ids=reads_sent_ids))
+        assert body.messages is not None, "the route reads a text without messages by itself"
+        scope, sent = request.scope[CALLER].bind(body.cache_salt), body.reads_sent_ids
+        found = await self.conversation(body.messages, body.chat_options, scope, reads_sent_ids=sent)
+        return await self.read_chat(found)
 
     async def conversation(
         self,
@@ -255,7 +243,7 @@ class Serving:
             messages: The conversation.
             options: Template options.
             scope: Tenant and cache salt, whose answers it may continue.
-            reads_sent_ids: See `chat_prompt`.
+            reads_sent_ids: Whether token ids that the last message of the assistant carries are used.
             renders_answered: Whether it is rendered here if it has answers.
 
         Raises:
@@ -275,7 +263,8 @@ class Serving:
             self.vocabulary.check_prompt(own)
 
         def read() -> Conversation:
-            found = Conversation(self.chat_format.dicts_of(messages), scope, self.chat_format, options, sent)
+            dicts = self.chat_format.dicts_of(messages)
+            found = Conversation(dicts, scope, self.chat_format, options, sent)
             if renders_answered or not found.places:
                 found.chat  # noqa: B018  # rendered here, in a thread
             return found
@@ -347,10 +336,6 @@ class Serving:
                 ids = (await self.read_chat(marked, known)).ids
                 positions.add(common_length(array("i", prompt), array("i", ids)))
         return tuple(sorted(positions - {0}, reverse=True))
-
-    def decoder(self, params: RequestParams) -> Callable[..., str]:
-        """Return the decoder of a request's tokens."""
-        return self.vocabulary.decoder(skips_special=params.skip_special_tokens)
 
     def explainer(self) -> Callable[..., str]:
         """Return the decoder of the text in prefix cache explanations.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
@@ -30,6 +30,7 @@ from megatron_ext.text.rust_panics import CANNOT_ENCODE, panics_as_errors
 from megatron_ext.text.tokenizer_files import TOKENIZER_CONFIG, read_special_tokens
 
 if TYPE_CHECKING:  # slow to import
+    from tokenizers.normalizers import Normalizer
     from transformers import PreTrainedTokenizerBase
 
 
@@ -65,7 +66,7 @@ class ControlTokens:
         self._beginnings = {beginning for beginning, _ in ends}
         self._rests = {rest for _, rest in ends}
         self._longest = max(map(len, self.special), default=0)
-        self._normalize = normalize
+        self._normalize = normalize or str
         normalized_tokens = [token.text for token in tokens if token.is_special and token.is_normalized]
         self._normalized = {normalize(text).strip() for text in normalized_tokens} - {""} if normalize else set()
 
@@ -99,7 +100,7 @@ class ControlTokens:
         found = sum(match.group() in self.special for match in self._pattern.finditer(text))
         if not self._normalized:
             return found
-        normalized = self._normal_form(text)
+        normalized = self._normalize(text)
         return found + sum(normalized.count(token) for token in self._normalized)
 
     def rename(self, text: str, names: Mapping[str, str]) -> str:
@@ -143,15 +144,12 @@ class ControlTokens:
         around = text[:start], text[start + len(body) :]
         return around[0] + stand_ins.of(rest) + inner + stand_ins.of(beginning) + around[1]
 
-    def _normal_form(self, text: str) -> str:
-        return text if self._normalize is None else self._normalize(text)
-
     def _lengths(self, text: str) -> range:
         return range(min(len(text), self._longest), 0, -1)
 
     def _is_spelled_differently(self, text: str) -> bool:
         """Return whether normalization makes a special token of the text."""
-        normalized = self._normal_form(text)
+        normalized = self._normalize(text)
         return any(token in normalized for token in self._normalized)
 
 
@@ -212,13 +210,7 @@ class RenderedChat:
     ids_from: Callable[[int], list[int]]
 
 
-class _Normalizer(Protocol):
-    """Normalizer of a tokenizer of `tokenizers`: the first transformation of a text."""
-
-    def normalize_str(self, text: str) -> str: ...
-
-
-def _normal_form(normalizer: _Normalizer, text: str) -> str:
+def _normal_form(normalizer: Normalizer, text: str) -> str:
     with panics_as_errors(CANNOT_ENCODE):
         return normalizer.normalize_str(text)
 

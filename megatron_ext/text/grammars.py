@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.request import CHOICE, JSON_SCHEMA, LARK, REGEX, ResponseFormat
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.matcher import BudgetMatcher, Matcher, TokenMatcher, short_reason
+from megatron_ext.text.matcher import BudgetMatcher, Matcher, short_reason
 from megatron_ext.text.patterns import with_patterns
 from megatron_ext.text.tokenizer import Tokenizer, ends_of
 
@@ -80,7 +80,7 @@ class Grammars:
         if response_format is not None:
             self._compile(response_format)
 
-    def matcher(self, response_format: ResponseFormat) -> TokenMatcher:
+    def matcher(self, response_format: ResponseFormat) -> Matcher:
         """Return a matcher of an empty answer, whose mask is known; errors as of `check`."""
         matcher = self._compile(response_format).copy()
         if response_format.thinking is None:

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular, read_text
-from megatron_ext.text.rust_panics import CANNOT_DECODE, CANNOT_ENCODE, panics_as_errors
-from megatron_ext.text.tokenizer import NullTokenizer, Tokenizer
+from megatron_ext.text.rust_panics import panics_as_errors
+from megatron_ext.text.tokenizer import FastBackend, NullTokenizer, Tokenizer
 from megatron_ext.text.tokenizer_files import LONGEST_FILE
 
 DEFAULT_PATTERN, DEFAULT_SPECIAL_TOKENS = "v2", 1000
@@ -158,31 +158,26 @@ class Gpt2Tokenizer:
             except Exception as error:  # `tokenizers` raises bare Exception
                 raise ConfigError(f"{vocab_file} and {merge_file} are not byte pairs: {_reason(error)}") from error
         self.files = (vocab_file, merge_file)
-        self._wrapped = tokenizers.Tokenizer(model)
-        self._wrapped.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._wrapped.decoder = tokenizers.decoders.ByteLevel()
-        self.eod: int | None = self._wrapped.token_to_id(_END_OF_TEXT)
+        wrapped = tokenizers.Tokenizer(model)
+        wrapped.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        wrapped.decoder = tokenizers.decoders.ByteLevel()
+        self.eod: int | None = wrapped.token_to_id(_END_OF_TEXT)
         if self.eod is not None:
-            self._wrapped.add_special_tokens([_END_OF_TEXT])
-        ids = frozenset(self._wrapped.get_vocab().values())
-        self.vocab_size = 1 + max(ids, default=-1)
-        self.token_ids: range | frozenset[int] = range(len(ids)) if len(ids) == self.vocab_size else ids
+            wrapped.add_special_tokens([_END_OF_TEXT])
+        self._backend = FastBackend(wrapped)
+        self.vocab_size, self.token_ids = self._backend.vocab_size, self._backend.token_ids
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
-        with panics_as_errors(CANNOT_ENCODE):
-            (encoding,) = self._wrapped.encode_batch_fast([text])  # `encode` keeps Python's lock
-        return list(encoding.ids)
+        return self._backend.encode(text)
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids."""
-        with panics_as_errors(CANNOT_DECODE):
-            return str(self._wrapped.decode(ids, skip_special_tokens=skip_special_tokens))
+        return self._backend.decode(ids, skip_special_tokens)
 
     def piece_of(self, token: int) -> str | None:
         """Return a token as the vocabulary spells it."""
-        found: str | None = self._wrapped.id_to_token(token)
-        return found
+        return self._backend.piece_of(token)
 
 
 def _require_package(name: str, kind: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_ext.config.request import ThinkingBudget
 
@@ -16,23 +16,6 @@ _LONGEST_REASON = 300  # characters
 _WORD_BITS = 32  # of the library's masks
 
 
-class TokenMatcher(Protocol):
-    """State of one output: see `Matcher`."""
-
-    @property
-    def seconds(self) -> float:
-        """Processor time of the latest mask."""
-
-    def copy(self) -> TokenMatcher:
-        """Return an independent matcher in the same state."""
-
-    def take(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens."""
-
-    def allowed(self, ends: Sequence[int]) -> bytes:
-        """Return the mask of the next token."""
-
-
 class Matcher:
     """State of one output in its grammar. Not thread-safe.
 
@@ -41,6 +24,8 @@ class Matcher:
         tokenizer: The library's tokenizer, which may have more ids than the model.
         model_size: Vocabulary size of the model.
         mask: The library's mask of the next token, if it is known.
+
+    Attributes:
         seconds: Processor time of the latest mask; 0 before the first.
     """
 
@@ -57,16 +42,11 @@ class Matcher:
         self._model_size = model_size
         self._end = tokenizer.eos_token
         self._mask = mask
-        self._seconds = seconds
-
-    @property
-    def seconds(self) -> float:
-        """Processor time of the latest mask; 0 before the first."""
-        return self._seconds
+        self.seconds = seconds
 
     def copy(self) -> Matcher:
         """Return an independent matcher in the same state."""
-        return Matcher(self._matcher.deep_copy(), self._tokenizer, self._model_size, self._mask, self._seconds)
+        return Matcher(self._matcher.deep_copy(), self._tokenizer, self._model_size, self._mask, self.seconds)
 
     def take(self, tokens: Sequence[int]) -> None:
         """Advance by tokens.
@@ -91,7 +71,7 @@ class Matcher:
         if self._mask is None:
             started = time.thread_time()
             self._mask = self._matcher.compute_bitmask()
-            self._seconds = time.thread_time() - started
+            self.seconds = time.thread_time() - started
         mask = bytearray(self._mask[: -(-self._model_size // _WORD_BITS) * _WORD_BITS // 8])
         is_complete = self._matcher.is_accepting()
         if self._matcher.is_error():
@@ -116,7 +96,7 @@ def short_reason(text: str) -> str:
 Decode = Callable[[Sequence[int]], str]
 
 
-class BudgetMatcher:
+class BudgetMatcher(Matcher):
     """Matcher of an output that begins with thinking. Not thread-safe.
 
     The forced tokens are legal in the grammar, too, which allows any text in thinking; so the two never part.
@@ -137,24 +117,19 @@ class BudgetMatcher:
         decode: Decode,
         tokens: Sequence[int] | None = (),
     ) -> None:
-        self._matcher = matcher
+        super().__init__(matcher._matcher, matcher._tokenizer, matcher._model_size, matcher._mask, matcher.seconds)
         self._budget = budget
         self._closing = closing
         self._decode = decode
         self._tokens = None if tokens is None else list(tokens)
 
-    @property
-    def seconds(self) -> float:
-        """Processor time of the latest mask."""
-        return self._matcher.seconds
-
     def copy(self) -> BudgetMatcher:
         """Return an independent matcher in the same state."""
-        return BudgetMatcher(self._matcher.copy(), self._budget, self._closing, self._decode, self._tokens)
+        return BudgetMatcher(super().copy(), self._budget, self._closing, self._decode, self._tokens)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens; errors as of the matcher of the output."""
-        self._matcher.take(tokens)
+        """Advance by tokens; errors as of `Matcher`."""
+        super().take(tokens)
         for token in tokens:
             if self._tokens is None:
                 return
@@ -164,12 +139,8 @@ class BudgetMatcher:
                 self._tokens = None
 
     def allowed(self, ends: Sequence[int]) -> bytes:
-        """Return the mask of the next token, as the matcher of the output does.
-
-        Args:
-            ends: Tokens that end the output.
-        """
-        mask = self._matcher.allowed(ends)
+        """Return the mask of the next token, as `Matcher` does; past the budget, the next token of the marker."""
+        mask = super().allowed(ends)
         over = -1 if self._tokens is None else len(self._tokens) - self._budget.tokens
         if over < 0:
             return mask

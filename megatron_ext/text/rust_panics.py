@@ -13,13 +13,7 @@ from megatron_ext.errors import CheckpointError
 
 CANNOT_ENCODE = "the tokenizer failed to encode this text"
 CANNOT_DECODE = "the tokenizer failed to decode these tokens"
-_MODULE, _NAME = "pyo3_runtime", "PanicException"
-
-
-def is_panic(error: BaseException) -> bool:
-    """Return whether an exception is a panic, as pyo3 raises it."""
-    kind = type(error)
-    return (kind.__module__, kind.__name__) == (_MODULE, _NAME)
+_PANIC = "pyo3_runtime", "PanicException"
 
 
 @contextlib.contextmanager
@@ -35,7 +29,7 @@ def panics_as_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # a panic is not an Exception; all others are raised again
-        if not is_panic(error):
+        if (type(error).__module__, type(error).__name__) != _PANIC:
             raise
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{what}: {reason}; the checkpoint needs another tokenizer") from None

@@ -10,25 +10,21 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
-import threading
+from contextlib import suppress
+from multiprocessing import Pipe
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.text.template_worker import (
-    ANSWER,
-    ENCODING,
-    LONGEST_TEXT,
-    MEMORY,
-    NO_MEMORY,
-    QUESTION,
-    REFUSED,
-    Rendering,
-)
+from megatron_ext.text.template_worker import ENCODING, MEMORY, NO_MEMORY, REFUSED, Rendering
 
 MOST = 4  # processes; more conversations wait
-_START = "import sys; sys.path[:] = sys.argv[1:]; from megatron_ext.text import template_worker as w; w.main()"
+_START = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from megatron_ext.text.template_worker import serve; serve(int(sys.argv[1]))"
+)
 _REMEDY = "shorten the messages, or give the checkpoint another template"
 
 
@@ -36,13 +32,16 @@ class TemplateProcess:
     """Process that renders; used by one thread at a time."""
 
     def __init__(self) -> None:
-        # A separate session: Ctrl-C reaches the parent only, whose end closes the pipes and thereby ends the child.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._connection, theirs = Pipe()
+        # A separate session: Ctrl-C reaches the parent only, whose end closes the connection and so ends the child.
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno()), *sys.path],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
@@ -66,45 +65,29 @@ class TemplateProcess:
         """
         is_whole = False
         try:
-            kind, data = self._ask(request, cpu_seconds)
-            is_whole = kind != NO_MEMORY
+            answer = self._ask(request)
+            is_whole = answer[0] != NO_MEMORY
         except (EOFError, OSError):
             raise CheckpointError(_ended(self._process.wait(), cpu_seconds)) from None
         finally:
             if not is_whole:  # also if a signal interrupts this thread: the next request would get this answer
                 self.close()
-        if kind == NO_MEMORY:
+        if not is_whole:
             raise CheckpointError(f"the chat template needs more than {MEMORY >> 20} MB of memory; {_REMEDY}")
-        text = data.decode(*ENCODING)
-        if kind == REFUSED:
+        text = answer[1:].decode(*ENCODING)
+        if answer[0] == REFUSED:
             raise CheckpointError(text)
         return text
 
-    def _ask(self, request: bytes, cpu_seconds: float) -> tuple[int, bytes]:
-        """Return kind and text of the answer; raises EOFError or OSError if the process has ended."""
-        process = self._process
-        assert process.stdin is not None, "it is a pipe"
-        assert process.stdout is not None, "it is a pipe"
-        process.stdin.write(QUESTION.pack(cpu_seconds, len(request)) + request)
-        process.stdin.flush()
-        head = process.stdout.read(ANSWER.size)
-        if len(head) < ANSWER.size:
-            raise EOFError
-        kind, size = ANSWER.unpack(head)
-        data = process.stdout.read(min(size, LONGEST_TEXT))
-        if len(data) < size:
-            raise EOFError
-        return kind, data
+    def _ask(self, request: bytes) -> bytes:
+        """Return the answer; raises EOFError or OSError if the process has ended."""
+        self._connection.send_bytes(request)
+        return self._connection.recv_bytes()
 
     def close(self) -> None:
         """Kill the process."""
         self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            try:
-                if pipe is not None:
-                    pipe.close()
-            except OSError:  # unwritten data of a process that has ended
-                continue
+        self._connection.close()
         self._process.wait()
 
 
@@ -124,15 +107,15 @@ class TemplateRenderer:
 
     def forget(self) -> None:
         """Reset to no processes: in a forked child, existing ones belong to the parent."""
-        self._may_render = threading.BoundedSemaphore(MOST)
-        self._idle: list[TemplateProcess] = []  # last in, first out: the last one used is in the CPU caches
-        self._changing = threading.Lock()
+        # Idle processes, and None for each that may be started; the last one used is in the CPU caches, so it is first.
+        self._idle: queue.LifoQueue[TemplateProcess | None] = queue.LifoQueue()
+        for _ in range(MOST):
+            self._idle.put(None)
 
     def start(self) -> None:
         """Start a process unless one is idle, without waiting for it."""
-        with self._changing:
-            if not self._idle:
-                self._idle.append(TemplateProcess())
+        with suppress(queue.Empty):
+            self._idle.put(self._idle.get_nowait() or TemplateProcess())
 
     def render(self, request: Rendering) -> str:
         """Render a conversation.
@@ -147,31 +130,27 @@ class TemplateRenderer:
             raise ConfigError("the messages are nested too deeply for a chat template") from None
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(f"values for a chat template must be JSON data: {error}") from None
-        with self._may_render:
-            process = self._take()
-            try:
-                return process.render(data, request.cpu_seconds)
-            finally:
-                if process.is_running:
-                    with self._changing:
-                        self._idle.append(process)
+        process = self._idle.get()
+        try:
+            process = self._running(process)
+            return process.render(data, request.cpu_seconds)
+        finally:
+            self._idle.put(process if process is not None and process.is_running else None)
 
-    def _take(self) -> TemplateProcess:
-        while True:
-            with self._changing:
-                process = self._idle.pop() if self._idle else None
-            if process is None:
-                return TemplateProcess()
-            if process.is_running:
-                return process
+    def _running(self, process: TemplateProcess | None) -> TemplateProcess:
+        """Return the process if it is running, and else another one."""
+        if process is not None and process.is_running:
+            return process
+        if process is not None:
             process.close()  # the process was killed from outside while it was idle
+        return TemplateProcess()
 
     def close(self) -> None:
         """Kill the idle processes."""
-        with self._changing:
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.close()
+        for process in [self._idle.get() for _ in range(self._idle.qsize())]:
+            if process is not None:
+                process.close()
+            self._idle.put(None)
 
 
 RENDERER = TemplateRenderer()

@@ -10,19 +10,17 @@ import os
 import pickle
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import BinaryIO
 
 CPU_SECONDS = 5.0  # for one conversation
 LONGEST_TEXT = 64 * 2**20  # bytes of UTF-8
 MEMORY = 2**30  # bytes in addition to those after the imports
-ANSWER = struct.Struct(">BQ")  # kind of an answer, bytes of its text
-QUESTION = struct.Struct(">dQ")  # CPU seconds and bytes of a request
-TEXT, REFUSED, NO_MEMORY = range(3)  # kinds of answers
+TEXT, REFUSED, NO_MEMORY = range(3)  # kinds of answers: their first byte
 LONGEST_REASON = 1000  # characters; a template may refuse with any text
 ENCODING = ("utf-8", "surrogatepass")
 
@@ -76,9 +74,11 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(error)[: 2 * LONGEST_REASON].split())[:LONGEST_REASON]
 
 
-def _answer(request: bytes) -> tuple[int, bytes]:
+def _answer(data: bytes) -> bytes:
     try:
-        kind, text = render(pickle.loads(request))
+        request = pickle.loads(data)
+        signal.setitimer(signal.ITIMER_PROF, request.cpu_seconds)
+        kind, text = render(request)
         length = len(text)
         data = text.encode(*ENCODING) if length <= LONGEST_TEXT else b""
         length = max(length, len(data))
@@ -90,7 +90,7 @@ def _answer(request: bytes) -> tuple[int, bytes]:
             f"the chat template makes a text of more than {LONGEST_TEXT >> 20} MB; shorten the messages, "
             "or give the checkpoint another template"
         ).encode()
-    return kind, data
+    return bytes([kind]) + data
 
 
 def _bound_memory() -> None:
@@ -100,29 +100,18 @@ def _bound_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until the parent closes the pipe. The kernel kills a process that takes too long: SIGPROF."""
+def serve(descriptor: int) -> None:
+    """Answer requests until the parent closes the connection. The kernel kills a process that takes too long: SIGPROF.
+
+    Args:
+        descriptor: File descriptor of this process's end of the connection.
+    """
     import transformers.utils.chat_template_utils  # noqa: F401  # before memory is measured
 
     _bound_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    while True:
-        head = requests.read(QUESTION.size)
-        if len(head) < QUESTION.size:
-            return
-        seconds, size = QUESTION.unpack(head)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        kind, data = _answer(requests.read(size))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(ANSWER.pack(kind, len(data)) + data)
-        answers.flush()
-
-
-def main() -> None:
-    """Serve over standard input and output, which no other code in this process may use."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    try:
-        serve(sys.stdin.buffer, answers)
-    except BrokenPipeError:  # the parent was killed; at a normal exit flushing `answers` would fail once more
-        os._exit(1)
+    with Connection(descriptor) as connection, suppress(EOFError, ConnectionError):
+        while True:
+            answer = _answer(connection.recv_bytes())
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send_bytes(answer)

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back.
+"""Tokenizers: text to token ids and back; prompts with at most one beginning of document.
 
 A `tokenizer.json` is read by `tokenizers`, older formats by `transformers`.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 from megatron_ext.text.chat_template import ChatOptions, render_chat
@@ -31,6 +30,9 @@ from megatron_ext.text.tokenizer_files import (
     special_ids,
 )
 
+if TYPE_CHECKING:  # slow to import
+    import tokenizers
+
 
 class _Backend:
     """Loaded tokenizer of a library.
@@ -42,14 +44,28 @@ class _Backend:
 
     def __init__(self, wrapped: Any, vocabulary: Mapping[str, int]) -> None:
         self.wrapped = wrapped
-        self.vocab_size, self.token_ids = _extent(vocabulary.values())
+        known = frozenset(vocabulary.values())
+        self.vocab_size = 1 + max(known, default=-1)
+        self.token_ids = range(self.vocab_size) if len(known) == self.vocab_size else known
         self.longest_token = max(map(len, vocabulary), default=0)
 
 
 class FastBackend(_Backend):
-    """Backend of a `tokenizer.json`."""
+    """Backend of a tokenizer of `tokenizers`."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        # Saved truncation and padding are for training batches: a prompt is neither truncated nor padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        super().__init__(tokenizer, tokenizer.get_vocab(with_added_tokens=True))
+
+    @classmethod
+    def read(cls, file: Path) -> FastBackend:
+        """Read a `tokenizer.json`.
+
+        Raises:
+            ConfigError: The file is not a tokenizer.
+        """
         import tokenizers
 
         text = read_text(file, LONGEST_FILE)
@@ -58,10 +74,7 @@ class FastBackend(_Backend):
                 tokenizer = tokenizers.Tokenizer.from_str(text)
             except Exception as error:  # `tokenizers` raises bare Exception
                 raise ConfigError(f"{file} is not a tokenizer: {error}") from error
-        # Saved truncation and padding are for training batches: a prompt is neither truncated nor padded.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        super().__init__(tokenizer, tokenizer.get_vocab(with_added_tokens=True))
+        return cls(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with or without the special tokens that the tokenizer adds."""
@@ -102,7 +115,11 @@ class AutoBackend(_Backend):
             try:
                 tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
             except Exception as error:  # transformers may raise anything for untrusted files
-                reason = "it has custom code (auto_map), which is never run" if brings_code else _first_line(error)
+                reason = (
+                    "it has custom code (auto_map), which is never run"
+                    if brings_code
+                    else str(error).strip().split("\n", 1)[0]
+                )
                 raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
         super().__init__(tokenizer, tokenizer.get_vocab())
 
@@ -130,17 +147,6 @@ class AutoBackend(_Backend):
         return self.wrapped.convert_ids_to_tokens(token)
 
 
-def _extent(ids: Iterable[int]) -> tuple[int, range | frozenset[int]]:
-    """Return the exclusive upper bound of the ids, and the ids."""
-    known = frozenset(ids)
-    size = 1 + max(known, default=-1)
-    return size, range(size) if len(known) == size else known
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
-
-
 _BESIDE = "beside"  # role under which tools and variables are searched for special tokens
 
 
@@ -160,11 +166,6 @@ class Tokenizer(Protocol):
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids."""
-
-
-def _fields(beside: Mapping[str, Any]) -> FieldValues:
-    """Return fields of `ChatOptions` from the protected parts beside the messages."""
-    return {name: beside[name] for name in ("tools", "variables")}
 
 
 def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -248,7 +249,7 @@ class TextTokenizer:
         self._directory = directory = path if path.is_dir() else path.parent
         self._marked_special = marked_special(directory)
         file = path / TOKENIZER_FILE if path.is_dir() else path
-        self._backend = FastBackend(file) if os.path.lexists(file) else AutoBackend(path)
+        self._backend = FastBackend.read(file) if os.path.lexists(file) else AutoBackend(path)
         self.vocab_size, self.token_ids = self._backend.vocab_size, self._backend.token_ids
         special = special_ids(directory, self._backend.id_of)
         labelled = [("end", special.eod), ("beginning", special.bos), *(("end", other) for other in special.ends)]
@@ -261,9 +262,13 @@ class TextTokenizer:
         self.eod, self.bos, self.ends = special.eod, special.bos, special.ends
         # Read now: the directory may later hold another tokenizer.
         self._special_tokens = read_special_tokens(directory)
-        self._templates = (
-            _templates_or_error(directory) if template_file is None else read_template_file(Path(template_file))
-        )
+        if template_file is not None:
+            self._templates: ChatTemplates | ConfigError = read_template_file(Path(template_file))
+        else:
+            try:
+                self._templates = read_chat_templates(directory)
+            except ConfigError as error:  # which matters only for chats
+                self._templates = error
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, with the special tokens that the tokenizer itself adds."""
@@ -341,42 +346,26 @@ class TextTokenizer:
             raise ConfigError(f"{self._directory} has no chat template; give the prompt as text, or --chat-template")
         return render_chat(template, messages, self._special_tokens, chosen)
 
-    def tokenize_chat(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool = True,
-        *,
-        parse_control: bool = False,
-        options: ChatOptions | None = None,
-    ) -> list[int]:
-        """Return the ids of a conversation, with special tokens that the tokenizer adds; otherwise as `render_chat`."""
-        return self.render_chat(messages, add_generation_prompt, parse_control=parse_control, options=options).ids()
-
     def render_chat(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool = True,
-        *,
-        parse_control: bool = False,
-        options: ChatOptions | None = None,
+        self, messages: Messages, *, parse_control: bool = False, options: ChatOptions | None = None
     ) -> RenderedChat:
         """Return a conversation as rendered text, in which spelled special tokens can be told from real ones.
 
         Args:
             messages: As for `apply_chat_template`.
-            add_generation_prompt: As for `apply_chat_template`.
             parse_control: Whether special tokens spelled in any content become these tokens. Otherwise only those in
                 the assistant's contents do; those in other contents, tools and variables stay text; see `chat_tokens`.
-            options: As for `apply_chat_template`.
+            options: All template options.
 
         Raises:
             ConfigError: As `apply_chat_template`; or a role spells a special token.
         """
-        chosen = options or ChatOptions(add_generation_prompt)
+        chosen = options or ChatOptions()
 
         def render(chat: Messages) -> str:
             *contents, last = chat
-            protected = chosen if last is beside else dataclasses.replace(chosen, **_fields(last))
+            fields: Any = {name: last[name] for name in ("tools", "variables")}
+            protected = chosen if last is beside else dataclasses.replace(chosen, **fields)
             return self.apply_chat_template(contents, options=protected)
 
         # As one more message, so that special tokens spelled in tools and variables are protected, too.
@@ -390,9 +379,61 @@ class TextTokenizer:
         )
 
 
-def _templates_or_error(directory: Path) -> ChatTemplates | ConfigError:
-    """Return the templates or their error, which matters only for chats."""
-    try:
-        return read_chat_templates(directory)
-    except ConfigError as error:
-        return error
+def tokenize_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+    """Return the ids of a text as its tokenizer gives them, with at most one beginning of document.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        text: Prompt.
+        add_bos: Whether to add the beginning of document if the tokenizer does not.
+
+    Raises:
+        ConfigError: `add_bos` is set but the tokenizer has no such token, or it cannot read the text.
+    """
+    if add_bos and tokenizer.bos is None:
+        raise ConfigError("add_BOS is set, but the tokenizer has no beginning-of-document token; leave it out")
+    return begin_once(tokenizer.tokenize(text), tokenizer.bos, add_bos=add_bos)
+
+
+def begin_once(tokens: Sequence[int], bos: int | None, *, add_bos: bool = False) -> list[int]:
+    """Return the tokens with exactly one beginning of document, if they have any or it is to be added.
+
+    A text that spells it, as chat templates do, may get a second one from the tokenizer.
+
+    Args:
+        tokens: Tokens of a prompt.
+        bos: Token that begins a document; None if there is no such token.
+        add_bos: Whether to add it in any case; `bos` is not None then.
+    """
+    spelled = next((i for i, token in enumerate(tokens) if token != bos), len(tokens))
+    beginning = [] if bos is None or not (add_bos or spelled) else [bos]
+    return [*beginning, *tokens[spelled:]]
+
+
+def word_tokens(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
+    """Return the tokenizations of a word: as it stands, and after a space if that changes its first token.
+
+    Other ways to split the word are not excluded. vLLM's `bad_words` behave alike, except for words whose number of
+    tokens changes after a space.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        word: Non-empty word.
+
+    Raises:
+        ConfigError: The tokenizer makes no token of the word, or cannot read it.
+    """
+    plain = _plain_tokens(tokenizer, word)
+    if not plain:
+        raise ConfigError(f"bad_words: the tokenizer returns no token for {word!r}; leave it out")
+    if not isinstance(tokenizer, TextTokenizer) or word[0].isspace():
+        return [plain]
+    after_space = _plain_tokens(tokenizer, " " + word)
+    return [plain, after_space] if after_space[0] != plain[0] else [plain]
+
+
+def _plain_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Return the ids of a text without tokens added around it."""
+    if isinstance(tokenizer, TextTokenizer):
+        return tuple(tokenizer.tokenize_plain(text))
+    return tuple(tokenizer.tokenize(text))

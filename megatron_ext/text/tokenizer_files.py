@@ -9,12 +9,15 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular, read_json, read_text
 from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.template_worker import Rendering
+
+if TYPE_CHECKING:
+    from megatron_ext.text.tokenizer import TextTokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 PROCESSOR_TEMPLATE = "chat_template.json"  # older file of models that also read images
@@ -160,19 +163,6 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     return tokens
 
 
-class Describable(Protocol):
-    """Interface of a tokenizer that can be described."""
-
-    eod: int | None
-    bos: int | None
-
-    def tokenize_plain(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens added by the tokenizer."""
-
-    def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids."""
-
-
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a directory holds a vocabulary that `TextTokenizer` can read."""
     return any((directory / name).is_file() for name in VOCABULARIES)
@@ -196,7 +186,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
                 shutil.copyfile(file, copy)
 
 
-def describe_tokenizer(directory: Path, tokenizer: Describable) -> None:
+def describe_tokenizer(directory: Path, tokenizer: TextTokenizer) -> None:
     """Write the special tokens of a bare `tokenizer.json` to a file that transformers reads.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.detokenizer import INCOMPLETE
@@ -114,17 +114,7 @@ class Vocabulary:
 _NEAR = 64  # bytes; a decoder may write spaces between two tokens
 
 
-class TokenVocabulary(Protocol):
-    """Texts and bytes of single tokens."""
-
-    def token_text(self, token: int) -> str:
-        """Return the text of a single token, special or not."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a single token, special or not, which may be a part of a character."""
-
-
-def bytes_in_text(vocabulary: TokenVocabulary, tokens: Sequence[int], text: str) -> list[bytes]:
+def bytes_in_text(vocabulary: Vocabulary, tokens: Sequence[int], text: str) -> list[bytes]:
     """Return the bytes of a text that each of its tokens stands for; joined, they are the text in UTF-8.
 
     A token that the text does not show, such as a special one, has none. A text that has been cut ends within the

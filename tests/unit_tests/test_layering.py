@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "speculation": {"config", "errors", "prefix_cache", "scheduling"},
     "engine": {"config", "errors", "prefix_cache", "routing", "scheduling", "speculation", "text", "threads"},
     "kv_events": {"config", "errors", "prefix_cache"},
-    "routing": {"config", "errors", "prefix_cache", "kv_events"},
+    "routing": {"config", "errors", "prefix_cache"},
     "simulation": {"config", "errors", "files", "http_client", "memory", *DECIDING},
     "memory": {"config", "errors", "ops", "prefix_cache", "scheduling"},
     "ops": {"errors", "trusted_path"},

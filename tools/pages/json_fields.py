@@ -178,11 +178,12 @@ def described() -> dict[str, Any]:
     """Return the OpenAPI description of a server with all routes."""
     from fastapi import FastAPI
 
-    from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS, include_routers
+    from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
     from megatron_ext.server.http.description import install_description
 
     app = FastAPI()
-    include_routers(app, (*ROUTERS, *ADMIN_ROUTERS))
+    for router in (*ROUTERS, *ADMIN_ROUTERS):
+        app.include_router(router)
     install_description(app, open_paths=frozenset(), has_keys=False)
     return app.openapi()
 

@@ -17,8 +17,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import TransformerConfig
 
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
-from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.tokenizer import Tokenizer, tokenize_prompt
 
 BlockAllocator = KVBlockAllocator
 
@@ -37,7 +36,7 @@ class Controller(TextGenerationController):
 
     @staticmethod
     def tokenize_prompt(tokenizer: Tokenizer, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Return the token ids of a text; see `text.prompt_tokenization.tokenize_prompt`."""
+        """Return the token ids of a text; see `text.tokenizer.tokenize_prompt`."""
         return tokenize_prompt(tokenizer, prompt, add_bos=add_BOS)
 
 

@@ -18,7 +18,7 @@ from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_ext.text.prompt_tokenization import tokenize_prompt
+from megatron_ext.text.tokenizer import tokenize_prompt
 
 Model, Stack, StackSubmodules = MambaModel, MambaStack, MambaStackSubmodules
 
@@ -34,7 +34,7 @@ class Controller(TextGenerationController):
     """`TextGenerationController` with the text interface of this version."""
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Return the token ids of a text; see `text.prompt_tokenization.tokenize_prompt`."""
+        """Return the token ids of a text; see `text.tokenizer.tokenize_prompt`."""
         return tokenize_prompt(self.tokenizer, prompt, add_bos=add_BOS)
 
 

@@ -7,7 +7,7 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,17 +90,13 @@ def rotary_frequencies(model: nn.Module, config: ModelConfig) -> Tensor | None:
     if embedding is None or _position_embedding(model) == YARN:
         return None
     found, expected = embedding.inv_freq.detach(), rotary_embedding(config).inv_freq
-    if found.shape != expected.shape or not _is_close(found.cpu(), expected):
+    # Equal up to the rounding of the device that computed them.
+    if found.shape != expected.shape or not ((found.cpu() - expected).abs() <= 1e-5 * expected.abs()).all():
         raise ConfigError(
             "the frequencies in the model's rotary_pos_emb.inv_freq do not follow from rotary_base, rotary_percent and "
             "rope_scaling; such a model cannot be attached"
         )
     return found
-
-
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    """Return whether frequencies are equal up to the rounding of the device that computed them."""
-    return bool(((one - other).abs() <= 1e-5 * other.abs()).all())
 
 
 def _check_fields(config: TransformerConfig) -> None:
@@ -176,7 +172,7 @@ def _activation(config: TransformerConfig) -> Mapping[str, bool]:
 
 def _rotary(model: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the arguments of a rotary embedding; arguments that the model does not keep follow from its frequencies."""
-    embedding = getattr(model, "rotary_pos_emb", None)
+    embedding, config = getattr(model, "rotary_pos_emb", None), cast("TransformerConfig", model.config)
     if embedding is None:
         return
     yield "rotary_interleaved", bool(getattr(embedding, "rotary_interleaved", False))
@@ -187,7 +183,7 @@ def _rotary(model: nn.Module) -> Iterator[tuple[str, object]]:
         return
     frequencies = embedding.inv_freq.detach().double().cpu()
     pairs = len(frequencies)
-    yield "rotary_percent", getattr(model, "rotary_percent", 2 * pairs / _channels(model))
+    yield "rotary_percent", getattr(model, "rotary_percent", 2 * pairs / config.kv_channels)
     base = getattr(model, "rotary_base", None)
     if base is None:
         base = 10000 if pairs == 1 else _rounded(float(frequencies[-1]) ** (-pairs / (pairs - 1)))
@@ -195,11 +191,6 @@ def _rotary(model: nn.Module) -> Iterator[tuple[str, object]]:
     if getattr(model, "rotary_scaling", False):
         yield "use_rope_scaling", True
         yield "rope_scaling_factor", _rounded(base ** (-(pairs - 1) / pairs) / float(frequencies[-1]))
-
-
-def _channels(model: nn.Module) -> int:
-    config: Any = model.config
-    return int(config.kv_channels)
 
 
 def _rounded(number: float) -> float:

@@ -115,12 +115,14 @@ def check_modules(model: nn.Module) -> None:
 
 def _problems(module: nn.Module) -> Iterator[str]:
     kind = type(module)
-    if not (kind in _TORCHS or _is_transformer_engines(kind) or (is_upstreams(module) and kind.__name__ in _KNOWN)):
+    is_libraries = kind in _TORCHS or kind.__module__.startswith(_TRANSFORMER_ENGINE)
+    if not (is_libraries or (is_upstreams(module) and kind.__name__ in _KNOWN)):
         yield f"is of class {class_path(module)}, whose computation is not known"
     for attribute, value in vars(module).items():
         if callable(value) and callable(getattr(kind, attribute, None)):
             yield f"has a {attribute} of its own in place of its class's"
-    yield from _hook_problems(module)
+    for hook in forward_hooks(module):
+        yield f"has the forward hook {_name_of(hook)}, which the engine would not call{_remedy(hook)}"
     for attribute, supported in _VALUES.get(kind.__name__, {}).items():
         found = getattr(module, attribute, supported)
         if found != supported:
@@ -132,15 +134,6 @@ def _problems(module: nn.Module) -> Iterator[str]:
         found = getattr(module, attribute, None)
         if found is not None and getattr(found, "__name__", type(found).__name__) not in _SUM_NAMES:
             yield f"has {attribute} = {_name_of(found)}, where {_SUM_NAMES[0]} is supported"
-
-
-def _hook_problems(module: nn.Module) -> Iterator[str]:
-    for hook in forward_hooks(module):
-        yield f"has the forward hook {_name_of(hook)}, which the engine would not call{_remedy(hook)}"
-
-
-def _is_transformer_engines(kind: type) -> bool:
-    return kind.__module__.startswith(_TRANSFORMER_ENGINE)
 
 
 def _name_of(function: Callable[..., object]) -> str:

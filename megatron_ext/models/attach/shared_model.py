@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples, saved
 from megatron_ext.models.attach.config import config_of, rotary_frequencies
 from megatron_ext.models.attach.modules import check_modules, is_gpt, unwrapped
 from megatron_ext.models.build import build_without_parameters
-from megatron_ext.models.megatron.stored_keys import is_ignored, places
+from megatron_ext.models.megatron.stored_keys import given_name, is_used
 
 _MODELS: WeakSet[nn.Module] = WeakSet()
 _changing = threading.Lock()
@@ -48,7 +47,6 @@ def attached(model: nn.Module) -> Iterator[None]:
 
 
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-_EXPERT = re.compile(r"(.+\.experts\.)local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ANY_DTYPE = ("A_log", "D", "dt_bias", "expert_bias")  # which our forward converts to fp32, whatever they are stored in
 
@@ -59,8 +57,6 @@ class SharedModel:
 
     Attributes:
         model: Our model, in eval mode.
-        config: Configuration of that model.
-        dtype: Dtype of its matrices.
         source: The model of Megatron, unwrapped.
         names: Name of each tensor of ours -> its name in `source`.
     """
@@ -113,7 +109,7 @@ def _with_stages(parallel: ParallelConfig, source: nn.Module) -> ParallelConfig:
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and stored buffers by name, a shared one under each name; without what inference ignores."""
     found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | saved_tensors(model)
-    return {name: tensor for name, tensor in found.items() if not is_ignored(name)}
+    return {name: tensor for name, tensor in found.items() if is_used(name, has_prediction=True)}
 
 
 def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
@@ -132,36 +128,13 @@ def _matched(ours: nn.Module, theirs: Mapping[str, Tensor], *, in_gpt: bool) -> 
     """
     names = {}
     for name in _tensors(ours):
-        options = names_in_memory(name, in_gpt)
-        found = next((option for option in options if option in theirs), None)
-        if found is None:
-            raise ConfigError(f"the model has no {options[0]}, which its configuration asks for; it cannot be attached")
-        names[name] = found
+        names[name] = found = given_name(name, theirs, in_gpt)
+        if found not in theirs:
+            raise ConfigError(f"the model has no {found}, which its configuration asks for; it cannot be attached")
     unused = sorted(set(theirs) - set(names.values()))
     if unused:
         raise ConfigError(f"{unused[0]} of the model has no place in the engine's layers; it cannot be attached")
     return names
-
-
-def names_in_memory(name: str, in_gpt: bool) -> list[str]:
-    """Return the possible names of a tensor of ours in a model of Megatron, the likeliest first.
-
-    Args:
-        name: Name in our model on this rank.
-        in_gpt: Whether the model of Megatron is a GPT.
-    """
-    return [option for place in places(name, in_gpt) if place.row is None for option in _in_memory(place.key)]
-
-
-def _in_memory(key: str) -> tuple[str, ...]:
-    """Return the possible names in memory of a tensor that is stored under a key.
-
-    Since 0.19 a mixer has the convolution's parameters itself; Transformer Engine has all experts in one module.
-    """
-    expert = _EXPERT.fullmatch(key)
-    if expert is not None:
-        return key, f"{expert[1]}{expert[3]}{expert[2]}"
-    return key, key.replace(".conv1d.", ".conv1d_")
 
 
 def _check(name: str, theirs: str, ours: nn.Module, source: nn.Module, dtype: torch.dtype) -> None:

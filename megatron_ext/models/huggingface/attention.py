@@ -1,30 +1,14 @@
-"""Attention in a decoded `config.json` of any family: heads, windows, rotary embeddings and YaRN.
+"""Attention in a decoded `config.json` of any family: heads, rotary embeddings and YaRN.
 
-A query in a window attends to as many tokens as the window is long, its own token the last of them. Rotary parameters
-are in the format of transformers 5 or of older files.
+Rotary parameters are in the format of transformers 5 or of older files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.fields import (
-    Fields,
-    Letters,
-    check_divides,
-    check_fixed,
-    flag,
-    layer_count,
-    layer_letters,
-    names,
-    positive_number,
-    size,
-    size_or,
-    unknown_names,
-    with_present_names,
-)
+from megatron_ext.models.huggingface.fields import Fields, names, with_present_names
 
 
 def attention_heads(fields: Fields) -> dict[str, object]:
@@ -33,16 +17,11 @@ def attention_heads(fields: Fields) -> dict[str, object]:
     Raises:
         ConfigError: The key/value heads do not divide the query heads.
     """
-    query_heads = size(fields, "num_attention_heads")
-    key_value_heads = size_or(fields, "num_key_value_heads", query_heads)
-    check_divides({**fields, "num_key_value_heads": key_value_heads}, "num_key_value_heads", "num_attention_heads")
+    query_heads = fields.size("num_attention_heads")
+    key_value_heads = fields.size("num_key_value_heads", query_heads)
+    if fields.get("num_key_value_heads") is not None:
+        fields.check_divides("num_key_value_heads", "num_attention_heads")
     return {"group_query_attention": key_value_heads != query_heads, "num_query_groups": key_value_heads}
-
-
-def attention_biases(fields: Fields) -> dict[str, object]:
-    """Return the biases of all four projections, as `attention_bias` sets them."""
-    has_biases = flag(fields, "attention_bias", default=False)
-    return {"add_qkv_bias": has_biases, "add_attention_output_bias": has_biases}
 
 
 def rotated_head_size(fields: Fields) -> dict[str, object]:
@@ -52,53 +31,11 @@ def rotated_head_size(fields: Fields) -> dict[str, object]:
         ConfigError: The share is not a whole number, or the channels are odd.
     """
     if fields.get("head_dim") is None:
-        check_divides(fields, "num_attention_heads", "hidden_size")
-    channels = size_or(fields, "head_dim", size(fields, "hidden_size") // size(fields, "num_attention_heads"))
+        fields.check_divides("num_attention_heads", "hidden_size")
+    channels = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     if channels % 2:
         raise ConfigError(f"config.json: head_dim = {channels} is not supported; rotary embeddings need an even number")
     return {"kv_channels": channels}
-
-
-WINDOW = "sliding_window"
-_SWITCH, _KINDS, _FIRST = "use_sliding_window", "layer_types", "max_window_layers"
-SWITCHED_FIELDS = frozenset((WINDOW, _SWITCH))
-LISTED_FIELDS = SWITCHED_FIELDS | names("layer_types max_window_layers")
-
-_WINDOW_LETTERS = {"full_attention": "*", "sliding_attention": "W"}
-_DEFAULT_FIRST = 28  # default of transformers
-
-
-def window_of(mixers: Letters) -> Callable[[Fields], Fields]:
-    """Return a function that gives `attention_window` of a model whose attention layers have letters of `mixers`."""
-    return lambda fields: {"attention_window": size(fields, WINDOW)} if "W" in mixers(fields) else {}
-
-
-def mixers_alike(fields: Fields) -> str:
-    """Return W for all layers if there is a `sliding_window`, * for all if it is null."""
-    return ("*" if fields.get(WINDOW) is None else "W") * layer_count(fields)
-
-
-def mixers_if_switched(fields: Fields) -> str:
-    """Return the letters as `mixers_alike`, but * for all unless `use_sliding_window` is true."""
-    return mixers_alike(fields) if flag(fields, _SWITCH, default=False) else "*" * layer_count(fields)
-
-
-def mixers_listed(fields: Fields) -> str:
-    """Return W for the layers that `layer_types` lists as sliding, or for those from `max_window_layers` on.
-
-    Raises:
-        ConfigError: Unknown layer kinds, a wrong number of them, or sliding layers without a window length.
-    """
-    is_on, count, first = flag(fields, _SWITCH, default=False), layer_count(fields), fields.get(_FIRST, _DEFAULT_FIRST)
-    if type(first) is not int or first < 0:
-        raise ConfigError(f"config.json: {_FIRST} = {first!r} is not supported; it must be a number of layers")
-    if fields.get(_KINDS) is None:
-        full = min(first, count) if is_on and fields.get(WINDOW) is not None else count
-        return "*" * full + "W" * (count - full)
-    letters = layer_letters(fields, _KINDS, _WINDOW_LETTERS)
-    if "W" in letters and not is_on:
-        raise ConfigError(f"config.json: {_KINDS} has 'sliding_attention', and {_SWITCH} is false")
-    return letters
 
 
 YARN = "yarn"
@@ -116,43 +53,40 @@ def yarn_fields(parameters: Fields, name: str, fields: Fields) -> dict[str, obje
 
     Args:
         parameters: Rotary parameters, each key with the object's name as prefix: `rope_scaling.factor`.
-        name: Name of the object.
         fields: The whole file; its maximum length is the default of the original one.
 
     Raises:
         ConfigError: A value has the wrong type or range.
     """
     key = f"{name}.original_max_position_embeddings"
-    factor = positive_number(parameters, f"{name}.factor")
+    factor = parameters.number(f"{name}.factor")
     if factor < 1:
-        raise ConfigError(f"config.json: {name}.factor = {factor!r} is not supported; it must be 1 or more")
+        parameters.refuse(f"{name}.factor", "it must be 1 or more")
     return {
         "yarn_rotary_scaling_factor": factor,
-        "yarn_original_max_position_embeddings": size_or(parameters, key, size(fields, "max_position_embeddings")),
+        "yarn_original_max_position_embeddings": parameters.size(key, fields.size("max_position_embeddings")),
         **{f"yarn_{beta}": _number_or(parameters, f"{name}.{beta}", default) for beta, default in _BETAS.items()},
-        "yarn_correction_range_round_to_int": flag(parameters, f"{name}.truncate", default=True),
+        "yarn_correction_range_round_to_int": parameters.flag(f"{name}.truncate", default=True),
         **_scales(parameters, name, factor),
     }
 
 
 def _number_or(parameters: Fields, key: str, default: float) -> float:
-    return positive_number(parameters, key) if parameters.get(key) else default
+    return parameters.number(key) if parameters.get(key) else default
 
 
 def _scales(parameters: Fields, name: str, factor: float) -> dict[str, object]:
     """Return two scales that yield the requested magnitude, see `ModelConfig.rotary_magnitude`."""
     magnitude, both = f"{name}.attention_factor", (f"{name}.mscale", f"{name}.mscale_all_dim")
     if parameters.get(magnitude) is not None:
-        asked = positive_number(parameters, magnitude)
+        asked = parameters.number(magnitude)
         if factor == 1 and asked != 1:
-            raise ConfigError(
-                f"config.json: {magnitude} = {asked!r} is not supported with {name}.factor = 1; supported is 1"
-            )
+            parameters.refuse(magnitude, f"with {name}.factor = 1 supported is 1")
         scale = (asked - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0
         return {"yarn_mscale": scale, "yarn_mscale_all_dim": 0.0}
     if not all(parameters.get(key) for key in both):
         return {}
-    numerator, denominator = (positive_number(parameters, key) for key in both)
+    numerator, denominator = (parameters.number(key) for key in both)
     return {"yarn_mscale": numerator, "yarn_mscale_all_dim": denominator}
 
 
@@ -177,7 +111,6 @@ def rotary_fields(
     """Return the rotary fields of `ModelConfig`.
 
     Args:
-        fields: A decoded `config.json`.
         default_share: Rotated share of each head if the file has none; None if the family rotates whole heads.
         default_base: Base if the file has none.
 
@@ -185,14 +118,18 @@ def rotary_fields(
         ConfigError: An unsupported kind of scaling, a base that is not a whole number (megatron-core takes no other),
             or two contradictory values.
     """
-    rope = {name: fields[name] for name in ("rope_theta", SHARE) if name in fields}
+    rope = Fields({name: fields[name] for name in ("rope_theta", SHARE) if name in fields})
     for name in _OBJECTS:
-        rope.update(_parameters(name, fields.get(name), is_whole=default_share is None))
+        rope.update(_parameters(name, fields, is_whole=default_share is None))
     share = {}
     if default_share is not None:
         shares = _numbers(rope, SHARE)
         share = {"rotary_percent": _agreed(shares) if shares else default_share}
-    base = _whole_number(_numbers(rope, "rope_theta"), default_base)
+    bases = _numbers(rope, "rope_theta")
+    for name, value in bases.items():
+        if not value.is_integer():
+            rope.refuse(name, "it must be a whole number")
+    base = int(_agreed(bases)) if bases else default_base
     return {"position_embedding_type": "rope", "rotary_base": base, **_scaling(rope, fields), **share}
 
 
@@ -204,19 +141,20 @@ def _scaling(rope: Fields, fields: Fields) -> dict[str, object]:
         if kind == YARN:
             scalings.append(yarn_fields(rope, name, fields))
         elif kind != "default":
-            scalings.append({"use_rope_scaling": True, "rope_scaling_factor": positive_number(rope, f"{name}.factor")})
+            scalings.append({"use_rope_scaling": True, "rope_scaling_factor": rope.number(f"{name}.factor")})
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise ConfigError("config.json: " + " contradicts ".join(f"{name} {fields[name]!r}" for name in kinds))
     return scalings[0] if scalings else {}
 
 
-def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object]:
+def _parameters(name: str, fields: Fields, *, is_whole: bool) -> Fields:
     """Return the object called `name` with prefixed keys, each known and supported."""
+    given = fields.get(name)
     if given is None:
-        return {}
+        return Fields()
     if not isinstance(given, dict):
-        raise ConfigError(f"config.json: {name} = {given!r} is not supported; it must be an object")
-    parameters = {f"{name}.{key}": value for key, value in with_present_names(given, _NAMES).items()}
+        fields.refuse(name, "it must be an object")
+    parameters = Fields({f"{name}.{key}": value for key, value in with_present_names(given, _NAMES).items()})
     fixed = dict(_FIXED)
     if is_whole:
         fixed[SHARE] = (1.0, None)
@@ -227,30 +165,16 @@ def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object
         known |= {"factor", *_LLAMA_3}
     elif kind == YARN:
         known |= YARN_KEYS
-    check_fixed(parameters, {f"{name}.{key}": values for key, values in fixed.items()})
-    unknown = unknown_names(parameters, {f"{name}.{key}" for key in known})
-    if unknown:
-        raise ConfigError(
-            f"config.json: {unknown[0]} = {parameters[unknown[0]]!r} is not supported; --hf-overrides can give another "
-            f"{name}"
-        )
+    parameters.check({f"{name}.{key}": values for key, values in fixed.items()})
+    for unknown in parameters.unknown({f"{name}.{key}" for key in known}):
+        parameters.refuse(unknown, f"--hf-overrides can give another {name}")
     return parameters
 
 
 def _numbers(rope: Fields, key: str) -> dict[str, float]:
     """Return all non-null values of `key`, by their prefixed name."""
-    return {
-        name: positive_number(rope, name)
-        for name, value in rope.items()
-        if name.rsplit(".", 1)[-1] == key and value is not None
-    }
-
-
-def _whole_number(bases: dict[str, float], default: int) -> int:
-    for name, value in bases.items():
-        if not value.is_integer():
-            raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a whole number")
-    return int(_agreed(bases)) if bases else default
+    given = (name for name, value in rope.items() if name.rsplit(".", 1)[-1] == key and value is not None)
+    return {name: rope.number(name) for name in given}
 
 
 def _agreed(given: dict[str, float]) -> float:

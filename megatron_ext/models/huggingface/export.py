@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from itertools import count, takewhile
@@ -28,7 +27,7 @@ from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.family_registry import WRITTEN, family_of
 from megatron_ext.models.huggingface.fields import CONFIG_FILE, read_fields
 from megatron_ext.models.huggingface.hf_checkpoint import with_prediction
-from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
+from megatron_ext.models.huggingface.tensors import LM_HEAD, TensorTable
 from megatron_ext.models.megatron.directory import (
     TokenizerSource,
     common_fields,
@@ -78,7 +77,6 @@ def save_hf_checkpoint(
     Args:
         directory: Created, or filled if it is empty.
         model: Whole, built from `config`; not changed.
-        config: Configuration of the model.
         tokenizer_source: See `save_dist_checkpoint`.
         dtype: Type of the stored weights; decay parameters stay in fp32.
 
@@ -131,26 +129,14 @@ def hf_tensors(model: nn.Module, config: ModelConfig, table: TensorTable) -> dic
 
     Args:
         model: Whole, built from `config`.
-        config: Configuration of the model.
-        table: Tensor table of the family.
     """
     targets = model_tensors(model)
     found: dict[str, Tensor] = {}
     for name, source in table.sources(config).items():
-        found |= dict(zip(source.names, _parts(targets[name].detach(), source, config), strict=True))
+        found |= dict(zip(source.names, source.take_apart(targets[name].detach(), config), strict=True))
     if not config.untie_embeddings_and_output_weights:  # transformers does not tie them in each family
         found[LM_HEAD] = found[table.embedding]
     return found
-
-
-def _parts(ours: Tensor, source: Source, config: ModelConfig) -> list[Tensor]:
-    if source.conversion is None:
-        return list(ours.chunk(len(source.names))) if len(source.names) > 1 else [ours]
-    if source.conversion.revert is None:
-        raise ConfigError(
-            f"{source.names[0]} cannot be derived from the model's tensors; this family cannot be exported"
-        )
-    return list(source.conversion.revert(ours, config))
 
 
 def _require_same(config: ModelConfig, exported: ModelConfig, example: Path) -> None:
@@ -203,15 +189,13 @@ def _parts_of_joined(
 
 def _experts(name: str, prefix: str, ours: Mapping[str, Tensor], table: TensorTable) -> list[str]:
     """Return the names of the experts joined in one tensor of the example; empty if it is no such tensor."""
-    for expression, part_name in table.split.items():
-        match = re.fullmatch(expression, name)
-        if match is not None:
-            names = (match.expand(part_name.replace("{index}", str(i))).removeprefix(prefix) for i in count())
-            return list(takewhile(ours.__contains__, names))
-    return []
+    slice_name = table.slice_name(name)
+    if slice_name is None:
+        return []
+    return list(takewhile(ours.__contains__, (slice_name(i).removeprefix(prefix) for i in count())))
 
 
 def _leave_out(name: str, bare: str, table: TensorTable, directory: Path) -> None:
-    if table.ignored is None or not re.fullmatch(table.ignored, bare):
+    if not table.skips(bare):
         raise CheckpointError(f"{directory} has {name}, which the model lacks")
     logger.warning("%s has %s, which is not loaded and therefore not written", directory, name)

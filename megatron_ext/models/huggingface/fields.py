@@ -1,4 +1,4 @@
-"""Fields of a decoded `config.json` of any family: harmless ones, checks by name, tables, and letters of layers.
+"""Fields of a decoded `config.json` of any family: harmless ones, checks by name, and tables.
 
 Every field that a family knows belongs to exactly one category of its table.
 """
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_ext.config import LARGEST_SIZE, MAX_LAYERS, ModelConfig
 from megatron_ext.config.source import HfOverrides
@@ -18,8 +19,7 @@ from megatron_ext.files import read_json
 
 CONFIG_FILE = "config.json"
 
-Fields = Mapping[str, object]  # of a decoded `config.json`, or `ModelConfig`
-Letters = Callable[[Fields], str]  # one letter for each layer of theirs
+Values = Mapping[str, object]  # of a `config.json`, or of fields of `ModelConfig`
 
 
 def read_fields(directory: Path, overrides: HfOverrides | None = None) -> Fields:
@@ -29,7 +29,7 @@ def read_fields(directory: Path, overrides: HfOverrides | None = None) -> Fields
         CheckpointError: No `config.json`, or one that is not JSON.
     """
     raw = read_json(directory / CONFIG_FILE)
-    return raw if overrides is None else overrides.over(raw)
+    return Fields(raw if overrides is None else overrides.over(raw))
 
 
 def names(text: str) -> frozenset[str]:
@@ -64,21 +64,130 @@ _HARMLESS_NAME = re.compile(r"_.*|.*_token_(id|ids|index)")
 
 _FLOATS = ("Infinity", "-Infinity", "NaN")  # in the spelling of transformers 5
 _LARGEST_NUMBER = 1e300
+REMEDIES = {
+    "quantization_config": "; give the folder of the weights that were quantized (on CPUs --cpu-weight-quantization "
+    "int8 quantizes them here)",
+}
+"""Remedies for values that are not supported, by field."""
 
 
-def check_architecture(raw: Fields, architecture: str) -> None:
-    """Raise if a model class is given and is not `architecture`, which generates text."""
-    architectures = raw.get("architectures")
-    if architectures not in (None, [architecture]):
-        raise ConfigError(
-            f"config.json: architectures {architectures!r} is not supported; supported is {architecture!r} "
-            f"of model_type {raw.get('model_type')!r}"
+class Fields(dict[str, object]):
+    """Fields of a decoded `config.json`; methods raise a `ConfigError` that names a field with an unsupported value."""
+
+    def refuse(self, name: str, supported: str) -> NoReturn:
+        """Raise for the value of a field; `supported` says which ones are."""
+        raise ConfigError(f"config.json: {name} = {self.get(name)!r} is not supported; {supported}")
+
+    def required(self, name: str) -> object:
+        """Return a required field."""
+        if name not in self:
+            raise ConfigError(f"config.json: field {name} is missing")
+        return self[name]
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return a positive integer, at most LARGEST_SIZE; the default, if there is one, for null or absent."""
+        if default is not None and self.get(name) is None:
+            return default
+        value = self.required(name)
+        if type(value) is not int or value <= 0:
+            self.refuse(name, "it must be a positive integer")
+        if value > LARGEST_SIZE:
+            raise ConfigError(f"config.json: {name} = {value!r} is too large; at most {LARGEST_SIZE} is supported")
+        return value
+
+    @property
+    def layer_count(self) -> int:
+        """Number of decoder layers."""
+        count = self.size("num_hidden_layers")
+        if count > MAX_LAYERS:
+            raise ConfigError(
+                f"config.json: num_hidden_layers = {count} is too large; at most {MAX_LAYERS} is supported"
+            )
+        return count
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return a boolean field."""
+        value = self.get(name, default)
+        if type(value) is not bool:
+            self.refuse(name, "it must be true or false")
+        return value
+
+    def number(self, name: str, *, default: float | None = None) -> float:
+        """Return a number above zero, whole or not; required if there is no default."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
+            self.refuse(name, "it must be a positive number")
+        return float(value)
+
+    def check(self, fixed: Mapping[str, tuple[object, ...]]) -> None:
+        """Raise unless fields with few supported values have one of them; an absent field has the first."""
+        for name, supported in fixed.items():
+            value = self.get(name, supported[0])
+            comparable = tuple(value) if isinstance(value, list) else value
+            is_bool = isinstance(comparable, bool)
+            if not any(comparable == option and is_bool == isinstance(option, bool) for option in supported):
+                wanted = " or ".join(repr(option) for option in supported)
+                self.refuse(name, f"supported is {wanted}{REMEDIES.get(name, '')}")
+
+    def check_divides(self, divisor: str, dividend: str) -> None:
+        """Raise unless one size divides another."""
+        small, large = self.size(divisor), self.size(dividend)
+        if large % small:
+            self.refuse(divisor, f"it must divide {dividend} = {large}")
+
+    def letters(self, name: str, letters: Mapping[str, str]) -> str:
+        """Return the letters of a list of layer kinds, which is required.
+
+        Args:
+            letters: Layer kind -> letter.
+        """
+        listed = self.required(name)
+        supported = f"it must be a list of {', '.join(letters)}"
+        if not isinstance(listed, list):
+            self.refuse(name, supported)
+        for kind in listed:
+            if not isinstance(kind, str) or kind not in letters:
+                raise ConfigError(
+                    f"config.json: {name} has {kind!r}: {name} = {listed!r} is not supported; {supported}"
+                )
+        return "".join(letters[kind] for kind in listed)
+
+    def layer_letters(self, name: str, letters: Mapping[str, str]) -> str:
+        """Return the letters of a list with the kind of each layer; see `letters`."""
+        found = self.letters(name, letters)
+        check_count(self.layer_count, found, name)
+        return found
+
+    def layer_numbers(self, name: str) -> frozenset[int]:
+        """Return the layer numbers in a list; empty if it is null or absent."""
+        listed, count = self.get(name), self.layer_count
+        if listed is None:
+            return frozenset()
+        if not isinstance(listed, list) or any(type(index) is not int or not 0 <= index < count for index in listed):
+            self.refuse(name, f"it must be a list of layers, 0 to {count - 1}")
+        return frozenset(listed)
+
+    def unknown(self, known: Container[str]) -> list[str]:
+        """Return the names of fields that are neither known nor harmless, and not empty, null, false or zero."""
+        return sorted(
+            name
+            for name, value in self.items()
+            if value and name not in known and name not in WITHOUT_EFFECT and not _HARMLESS_NAME.fullmatch(name)
         )
 
 
-def with_present_names(raw: Fields, other_names: Mapping[str, str]) -> dict[str, object]:
+Letters = Callable[[Fields], str]  # one letter for each layer of theirs
+
+
+def check_count(count: object, letters: str, source: str) -> None:
+    """Raise unless `num_hidden_layers` equals the number of letters from the field `source`."""
+    if count != len(letters):
+        raise ConfigError(f"config.json: num_hidden_layers {count!r} contradicts the {len(letters)} layers of {source}")
+
+
+def with_present_names(raw: Values, other_names: Mapping[str, str]) -> Fields:
     """Return fields under their present names, with special floats decoded; a field given twice must be equal."""
-    fields: dict[str, object] = {}
+    fields = Fields()
     for given_name, encoded in raw.items():
         name, value = other_names.get(given_name, given_name), _decoded(encoded)
         if name in fields and fields[name] != value:
@@ -99,167 +208,6 @@ def _decoded(value: object) -> object:
     if isinstance(value, float) and value > _LARGEST_NUMBER:
         return math.inf
     return value
-
-
-def unknown_names(fields: Fields, known: Container[str]) -> list[str]:
-    """Return the names of fields that are neither known nor harmless, and not empty, null, false or zero."""
-    return sorted(
-        name
-        for name, value in fields.items()
-        if value and name not in known and name not in WITHOUT_EFFECT and not _HARMLESS_NAME.fullmatch(name)
-    )
-
-
-REMEDIES = {
-    "quantization_config": "; give the folder of the weights that were quantized (on CPUs --cpu-weight-quantization "
-    "int8 quantizes them here)",
-}
-"""Remedies for values that are not supported, by field."""
-
-
-def check_fixed(fields: Fields, fixed: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise unless fields with few supported values have one of them; an absent field has the first."""
-    for name, supported in fixed.items():
-        value = fields.get(name, supported[0])
-        comparable = tuple(value) if isinstance(value, list) else value
-        if not any(comparable == option and _is_bool(comparable) == _is_bool(option) for option in supported):
-            wanted = " or ".join(repr(option) for option in supported)
-            raise ConfigError(
-                f"config.json: {name} = {value!r} is not supported; supported is {wanted}{REMEDIES.get(name, '')}"
-            )
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def require_field(fields: Fields, name: str) -> object:
-    """Return a required field."""
-    if name not in fields:
-        raise ConfigError(f"config.json: field {name} is missing")
-    return fields[name]
-
-
-def size(fields: Fields, name: str) -> int:
-    """Return a required positive integer, at most LARGEST_SIZE."""
-    value = require_field(fields, name)
-    if type(value) is not int or value <= 0:
-        raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive integer")
-    if value > LARGEST_SIZE:
-        raise ConfigError(f"config.json: {name} = {value!r} is too large; at most {LARGEST_SIZE} is supported")
-    return value
-
-
-def layer_count(fields: Fields) -> int:
-    """Return the number of decoder layers."""
-    count = size(fields, "num_hidden_layers")
-    if count > MAX_LAYERS:
-        raise ConfigError(f"config.json: num_hidden_layers = {count} is too large; at most {MAX_LAYERS} is supported")
-    return count
-
-
-def size_or(fields: Fields, name: str, default: int) -> int:
-    """Return a positive integer; the default if it is null or absent."""
-    return default if fields.get(name) is None else size(fields, name)
-
-
-def check_divides(fields: Fields, divisor: str, dividend: str) -> None:
-    """Raise unless one size divides another."""
-    small, large = size(fields, divisor), size(fields, dividend)
-    if large % small:
-        raise ConfigError(f"config.json: {divisor} = {small} is not supported; it must divide {dividend} = {large}")
-
-
-def flag(fields: Fields, name: str, *, default: bool) -> bool:
-    """Return a boolean field."""
-    value = fields.get(name, default)
-    if type(value) is not bool:
-        raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be true or false")
-    return value
-
-
-def positive_number(fields: Fields, name: str, *, default: float | None = None) -> float:
-    """Return a number above zero, whole or not; required if there is no default."""
-    value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
-        raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive number")
-    return float(value)
-
-
-def listed_letters(fields: Fields, name: str, letters: Mapping[str, str]) -> str:
-    """Return the letters of a list of layer kinds.
-
-    Args:
-        fields: A decoded `config.json`.
-        name: Name of the list, which is present.
-        letters: Layer kind -> letter.
-
-    Raises:
-        ConfigError: The field is not a list, or has a kind that is not supported.
-    """
-    listed, known = fields[name], ", ".join(letters)
-    problem = f"{name} = {listed!r} is not supported; it must be a list of {known}"
-    if not isinstance(listed, list):
-        raise ConfigError(f"config.json: {problem}")
-    for kind in listed:
-        if not isinstance(kind, str) or kind not in letters:
-            raise ConfigError(f"config.json: {name} has {kind!r}: {problem}")
-    return "".join(letters[kind] for kind in listed)
-
-
-def layer_letters(fields: Fields, name: str, letters: Mapping[str, str]) -> str:
-    """Return the letters of a list with the kind of each layer; errors as of `listed_letters` and `check_count`."""
-    found = listed_letters(fields, name, letters)
-    check_count(layer_count(fields), found, name)
-    return found
-
-
-def listed_indices(fields: Fields, name: str, count: int) -> frozenset[int]:
-    """Return the layer numbers in a list; empty if it is null or absent.
-
-    Args:
-        fields: A decoded `config.json`.
-        name: Name of the list.
-        count: Number of layers.
-
-    Raises:
-        ConfigError: The field is not a list of layer numbers.
-    """
-    listed = fields.get(name)
-    if listed is None:
-        return frozenset()
-    if not isinstance(listed, list) or any(type(index) is not int or not 0 <= index < count for index in listed):
-        raise ConfigError(
-            f"config.json: {name} = {listed!r} is not supported; it must be a list of layers, 0 to {count - 1}"
-        )
-    return frozenset(listed)
-
-
-def check_count(count: object, letters: str, source: str) -> None:
-    """Raise unless `num_hidden_layers` equals the number of letters from the field `source`."""
-    if count != len(letters):
-        raise ConfigError(f"config.json: num_hidden_layers {count!r} contradicts the {len(letters)} layers of {source}")
-
-
-def is_singled_out(fields: Fields, name: str, index: int, default: tuple[int, int]) -> bool:
-    """Return whether `NAME_offset` and `NAME_period` select layer `index`.
-
-    Args:
-        fields: A decoded `config.json`.
-        name: Common prefix of both fields.
-        index: Layer number, from 0.
-        default: Offset and period if absent.
-
-    Raises:
-        ConfigError: The offset is not a layer number below the period.
-    """
-    offset, period = fields.get(f"{name}_offset", default[0]), size_or(fields, f"{name}_period", default[1])
-    if type(offset) is not int or not 0 <= offset < period:
-        raise ConfigError(
-            f"config.json: {name}_offset = {offset!r} is not supported; it must be at least 0 and less than "
-            f"{name}_period = {period}"
-        )
-    return index % period == offset
 
 
 # Sizes of decoders with attention, and with MLPs, too: field of config.json -> field of `ModelConfig`.
@@ -301,35 +249,27 @@ class FieldTable:
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
     other_names: Mapping[str, str] = field(default_factory=dict)
-    defaults: Fields = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
     is_tied: bool = False
 
     def __or__(self, other: FieldTable) -> FieldTable:
         """Return the fields of both tables; entries of the other one win."""
-        return FieldTable(
-            {**self.sizes, **other.sizes},
-            {**self.numbers, **other.numbers},
-            {**self.fixed, **other.fixed},
-            self.read | other.read,
-            {**self.other_names, **other.other_names},
-            {**self.defaults, **other.defaults},
-            self.is_tied or other.is_tied,
-        )
+        return FieldTable(**{name: value | getattr(other, name) for name, value in vars(self).items()})
 
     @property
     def known(self) -> frozenset[str]:
         """Names of the fields that decide the logits."""
         return frozenset((*self.sizes, *self.numbers, *self.fixed, *FIXED_IN_ALL)) | self.read | _READ
 
-    def checked(self, raw: Fields) -> Fields:
+    def checked(self, raw: Values) -> Fields:
         """Check a decoded `config.json` and return it under the names of this table, with defaults.
 
         Raises:
             ConfigError: A field is given twice and differently, or has a value that is not supported.
         """
-        fields = with_present_names(raw, self.other_names)
-        check_fixed(fields, {**self.fixed, **FIXED_IN_ALL})
-        return {**self.defaults, **fields}
+        given = with_present_names(raw, self.other_names)
+        given.check({**self.fixed, **FIXED_IN_ALL})
+        return Fields({**self.defaults, **given})
 
     def translated(self, fields: Fields) -> dict[str, object]:
         """Translate sizes, numbers and tied embeddings to fields of `ModelConfig`.
@@ -337,13 +277,10 @@ class FieldTable:
         Raises:
             ConfigError: A field is missing, or is not a positive number.
         """
-        is_tied = flag(fields, "tie_word_embeddings", default=self.is_tied)
+        is_tied = fields.flag("tie_word_embeddings", default=self.is_tied)
         return {
-            **{ours: size(fields, theirs) for theirs, ours in self.sizes.items()},
-            **{
-                ours: positive_number(fields, theirs, default=default)
-                for theirs, (ours, default) in self.numbers.items()
-            },
+            **{ours: fields.size(theirs) for theirs, ours in self.sizes.items()},
+            **{ours: fields.number(theirs, default=default) for theirs, (ours, default) in self.numbers.items()},
             "untie_embeddings_and_output_weights": not is_tied,
         }
 

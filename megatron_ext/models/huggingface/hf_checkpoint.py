@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from megatron_ext.mcore.checkpoint.weight_shards import (
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.huggingface.family_registry import family_of
-from megatron_ext.models.huggingface.fields import CONFIG_FILE, Fields, read_fields
+from megatron_ext.models.huggingface.fields import CONFIG_FILE, Values, read_fields
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, Source, TensorTable
 from megatron_ext.models.weight_files import WeightFiles, is_prediction, require_same_names, require_shape
 from megatron_ext.parallel.world import is_first_rank
@@ -71,7 +70,7 @@ def with_prediction(config: ModelConfig, directory: Path, overrides: HfOverrides
     return family.with_prediction(config, raw)
 
 
-def translate(raw: Fields) -> ModelConfig:
+def translate(raw: Values) -> ModelConfig:
     """Translate a decoded `config.json` to a `ModelConfig`.
 
     Raises:
@@ -104,12 +103,6 @@ def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table
     Every rank calls this. It reads only its part of each tensor, except for tensors with a conversion other than
     concatenation by rows: of these it holds one whole tensor at a time.
 
-    Args:
-        model: Model whose tensors are written.
-        config: Configuration that the model was built from.
-        directory: Directory of the files.
-        table: Tensor table of the family.
-
     Raises:
         CheckpointError: A tensor is missing, unknown, or has another shape; the message names it. Or tied embeddings
             are stored twice and differ.
@@ -129,9 +122,10 @@ def _stored_names(files: WeightFiles, table: TensorTable, wanted: Container[str]
     Raises:
         CheckpointError: A tensor under two names.
     """
-    for expression, part_name in table.split.items():
-        for match in filter(None, (re.fullmatch(expression, name) for name in sorted(files.names))):
-            files.split(match.string, _namer(match, part_name))
+    for name in sorted(files.names):
+        slice_name = table.slice_name(name)
+        if slice_name is not None:
+            files.split(name, slice_name)
     for whole, parts in table.joined_names(files.names).items():
         files.join(whole, parts)
     stored: Names = {}
@@ -139,16 +133,7 @@ def _stored_names(files: WeightFiles, table: TensorTable, wanted: Container[str]
         other = stored.setdefault(table.known_name(name), name)
         if other != name:
             raise CheckpointError(f"{files.directory} has both {other} and {name}, two names of one tensor")
-    if table.ignored is None:
-        return stored
-    return {
-        name: file_name for name, file_name in stored.items() if name in wanted or not re.fullmatch(table.ignored, name)
-    }
-
-
-def _namer(match: re.Match[str], part_name: str) -> Callable[[int], str]:
-    """Return a function from a slice's number to its name."""
-    return lambda index: match.expand(part_name.replace("{index}", str(index)))
+    return {name: stored[name] for name in stored if name in wanted or not table.skips(name)}
 
 
 def _require_stored(files: WeightFiles, stored: Names, sources: Mapping[str, Source], *, is_tied: bool) -> None:
@@ -182,12 +167,12 @@ def _fill(
     target: Tensor, shard: ShardSpec, files: WeightFiles, stored: Names, source: Source, config: ModelConfig
 ) -> None:
     """Write this rank's part of a tensor of ours."""
-    shapes = part_shapes(source, shard.shape, config)
+    shapes = source.shapes(shard.shape, config)
     for name, expected in zip(source.names, shapes, strict=True):
         require_shape(files.directory, stored[name], files.shape(stored[name]), expected)
-    if source.conversion is not None:
+    if not source.is_concatenation:
         parts = [files.get(stored[name]) for name in source.names]
-        target.copy_(shard.take(source.conversion.convert(parts, config)))
+        target.copy_(shard.take(source.make(parts, config)))
         return
     zero_padding(target, shard)
     for piece in shard.pieces:
@@ -209,14 +194,3 @@ def _boxes(
             shift = local[0].start - whole[0].start
             yield name, (slice(low - first, high - first), *whole[1:]), (slice(low + shift, high + shift), *local[1:])
         first += shape[0]
-
-
-def part_shapes(source: Source, shape: tuple[int, ...], config: ModelConfig) -> Sequence[tuple[int, ...]]:
-    """Return the shapes of their tensors that make up one of `shape`, which may have no dimension."""
-    if source.conversion is None and len(source.names) == 1:
-        return [shape]
-    count = len(source.names)
-    if source.conversion is None:
-        return [(shape[0] // count, *shape[1:])] * count
-    parts = [(row, *shape[1:]) for row in source.conversion.rows(config)]
-    return [part[::-1] for part in parts] if source.conversion.is_transposed else parts

@@ -15,17 +15,7 @@ from __future__ import annotations
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.fields import (
-    Fields,
-    check_divides,
-    flag,
-    layer_count,
-    names,
-    positive_number,
-    require_field,
-    size,
-    size_or,
-)
+from megatron_ext.models.huggingface.fields import Fields, names
 
 _SCORES_PER_GROUP = 2
 
@@ -43,7 +33,7 @@ def routed_experts(fields: Fields, experts_name: str) -> dict[str, object]:
     Raises:
         ConfigError: A token would get more experts than there are.
     """
-    experts, chosen = size(fields, experts_name), size(fields, "num_experts_per_tok")
+    experts, chosen = fields.size(experts_name), fields.size("num_experts_per_tok")
     if chosen > experts:
         raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {experts_name} {experts}")
     return {"num_experts": experts, "moe_router_topk": chosen}
@@ -56,23 +46,20 @@ def sigmoid_experts(fields: Fields) -> dict[str, object]:
         ConfigError: A field is missing, or has a value that megatron-core's router does not support; the message names
             it.
     """
-    routed, chosen = routed_experts(fields, "n_routed_experts"), size(fields, "num_experts_per_tok")
+    routed, chosen = routed_experts(fields, "n_routed_experts"), fields.size("num_experts_per_tok")
     if fields.get("n_shared_experts", 1) != 1:
-        raise ConfigError(
-            f"config.json: n_shared_experts = {fields['n_shared_experts']!r} is not supported; supported is 1, "
-            "of width moe_shared_expert_intermediate_size"
-        )
-    check_normalization(flag(fields, "norm_topk_prob", default=True), chosen)
+        fields.refuse("n_shared_experts", "supported is 1, of width moe_shared_expert_intermediate_size")
+    check_normalization(fields.flag("norm_topk_prob", default=True), chosen)
     groups, open_groups = _groups(fields, chosen)
     return {
         **routed,
-        "moe_ffn_hidden_size": size(fields, "moe_intermediate_size"),
-        "moe_shared_expert_intermediate_size": size(fields, "moe_shared_expert_intermediate_size"),
-        "moe_latent_size": None if fields.get("moe_latent_size") is None else size(fields, "moe_latent_size"),
+        "moe_ffn_hidden_size": fields.size("moe_intermediate_size"),
+        "moe_shared_expert_intermediate_size": fields.size("moe_shared_expert_intermediate_size"),
+        "moe_latent_size": None if fields.get("moe_latent_size") is None else fields.size("moe_latent_size"),
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": groups,
         "moe_router_group_topk": open_groups,
-        "moe_router_topk_scaling_factor": positive_number(fields, "routed_scaling_factor", default=1.0),
+        "moe_router_topk_scaling_factor": fields.number("routed_scaling_factor", default=1.0),
         "moe_router_enable_expert_bias": True,
     }
 
@@ -113,9 +100,9 @@ def check_normalization(normalized: bool, chosen: int) -> None:
 
 def _groups(fields: Fields, chosen: int) -> tuple[int | None, int | None]:
     """Return the number of expert groups and of those open to a token; None for both if all are open."""
-    fields = {"n_group": 1, "topk_group": 1, **fields}
-    check_divides(fields, "n_group", "n_routed_experts")
-    groups, open_groups = size(fields, "n_group"), size(fields, "topk_group")
+    fields = Fields({"n_group": 1, "topk_group": 1, **fields})
+    fields.check_divides("n_group", "n_routed_experts")
+    groups, open_groups = fields.size("n_group"), fields.size("topk_group")
     given = f"config.json: n_group = {groups} with topk_group = {open_groups}"
     if open_groups > groups:
         raise ConfigError(f"{given} is not supported; at most all groups can be chosen")
@@ -133,12 +120,10 @@ def _groups(fields: Fields, chosen: int) -> tuple[int | None, int | None]:
 SPARSE_FIELDS = names("mlp_only_layers decoder_sparse_step")
 
 
-def softmax_experts(fields: Fields, experts_name: str, *, is_normalized: bool) -> dict[str, object]:
-    """Return the number of experts of a layer, the experts per token, and the kind of their weights.
+def softmax_experts(fields: Fields, experts_name: str, width_name: str, *, is_normalized: bool) -> dict[str, object]:
+    """Return the number and the width of a layer's experts, the experts per token, and the kind of their weights.
 
     Args:
-        fields: A decoded `config.json`.
-        experts_name: Name of the field with the number of experts.
         is_normalized: Whether the weights of the chosen experts sum to one.
 
     Raises:
@@ -152,19 +137,17 @@ def softmax_experts(fields: Fields, experts_name: str, *, is_normalized: bool) -
             f"config.json: num_experts_per_tok = 1 is not supported with {experts_name} = {experts}; supported are 2 "
             f"to {experts} where weights of the chosen experts are divided by their sum"
         )
-    return {**count, "moe_router_score_function": "softmax", "moe_router_pre_softmax": not is_normalized}
+    return {
+        **count,
+        "moe_ffn_hidden_size": fields.size(width_name),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not is_normalized,
+    }
 
 
 def local_experts(fields: Fields) -> dict[str, object]:
-    """Return the fields of `num_local_experts` softmax experts of size `intermediate_size`, as Mixtral names them.
-
-    Raises:
-        ConfigError: As `softmax_experts`; or a size is missing.
-    """
-    return {
-        **softmax_experts(fields, "num_local_experts", is_normalized=True),
-        "moe_ffn_hidden_size": size(fields, "intermediate_size"),
-    }
+    """Return the fields of softmax experts, as Mixtral names them."""
+    return softmax_experts(fields, "num_local_experts", "intermediate_size", is_normalized=True)
 
 
 def sparse_letters(fields: Fields) -> str:
@@ -173,12 +156,9 @@ def sparse_letters(fields: Fields) -> str:
     Raises:
         ConfigError: A field is missing, or is not a list of layers.
     """
-    count, step = layer_count(fields), size_or(fields, "decoder_sparse_step", 1)
-    dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(index) is not int or not 0 <= index < count for index in dense):
-        raise ConfigError(
-            f"config.json: mlp_only_layers = {dense!r} is not supported; it must be a list of layers, 0 to {count - 1}"
-        )
-    has_experts = require_field(fields, "num_experts") != 0
-    sparse = {index for index in range(count) if has_experts and (index + 1) % step == 0} - set(dense)
-    return "".join("E" if index in sparse else "-" for index in range(count))
+    step, dense = fields.size("decoder_sparse_step", 1), fields.layer_numbers("mlp_only_layers")
+    has_experts = fields.required("num_experts") != 0
+    return "".join(
+        "E" if has_experts and (index + 1) % step == 0 and index not in dense else "-"
+        for index in range(fields.layer_count)
+    )

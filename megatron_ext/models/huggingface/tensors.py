@@ -3,7 +3,7 @@
 A tensor of ours is made from one of theirs, or from several:
 
 - by default they are concatenated by rows: gate and up projection of a gated MLP, the gate first;
-- otherwise a `Conversion` defines the order of their rows.
+- otherwise a `Conversion` defines the number or the order of their rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.errors import ConfigError
 
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_norm.weight"
@@ -26,17 +27,17 @@ EXPERT = "{expert}"  # placeholder in names for each expert's number
 
 @dataclass(frozen=True)
 class Conversion:
-    """Conversion of tensors of theirs to one of ours, if it is not a concatenation by rows.
+    """Conversion of tensors of theirs to one of ours.
 
     Attributes:
         rows: Returns the rows of each of their tensors; all further dimensions equal ours.
-        convert: Theirs, in the order of the table, to ours; any floating point type.
-        revert: Ours to theirs, in the same order; None disables the export.
-        is_transposed: Whether theirs are matrices whose columns are the `rows`.
+        convert: Theirs, in the order of the table, to ours; any floating point type. None for a concatenation by rows.
+        revert: Ours to theirs, in the same order; None disables the export, unless it is a concatenation.
+        is_transposed: Whether files have the matrices transposed, so that their columns are the `rows`.
     """
 
     rows: Callable[[ModelConfig], Sequence[int]]
-    convert: Callable[[Sequence[Tensor], ModelConfig], Tensor]
+    convert: Callable[[Sequence[Tensor], ModelConfig], Tensor] | None = None
     revert: Callable[[Tensor, ModelConfig], Sequence[Tensor]] | None = None
     is_transposed: bool = False
 
@@ -46,7 +47,6 @@ class Source:
     """Source of a tensor of ours.
 
     Attributes:
-        names: Names of their tensors.
         conversion: None if they are concatenated by rows, in equal parts.
         needs: Field or property of `ModelConfig` without which (None, False) neither side has the tensor; None if both
             always have it.
@@ -55,6 +55,42 @@ class Source:
     names: tuple[str, ...]
     conversion: Conversion | None = None
     needs: str | None = None
+
+    @property
+    def is_concatenation(self) -> bool:
+        """True if theirs make up ours one after the other, by rows."""
+        return self.conversion is None or self.conversion.convert is None
+
+    def shapes(self, shape: tuple[int, ...], config: ModelConfig) -> Sequence[tuple[int, ...]]:
+        """Return the shapes of their tensors that make up one of `shape`, which may have no dimension."""
+        count = len(self.names)
+        if self.conversion is None:
+            return [shape] if count == 1 else [(shape[0] // count, *shape[1:])] * count
+        parts = [(row, *shape[1:]) for row in self.conversion.rows(config)]
+        return [part[::-1] for part in parts] if self.conversion.is_transposed else parts
+
+    def make(self, parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
+        """Return ours, made from theirs."""
+        if self.conversion is None or self.conversion.convert is None:
+            return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+        return self.conversion.convert([part.T for part in parts] if self.conversion.is_transposed else parts, config)
+
+    def take_apart(self, ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
+        """Return theirs, of which `make` makes ours.
+
+        Raises:
+            ConfigError: They cannot be derived.
+        """
+        if self.conversion is None or self.conversion.convert is None:
+            if len(self.names) == 1:
+                return [ours]
+            return ours.split([rows for rows, *_ in self.shapes(tuple(ours.shape), config)])
+        if self.conversion.revert is None:
+            raise ConfigError(
+                f"{self.names[0]} cannot be derived from the model's tensors; this family cannot be exported"
+            )
+        parts = self.conversion.revert(ours, config)
+        return [part.T.contiguous() for part in parts] if self.conversion.is_transposed else parts
 
 
 LayerTable = Mapping[str, Source]  # ours -> theirs, both without the prefix of the layer
@@ -95,7 +131,6 @@ class TensorTable:
     Attributes:
         layers: For each letter of a pattern: ours below `decoder.layers.N.` -> theirs below `layers.M.`.
         letters_per_layer: Letters per layer of theirs: M is N divided by this number.
-        embedding: Name of the embedding.
         final_norm: Name of the norm after the last layer.
         prefixes: Optional prefixes of names.
         ignored: Regular expression of whole names that are skipped.
@@ -123,6 +158,18 @@ class TensorTable:
         bare = name.removeprefix(prefix)
         matches = ((re.fullmatch(expression, bare), known) for expression, known in self.other_names.items())
         return next((match.expand(known) for match, known in matches if match is not None), bare)
+
+    def skips(self, bare: str) -> bool:
+        """Return whether a tensor of theirs, without prefix, is skipped."""
+        return self.ignored is not None and re.fullmatch(self.ignored, bare) is not None
+
+    def slice_name(self, name: str) -> Callable[[int], str] | None:
+        """Return a function from a slice's number to its name; None for a tensor that is not split."""
+        for expression, template in self.split.items():
+            match = re.fullmatch(expression, name)
+            if match is not None:
+                return lambda index: match.expand(template.replace("{index}", str(index)))
+        return None
 
     def joined_names(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the tensors that are stored in parts, each with its parts' names; some parts may be missing."""
@@ -176,16 +223,7 @@ def _of_layer(table: LayerTable, config: ModelConfig) -> Iterator[tuple[str, Sou
             yield name.replace(EXPERT, expert), replace(source, names=names)
 
 
-# Names of the norm before a layer.
-ATTENTION_NORM = "input_layernorm"
-RECURRENT_NORM = "norm"
-MLP_NORM = "pre_mlp_layernorm"
-
-# Our MLPs: plain, one routed expert, all shared experts together.
-MLP = "mlp"
-ROUTED_EXPERT = f"mlp.experts.local_experts.{EXPERT}"
-SHARED_EXPERTS = "mlp.shared_experts"
-
+ROUTED_EXPERT = f"mlp.experts.local_experts.{EXPERT}"  # one of our routed experts
 _MAMBA1 = "in_proj.weight conv1d.weight conv1d.bias x_proj.weight dt_proj.weight dt_proj.bias A_log D out_proj.weight"
 _MAMBA2 = "in_proj.weight conv1d.weight conv1d.bias A_log D dt_bias norm.weight out_proj.weight"
 
@@ -227,17 +265,12 @@ def query_and_key_norms(theirs: str) -> LayerTable:
 
 
 def gated_mlp(ours: str, theirs: str) -> LayerTable:
-    """Tensor table of a gated MLP of three matrices; ours has gate and up projection in one."""
+    """Tensor table of a gated MLP, with the configured biases; ours has gate and up projection in one."""
+    first = (f"{theirs}.gate_proj", f"{theirs}.up_proj")
     return {
-        f"{ours}.linear_fc1.weight": Source((f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")),
+        f"{ours}.linear_fc1.weight": Source(tuple(f"{one}.weight" for one in first)),
+        f"{ours}.linear_fc1.bias": Source(tuple(f"{one}.bias" for one in first), needs="add_mlp_bias"),
         **weights({f"{ours}.linear_fc2": f"{theirs}.down_proj"}),
-    }
-
-
-def gated_mlp_biases(ours: str, theirs: str) -> LayerTable:
-    """Tensor table of a gated MLP's biases, if configured."""
-    return {
-        f"{ours}.linear_fc1.bias": Source((f"{theirs}.gate_proj.bias", f"{theirs}.up_proj.bias"), needs="add_mlp_bias"),
         f"{ours}.linear_fc2.bias": Source((f"{theirs}.down_proj.bias",), needs="add_mlp_bias"),
     }
 

@@ -101,7 +101,6 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> ModelC
     It has no `spec`, unless it names one of ours: a name in a checkpoint is never imported.
 
     Args:
-        directory: Directory of the checkpoint.
         spec_is_given: Whether the user names the stack of layers, so that the checkpoint's own does not matter.
 
     Raises:
@@ -137,10 +136,6 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> ModelC
 
 def model_config(fields: Mapping[str, object], where: str) -> ModelConfig:
     """Return a configuration from the fields in a checkpoint.
-
-    Args:
-        fields: Fields of `ModelConfig`.
-        where: Source of the fields, for the message.
 
     Raises:
         CheckpointError: A field is unknown, of the wrong type, or has an invalid value.

@@ -48,7 +48,7 @@ from megatron_ext.models.megatron.directory import (
     read_header,
     stored_tensor,
 )
-from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
+from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_used, shards
 from megatron_ext.models.megatron.training_args import (
     TrainingFacts,
     config_from_args,
@@ -56,9 +56,9 @@ from megatron_ext.models.megatron.training_args import (
     training_facts,
 )
 from megatron_ext.models.weight_files import (
-    FLOATING_TYPES,
     WEIGHTS_FILE,
     is_prediction,
+    require_floating,
     require_same_names,
     require_shape,
 )
@@ -168,16 +168,20 @@ def _require_seen(staging: Path, directory: str | Path) -> None:
 
 def _write_part(directory: str | Path, staging: Path, model: HybridModel, dtype: torch.dtype) -> None:
     described = model.sharded_state_dict().items()
-    state = {name: _as_saved(name, one, dtype) for name, one in described if not _is_padding(one, model.entries)}
-    state = {name: _without_padding(one, model.entries) for name, one in state.items()}
+    saved = ((name, _as_saved(name, one, dtype, model.entries)) for name, one in described)
+    state = {name: one for name, one in saved if one is not None}
     try:
         write_state(state, staging)
     except (CheckpointingException, CheckpointException, OSError) as error:
         raise ConfigError(f"--save {directory} cannot be written: {_reason(error)}") from error
 
 
-def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_given: bool = False) -> ModelConfig:
-    """Return the configuration of a checkpoint: from our `config.json`, or from Megatron-LM's arguments.
+def read_dist_config(
+    directory: Path, vocab_size: int | None = None, *, spec_is_given: bool = False
+) -> tuple[ModelConfig, TrainingFacts | None]:
+    """Return the configuration of a checkpoint, from our `config.json` or from Megatron-LM's arguments.
+
+    Megatron-LM's also say facts outside the model's configuration.
 
     Args:
         directory: The one with megatron's files.
@@ -196,21 +200,12 @@ def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_
                 f"{directory} has its weights in {WEIGHTS_FILE}, a form of ours up to version 0.2, which converts it: "
                 f"megatron-ext run --load {directory} --save NEW"
             )
-        return config
+        return config, None
     stored = _read_stored(directory)
-    args = _arguments(directory, read_common(directory, stored))
+    args, where = _arguments(directory, read_common(directory, stored)), str(common_source(directory))
     in_gpt = is_gpt(stored.tensors)
-    return config_from_args(args, str(common_source(directory)), is_gpt=in_gpt, vocab_size=vocab_size)
-
-
-def training_facts_of(directory: Path) -> TrainingFacts | None:
-    """Return the facts of a Megatron-LM checkpoint outside the model's configuration; None for ours."""
-    if has_header(directory) or not is_dist_checkpoint(directory):
-        return None
-    stored = _read_stored(directory)
-    args = _arguments(directory, read_common(directory, stored))
-    rows = padded_vocabulary(args, str(directory))
-    return training_facts(args, is_gpt=is_gpt(stored.tensors), vocabulary_rows=rows)
+    config = config_from_args(args, where, is_gpt=in_gpt, vocab_size=vocab_size)
+    return config, training_facts(args, is_gpt=in_gpt, vocabulary_rows=padded_vocabulary(args, where))
 
 
 def load_dist_weights(model: HybridModel, directory: Path) -> None:
@@ -259,7 +254,7 @@ def _read_stored(directory: Path) -> StoredState:
 def _useful_names(stored: StoredState, has_prediction: bool) -> set[str]:
     """Return the keys that the model uses; an object's key is without its rank's suffix."""
     keys = {*stored.tensors, *(key.split("/shard_")[0] for key in stored.objects)}
-    return {key for key in keys if not is_ignored(key) and (has_prediction or not is_prediction(key))}
+    return {key for key in keys if is_used(key, has_prediction)}
 
 
 def _requested(model: HybridModel, common: Mapping[str, object]) -> dict[str, Sharded]:
@@ -286,34 +281,29 @@ def _require_fit(directory: Path, stored: StoredTensor, wanted: ShardedTensor, r
     if wanted.allow_shape_mismatch:  # padded in the file, in the model, or in both
         expected = (rows, *expected[1:])
     require_shape(directory, wanted.key, stored.shape, expected)
-    if stored.dtype not in FLOATING_TYPES:
-        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
-        found = str(stored.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{directory}: tensor {wanted.key} is of type {found}; supported are {kinds}")
+    require_floating(stored.dtype, f"{directory}: tensor {wanted.key}")
 
 
-def _as_saved(name: str, sharded: Sharded | ShardedObject, dtype: torch.dtype) -> Sharded | ShardedObject:
+def _as_saved(
+    name: str, sharded: Sharded | ShardedObject, dtype: torch.dtype, entries: int
+) -> Sharded | ShardedObject | None:
+    """Return a description with its data as stored, without rows of padding; None if this rank has no others.
+
+    Rows after the vocabulary depend on the number of ranks.
+    """
     if isinstance(sharded, ShardedObject):
         return sharded
     data = stored_tensor(name, sharded.data, dtype)
-    if isinstance(sharded, ShardedTensor):
-        return dataclasses.replace(sharded, data=data, dtype=data.dtype)
-    return dataclasses.replace(sharded, data=data)
-
-
-def _is_padding(sharded: Sharded | ShardedObject, entries: int) -> bool:
-    """Return whether all rows of this rank are after the vocabulary."""
-    return isinstance(sharded, ShardedTensor) and sharded.allow_shape_mismatch and sharded.global_offset[0] >= entries
-
-
-def _without_padding(sharded: Sharded | ShardedObject, entries: int) -> Sharded | ShardedObject:
-    """Return a description without the padding rows after the vocabulary, which depend on the number of ranks."""
-    if not (isinstance(sharded, ShardedTensor) and sharded.allow_shape_mismatch) or sharded.global_shape[0] <= entries:
-        return sharded
-    assert sharded.data is not None, sharded
-    data = sharded.data[: entries - sharded.global_offset[0]]
+    if not isinstance(sharded, ShardedTensor):
+        return dataclasses.replace(sharded, data=data)
+    if sharded.allow_shape_mismatch and sharded.global_offset[0] >= entries:
+        return None
+    whole = dataclasses.replace(sharded, data=data, dtype=data.dtype)
+    if not sharded.allow_shape_mismatch or sharded.global_shape[0] <= entries:
+        return whole
+    data = data[: entries - sharded.global_offset[0]]
     return dataclasses.replace(
-        sharded,
+        whole,
         data=data,
         local_shape=tuple(data.shape),
         global_shape=(entries, *sharded.global_shape[1:]),

@@ -44,6 +44,7 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _TRAINING_OBJECTS = frozenset(("rng_state", "rerun_state_machine_state", COMMON_OBJECT))
 _OUR_PREDICTION, _GPT_PREDICTION = ".mtp_model_layer", ".transformer_layer"
 _EXTRA_STATE = "_extra_state"  # Transformer Engine's scales of 8-bit training; a norm's follow its key's prefix
+_EXPERT = re.compile(r"(.+\.experts\.)local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
 
 
 def is_gpt(stored: Iterable[str]) -> bool:
@@ -59,10 +60,11 @@ def final_norm_in_gpt(names: Iterable[str]) -> bool | None:
     return None
 
 
-def is_ignored(key: str) -> bool:
-    """Return whether inference ignores a stored tensor or object: training state and scales."""
+def is_used(key: str, has_prediction: bool) -> bool:
+    """Return whether a model uses a stored tensor or object; training state and scales are ignored."""
     name = key.split("/shard_")[0]
-    return bool(_OPTIMIZER.match(name)) or name in _TRAINING_OBJECTS or name.endswith(_EXTRA_STATE)
+    is_ignored = _OPTIMIZER.match(name) or name in _TRAINING_OBJECTS or name.endswith(_EXTRA_STATE)
+    return not is_ignored and (has_prediction or not is_prediction(key))
 
 
 def as_stored(state: Mapping[str, Sharded], stored: Container[str], gpt_layers: int | None) -> dict[str, Sharded]:
@@ -108,6 +110,24 @@ def places(key: str, in_gpt: bool) -> Iterator[RankInfo]:
     for name in (key, _other_norm(key)):
         if name is not None:
             yield from _gpt_places(name) if in_gpt else (RankInfo(name),)
+
+
+def given_name(name: str, given: Container[str], in_gpt: bool) -> str:
+    """Return the given name of a tensor of ours in a model of Megatron; the likeliest one if none is given.
+
+    Since 0.19 a mixer has the convolution's parameters itself; Transformer Engine has all experts in one module.
+
+    Args:
+        name: Name in our model on this rank.
+        given: Names in the model of Megatron.
+        in_gpt: Whether that model is a GPT.
+    """
+    options = []
+    for key in (place.key for place in places(name, in_gpt) if place.row is None):
+        expert = _EXPERT.fullmatch(key)
+        in_memory = f"{expert[1]}{expert[3]}{expert[2]}" if expert is not None else key.replace(".conv1d.", ".conv1d_")
+        options += [key, in_memory]
+    return next((one for one in options if one in given), options[0])
 
 
 def _other_norm(key: str) -> str | None:

@@ -39,10 +39,6 @@ class TrainingFacts:
         vocabulary_rows: Rows of the embedding, padding included.
         tokenizer_type: Tokenizer type of the run; None if absent or unknown here.
         tokenizer_model: Tokenizer file of the run, on any machine.
-        vocab_file: Vocabulary file of the run.
-        merge_file: Merges file of the run.
-        tiktoken_pattern: Pattern of the run's tiktoken tokenizer.
-        tiktoken_num_special_tokens: Special tokens of the run's tiktoken tokenizer.
     """
 
     is_gpt: bool
@@ -160,7 +156,7 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
         "normalization": known.get("normalization", "LayerNorm"),
         "norm_epsilon": _norm_epsilon(known, pattern),
         "rotary_base": known.integer("rotary_base", 10000),
-        "disable_bias_linear": not _has_biases(known),
+        "disable_bias_linear": not known.get("add_bias_linear", not known.get("disable_bias_linear", False)),
         "add_qkv_bias": bool(known.get("add_qkv_bias")),
         "num_query_groups": known.get("num_query_groups") if known.get("group_query_attention") else None,
         "vocab_size": _vocabulary(known, vocab_size),
@@ -302,7 +298,8 @@ def _require_supported(known: _Arguments, is_gpt: bool) -> None:
     elif known.get("experimental_attention_variant") and not known.get("swiglu"):
         known.refuse("experimental_attention_variant", "gated_delta_net with swiglu, whose activation it shares")
     spec = known.get("spec")
-    if spec and not (_is_texts(spec) and len(spec) <= 2 and is_megatrons_spec((spec[0], spec[-1]))):
+    is_texts = isinstance(spec, list | tuple) and all(type(item) is str for item in spec)
+    if spec and not (is_texts and len(spec) <= 2 and is_megatrons_spec((spec[0], spec[-1]))):
         known.refuse("spec", f"Megatron's own, in {', '.join(MEGATRONS_MODULES)}")
 
 
@@ -377,14 +374,6 @@ def _norm_epsilon(known: _Arguments, pattern: str) -> float:
     if is_mamba and epsilon != _MAMBA_NORM_EPSILON:
         known.refuse(name, f"{_MAMBA_NORM_EPSILON} with Mamba layers, whose gated norm has it in any case")
     return epsilon
-
-
-def _is_texts(value: Any) -> bool:
-    return type(value) in (list, tuple) and all(type(item) is str for item in value)
-
-
-def _has_biases(known: _Arguments) -> bool:
-    return known.get("add_bias_linear", not known.get("disable_bias_linear", False))
 
 
 def _vocabulary(known: _Arguments, asked: int | None) -> int:

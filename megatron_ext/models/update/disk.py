@@ -26,12 +26,7 @@ from megatron_ext.memory.host_limits import is_out_of_memory
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
 from megatron_ext.models.megatron.directory import has_header
-from megatron_ext.models.megatron.dist_checkpoint import (
-    is_dist_checkpoint,
-    require_intact,
-    resolve_iteration,
-    training_facts_of,
-)
+from megatron_ext.models.megatron.dist_checkpoint import is_dist_checkpoint, require_intact, resolve_iteration
 
 
 def kept_copies(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
@@ -92,11 +87,7 @@ _MAX_FILES = 100_000  # maximum files of a checkpoint
 
 @dataclass(frozen=True)
 class WeightsRoot:
-    """Directory below which new weights are read.
-
-    Attributes:
-        path: Path with links resolved.
-    """
+    """Directory below which new weights are read; its path has no links."""
 
     path: Path
 
@@ -199,7 +190,6 @@ def read_new_weights(
     """Read a checkpoint for a loaded model; the model is not touched. With several ranks each reads its part.
 
     Args:
-        loaded: The model.
         source: Source that the model was loaded with.
         overrides: Overrides that the model was loaded with.
         directory: Directory of a Hugging Face checkpoint, one of ours, or one of Megatron-LM's.
@@ -220,9 +210,8 @@ def read_new_weights(
         override_checkpoint_args=source.override_checkpoint_args if ours else (),
     )
     require_intact(directory)
-    trained = training_facts_of(directory) if ours else None
     has_prediction = loaded.config.mtp_num_layers is not None
-    config = checkpoint_config(new, directory, overrides, trained, reads_prediction=has_prediction)
+    config, _ = checkpoint_config(new, directory, overrides, reads_prediction=has_prediction)
     _require_same(loaded.config, config, directory)
     targets = saved_tensors(loaded.model)
     device = next(iter(targets.values())).device

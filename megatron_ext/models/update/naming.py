@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
+import functools
+import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +18,10 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.models.huggingface.family_registry import family_of
 from megatron_ext.models.huggingface.fields import read_fields
-from megatron_ext.models.huggingface.hf_checkpoint import part_shapes
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, TensorTable
 from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration
-from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
-from megatron_ext.models.weight_files import FLOATING_TYPES, is_prediction
+from megatron_ext.models.megatron.stored_keys import given_name, is_gpt, is_used
+from megatron_ext.models.weight_files import require_floating, shortened
 
 NamedTensors: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -68,16 +68,12 @@ def require_weight(name: str, tensor: object) -> Tensor:
         raise ConfigError(f"{name} is on the meta device and has no values; give a tensor with values")
     if tensor.layout is not torch.strided:
         raise ConfigError(f"{name} is {str(tensor.layout).removeprefix('torch.')}; give a dense tensor")
-    if tensor.dtype not in FLOATING_TYPES:
-        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
-        raise ConfigError(f"{name} is of type {str(tensor.dtype).removeprefix('torch.')}; it must be one of {kinds}")
+    require_floating(tensor.dtype, name, ConfigError)
     return tensor.detach()
 
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
-
-_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -86,20 +82,11 @@ class Recipe:
 
     Attributes:
         parts: Names and shapes of their tensors, in order.
-        make: Makes our tensor from those, on their device.
+        make: Makes our tensor from those, on their device; by default the only one is ours.
     """
 
     parts: Shapes
-    make: Callable[[Sequence[Tensor]], Tensor]
-
-
-def renamed(name: str, shape: Shape) -> Recipe:
-    """Return the recipe of a tensor that is given as it is, under a name."""
-    return Recipe({name: shape}, _only)
-
-
-def _only(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0]
+    make: Callable[[Sequence[Tensor]], Tensor] = operator.itemgetter(0)
 
 
 def recipe_shapes(recipes: Mapping[str, Recipe]) -> dict[str, Shape]:
@@ -111,72 +98,37 @@ def chosen_recipes(recipes: Mapping[str, Recipe], shapes: Mapping[str, Shape], *
     """Return the recipes of the tensors of the model that the given ones make.
 
     Args:
-        recipes: Recipes of all tensors of the model.
         shapes: Shapes of the given tensors, by name.
-        partial: Allow missing tensors.
 
     Raises:
         ConfigError: A name is unknown or missing, or a shape is wrong.
     """
     _require_names(recipes, shapes, partial=partial)
     chosen = {name: recipe for name, recipe in recipes.items() if not recipe.parts.keys().isdisjoint(shapes)}
-    _require_shapes(chosen, shapes)
+    for name, shape in recipe_shapes(chosen).items():
+        if shapes[name] != shape:
+            raise ConfigError(f"{name} has shape {shapes[name]}; the model's has {shape}")
     return chosen
 
 
 def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape], *, partial: bool) -> None:
-    known = {name for recipe in recipes.values() for name in recipe.parts}
+    known = recipe_shapes(recipes).keys()
     unknown = sorted(tensors.keys() - known)
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; its names look like {min(known)}"
-        raise ConfigError(f"the model has no tensor {_shown(unknown)}{hint}")
+        raise ConfigError(f"the model has no tensor {shortened(unknown)}{hint}")
     if not partial:
         missing = sorted(known - tensors.keys())
         if missing:
             raise ConfigError(
-                f"{_shown(missing)} of the model are missing; give all tensors, or partial=True to keep the others"
+                f"{shortened(missing)} of the model are missing; give all tensors, or partial=True to keep the others"
             )
     for recipe in recipes.values():
         missing = [name for name in recipe.parts if name not in tensors]
         if 0 < len(missing) < len(recipe.parts):
             (there, *_) = (name for name in recipe.parts if name in tensors)
-            raise ConfigError(f"{there} is one tensor with {_shown(missing)} in the model; give them together")
-
-
-def _require_shapes(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape]) -> None:
-    for recipe in recipes.values():
-        for name, shape in recipe.parts.items():
-            if tensors[name] != shape:
-                raise ConfigError(f"{name} has shape {tensors[name]}; the model's has {shape}")
-
-
-def _shown(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
-
-
-class Naming(Protocol):
-    """Names of a checkpoint format."""
-
-    @property
-    def in_gpt(self) -> bool | None:
-        """True for names of Megatron's GPT model, False for its hybrid model, None for other formats."""
-
-    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """Return the tensors to write, under the names of `recipes`.
-
-        Raises:
-            ConfigError: A value is not a weight, or contradicts the model.
-        """
-
-    def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """Return the recipe of each of the model's tensors.
-
-        Args:
-            shapes: Shapes of the model's tensors, by name.
-            given: Given names, which decide if a tensor has several possible names.
-        """
+            raise ConfigError(f"{there} is one tensor with {shortened(missing)} in the model; give them together")
 
 
 def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
@@ -184,43 +136,17 @@ def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
     if source.load_hf is not None:
         raw = read_fields(Path(source.load_hf), source.hf_overrides)
         return HuggingFaceNames(family_of(raw).tensors, config)
+    has_prediction = bool(config.mtp_num_layers)
     if source.load is not None:
-        return MegatronNames.of_checkpoint(resolve_iteration(Path(source.load)), config)
-    return OwnNames(has_prediction=bool(config.mtp_num_layers))
-
-
-class OwnNames:
-    """Names of the model itself.
-
-    Args:
-        has_prediction: Whether the model has layers of multi-token prediction; else their weights are ignored.
-    """
-
-    in_gpt = None
-
-    def __init__(self, has_prediction: bool = True) -> None:
-        self._has_prediction = has_prediction
-
-    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """Return the given weights; see `Naming`."""
-        return {
-            name: require_weight(name, tensor)
-            for name, tensor in given.items()
-            if self._has_prediction or not is_prediction(name)
-        }
-
-    def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """Return one-part recipes; see `Naming`."""
-        return {name: renamed(name, shape) for name, shape in shapes.items()}
+        stored = read_metadata(resolve_iteration(Path(source.load))).tensors
+        assert config.vocab_size is not None, "a model has been built of it"
+        vocabulary = (stored[EMBEDDING].shape[0], config.vocab_size)
+        return MegatronNames(is_gpt(stored), vocabulary, has_prediction)
+    return MegatronNames(has_prediction=has_prediction)
 
 
 class HuggingFaceNames:
-    """Names of a family's checkpoints, with or without their prefix.
-
-    Args:
-        table: Tensor table of the family.
-        config: Configuration of the model.
-    """
+    """Names of a family's checkpoints, with or without their prefix."""
 
     in_gpt = None
 
@@ -230,13 +156,16 @@ class HuggingFaceNames:
         self._wanted = {name for source in table.sources(config).values() for name in source.names}
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """Return the weights without prefix, with separate experts, without a tied output; see `Naming`."""
+        """Return the tensors to write, under the names of `recipes`: without prefix, experts apart, no tied output.
+
+        Raises:
+            ConfigError: A value is not a weight, or contradicts the model.
+        """
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._joined(given).items():
             for part, value in self._split(name, tensor):
                 bare = self._table.known_name(part)
-                ignored = self._table.ignored
-                if ignored is not None and bare not in self._wanted and re.fullmatch(ignored, bare):
+                if bare not in self._wanted and self._table.skips(bare):
                     continue
                 if bare in tensors:
                     raise ConfigError(f"{part} is given twice, with a prefix and without; give one of them")
@@ -259,14 +188,13 @@ class HuggingFaceNames:
 
     def _split(self, name: str, tensor: object) -> list[tuple[str, object]]:
         """Split a tensor of several experts into one tensor each."""
-        for expression, part_name in self._table.split.items():
-            match = re.fullmatch(expression, name)
-            if match is not None:
-                parts = require_weight(name, tensor)
-                if not parts.dim():
-                    raise ConfigError(f"{name} has no dimensions; its first dimension must be the experts")
-                return [(match.expand(part_name.replace("{index}", str(i))), part) for i, part in enumerate(parts)]
-        return [(name, tensor)]
+        slice_name = self._table.slice_name(name)
+        if slice_name is None:
+            return [(name, tensor)]
+        parts = require_weight(name, tensor)
+        if not parts.dim():
+            raise ConfigError(f"{name} has no dimensions; its first dimension must be the experts")
+        return [(slice_name(index), part) for index, part in enumerate(parts)]
 
     def _take_tied_output(self, tensors: dict[str, Tensor]) -> None:
         if self._config.untie_embeddings_and_output_weights or LM_HEAD not in tensors:
@@ -278,59 +206,45 @@ class HuggingFaceNames:
             )
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """Return the recipes of the family's table; see `Naming`."""
+        """Return the recipe of each of the model's tensors, from their shapes by name."""
         found = {}
         for name, source in self._table.sources(self._config).items():
-            parts = dict(zip(source.names, part_shapes(source, shapes[name], self._config), strict=True))
-            found[name] = Recipe(parts, self._converted(source.conversion.convert) if source.conversion else _joined)
+            parts = dict(zip(source.names, source.shapes(shapes[name], self._config), strict=True))
+            found[name] = Recipe(parts, functools.partial(source.make, config=self._config))
         return found
-
-    def _converted(self, convert: Callable[[Sequence[Tensor], ModelConfig], Tensor]) -> Callable[..., Tensor]:
-        return lambda parts: convert(parts, self._config)
 
 
 class MegatronNames:
-    """Parameter names of Megatron-LM's own model: hybrid or GPT, with separate or fused norms.
+    """Parameter names of our own model, and of Megatron-LM's: hybrid or GPT, with separate or fused norms.
 
     Args:
-        in_gpt: Whether the model is a GPT, each of whose layers is two of ours.
+        in_gpt: Whether the names are of a GPT model, each of whose layers is two of ours; None if they are of our own.
         vocabulary: Rows of its embedding, padding included, and the number of rows that the model keeps.
         has_prediction: Whether the model has layers of multi-token prediction; else their weights are ignored.
     """
 
-    def __init__(self, in_gpt: bool, vocabulary: tuple[int, int], has_prediction: bool = True) -> None:
+    def __init__(
+        self, in_gpt: bool | None = None, vocabulary: tuple[int, int] | None = None, has_prediction: bool = True
+    ) -> None:
         self.in_gpt = in_gpt
         self._has_prediction = has_prediction
-        self._padded, self._kept = vocabulary
-
-    @classmethod
-    def of_checkpoint(cls, directory: Path, config: ModelConfig) -> MegatronNames:
-        """Return the naming of the model in a checkpoint."""
-        stored = read_metadata(directory).tensors
-        assert config.vocab_size is not None, "a model has been built of it"
-        return cls(is_gpt(stored), (stored[EMBEDDING].shape[0], config.vocab_size), bool(config.mtp_num_layers))
+        self._vocabulary = vocabulary
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """Return the weights that inference uses, without the vocabulary's padding; see `Naming`."""
+        """Return the weights that inference uses, without the vocabulary's padding; see `HuggingFaceNames`."""
         tensors = {
-            name: require_weight(name, value)
-            for name, value in given.items()
-            if not is_ignored(name) and (self._has_prediction or not is_prediction(name))
+            name: require_weight(name, value) for name, value in given.items() if is_used(name, self._has_prediction)
         }
+        padded, kept = self._vocabulary or (0, 0)
         for name in (EMBEDDING, OUTPUT):
-            if name in tensors and tensors[name].dim() and len(tensors[name]) == self._padded:
-                tensors[name] = tensors[name][: self._kept]
+            if name in tensors and tensors[name].dim() and len(tensors[name]) == padded:
+                tensors[name] = tensors[name][:kept]
         return tensors
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """Return one-part recipes under the given one of the possible names; see `Naming`."""
-        return {name: self._recipe(name, shape, given) for name, shape in shapes.items()}
-
-    def _recipe(self, name: str, shape: Shape, given: Container[str]) -> Recipe:
-        names = [place.key for place in places(name, self.in_gpt) if place.row is None]
-        found = next((one for one in names if one in given), names[0])
-        return renamed(found, shape)
+        """Return one-part recipes, under the one of the possible names that is given."""
+        in_gpt = bool(self.in_gpt)
+        return {name: Recipe({given_name(name, given, in_gpt): shape}) for name, shape in shapes.items()}
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+Naming: TypeAlias = HuggingFaceNames | MegatronNames

@@ -13,9 +13,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import ShardSpec
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import saved_tensors
-from megatron_ext.models.attach.shared_model import names_in_memory
-from megatron_ext.models.megatron.stored_keys import is_ignored
-from megatron_ext.models.update.naming import Shape, chosen_recipes, renamed, require_weight
+from megatron_ext.models.megatron.stored_keys import is_used
+from megatron_ext.models.update.naming import MegatronNames, Shape, chosen_recipes, require_weight
 from megatron_ext.models.weight_files import is_prediction
 
 _WRAPPER = "module."  # before the names of a wrapped model's parameters
@@ -65,7 +64,7 @@ def unwrapped(given: Mapping[str, object], shards: Iterable[str]) -> dict[str, o
             bare = bare.removeprefix(_WRAPPER)
         if bare in named:
             raise ConfigError(f"tensor {bare} is given twice, wrapped and bare; give one of them")
-        if not is_ignored(bare) and (has_prediction or not is_prediction(bare)):
+        if is_used(bare, has_prediction):
             named[bare] = tensor
     return named
 
@@ -77,16 +76,14 @@ def local_tensors(
 
     Args:
         named: Given tensors, `unwrapped`.
-        model: This rank's part of the model.
         shards: Shards of whole tensors that this rank has, by our names.
         in_gpt: Whether the given names are a GPT model's.
-        partial: Allow missing tensors.
 
     Raises:
         ConfigError: A name is unknown or missing, or a shape, type or layout is wrong.
     """
     targets = {name: tuple(one.shape) for name, one in saved_tensors(model).items() if name in shards}
-    recipes = {name: renamed(_name_of(name, named, in_gpt), shape) for name, shape in targets.items()}
+    recipes = MegatronNames(in_gpt).recipes(targets, named)
     local = {part: name for name, recipe in recipes.items() for part in recipe.parts}
     tensors = {
         name: _local(name, value, shards[local[name]], targets[local[name]])
@@ -113,20 +110,8 @@ def require_equal(options: Sequence[ShardOptions]) -> None:
                 )
 
 
-def _name_of(name: str, named: Mapping[str, object], in_gpt: bool) -> str:
-    """Return the given name of a tensor of ours; its first possible one if it is not given."""
-    options = names_in_memory(name, in_gpt)
-    return next((one for one in options if one in named), options[0])
-
-
 def _local(name: str, value: object, spec: ShardSpec, shape: Shape) -> Tensor:
     """Return this rank's tensor of a value that its trainer gives.
-
-    Args:
-        name: Name that the trainer gives.
-        value: Given value.
-        spec: Shard that this rank has.
-        shape: Shape of the shard.
 
     Raises:
         ConfigError: It is not a weight, a whole tensor of which this rank has a part, or a `DTensor` in another layout.

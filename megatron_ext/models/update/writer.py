@@ -47,7 +47,6 @@ class WeightWriter:
     The writer of the first rank commands the writers of the other ranks, which `obey`.
 
     Args:
-        loaded: This rank's part of the model.
         ranks: All ranks; None for a world of one.
         naming: Tensor names of the format that the model was loaded from; None for a model of the caller.
         read: Reads this rank's part of a checkpoint; None for a model of the caller.
@@ -106,7 +105,6 @@ class WeightWriter:
         largest tensor takes additional memory, and with several ranks one bucket.
 
         Args:
-            given: Whole tensors by name.
             partial: Allow missing tensors; the parts of one tensor of the model must come together.
             keep_old: Copy the weights to be overwritten first, so that a failure leaves the old weights.
 
@@ -171,7 +169,6 @@ class WeightWriter:
 
         Args:
             given: Local tensors, or `DTensor`s, by the names of Megatron's model on this rank.
-            options: Options of the update.
 
         Raises:
             ConfigError: The tensors or options of a rank do not fit. No rank has written anything.
@@ -239,7 +236,6 @@ class WeightWriter:
         """Require that all ranks have written their parts; else they put the old weights back.
 
         Args:
-            error: Failure of this rank.
             put_back: Writes this rank's old weights back; None if they are not kept, on any rank.
 
         Raises:
@@ -267,7 +263,6 @@ class WeightWriter:
         """Write whole tensors of the first rank, which are sent through host memory if there are others.
 
         Args:
-            bucket: Tensors and recipes.
             tensors: Tensors of the first rank; None on the others.
             writes: Whether the tensors are written; they are received in any case.
 

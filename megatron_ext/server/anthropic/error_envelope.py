@@ -13,9 +13,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.server.api_errors import ApiError, ContextExceeded
+from megatron_ext.server.http.body import route_path
 from megatron_ext.server.log import REQUEST_ID
 from megatron_ext.server.openai.streaming import event, named_event
-from megatron_ext.server.scope import route_path
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"

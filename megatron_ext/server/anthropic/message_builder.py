@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 from megatron_ext.engine.pausing import ABORT
@@ -12,10 +12,17 @@ from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.anthropic.error_envelope import enveloped
 from megatron_ext.server.api_errors import ApiError
-from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Piece, Thinking, arguments_of
+from megatron_ext.server.openai.answers import AnswerFormat, AnswerPart, CallPart, ScoredPart, Thinking, arguments_of
 from megatron_ext.server.openai.responses import Event, EventBuilder
 from megatron_ext.text.tool_calls.source import Content
 from megatron_ext.text.vocabulary import Vocabulary
+
+# Types of the deltas of a block, and their fields.
+_DELTAS = {
+    Thinking: ("thinking_delta", "thinking"),
+    Content: ("text_delta", "text"),
+    CallPart: ("input_json_delta", "partial_json"),
+}
 
 
 class MessageBuilder(EventBuilder):
@@ -32,10 +39,7 @@ class MessageBuilder(EventBuilder):
 
     def __init__(self, model: str, vocabulary: Vocabulary, answer_format: AnswerFormat) -> None:
         super().__init__(f"msg_{uuid.uuid4().hex}", vocabulary, answer_format)
-        self._reader = AnswerReader(answer_format)
         self._content: list[Event] = []
-        self._kind = ""  # of the open block, the last one; empty without one
-        self._arguments = ""  # of the open call
         self._thinking = blake2b(digest_size=16)
         self.message: Event = {
             "id": self.id,
@@ -51,19 +55,6 @@ class MessageBuilder(EventBuilder):
         """Yield the first events, with the usage of the prompt."""
         yield {"type": "message_start", "message": {**self.message, "content": [], "usage": self._usage(source, 0)}}
         yield {"type": "ping"}
-
-    def feed(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events that have become certain with a new piece; the finish reason ends the last block."""
-        for part in self._reader.parts(piece.text, piece.reason):
-            if isinstance(part, Thinking):
-                self._thinking.update(part.text.encode())
-                yield from self._part("thinking", {"thinking": "", "signature": ""}, part.text)
-            elif isinstance(part, Content):
-                yield from self._part("text", {"text": ""}, part.text)
-            else:
-                yield from self._call(part)
-        if piece.reason is not None:
-            yield from self._close()
 
     def finish(self, record: RequestRecord) -> list[Event]:
         """Return the events with the usage, and the reason why the answer has ended."""
@@ -101,43 +92,35 @@ class MessageBuilder(EventBuilder):
             "output_tokens": generated,
         }
 
-    def _call(self, part: CallPart) -> Iterator[Event]:
-        if part.name is not None:
-            yield from self._close()
-            call = {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": part.name, "input": {}}
-            yield from self._open("tool_use", call)
-        self._arguments += part.arguments
-        yield self._delta("input_json", {"partial_json": part.arguments})
+    def _begin_block(self, part: AnswerPart) -> Iterator[Event]:
+        if isinstance(part, CallPart):
+            call_id = f"toolu_{uuid.uuid4().hex[:24]}"
+            block: Event = {"type": "tool_use", "id": call_id, "name": part.name, "input": {}}
+        elif isinstance(part, Thinking):
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        else:
+            block = {"type": "text", "text": ""}
+        self._content.append(block)
+        yield self._event("content_block_start", content_block=dict(block))
 
-    def _part(self, kind: str, empty: Event, text: str) -> Iterator[Event]:
-        """Yield the events of a piece of text, whose field is named as the kind of its block."""
-        if self._kind != kind:
-            yield from self._close()
-            yield from self._open(kind, empty)
-        self._content[-1][kind] += text
-        yield self._delta(kind, {kind: text})
+    def _delta(self, text: str, scores: Sequence[ScoredPart]) -> Iterator[Event]:
+        assert self._open is not None, "its block has begun"
+        kind, field = _DELTAS[self._open]
+        yield self._event("content_block_delta", delta={"type": kind, field: text})
 
-    def _open(self, kind: str, empty: Event) -> Iterator[Event]:
-        self._kind = kind
-        self._content.append({"type": kind, **empty})
-        yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind, **empty}}
+    def _end_block(self, text: str, reason: str | None) -> Iterator[Event]:
+        """Yield the end of the open block. Clients send only thinking with a signature back; it is not checked then."""
+        block = self._content[-1]
+        if self._open is Thinking:
+            self._thinking.update(text.encode())
+            signature = self._thinking.hexdigest()
+            block |= {"thinking": text, "signature": signature}
+            yield self._event("content_block_delta", delta={"type": "signature_delta", "signature": signature})
+        elif self._open is CallPart:
+            block["input"] = arguments_of(text)
+        else:
+            block["text"] = text
+        yield self._event("content_block_stop")
 
-    def _close(self) -> Iterator[Event]:
-        """End the open block. Clients send only thinking with a signature back; it is not checked then."""
-        if not self._kind:
-            return
-        if self._kind == "thinking":
-            self._content[-1]["signature"] = signature = self._thinking.hexdigest()
-            yield self._delta("signature", {"signature": signature})
-        elif self._kind == "tool_use":
-            self._content[-1]["input"] = arguments_of(self._arguments)
-            self._arguments = ""
-        yield {"type": "content_block_stop", "index": self._index}
-        self._kind = ""
-
-    @property
-    def _index(self) -> int:
-        return len(self._content) - 1
-
-    def _delta(self, kind: str, new: Event) -> Event:
-        return {"type": "content_block_delta", "index": self._index, "delta": {"type": f"{kind}_delta", **new}}
+    def _event(self, kind: str, **fields: object) -> Event:
+        return {"type": kind, "index": len(self._content) - 1, **fields}

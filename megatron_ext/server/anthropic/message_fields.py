@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from megatron_ext.server.anthropic.error_envelope import THREADS_REFUSED
 from megatron_ext.server.api_errors import ApiError, describe
@@ -34,9 +34,9 @@ from megatron_ext.server.openai.request_fields import (
     Schema,
     Text,
     Words,
+    note_ignored,
     option_bounds,
 )
-from megatron_ext.server.unknown_fields import note_ignored
 from megatron_ext.text.chat_template import ENABLE_THINKING
 
 _LONGEST_NAME = 100  # characters
@@ -257,7 +257,7 @@ class CountTokensRequest(Body):
     """Effort and format of the answer."""
     cache_control: Mark = None  # of the last message
     """Other prompts may have everything up to here in common."""
-    thread: JsonValue = None  # refused by `refuse_threads`
+    thread: JsonValue = None
     """Refused: conversations are not kept between requests."""
     metadata: JsonValue = None
     """Accepted without effect."""
@@ -269,6 +269,15 @@ class CountTokensRequest(Body):
     """Variables of the chat template."""
     cache_salt: Name | None = None
     """Requests share cached prefixes with those of the same salt only."""
+
+    @field_validator("thread")
+    @classmethod
+    def _is_missing(cls, value: object) -> object:
+        """Refuse a thread, with the code by which the SDK sends whole conversations again."""
+        if value is not None:
+            message = "thread: conversations are not kept between requests; send all messages and leave thread out"
+            raise ApiError(400, message, param="thread", code=THREADS_REFUSED)
+        return value
 
 
 class MessagesRequest(CountTokensRequest):
@@ -301,19 +310,6 @@ class MessagesRequest(CountTokensRequest):
         if budget is not None and budget >= self.max_tokens:
             raise ValueError(f"max_tokens {self.max_tokens} must be greater than thinking.budget_tokens {budget}")
         return self
-
-
-def refuse_threads(body: CountTokensRequest) -> None:
-    """Refuse a request in a thread: later ones would carry new messages only, and conversations are not kept here.
-
-    The SDK then sends whole conversations.
-
-    Raises:
-        ApiError: 400, with the code that clients look for.
-    """
-    if body.thread is not None:
-        message = "thread: conversations are not kept between requests; send all messages and leave thread out"
-        raise ApiError(400, message, param="thread", code=THREADS_REFUSED)
 
 
 def note_betas(header: str) -> None:
@@ -349,7 +345,8 @@ def _prompt(body: CountTokensRequest) -> Fields:
     system = _system(body.system)
     if body.cache_control is not None:
         messages[-1] |= {"cache_control": body.cache_control}
-    fields: Fields = {"model": body.model, "messages": system + messages, "tools": _tools(body)}
+    fields: Fields = {"model": body.model, "cache_salt": body.cache_salt}
+    fields |= {"messages": system + messages, "tools": _tools(body)}
     if body.messages[-1].role == "assistant":  # the answer continues it
         if any(isinstance(block, ToolUseBlock) for block in body.messages[-1].content):
             raise ApiError(400, "messages: the last one has a tool_use block, and no tool_result follows")
@@ -365,7 +362,7 @@ def _prompt(body: CountTokensRequest) -> Fields:
 
 def _generation(body: MessagesRequest, *, can_think: bool) -> Fields:
     """Return the fields that only an answer needs."""
-    same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "cache_salt", "enable_prefix_caching", "seed")
+    same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "enable_prefix_caching", "seed")
     fields: Fields = {name: getattr(body, name) for name in same}
     fields["stop"] = body.stop_sequences or None
     choice = body.tool_choice

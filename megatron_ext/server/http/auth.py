@@ -8,22 +8,23 @@ have its `Origin`: a request that may change something must come from this serve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from megatron_ext.config import ServerConfig
 from megatron_ext.config.hosts import ANY_HOST, LOOPBACK_HOSTS, HostName, parse_host, parse_origin
 from megatron_ext.server.api_errors import UNAUTHORIZED, ApiError
 from megatron_ext.server.api_keys import Caller, Keys
+from megatron_ext.server.http.body import route_path
 from megatron_ext.server.http.status_page import SCRIPT, SHEET
-from megatron_ext.server.scope import route_path
 
 HARMLESS_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _MAPPED = "::ffff:"  # IPv4 address on an IPv6 socket
 CALLER = "megatron_ext.caller"  # key of the caller in the ASGI scope
 # Health, capabilities, and counts over all tenants: for load balancers, Prometheus and people. Neither
 # texts nor hashes.
-OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json"))
+OPEN_PATHS = frozenset(
+    ("/", "/health", "/ping", "/version", "/docs", f"/docs/{SCRIPT}", f"/docs/{SHEET}", "/openapi.json")
+)
 _COUNTS = frozenset(("/metrics", "/metrics/history"))
 # Paths that affect all tenants.
 ADMIN_PATHS = frozenset(
@@ -36,51 +37,63 @@ ADMIN_PATHS = frozenset(
 )
 
 
-class OriginCheck:
-    """Middleware that refuses requests for other hosts, and requests from pages of other origins.
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+
+
+def open_paths(*, hides_counts: bool) -> frozenset[str]:
+    """Return the paths that need no key."""
+    return OPEN_PATHS if hides_counts else OPEN_PATHS | _COUNTS
+
+
+class Admission:
+    """Middleware that admits requests by host, origin and key, before reading anything else, and notes the caller.
+
+    Where clients need a key, which no page has, any host is accepted, unless hosts are named.
 
     Args:
         app: Next ASGI application.
-        allowed_hosts: Value of `--allowed-hosts`; empty for the default.
-        allowed_origins: Value of `--cors-allowed-origins`: pages of these origins may send requests.
-        has_keys: Whether clients need a key, which no page has: then any host is accepted, unless hosts are named.
+        settings: Accepted hosts, origins whose pages may send requests, and whether counts are for administrators only.
+        keys: All keys of the server.
+        admin_paths: Paths that affect all tenants.
     """
 
     def __init__(
-        self, app: ASGIApp, allowed_hosts: Iterable[str], allowed_origins: Iterable[str] = (), *, has_keys: bool
+        self, app: ASGIApp, settings: ServerConfig, keys: Keys, admin_paths: frozenset[str] = ADMIN_PATHS
     ) -> None:
-        self._app = app
-        named = tuple(allowed_hosts)
-        self._is_open = ANY_HOST in named or (not named and has_keys)
+        self._app, self._keys = app, keys
+        named, origins = settings.allowed_hosts, settings.cors_allowed_origins
+        self._is_open = ANY_HOST in named or (not named and keys.are_needed)
         self._trusted = {parse_host(host) for host in named if host != ANY_HOST}
         self._hosts = self._trusted or {parse_host(host) for host in LOOPBACK_HOSTS}
         self._has_defaults = not named
-        origins = tuple(allowed_origins)
         self._allows_any_origin = ANY_HOST in origins
         self._origins = {parse_origin(origin) for origin in origins if origin != ANY_HOST}
+        self._open = open_paths(hides_counts=settings.hide_cache_counts)
+        self._admin = admin_paths | _COUNTS if settings.hide_cache_counts else admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 403."""
+        """Pass the request on, or answer 401 (no key, or an unknown one) or 403 (host, origin, or another key)."""
         app: ASGIApp = self._app
         if scope["type"] == "http":
-            error = self._refusal(scope)
-            if error is not None:
+            try:
+                self._check_source(scope)
+                if route_path(scope) not in self._open:
+                    scope[CALLER] = self._admit(scope)
+            except ApiError as error:
                 app = error.to_response()
         await app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _check_source(self, scope: Scope) -> None:
         given = _values(scope, b"host")
         host = parse_host(given[0]) if len(given) == 1 else None
         if not self._is_open and not self._is_allowed(host, scope):
             asked = repr(given[0]) if len(given) == 1 else "no host" if not given else f"{len(given)} hosts"
             message = f"the request is for {asked}, which this server does not accept; add it with --allowed-hosts"
-            return _forbidden(message, "host_not_allowed")
-        if scope["method"] not in HARMLESS_METHODS:
-            for origin in _values(scope, b"origin"):
-                if not self._is_own(origin, host):
-                    message = f"pages of {origin!r} may not send requests to this server"
-                    return _forbidden(message, "origin_not_allowed")
-        return None
+            raise _forbidden(message, "host_not_allowed")
+        for origin in () if scope["method"] in HARMLESS_METHODS else _values(scope, b"origin"):
+            if not self._is_own(origin, host):
+                raise _forbidden(f"pages of {origin!r} may not send requests to this server", "origin_not_allowed")
 
     def _is_allowed(self, host: HostName | None, scope: Scope) -> bool:
         """Return whether a host is listed or, by default, is the address connected to, which no page has as name."""
@@ -103,47 +116,6 @@ class OriginCheck:
             return True
         is_named = page.has_usual_port and HostName(page.host.name) in self._trusted
         return is_named or page.host in self._trusted
-
-
-def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
-
-
-OPEN_PATHS |= {f"/docs/{name}" for name in (SCRIPT, SHEET)}
-
-
-def open_paths(*, hides_counts: bool) -> frozenset[str]:
-    """Return the paths that need no key."""
-    return OPEN_PATHS if hides_counts else OPEN_PATHS | _COUNTS
-
-
-class KeyAuth:
-    """Middleware that admits requests with a valid key, before reading anything else of them, and notes the caller.
-
-    Args:
-        app: Next ASGI application.
-        keys: All keys of the server.
-        hides_counts: Whether counts are for administrators only.
-        admin_paths: Paths that affect all tenants.
-    """
-
-    def __init__(
-        self, app: ASGIApp, keys: Keys, *, hides_counts: bool, admin_paths: frozenset[str] = ADMIN_PATHS
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._open = open_paths(hides_counts=hides_counts)
-        self._admin = admin_paths | _COUNTS if hides_counts else admin_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 (no key, or an unknown one) or 403 (a key without this permission)."""
-        app: ASGIApp = self._app
-        if scope["type"] == "http" and route_path(scope) not in self._open:
-            try:
-                scope[CALLER] = self._admit(scope)
-            except ApiError as error:
-                app = error.to_response()
-        await app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Caller:
         given = dict(scope["headers"]).get(b"authorization", b"")

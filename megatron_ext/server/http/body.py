@@ -1,4 +1,4 @@
-"""JSON request bodies, within limits that are checked before objects are built; query parameters, and the sender."""
+"""JSON request bodies, within limits that are checked before objects are built; query parameters, path and sender."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import json
 import math
 import re
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Annotated, Any
+from array import array
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Path, Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
-from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, ClientGone, body_too_large
-from megatron_ext.server.unknown_fields import IS_STRICT
+from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, ClientGone
+from megatron_ext.server.openai.request_fields import IS_STRICT
+
+if TYPE_CHECKING:
+    from megatron_ext.server.openai.answer_memory import Remember
+    from megatron_ext.server.openai.chat_prompt import ChatPrompt
 
 MAX_QUOTES = 500_000
 CONTAINERS, VALUES, FRACTIONS = "lists and objects", "values", "numbers with a fraction or an exponent, true and false"
@@ -104,15 +111,16 @@ async def read_body(request: Request, limit: int) -> bytes:
         ApiError: The body is longer.
         ClientGone: The client left before the end.
     """
+    too_large = ApiError(413, f"the body is longer than the limit of {limit} bytes; see --max-body-mb")
     promised = request.headers.get("content-length", "")
     if promised.isdecimal() and int(promised) > limit:  # h11 lets at most 20 digits pass
-        raise body_too_large(limit)
+        raise too_large
     chunks, size = [], 0
     try:
         async for chunk in request.stream():
             size += len(chunk)
             if size > limit:
-                raise body_too_large(limit)
+                raise too_large
             chunks.append(chunk)
     except ClientDisconnect:
         raise ClientGone from None
@@ -273,3 +281,35 @@ def only_queries(*names: str) -> Callable[[Request], Awaitable[None]]:
 def sender_of(request: Request) -> str:
     """Return the router that sent a request, as its header names it; empty for a client."""
     return request.headers.get(SENDER_HEADER, "")[:MAX_SENDER]
+
+
+HANDED_ON = "megatron_ext.handed_on"
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """Parts of a request that a router has had read.
+
+    Attributes:
+        tokens: Token ids of the prompts; none if they are to be tokenized.
+        chat: Prompt of a conversation; None if it is to be tokenized.
+        remember: Remembers answers of chats for the router; None without a router.
+    """
+
+    tokens: Sequence[array[int]] = ()
+    chat: ChatPrompt | None = None
+    remember: Remember | None = None
+
+
+def handed_on_to(scope: Scope) -> HandedOn:
+    """Return the parts of a request that a router has handed on."""
+    given: HandedOn = scope.get(HANDED_ON, HandedOn())
+    return given
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path that routes are compared with: without the prefix that a proxy before the application adds."""
+    path: str = scope["path"]
+    prefix = scope.get("root_path", "")
+    rest = path.removeprefix(prefix)
+    return path if rest[:1] not in ("", "/") else rest or "/"

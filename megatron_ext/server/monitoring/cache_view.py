@@ -20,8 +20,7 @@ class CacheView:
     """Description of the cache that does not wait for a step if one was made a moment ago.
 
     Sizes and usage are those after the last step, published by the engine's thread. The hottest prefixes need a search
-    by that thread. While requests are in flight, a call returns the result of the previous search and starts the next
-    one: a client that polls sees the state of one poll ago.
+    by that thread, between two steps. While requests are in flight, the result of a recent search is used again.
 
     Args:
         engine: Engine that owns the cache.
@@ -35,16 +34,13 @@ class CacheView:
         self._metrics = metrics
         self._hottest: list[dict[str, object]] | None = None
         self._taken = 0.0  # time of the last search, by the monotonic clock
-        self._looking: asyncio.Task[None] | None = None
 
     async def describe(self) -> dict[str, object]:
         """Return geometry, occupancy, and the hottest prefixes as public hashes, never as text."""
-        if self._looking is None:
-            self._looking = asyncio.ensure_future(self._look())
-            self._looking.add_done_callback(self._looked)
-        if not self._is_recent():
-            await asyncio.shield(self._looking)
-        assert self._hottest is not None, "a route has asked for the list"
+        is_recent = self._hottest is not None and time.monotonic() - self._taken < KEPT
+        if not self._requests.living or not is_recent:  # while idle, a search waits for no step
+            found = await asyncio.wrap_future(self._engine.hottest_prefixes(HOTTEST_PREFIXES))
+            self._hottest, self._taken = [self._shown(one) for one in found], time.monotonic()
         state = self._metrics.state
         return {
             "geometry": self._engine.geometry.shown(),
@@ -76,20 +72,6 @@ class CacheView:
         occupancy = await self._requests.reset_prefix_cache()
         self._hottest = None
         return {"occupancy": occupancy}
-
-    def _is_recent(self) -> bool:
-        """Return whether the last search is recent enough; never while idle, since a search then waits for no step."""
-        is_known = self._requests.living > 0 and self._hottest is not None
-        return is_known and time.monotonic() - self._taken < KEPT
-
-    async def _look(self) -> None:
-        found = await asyncio.wrap_future(self._engine.hottest_prefixes(HOTTEST_PREFIXES))
-        self._hottest, self._taken = [self._shown(one) for one in found], time.monotonic()
-
-    def _looked(self, task: asyncio.Task[None]) -> None:
-        self._looking = None
-        if not task.cancelled():
-            task.exception()  # callers that waited have it; the others used the previous result
 
     def _shown(self, prefix: CachedPrefix) -> dict[str, object]:
         tokens = prefix.blocks * self._engine.geometry.block_size_tokens

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -277,17 +278,12 @@ def _disk_metrics(counts: Mapping[str, object]) -> Iterator[Metric]:
             "Ends of loads from disk, by outcome: placed (in memory), failed (damaged or gone), late (at the "
             "deadline), useless (no request waits any more)"
         )
-        ends = CounterMetricFamily(f"{PREFIX}_prefix_cache_disk_load_ends", text, labels=["outcome"])
-        for outcome in _LOAD_OUTCOMES:
-            ends.add_metric([outcome], _number(counts[f"loads_{outcome}"]))
-        yield ends
+        ends = {outcome: counts[f"loads_{outcome}"] for outcome in _LOAD_OUTCOMES}
+        yield _labelled("prefix_cache_disk_load_ends", text, "outcome", ends)
     drops = counts["drops"]
     assert isinstance(drops, Mapping), "counts by reason"
-    text = "Entries dropped, or not written, by reason"
-    family = CounterMetricFamily(f"{PREFIX}_prefix_cache_disk_drops", text, labels=["reason"])
-    for reason in REASONS:
-        family.add_metric([reason], drops.get(reason, 0))
-    yield family
+    by_reason = {reason: drops.get(reason, 0) for reason in REASONS}
+    yield _labelled("prefix_cache_disk_drops", "Entries dropped, or not written, by reason", "reason", by_reason)
 
 
 def _number(value: object) -> float:
@@ -297,9 +293,14 @@ def _number(value: object) -> float:
 
 def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:
     """Return a counter for each position after the last known token; the first position is 1."""
-    family = CounterMetricFamily(f"{PREFIX}_{name}", f"{text}, by position", labels=["position"])
-    for position, count in enumerate(counts, start=1):
-        family.add_metric([str(position)], count)
+    return _labelled(name, f"{text}, by position", "position", dict(enumerate(counts, start=1)))
+
+
+def _labelled(name: str, text: str, label: str, counts: Mapping[Any, object]) -> CounterMetricFamily:
+    """Return a counter for each value of a label."""
+    family = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([str(value)], _number(count))
     return family
 
 

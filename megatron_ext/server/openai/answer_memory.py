@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias
 
-from megatron_ext.server.openai.answers import AnswerFormat, AnswerPiece, AnswerReader, arguments_of
+from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, Piece, arguments_of
 
 _OVERHEAD = 512  # bytes of an entry beside its ids
 _DOMAIN = b"mext.answers"
@@ -80,8 +80,7 @@ def read_answer(text: str, finish_reason: str | None, answer_format: AnswerForma
         finish_reason: Reason for the end of the answer.
         answer_format: Markers of thinking and of calls.
     """
-    parts = AnswerReader(answer_format).parts(text, finish_reason or "stop")
-    whole = AnswerPiece([(part, []) for part in parts], [])
+    whole = AnswerReader(answer_format).read(Piece(text, reason=finish_reason or "stop"))
     return whole.thinking, whole.content, [(call.name or "", arguments_of(call.arguments)) for call in whole.calls]
 
 

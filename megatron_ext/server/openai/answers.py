@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import LEAST_LOG_PROB, RequestRecord
@@ -64,60 +66,7 @@ class Thinking:
     text: str
 
 
-class AnswerReader:
-    """Incremental parser of one answer.
-
-    Args:
-        answer_format: Format of the answer.
-
-    Attributes:
-        call_count: Calls so far.
-    """
-
-    def __init__(self, answer_format: AnswerFormat) -> None:
-        self.call_count = 0
-        reasoning, calls, limit = answer_format.reasoning, answer_format.calls, answer_format.max_calls
-        is_inside = answer_format.begins_inside
-        self._thinking = None if reasoning is None else ReasoningReader(reasoning, is_inside=is_inside)
-        self._calls = ToolCallReader(calls, answer_format.functions, limit) if limit else None
-
-    @property
-    def has_thought(self) -> bool:
-        """True if the answer has thinking so far."""
-        return self._thinking is not None and self._thinking.has_thought
-
-    @property
-    def is_thinking(self) -> bool:
-        """True if the answer so far ends inside of thinking."""
-        return self._thinking is not None and self._thinking.is_inside
-
-    def parts(self, text: str, reason: str | None) -> list[Thinking | Content | CallPart]:
-        """Return the parts that a new piece of text makes certain, in the order in which the model wrote them.
-
-        Args:
-            text: New text since the last call.
-            reason: Finish reason; None if more text follows.
-        """
-        is_last, is_cut = reason is not None, reason not in (None, STOP)
-        found: list[Thinking | Content | CallPart] = []
-        if self._thinking is not None:
-            thinking, text = self._thinking.feed(text, is_last=is_last, is_cut=is_cut)
-            found += [Thinking(thinking)] if thinking else []
-        if self._calls is None:
-            return [*found, Content(text)] if text else found
-        for event in self._calls.feed(text, is_last=is_last, is_cut=is_cut):
-            if isinstance(event, Content):
-                found.append(event)
-            elif isinstance(event, CallBegun):
-                found.append(CallPart(self.call_count, event.name))
-                self.call_count += 1
-            elif isinstance(event, Arguments):
-                if not found or not isinstance(found[-1], CallPart):
-                    found.append(CallPart(self.call_count - 1))
-                last = found[-1]
-                assert isinstance(last, CallPart), "it has just been added"
-                last.arguments += event.text
-        return found
+AnswerPart: TypeAlias = Thinking | Content | CallPart
 
 
 def thinking_length(tokens: Sequence[int], answer_format: AnswerFormat, decode: Callable[[list[int]], str]) -> int:
@@ -133,14 +82,8 @@ def thinking_length(tokens: Sequence[int], answer_format: AnswerFormat, decode: 
         return 0
     if not answer_format.begins_inside and not decode(list(tokens)).lstrip().startswith(reasoning.opening):
         return 0
-    low, high = 0, len(tokens)  # the marker is complete after `high` tokens, or never
-    while high - low > 1:
-        middle = (low + high) // 2
-        if reasoning.closing in decode(list(tokens[:middle])):
-            high = middle
-        else:
-            low = middle
-    return high
+    ends = range(len(tokens))
+    return bisect_left(ends, True, lo=1, key=lambda end: reasoning.closing in decode(list(tokens[:end])))
 
 
 def arguments_of(text: str) -> dict[str, object]:
@@ -223,7 +166,7 @@ class AnswerPiece:
         scores: Scored tokens of the whole piece.
     """
 
-    parts: list[tuple[Thinking | Content | CallPart, list[ScoredPart]]]
+    parts: list[tuple[AnswerPart, list[ScoredPart]]]
     scores: list[ScoredPart]
 
     @property
@@ -255,27 +198,44 @@ class AnswerPiece:
         return calls
 
 
-class ScoredReader(AnswerReader):
-    """Parser of one answer that finds the tokens of its contents.
+class AnswerReader:
+    """Incremental parser of one answer, which finds the tokens of its contents.
 
     Args:
         answer_format: Format of the answer.
-        vocabulary: Vocabulary that decodes single tokens.
+        vocabulary: Vocabulary that decodes single tokens; None for an answer without scores.
+
+    Attributes:
+        call_count: Calls so far.
     """
 
-    def __init__(self, answer_format: AnswerFormat, vocabulary: Vocabulary) -> None:
-        super().__init__(answer_format)
+    def __init__(self, answer_format: AnswerFormat, vocabulary: Vocabulary | None = None) -> None:
+        self.call_count = 0
         self._vocabulary = vocabulary
         self._waiting: list[ScoredPart] = []  # of text that is neither content nor anything else so far
+        reasoning, calls, limit = answer_format.reasoning, answer_format.calls, answer_format.max_calls
+        is_inside = answer_format.begins_inside
+        self._thinking = None if reasoning is None else ReasoningReader(reasoning, is_inside=is_inside)
+        self._calls = ToolCallReader(calls, answer_format.functions, limit) if limit else None
+
+    @property
+    def has_thought(self) -> bool:
+        """True if the answer has thinking so far."""
+        return self._thinking is not None and self._thinking.has_thought
+
+    @property
+    def is_thinking(self) -> bool:
+        """True if the answer so far ends inside of thinking."""
+        return self._thinking is not None and self._thinking.is_inside
 
     def read(self, piece: Piece) -> AnswerPiece:
         """Return the parts that a new piece makes certain; with scores, each content has the tokens of its text."""
-        scores = scored_parts(self._vocabulary, piece.scores, piece.text)
-        found: list[tuple[Thinking | Content | CallPart, list[ScoredPart]]] = []
+        scores = [] if self._vocabulary is None else scored_parts(self._vocabulary, piece.scores, piece.text)
+        found: list[tuple[AnswerPart, list[ScoredPart]]] = []
         texts = list(_by_characters(scores)) if scores else [(piece.text, [])]
         for index, (text, tokens) in enumerate(texts, start=1):
             was_thinking = self.is_thinking
-            parts = self.parts(text, piece.reason if index == len(texts) else None)
+            parts = self._parts(text, piece.reason if index == len(texts) else None)
             self._waiting += tokens
             for part in parts:
                 found.append((part, self._taken(part.text) if isinstance(part, Content) else []))
@@ -306,6 +266,29 @@ class ScoredReader(AnswerReader):
             rest += [ScoredPart(one.score, after)] if at > end else []
         self._waiting = rest
         return taken
+
+    def _parts(self, text: str, reason: str | None) -> list[AnswerPart]:
+        """Return the parts that a new piece of text makes certain, in the order in which the model wrote them."""
+        is_last, is_cut = reason is not None, reason not in (None, STOP)
+        found: list[AnswerPart] = []
+        if self._thinking is not None:
+            thinking, text = self._thinking.feed(text, is_last=is_last, is_cut=is_cut)
+            found += [Thinking(thinking)] if thinking else []
+        if self._calls is None:
+            return [*found, Content(text)] if text else found
+        for event in self._calls.feed(text, is_last=is_last, is_cut=is_cut):
+            if isinstance(event, Content):
+                found.append(event)
+            elif isinstance(event, CallBegun):
+                found.append(CallPart(self.call_count, event.name))
+                self.call_count += 1
+            elif isinstance(event, Arguments):
+                if not found or not isinstance(found[-1], CallPart):
+                    found.append(CallPart(self.call_count - 1))
+                last = found[-1]
+                assert isinstance(last, CallPart), "it has just been added"
+                last.arguments += event.text
+        return found
 
 
 def _by_characters(scores: Sequence[ScoredPart]) -> Iterator[tuple[str, list[ScoredPart]]]:

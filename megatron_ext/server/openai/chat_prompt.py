@@ -34,7 +34,7 @@ from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import MAX_CALLS
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import ASSISTANT, RenderedChat
-from megatron_ext.text.prompt_tokenization import begin_once
+from megatron_ext.text.tokenizer import begin_once
 from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function
 
 SentIds: TypeAlias = tuple[Sequence[int], Sequence[int]]

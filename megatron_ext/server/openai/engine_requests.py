@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.annotations import FieldValues
@@ -15,13 +14,14 @@ from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.api_errors import ApiError, context_exceeded
 from megatron_ext.server.api_keys import Caller
-from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
 
+if TYPE_CHECKING:
+    from megatron_ext.server.serving import Serving
+
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, else as many as fit
 TEMPERATURE = 1.0
-NOTHING: FieldValues = MappingProxyType({})
 # Fields of a body that are fields of `RequestParams`, too, with the same meaning. Choices have different seeds.
 _SAME_NAMES = tuple(
     name
@@ -54,43 +54,36 @@ def check_count(prompts: int, choices: int, limit: int) -> None:
 
 
 def completion_inputs(
-    body: CompletionRequest,
-    prompts: Sequence[Sequence[int]],
-    limits: SchedulerLimits,
-    caller: Caller,
-    defaults: FieldValues = NOTHING,
+    body: CompletionRequest, prompts: Sequence[Sequence[int]], serving: Serving, caller: Caller
 ) -> list[RequestInputs]:
     """Return the choices of each prompt, prompt by prompt.
 
     Args:
         body: Request.
         prompts: Token ids of its prompts.
-        limits: Limits of the engine.
+        serving: Limits of the engine, and values of fields that the body leaves out.
         caller: Caller, to whom the cache salt is bound.
-        defaults: Values of fields that the body leaves out.
 
     Raises:
         ApiError: A sequence exceeds the limits.
         ConfigError: Values contradict each other.
     """
     echoes_scores = bool(body.echo) and body.logprobs is not None
-    settings = _common(body, caller, defaults) | _scores(body.logprobs, with_prompt=echoes_scores)
+    settings = _common(body, caller, serving.defaults) | _scores(body.logprobs, with_prompt=echoes_scores)
     count = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if count == 0 and not body.echo:
         message = (
             "max_tokens must be at least 1; 0 needs echo on /v1/completions, which returns the scores of the prompt"
         )
         raise ApiError(400, message, param="max_tokens")
-    return [one for prompt in prompts for one in _choices(body, prompt, count, settings, limits)]
+    return [one for prompt in prompts for one in _choices(body, prompt, count, settings, serving.limits)]
 
 
 def chat_inputs(
     body: ChatRequest,
     prompt: Sequence[int],
-    limits: SchedulerLimits,
-    chat: ChatFormat,
+    serving: Serving,
     caller: Caller,
-    defaults: FieldValues = NOTHING,
     response_format: ResponseFormat | None = None,
     marks: Sequence[int] = (),
     retokenized: tuple[int, int] | None = None,
@@ -100,10 +93,8 @@ def chat_inputs(
     Args:
         body: Request.
         prompt: Tokens of the rendered conversation.
-        limits: Limits of the engine.
-        chat: Chat format of the model.
+        serving: Limits of the engine, chat format of the model, and values of fields that the body leaves out.
         caller: Caller, to whom the cache salt is bound.
-        defaults: Values of fields that the body leaves out.
         response_format: Response format, in place of the body's own.
         marks: Positions of its `cache_control` marks in the prompt.
         retokenized: See `RequestInputs`.
@@ -112,6 +103,7 @@ def chat_inputs(
         ApiError: A sequence exceeds the limits.
         ConfigError: Values contradict each other.
     """
+    limits, chat, defaults = serving.limits, serving.chat_format, serving.defaults
     scores = _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
     settings = _common(body, caller, defaults) | scores
     settings["response_format"] = response_format or body.enforced_format

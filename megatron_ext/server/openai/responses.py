@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ext.engine.pausing import ABORT
 from megatron_ext.engine.updates import Progress
@@ -19,11 +19,13 @@ from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError, abor
 from megatron_ext.server.openai.answers import (
     PLAIN,
     AnswerFormat,
+    AnswerPart,
     AnswerPiece,
+    AnswerReader,
     CallPart,
     Piece,
     Scored,
-    ScoredReader,
+    ScoredPart,
     finite,
     generated_scores,
     prompt_scores,
@@ -33,6 +35,9 @@ from megatron_ext.server.openai.answers import (
 from megatron_ext.server.request_manager import RequestHandle
 from megatron_ext.text.detokenizer import excerpt
 from megatron_ext.text.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 
 DROPPED_THINKING = "dropped_thinking"
 _DROPPED_THINKING_TEXT = "The chat template drops the thinking of an earlier turn, which the cached prefix has there"
@@ -115,6 +120,7 @@ class AnswerBuilder:
         choices: Choices of each prompt.
 
     Attributes:
+        has_scores: Whether the answer has log-probs.
         shows_cache: Whether the usage has the number of cached tokens.
         explains: Decoder of the text in prefix cache explanations; None for no explanations.
         thinking_token: First token of thinking; None if the model does not think.
@@ -125,28 +131,44 @@ class AnswerBuilder:
     ) -> None:
         self.id = answer_id
         self.choices = choices
+        self.has_scores = False
         self.shows_cache = True
         self.explains: Callable[..., str] | None = None
         self.thinking_token: int | None = None
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._answer_format = answer_format
 
     def thinking_length(self, record: RequestRecord) -> int:
         """Return the number of an answer's tokens that are thinking, markers included."""
-        decode = self._vocabulary.decoder(skips_special=False)
+        decode = self.vocabulary.decoder(skips_special=False)
         return thinking_length(record.generated_tokens, self._answer_format, decode)
 
 
 class EventBuilder(AnswerBuilder, abc.ABC):
-    """Builder of one answer as typed events, which add up to the whole answer."""
+    """Builder of one answer as typed events, which add up to the whole answer: blocks of thinking, text, or one call.
+
+    Args:
+        answer_id: Id of the answer.
+        vocabulary: Vocabulary that decodes tokens.
+        answer_format: Format of the answer's thinking and tool calls.
+    """
+
+    def __init__(self, answer_id: str, vocabulary: Vocabulary, answer_format: AnswerFormat) -> None:
+        super().__init__(answer_id, vocabulary, answer_format)
+        self._reader = AnswerReader(answer_format, vocabulary)
+        self._open: type[AnswerPart] | None = None  # kind of the block that the model is writing
+        self._texts: list[str] = []  # of this block
 
     @abc.abstractmethod
     def begin(self, source: Progress | RequestRecord) -> Iterator[Event]:
         """Yield the events before any output."""
 
-    @abc.abstractmethod
     def feed(self, piece: Piece) -> Iterator[Event]:
         """Yield the events of the next piece; the last one closes all that is open."""
+        for part, scores in self._reader.read(piece).parts:
+            yield from self._take(part, scores)
+        if piece.reason is not None:
+            yield from self._end(piece.reason)
 
     @abc.abstractmethod
     def finish(self, record: RequestRecord) -> list[Event]:
@@ -156,16 +178,46 @@ class EventBuilder(AnswerBuilder, abc.ABC):
     def fail(self, error: ApiError) -> Event:
         """Return the last event of an answer that has failed."""
 
+    def _take(self, part: AnswerPart, scores: Sequence[ScoredPart] = ()) -> Iterator[Event]:
+        is_new = part.name is not None if isinstance(part, CallPart) else self._open is not type(part)
+        if is_new:
+            yield from self._close()
+            self._open, self._texts = type(part), []
+            yield from self._begin_block(part)
+        text = part.arguments if isinstance(part, CallPart) else part.text
+        self._texts.append(text)
+        yield from self._delta(text, scores)
+
+    def _end(self, reason: str) -> Iterator[Event]:
+        """Yield the events of the end of the output."""
+        yield from self._close(reason)
+
+    def _close(self, reason: str | None = None) -> Iterator[Event]:
+        """Yield the events of the end of the open block; `reason` is the finish reason of the last one."""
+        if self._open is not None:
+            yield from self._end_block("".join(self._texts), reason)
+            self._open = None
+
+    @abc.abstractmethod
+    def _begin_block(self, part: AnswerPart) -> Iterator[Event]:
+        """Yield the events of the beginning of a block, before the text of its first part."""
+
+    @abc.abstractmethod
+    def _delta(self, text: str, scores: Sequence[ScoredPart]) -> Iterator[Event]:
+        """Yield the events of the next text, or arguments, of the open block."""
+
+    @abc.abstractmethod
+    def _end_block(self, text: str, reason: str | None) -> Iterator[Event]:
+        """Yield the events of the end of the open block, whose text is complete."""
+
 
 class ResponseBuilder(AnswerBuilder, abc.ABC):
     """Builder of OpenAI's objects: the differences between completions and chat completions.
 
     Args:
+        body: Request, which says what its choices show.
         model: Name that the model is served under.
         vocabulary: Vocabulary that decodes tokens.
-        choices: Choices of each prompt.
-        has_scores: Whether log-probs were requested.
-        shows_ids: Whether token ids are returned as well.
         answer_format: Format of the answers' thinking and tool calls.
 
     Attributes:
@@ -178,24 +230,21 @@ class ResponseBuilder(AnswerBuilder, abc.ABC):
 
     def __init__(
         self,
+        body: CompletionRequest | ChatRequest,
         model: str,
         vocabulary: Vocabulary,
-        choices: int,
-        *,
-        has_scores: bool,
-        shows_ids: bool = False,
         answer_format: AnswerFormat = PLAIN,
     ) -> None:
-        super().__init__(f"{self.PREFIX}-{uuid.uuid4().hex}", vocabulary, answer_format, choices)
-        self.shows_versions = False
-        self.shows_routing = False
-        self.has_scores = has_scores
-        self._shows_ids = shows_ids
+        super().__init__(f"{self.PREFIX}-{uuid.uuid4().hex}", vocabulary, answer_format, body.n or 1)
+        self.has_scores = body.logprobs is not None and body.logprobs is not False
+        self.shows_versions = bool(body.return_weights_version)
+        self.shows_routing = bool(body.return_routed_experts)
+        self._shows_ids = bool(body.return_token_ids)
         self._fields = {"id": self.id, "created": int(time.time()), "model": model}
 
-    @abc.abstractmethod
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
         """Return the fields beside the choices in the first part of a response, and in a whole one."""
+        return {}
 
     @abc.abstractmethod
     def envelope(self, *, is_part: bool) -> dict[str, object]:
@@ -279,26 +328,15 @@ class CompletionResponseBuilder(ResponseBuilder):
     PREFIX = "cmpl"
 
     def __init__(
-        self,
-        model: str,
-        vocabulary: Vocabulary,
-        choices: int,
-        *,
-        has_scores: bool,
-        echoes: Sequence[str] | None,
-        shows_ids: bool = False,
+        self, body: CompletionRequest, model: str, vocabulary: Vocabulary, echoes: Sequence[str] | None = None
     ) -> None:
-        super().__init__(model, vocabulary, choices, has_scores=has_scores, shows_ids=shows_ids)
+        super().__init__(body, model, vocabulary)
         self._echoes = echoes
         self._lengths: dict[int, int] = {}  # characters of the text so far, by choice
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """Return the fields around the choices."""
         return {"object": "text_completion", **self._fields}
-
-    def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
-        """Return no fields: prompts are returned with their choices."""
-        return {}
 
     def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
         """Return the prompt, if echoed, and its ids, if requested."""
@@ -334,14 +372,14 @@ class CompletionResponseBuilder(ResponseBuilder):
         offsets: list[int] = []
         length = self._lengths.get(index, 0)
         for piece in pieces:
-            for one in scored_parts(self._vocabulary, piece.scores, piece.text):
+            for one in scored_parts(self.vocabulary, piece.scores, piece.text):
                 begun = sum(byte & 0xC0 != 0x80 for byte in one.data)  # characters
                 offsets.append(length - (bool(one.data) and one.data[0] & 0xC0 == 0x80))
                 length += begun
             self._lengths[index] = length = self._lengths.get(index, 0) + len(piece.text)
         scores = [score for piece in pieces for score in piece.scores]
         return {
-            "tokens": [self._vocabulary.token_text(one.token) for one in scores],
+            "tokens": [self.vocabulary.token_text(one.token) for one in scores],
             "token_logprobs": [finite(one.log_prob) for one in scores],
             "top_logprobs": [self._best(one) for one in scores],
             "text_offset": offsets,
@@ -353,7 +391,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             return None
         log_probs: dict[int, float] = one.best | {one.token: one.log_prob}
         ranked = sorted(log_probs.items(), key=lambda item: item[1])
-        return {self._vocabulary.token_text(token): finite(log_prob) for token, log_prob in ranked}
+        return {self.vocabulary.token_text(token): finite(log_prob) for token, log_prob in ranked}
 
 
 class ChatResponseBuilder(ResponseBuilder):
@@ -362,9 +400,9 @@ class ChatResponseBuilder(ResponseBuilder):
     PREFIX = "chatcmpl"
 
     @cached_property
-    def _readers(self) -> list[ScoredReader]:
+    def _readers(self) -> list[AnswerReader]:
         """Reader of each choice."""
-        return [ScoredReader(self._answer_format, self._vocabulary) for _ in range(self.choices)]
+        return [AnswerReader(self._answer_format, self.vocabulary) for _ in range(self.choices)]
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """Return the fields around the choices."""
@@ -435,7 +473,7 @@ class ChatResponseBuilder(ResponseBuilder):
         if not self.has_scores:
             return None
         scores = found.scores if self._shows_ids else found.content_scores
-        return {"content": [one.to_dict(self._vocabulary) for one in scores], "refusal": None}
+        return {"content": [one.to_dict(self.vocabulary) for one in scores], "refusal": None}
 
 
 def _thinking(text: str) -> dict[str, object]:

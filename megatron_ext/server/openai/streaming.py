@@ -6,18 +6,20 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from megatron_ext.config import RequestParams
 from megatron_ext.engine.updates import Progress
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import ApiError, ClientGone, engine_fault
 from megatron_ext.server.openai.answers import Piece, Scored, generated_scores
+from megatron_ext.server.openai.request_fields import StreamOptions
 from megatron_ext.server.openai.responses import (
+    AnswerBuilder,
     Event,
     EventBuilder,
     ResponseBuilder,
@@ -53,14 +55,14 @@ class PieceReader:
 
     Args:
         handle: Handle of its request.
-        detokenize: Token ids to text.
-        splits_tokens: Whether a piece has the tokens that its text came with and no more, however they arrive.
+        builder: Builder of its answer; with scores, a piece has the tokens that its text came with and no more.
     """
 
-    def __init__(self, handle: RequestHandle, detokenize: Callable[..., str], *, splits_tokens: bool = False) -> None:
-        self._handle = handle
-        self._splits = splits_tokens
-        self._text = TextStream(handle.inputs.params.stop_words, detokenize)
+    def __init__(self, handle: RequestHandle, builder: AnswerBuilder) -> None:
+        self._handle, params = handle, handle.inputs.params
+        self._splits = builder.has_scores
+        decoder = builder.vocabulary.decoder(skips_special=params.skip_special_tokens)
+        self._text = TextStream(params.stop_words, decoder)
         self._seen = 0  # tokens
         self._held: tuple[list[int], list[Scored]] = [], []  # tokens whose text is held back, and their scores
         self.is_ended = False
@@ -100,6 +102,7 @@ class PieceReader:
             yield Piece(text, held_tokens, held_scores)
 
 
+@dataclass(eq=False)
 class _ChoiceStream:
     """Stream of one choice.
 
@@ -108,24 +111,17 @@ class _ChoiceStream:
         handle: Handle of its request.
         first: Handle of the prompt's first choice, which has the prompt's data.
         builder: Builder of its parts.
-        detokenize: Token ids to text.
     """
 
-    def __init__(
-        self,
-        index: int,
-        handle: RequestHandle,
-        first: RequestHandle,
-        builder: ResponseBuilder,
-        detokenize: Callable[..., str],
-    ) -> None:
-        self._index = index
-        self.handle = handle
-        self._first = first
-        self._builder = builder
-        self._reader = PieceReader(handle, detokenize, splits_tokens=builder.has_scores)
-        self._is_open = False
-        self._token_count = 0  # in the parts so far
+    index: int
+    handle: RequestHandle
+    first: RequestHandle
+    builder: ResponseBuilder
+    _is_open: bool = False
+    _token_count: int = 0  # in the parts so far
+
+    def __post_init__(self) -> None:
+        self._reader = PieceReader(self.handle, self.builder)
 
     @property
     def is_ended(self) -> bool:
@@ -138,22 +134,22 @@ class _ChoiceStream:
         Raises:
             ApiError: The request has failed.
         """
-        source, first = source_of(self.handle), source_of(self._first)
+        source, first = source_of(self.handle), source_of(self.first)
         if source is None or first is None or self.is_ended:
             return
         if not self._is_open:
             self._is_open = True
-            opening = self._builder.opening(self._index, first)
+            opening = self.builder.opening(self.index, first)
             if opening is not None:
-                yield self._builder.heading(source) | {"choices": [opening]}
+                yield self.builder.heading(source) | {"choices": [opening]}
         for piece in self._reader.read():
-            part = self._builder.part(self._index, piece)
+            part = self.builder.part(self.index, piece)
             start, self._token_count = self._token_count, self._token_count + len(piece.tokens)
             if part is not None:
-                part |= versions_of(self._builder, source, start, self._token_count)
+                part |= versions_of(self.builder, source, start, self._token_count)
                 if isinstance(source, RequestRecord):
-                    part |= explained(self._builder, self._index, source)
-                    part |= experts_of(self._builder, source) if self.is_ended else {}
+                    part |= explained(self.builder, self.index, source)
+                    part |= experts_of(self.builder, source) if self.is_ended else {}
                 yield {"choices": [part]}
 
 
@@ -166,28 +162,18 @@ def source_of(handle: RequestHandle) -> Progress | RequestRecord | None:
     return finished(handle) if handle.has_ended else handle.progress
 
 
-async def events(
-    group: RequestGroup,
-    builder: ResponseBuilder,
-    decoder: Callable[[RequestParams], Callable[..., str]],
-    *,
-    ends_with_usage: bool,
-    continues_usage: bool,
-) -> AsyncIterator[bytes]:
+async def events(group: RequestGroup, builder: ResponseBuilder, options: StreamOptions | None) -> AsyncIterator[bytes]:
     """Yield the events of a response; an error on the way is the last event.
 
     Args:
         group: Group of the requests.
         builder: Builder of the response.
-        decoder: Decoder of a request's params: token ids to text.
-        ends_with_usage: Whether an extra event at the end has the usage.
-        continues_usage: Whether each part has the usage so far.
+        options: Whether an extra event at the end has the usage, and whether each part has the usage so far.
     """
+    ends_with_usage = options is not None and options.include_usage
+    continues_usage = options is not None and options.continuous_usage_stats
     envelope, handles = builder.envelope(is_part=True), group.handles
-    streams = [
-        _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, decoder(handle.inputs.params))
-        for i, handle in enumerate(handles)
-    ]
+    streams = [_ChoiceStream(i, handle, handles[i - i % builder.choices], builder) for i, handle in enumerate(handles)]
     usage_now: dict[str, object] = {"usage": None} if ends_with_usage else {}
     try:
         while True:
@@ -209,27 +195,20 @@ async def events(
 
 
 async def typed_events(
-    group: RequestGroup,
-    builder: EventBuilder,
-    decoder: Callable[[RequestParams], Callable[..., str]],
-    *,
-    splits_tokens: bool = False,
-    on_end: Callable[[], None] = lambda: None,
+    group: RequestGroup, builder: EventBuilder, on_end: Callable[[], None] = lambda: None
 ) -> AsyncIterator[Event]:
     """Yield the events of an answer.
 
     Args:
         group: Group of one request, which has started.
         builder: Builder of the answer.
-        decoder: Decoder of a request's params: token ids to text.
-        splits_tokens: See `PieceReader`.
         on_end: Called when the answer is complete, before the last events.
 
     Raises:
         ApiError: The request has failed.
     """
     (handle,) = group.handles
-    pieces = PieceReader(handle, decoder(handle.inputs.params), splits_tokens=splits_tokens)
+    pieces = PieceReader(handle, builder)
     source = handle.result or handle.progress or finished(handle)  # also of a request that has failed since it started
     for one in builder.begin(source):
         yield one
@@ -265,7 +244,7 @@ def failure_of(error: Exception) -> ApiError:
     return engine_fault(error)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Response that sends events as they come; the group is aborted if the client disconnects or sending fails.
 
     Args:
@@ -276,25 +255,17 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, group: RequestGroup, source: AsyncIterator[bytes]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+        super().__init__(source, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._group = group
-        self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or those before the client disconnects."""
         try:
-            await while_connected(receive, self._send_all(send))
+            await while_connected(receive, self.stream_response(send))
         except ClientGone:
             return
         finally:
             self._group.abort()
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for content in self._source:
-            await send({"type": "http.response.body", "body": content, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def while_connected(receive: Receive, work: Coroutine[object, None, Result]) -> Result:

@@ -18,7 +18,7 @@ from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import MAX_CALLS, ChatRequest
-from megatron_ext.server.unknown_fields import note_ignored
+from megatron_ext.server.openai.request_fields import note_ignored
 from megatron_ext.text.grammars import Grammars, supported_part
 from megatron_ext.text.tool_calls.formats import Guidance, grammar_of
 from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.server.access import note_answer
+from megatron_ext.server.access import described, note_description
 from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH, in_messages_words
 from megatron_ext.server.anthropic.message_builder import MessageBuilder
 from megatron_ext.server.anthropic.message_fields import (
@@ -23,17 +23,16 @@ from megatron_ext.server.anthropic.message_fields import (
     MessagesRequest,
     as_chat,
     note_betas,
-    refuse_threads,
 )
 from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, ContextExceeded
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.http.auth import CALLER
-from megatron_ext.server.http.body import JsonRoute, ShortPath, only_queries, sender_of
+from megatron_ext.server.http.body import JsonRoute, ShortPath, handed_on_to, only_queries, sender_of
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.engine_requests import chat_inputs, check_count, completion_inputs
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
-from megatron_ext.server.openai.request_fields import GenerationRequest, StreamOptions
+from megatron_ext.server.openai.request_fields import GenerationRequest, note_ignored
 from megatron_ext.server.openai.responses import (
     AnswerBuilder,
     ChatResponseBuilder,
@@ -56,9 +55,7 @@ from megatron_ext.server.openai.streaming import (
 )
 from megatron_ext.server.openai.structured_output_checks import answer_format_of, constrained_format
 from megatron_ext.server.request_manager import RequestGroup
-from megatron_ext.server.scope import handed_on_to
 from megatron_ext.server.serving import ServerDependency, Serving
-from megatron_ext.server.unknown_fields import note_ignored
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -83,7 +80,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     prompts: Sequence[Sequence[int]] = handed_on_to(request.scope).tokens or [
         await serving.text_encoder.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
     ]
-    inputs = completion_inputs(body, prompts, serving.limits, request.scope[CALLER], serving.defaults)
+    inputs = completion_inputs(body, prompts, serving, request.scope[CALLER])
     echoes = None
     if body.echo:
         texts = [
@@ -91,14 +88,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
             for prompt in body.prompts
         ]
         echoes = [text for text in texts for _ in range(choices)]
-    builder = CompletionResponseBuilder(
-        serving.answered_name(body.model),
-        serving.vocabulary,
-        choices,
-        has_scores=body.logprobs is not None,
-        echoes=echoes,
-        shows_ids=bool(body.return_token_ids),
-    )
+    builder = CompletionResponseBuilder(body, serving.answered_name(body.model), serving.vocabulary, echoes)
     return await _answer(request, serving, body, inputs, builder)
 
 
@@ -106,14 +96,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 async def create_chat_completion(body: ChatRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation."""
     inputs, answer_format, remember = await prepare_chat(body, request, serving)
-    builder = ChatResponseBuilder(
-        serving.answered_name(body.model),
-        serving.vocabulary,
-        body.n or 1,
-        has_scores=bool(body.logprobs),
-        shows_ids=bool(body.return_token_ids),
-        answer_format=answer_format,
-    )
+    builder = ChatResponseBuilder(body, serving.answered_name(body.model), serving.vocabulary, answer_format)
     builder.thinking_token = serving.chat_format.thinking_token
     return await _answer(request, serving, body, inputs, builder, remember)
 
@@ -131,8 +114,7 @@ async def prepare_chat(
     check_count(1, body.n or 1, serving.requests.capacity)
     checks = serving.structured_outputs
     await checks.check(body.enforced_format)  # before any text is tokenized: a bad schema is refused at little cost
-    caller, sent = request.scope[CALLER], body.reads_sent_ids
-    chat = await serving.chat_prompt(request, body.messages, body.chat_options, body.cache_salt, reads_sent_ids=sent)
+    caller, chat = request.scope[CALLER], await serving.chat_prompt(request, body)
     handed_on, prompt = handed_on_to(request.scope), chat.ids
     answer = answer_format_of(body, prompt, serving.chat_format)
     # The grammar has the supported part of the functions' schemas; the reader of the answer gets the whole ones.
@@ -144,17 +126,7 @@ async def prepare_chat(
     marks = chat.marks
     if handed_on.chat is None:
         marks = await serving.marked_positions(body, prompt, caller.bind(body.cache_salt))
-    inputs = chat_inputs(
-        body,
-        prompt,
-        serving.limits,
-        serving.chat_format,
-        caller,
-        serving.defaults,
-        response_format,
-        marks,
-        chat.retokenized,
-    )
+    inputs = chat_inputs(body, prompt, serving, caller, response_format, marks, chat.retokenized)
     put = handed_on.remember or serving.answers.put
     return inputs, answer, partial(serving.remember, chat, answer, put)
 
@@ -168,18 +140,13 @@ async def _answer(
     on_result: OnResult = lambda _: None,
 ) -> Response:
     """Run the requests, and return their answer, whole or as a stream."""
-    builder.shows_versions = bool(body.return_weights_version)
-    builder.shows_routing = bool(body.return_routed_experts)
     if builder.shows_routing and not serving.limits.keeps_routing:
         message = "return_routed_experts: the server was started without --moe-enable-routing-replay; leave it out"
         raise ApiError(400, message, param="return_routed_experts", code="routing_not_recorded")
     group = await run_requests(request, serving, body, inputs, builder, on_result)
     if not body.stream:
         return json_response(whole(builder, [finished(handle) for handle in group.handles]))
-    given = body.stream_options or StreamOptions()
-    ends, continues = bool(given.include_usage), bool(given.continuous_usage_stats)
-    parts = events(group, builder, serving.decoder, ends_with_usage=ends, continues_usage=continues)
-    return EventStream(group, parts)
+    return EventStream(group, events(group, builder, body.stream_options))
 
 
 async def run_requests(
@@ -211,7 +178,7 @@ async def run_requests(
         inputs, is_streamed=bool(body.stream), sender=sender_of(request), on_result=on_result
     )
     group = await while_connected(request.receive, submitting)
-    note_answer(request.state, builder, group)
+    note_description(request.state, partial(described, builder, group))
     serving.requests.groups[builder.id] = group
     try:
         await while_connected(request.receive, group.started() if body.stream else group.ended())
@@ -238,7 +205,6 @@ async def whole_answer(events: AsyncIterator[Event], answer: Event) -> Response:
 @router.post(MESSAGES_PATH)
 async def create_message(body: MessagesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, in the form of Anthropic's Messages API."""
-    refuse_threads(body)
     note_betas(request.headers.get("anthropic-beta", ""))
     chat = as_chat(body, can_think=serving.chat_format.reasoning is not None)
     try:
@@ -247,7 +213,7 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
         raise in_messages_words(error) from None
     builder = MessageBuilder(serving.answered_name(body.model), serving.vocabulary, answer_format)
     group = await run_requests(request, serving, chat, inputs, builder, remember)
-    events = typed_events(group, builder, serving.decoder)
+    events = typed_events(group, builder)
     if body.stream:
         return EventStream(group, named_events(events, builder))
     return await whole_answer(events, builder.message)
@@ -256,11 +222,9 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
 @router.post(COUNT_PATH)
 async def count_message_tokens(body: CountTokensRequest, request: Request, serving: ServerDependency) -> dict[str, int]:
     """Return the number of prompt tokens of a request to the Messages API."""
-    refuse_threads(body)
     serving.check_name(body.model)
-    chat = as_chat(body)
     try:
-        prompt = await serving.chat_prompt(request, chat.messages, chat.chat_options, body.cache_salt)
+        prompt = await serving.chat_prompt(request, as_chat(body))
     except ContextExceeded as error:
         raise in_messages_words(error) from None
     return {"input_tokens": len(prompt.ids)}
@@ -282,7 +246,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
             tag_of(serving.instance),
             shows_ids=bool(body.return_token_ids),
         )
-        answer.thinking_token = serving.chat_format.thinking_token
+        answer.thinking_token, answer.has_scores = serving.chat_format.thinking_token, body.has_scores
         group = await run_requests(request, serving, chat, inputs, answer, remember)
     except ApiError as error:
         error.param = _NAMES.get(error.param or "", error.param)
@@ -295,7 +259,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
                 key, conversation.items, answer.response, conversation.before
             )
 
-    events = typed_events(group, answer, serving.decoder, splits_tokens=body.has_scores, on_end=store)
+    events = typed_events(group, answer, store)
     if body.stream:
         response: Response = EventStream(group, named_events(events, answer))
     else:
@@ -310,7 +274,7 @@ async def count_input_tokens(body: ResponsePrompt, request: Request, serving: Se
     """Return the number of tokens of a conversation, and with `return_token_ids` the tokens."""
     serving.check_name(body.model)
     conversation = conversation_of(body, serving.response_store, _tenant(request))
-    chat = await serving.chat_prompt(request, conversation.messages, body.chat_options, body.cache_salt)
+    chat = await serving.chat_prompt(request, body.chat_request(conversation.messages))
     tokens = list(chat.ids)
     shown = {"prompt_token_ids": tokens} if body.return_token_ids else {}
     return {"object": "response.input_tokens", "input_tokens": len(tokens), **shown}

@@ -73,9 +73,7 @@ async def tokenize(body: TokenizeRequest, request: Request, serving: ServerDepen
 
 async def _tokens(body: TokenizeRequest, request: Request, serving: Serving) -> list[int]:
     if body.messages is not None:
-        options, sent = body.chat_options, body.reads_sent_ids
-        chat = await serving.chat_prompt(request, body.messages, options, body.cache_salt, reads_sent_ids=sent)
-        return list(chat.ids)
+        return list((await serving.chat_prompt(request, body)).ids)
     assert body.prompt is not None, "the body has been checked"
     tokenizer = serving.tokenizer
     if body.add_special_tokens is False and isinstance(tokenizer, TextTokenizer):

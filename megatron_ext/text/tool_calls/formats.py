@@ -7,28 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function, GrammarRules
 from megatron_ext.text.tool_calls.json_calls import JsonCalls, MistralCalls
 from megatron_ext.text.tool_calls.pythonic_calls import PythonicCalls
-from megatron_ext.text.tool_calls.source import Parser, Source
 from megatron_ext.text.tool_calls.xml_calls import XmlCalls
-
-
-class CallSyntax(Protocol):
-    """Syntax of the calls between the markers of a format."""
-
-    def parse(self, source: Source, functions: dict[str, Function]) -> Parser:
-        """Parse the calls; see `Source` for the protocol.
-
-        Raises:
-            NotACall: The text is not in this syntax.
-        """
-
-    def grammar(self, functions: list[Function], rules: GrammarRules, *, is_parallel: bool) -> str:
-        """Return the expression of one call, or of several if `is_parallel` and the syntax has lists of them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +21,8 @@ class ToolCallFormat:
 
     Attributes:
         name: Value of `--tool-call-parser`.
-        syntax: Syntax of the calls.
+        syntax: Syntax of the calls between the markers. `parse` raises `NotACall` where a text is not in it; `grammar`
+            gives the expression of one call, or of several if `is_parallel` and the syntax has lists of them.
         opening: Marker before the calls.
         closing: Marker after them; may be empty.
         bare: First characters of an answer that is a call without the opening marker; empty if every call has it.
@@ -46,7 +31,7 @@ class ToolCallFormat:
     """
 
     name: str
-    syntax: CallSyntax
+    syntax: JsonCalls | MistralCalls | PythonicCalls | XmlCalls
     opening: str
     closing: str = ""
     bare: str = ""

@@ -21,6 +21,7 @@ from megatron_ext.text.tool_calls.source import (
     Event,
     NotACall,
     Parser,
+    Part,
     Source,
     overlap,
 )
@@ -43,16 +44,14 @@ class ToolCallReader:
         self._call_format = call_format
         self._functions = {function.name: function for function in functions}
         self._max = max_calls
-        self._held = ""  # may be the beginning of a call
         self._spaces = ""  # after the content so far
         self._follows_call = False
         self._has_content = False
-        self._source: Source | None = None  # of the calls that are being parsed
-        self._parser: Iterator[Event | None] = iter(())
-        self._opened = ""  # the spaces or the marker before it
-        self._is_cut = False  # the whole text
-        self._has_begun = False  # one of its calls
+        self._has_begun = False  # a call since the latest marker
         self._is_kept = True  # the latest call
+        self._is_cut = False  # the whole text
+        self._source = Source()
+        self._parser = self._answer(self._source)
 
     def feed(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> list[Event]:
         """Return the events that have become certain.
@@ -63,64 +62,71 @@ class ToolCallReader:
             is_cut: Whether a limit ended the text, and not the model: a beginning of a marker at its end is no content.
         """
         self._is_cut = is_cut
-        events = list(self._events(text, is_last=is_last))
+        self._source.add(text, is_last=is_last)
+        events: list[Event] = []
+        for event in self._parser:
+            if event is None:
+                break
+            if isinstance(event, CallBegun):
+                self._has_begun = True
+                self._is_kept = self.count < self._max
+                self.count += self._is_kept
+            if self._is_kept or isinstance(event, Content):
+                events.append(event)
         if is_last and not self.count and self._spaces:
             events.append(Content(self._spaces))
         return events
 
-    def _events(self, text: str, *, is_last: bool) -> Iterator[Event]:
-        self._held += text
-        while True:
-            if self._source is None:
-                yield from self._content(is_last=is_last)
-            source = self._source
-            if source is None:
-                return
-            source.add(self._held, is_last=is_last)
-            self._held = ""
-            yield from self._calls(source)
-            if self._source is not None:  # more text is needed
+    def _answer(self, source: Source) -> Parser:
+        """Parse content and calls in turn; drop what the end of the text leaves incomplete, and spaces before it."""
+        while (opened := (yield from self._opened(source))) is not None:
+            start = source.position
+            try:
+                yield from self._calls(source)
+            except NotACall:  # the marker is content, and so is what follows up to the next one
+                if not source.has_ended or (source.names is not None and not self._is_cut):
+                    source.position, self._has_content = start, True
+                    yield from self._kept(opened)
+                    continue
+            self._spaces, self._follows_call = "", True
+            if source.has_ended:
                 return
 
-    def _content(self, *, is_last: bool) -> Iterator[Event]:
-        """Yield the content before the next opening marker, and begin to parse after it."""
+    def _opened(self, source: Source) -> Part[str | None]:
+        """Parse the content before the next calls; return the marker, or the spaces, before them; None at the end."""
         call_format = self._call_format
-        if call_format.bare and not self._has_content and not self.count:
-            start = self._held.lstrip()
-            if not start and not is_last:
-                return
-            if start.startswith(call_format.bare):
-                self._begin(self._held[: len(self._held) - len(start)], Source(self._functions))
-                return
-        opening = self._held.find(call_format.opening)
-        certain = opening
-        if opening < 0:
-            certain = len(self._held) - (
-                0 if is_last and not self._is_cut else overlap(self._held, call_format.opening)
-            )
-        yield from self._kept(self._held[:certain])
-        self._held = self._held[certain:]
-        if opening >= 0:
-            self._begin(call_format.opening, Source())
-        elif is_last and self._held:
-            self._drop()
+        while True:
+            held = source.text = source.rest
+            source.position = 0
+            if call_format.bare and not self._has_content and not self.count:
+                start = held.lstrip()
+                if not start and (yield from source.more()):
+                    continue
+                if start.startswith(call_format.bare):
+                    source.position, source.names = len(held) - len(start), self._functions
+                    return held[: source.position]
+            certain = opening = held.find(call_format.opening)
+            if opening < 0:
+                is_whole = source.is_last and not self._is_cut
+                certain = len(held) - (0 if is_whole else overlap(held, call_format.opening))
+            yield from self._kept(held[:certain])
+            source.position = certain
+            if opening >= 0:
+                source.position, source.names = certain + len(call_format.opening), None
+                return call_format.opening
+            if not (yield from source.more()):
+                if source.rest:
+                    self._spaces = ""
+                return None
 
-    def _begin(self, opened: str, source: Source) -> None:
-        self._opened, self._held = opened, self._held.removeprefix(opened)
-        self._source, self._has_begun = source, False
-        self._parser = self._parsed(source)
-
-    def _drop(self) -> None:
-        """Drop what the end of the text leaves incomplete, and the spaces before it."""
-        self._source, self._held, self._spaces = None, "", ""
-
-    def _parsed(self, source: Source) -> Parser:
+    def _calls(self, source: Source) -> Parser:
         """Parse calls and their closing marker.
 
         Arguments that break off end at the marker, or with the text. Other text after a whole call is content, or
         dropped up to the marker.
         """
-        call_format = self._call_format
+        call_format, self._has_begun = self._call_format, False
+        source.settled, source.has_ended = source.position, False
         try:
             yield from call_format.syntax.parse(source, self._functions)
             yield from source.skip_closing(call_format.closing)
@@ -134,29 +140,6 @@ class ToolCallReader:
                 yield from _broken(source, call_format.closing, is_kept=is_broken)
             else:
                 source.position = source.settled
-
-    def _calls(self, source: Source) -> Iterator[Event]:
-        """Yield the events of the calls as far as the text goes."""
-        try:
-            for event in self._parser:
-                if event is None:
-                    return
-                if isinstance(event, CallBegun):
-                    self._has_begun = True
-                    self._is_kept = self.count < self._max
-                    self.count += self._is_kept
-                if self._is_kept:
-                    yield event
-        except NotACall:  # the marker is content, and so is what follows up to the next one
-            if source.has_ended and (source.names is None or self._is_cut):
-                self._drop()
-                return
-            self._source, self._held = None, source.text
-            self._has_content = True
-            yield from self._kept(self._opened)
-            return
-        self._drop()
-        self._held, self._follows_call = "" if source.has_ended else source.rest, True
 
     def _kept(self, text: str) -> Iterator[Event]:
         """Yield the text as content, less the spaces at its end, which may precede a call."""

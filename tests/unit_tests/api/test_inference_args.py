@@ -60,7 +60,7 @@ def test_every_engine_flag_is_there_once(version):
     own, joined = actions(megatron_parser(version)), actions(add_inference_args(megatron_parser(version)))
     for group in (*GROUPS, SYNONYMS):
         for flag in group.flags:
-            names = {flag.option, *flag.aliases, f"--no-{flag.key}"}
+            names = {*flag.names, f"--no-{flag.key}"}
             if group.config is not RunConfig or flag.field == "inference_logging_step_interval":
                 assert names & joined.keys(), flag.option
             else:

@@ -18,7 +18,7 @@ from megatron_ext.config import InferenceSettings, RunConfig
 from megatron_ext.config.request import ResponseFormat, TokenBiases
 from megatron_ext.config.source import HfOverrides
 
-FLAGS = [(group, flag) for group in (*GROUPS, SYNONYMS) for flag in group.flags]
+FLAGS = [flag for group in (*GROUPS, SYNONYMS) for flag in group.flags]
 OF_THE_RUN = {field.name for field in dataclasses.fields(RunConfig)} - {"inference_logging_step_interval"}
 # For each kind of field a value, as typed and as Python's.
 VALUES = {
@@ -56,30 +56,30 @@ def test_flags_without_effect_are_not_settings():
         read_settings({"use_mcore_models": True})
 
 
-@pytest.mark.parametrize(("group", "flag"), FLAGS, ids=[flag.option for _, flag in FLAGS])
-def test_each_setting_means_the_same_as_its_flag(group, flag):
+@pytest.mark.parametrize("flag", FLAGS, ids=[flag.option for flag in FLAGS])
+def test_each_setting_means_the_same_as_its_flag(flag):
     """PY-2: the settings are equal, by the flag's name and by its field's; what is of the run is refused."""
-    kind = group.kind(flag)
-    typed, value = (flag.choices[0], flag.choices[0]) if flag.choices else VALUES[kind.item]
+    kind, choices = flag.kind, flag.declared.choices
+    typed, value = (choices[0], choices[0]) if choices else VALUES[kind.item]
     words = [flag.option, *([typed] if typed else [])]
     if kind.is_tuple:
         count = kind.length or 1
         words, value = [flag.option, *[typed] * count], [value] * count
-    if not is_of_the_engine(group, flag):
+    if not is_of_the_engine(flag):
         assert flag.field in OF_THE_RUN
         with pytest.raises(ConfigError, match=f"^{spelled(flag.option)} is a setting of megatron-ext run only"):
             read_settings({spelled(flag.option): value})
         return
     expected = settings_or_error(lambda: parse_arguments(words))
-    for name in {spelled(flag.option), flag.field, *(spelled(alias) for alias in flag.aliases)}:
+    for name in {spelled(flag.option), flag.field, *map(spelled, flag.names)}:
         assert settings_or_error(lambda: read_settings({name: value})) == expected, name  # noqa: B023
 
 
 def test_fields_do_not_hide_flags():
     """PY-2: a field's short name means that field's flag, or no flag at all would be meant twice."""
     names = known_names()
-    for group, flag in FLAGS:
-        assert names[spelled(flag.option)] == (group, flag)
+    for flag in FLAGS:
+        assert names[spelled(flag.option)] == flag
     assert names["block_size"] == names["inference_dynamic_batching_block_size"]
     assert names["max_sequence_length"] == names["inference_max_seq_length"]
 

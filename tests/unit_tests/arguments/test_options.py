@@ -200,7 +200,7 @@ def test_help_shows_the_defaults_of_the_dataclasses():
     helps = {action.option_strings[0]: action.help for action in build_parser()._actions}
     for group in GROUPS:
         for flag in group.flags:
-            default = group.default(flag)
+            default = flag.default
             if default is not None and default != ():
                 assert helps[flag.option].endswith(f"(default: {default})"), flag.option
     assert "default: 1 on CPU, 40 on CUDA" in helps["--inference-dynamic-batching-buffer-size-gb"]
@@ -222,7 +222,7 @@ def test_the_short_help_fits_four_screens(build, groups, monkeypatch, capsys):
     assert len(text.splitlines()) <= 120
     shown = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
     assert 20 <= len(shown) <= 30
-    assert set(shown) <= {name for group in groups for flag in group.flags for name in (flag.option, *flag.aliases)}
+    assert set(shown) <= {name for group in groups for flag in group.flags for name in flag.names}
     examples = re.findall(r"^  megatron-ext x (.+)", text, re.MULTILINE)
     assert len(examples) >= 3
     for example in examples:

@@ -17,6 +17,7 @@ from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
+from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Router
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.on_request import long_except
@@ -168,8 +169,8 @@ def test_a_salt_is_told_once_in_a_run_of_several_events():
         told += mirror.apply(changes.take()).blocks
     assert [len(one.hashes) for one in told] == [EVENT_BLOCKS, 2, 4]
     for one in told:
-        assert router.stored("0", one.hashes, one.parent, one.tokens, one.extra_keys)
-    assert router.route(router.prompt(tokens, salt)).skipped == len(tokens) - 1
+        assert router.members["0"].stored(one.hashes, one.parent, one.tokens, one.extra_keys)
+    assert router.route(Prompt(tokens, salt)).skipped == len(tokens) - 1
     assert [one.extra_keys is None for one in told] == [False, True, True]
     assert told[0].extra_keys[:2] == [[salt], None]
 

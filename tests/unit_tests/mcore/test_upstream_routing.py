@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.mcore import versions
+from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Router
 
 SIZE, SLOTS, CLIENT = 4, 8, b"client"
@@ -80,7 +81,7 @@ def test_choices_equal_upstreams(policy: str):
                 router.ended(one)
             tokens = [chance.randint(0, 1) for _ in range(chance.randint(1, 5)) for _ in range(SIZE)]
             tokens = tokens[: chance.randint(1, len(tokens))]
-            prompt = router.prompt(tokens)
+            prompt = Prompt(tokens)
             decision = router.route(prompt)
             rank = upstream.submit(request, tokens)
             assert int(decision.replica) == rank, (seed, request, tokens)
@@ -89,4 +90,4 @@ def test_choices_equal_upstreams(policy: str):
             ends = range(SIZE, len(tokens) + 1, SIZE)
             if ends:  # the replica caches every block, as upstream's table has it
                 blocks = [hash((rank, *tokens[:end])) for end in ends]
-                router.stored(decision.replica, blocks, None, tokens[: ends[-1]])
+                router.members[decision.replica].stored(blocks, None, tokens[: ends[-1]])

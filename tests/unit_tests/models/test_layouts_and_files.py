@@ -92,7 +92,7 @@ def misfits(cases: list[tuple[Path, ParallelConfig]]) -> list[str]:
 
 def test_a_model_that_cannot_be_spread_is_refused_before_it_is_built(stored, monkeypatch):
     """Here the second case would take ranks that are not there: nothing is built, no group is asked."""
-    monkeypatch.setattr("megatron_ext.models.build._built", None)
+    monkeypatch.setattr("megatron_ext.models.build._made", None)
     messages = misfits([(stored, sizes(tp=3)), (stored, sizes(ep=3)), (stored, sizes(pp=6))])
     for message, words in zip(messages, ("2 Mamba groups", "4 experts", "5 layers"), strict=True):
         assert message.startswith(words)

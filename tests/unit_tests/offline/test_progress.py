@@ -41,18 +41,18 @@ def test_it_moves_with_tokens(clock, record):
     progress = Progress([110, 110])
     clock[0] = 2.0
     step(progress, r0=living(50), r1=living(0))
-    assert (progress.tokens.done, progress.total, progress.ended) == (50, 220, 0)
+    assert (progress.done, progress.total, progress.ended) == (50, 220, 0)
     assert progress.summary() == "0/2, prefill 25, decode 0 tok/s, 0% skipped"
     clock[0] = 4.0
     step(progress, r0=living(100, generated=1), r1=living(20, skipped=80, generated=1))
-    assert progress.tokens.done == 202
+    assert progress.done == 202
     assert progress.summary() == "0/2, prefill 30, decode 0 tok/s, 40% skipped"
     ended = record(0, computed_prefill_token_count=100, generated_tokens=(1, 2, 3, 4))
     step(progress, ended, r1=living(20, skipped=80, generated=2))
-    assert (progress.tokens.done, progress.total, progress.ended) == (206, 214, 1)
+    assert (progress.done, progress.total, progress.ended) == (206, 214, 1)
     failed = record(1, status=Status.FAILED, computed_prefill_token_count=20, skipped_prefill_token_count=80)
     step(progress, failed)
-    assert progress.tokens.done == progress.total
+    assert progress.done == progress.total
 
 
 def test_rates_look_at_the_last_seconds(clock):
@@ -67,7 +67,7 @@ def test_recomputed_tokens_are_work_but_no_progress(clock):
     progress = Progress([110])
     clock[0] = 1.0
     step(progress, r0=living(100, recomputed=1900))
-    assert progress.tokens.done == 100
+    assert progress.done == 100
     assert progress.summary().startswith("0/1, prefill 2.00k, decode 0 tok/s")
 
 

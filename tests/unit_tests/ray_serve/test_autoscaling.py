@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ext.ray_serve.autoscaling import WaitingTokensPolicy, replica_loads
-from megatron_ext.routing.scaling import ReplicaLoad
+from megatron_ext.ray_serve.autoscaling import ReplicaLoad, WaitingTokensPolicy, replica_loads
 
 TOKENS, PATIENCE = 1000.0, 60.0
 

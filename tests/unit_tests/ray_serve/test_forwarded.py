@@ -24,10 +24,9 @@ from megatron_ext.ray_serve.forwarded import (
     ReplicaLostError,
     respond,
 )
-from megatron_ext.server.http.body import SENDER_HEADER
+from megatron_ext.server.http.body import SENDER_HEADER, HandedOn, handed_on_to
 from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.openai.streaming import EventStream
-from megatron_ext.server.scope import HandedOn, handed_on_to
 
 PROMPT = ReadPrompt((array("I", [1, 2]),), "salt", 4)
 PATIENCE = 60.0  # seconds until a test gives up; nothing is measured

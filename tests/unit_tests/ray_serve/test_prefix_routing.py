@@ -9,10 +9,9 @@ import pytest
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, BlockStored, StateStored
-from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
+from megatron_ext.ray_serve.autoscaling import ReplicaLoad
+from megatron_ext.ray_serve.cache_log import CacheReport, LoadReport, LogPosition, ReplicaFacts
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
-from megatron_ext.ray_serve.replica_facts import LoadReport, ReplicaFacts
-from megatron_ext.routing.scaling import ReplicaLoad
 
 SIZE, POOL = 4, 8
 FACTS = ReplicaFacts(SIZE, POOL, has_states=False)
@@ -120,14 +119,14 @@ def test_requests_in_flight_count_where_they_were_sent():
     assert skipped(made, "a", "b") == ("a", 0), "less is to be computed there first"
     made.begin("r", "a", prompt, 8)
     assert skipped(made, "b") == ("b", 0)
-    assert [view.in_flight for view in made._router.replicas()] == [1, 0]
+    assert [len(one.in_flight) for one in made._router.members.values()] == [1, 0]
     made.begin("s", "not joined", prompt, 8)
     made.end("s")
     made.leave("a")
     made.end("r")
     made.end("r")
     made.check()
-    assert [view.in_flight for view in made._router.replicas()] == [0]
+    assert [len(one.in_flight) for one in made._router.members.values()] == [0]
 
 
 def test_salts_stay_apart():
@@ -179,7 +178,7 @@ def test_new_facts_replace_a_replica():
 
 def load_of(made: PrefixRouting, replica: str) -> int:
     made.check()
-    return {view.name: view.load for view in made._router.replicas()}[replica]
+    return made._router.load(replica)
 
 
 def test_a_first_token_ends_the_load_of_a_prompt():

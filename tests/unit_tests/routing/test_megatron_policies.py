@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.routing import replica_state
+from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Decision, Router
 
 SIZE = 4
@@ -82,7 +83,7 @@ def history(seed: int, policy: str):
             rule.pending[running.pop(one)] -= 1
         tokens = [chance.randint(0, 1) for _ in range(chance.randint(1, 5)) for _ in range(SIZE)]
         tokens = tokens[: chance.randint(1, len(tokens))]
-        prompt = router.prompt(tokens)
+        prompt = Prompt(tokens)
         decision = router.route(prompt)
         expected = rule.choose(tokens)
         yield tokens, int(decision.replica), expected
@@ -91,7 +92,7 @@ def history(seed: int, policy: str):
         running[request] = expected
         blocks = [hash((expected, *tokens[:end])) for end in range(SIZE, len(tokens) + 1, SIZE)]
         if blocks:  # the replica caches all of them, and evicts nothing
-            router.stored(decision.replica, blocks, None, tokens[: len(blocks) * SIZE])
+            router.members[decision.replica].stored(blocks, None, tokens[: len(blocks) * SIZE])
         router.check()
 
 
@@ -108,12 +109,12 @@ def test_choices_equal_megatrons(policy):
 
 def hold(router: Router, replica: str, tokens: range) -> list[str]:
     names = [f"{replica}.{i}" for i in range(len(tokens) // SIZE)]
-    router.stored(replica, names, None, tokens)
+    router.members[replica].stored(names, None, tokens)
     return names
 
 
 def send(router: Router, replica: str, request: str, tokens: range) -> None:
-    router.began(request, Decision(replica, 0), router.prompt(tokens))
+    router.began(request, Decision(replica, 0), Prompt(tokens))
 
 
 def test_a_shorter_match_counts_for_nothing():
@@ -125,21 +126,21 @@ def test_a_shorter_match_counts_for_nothing():
         send(router, "2", f"full {i}", range(100 + i, 101 + i))
     for replica in "01":
         send(router, replica, replica, range(200, 201))
-    assert router.route(router.prompt(range(16))) == Decision("2", 15)
-    router.cleared("2")
-    assert router.route(router.prompt(range(16))).replica == "1"
+    assert router.route(Prompt(range(16))) == Decision("2", 15)
+    router.members["2"].cleared()
+    assert router.route(Prompt(range(16))).replica == "1"
 
 
 def test_what_was_evicted_draws_nothing():
     """RP-2: upstream's table keeps every block that was sent; here a block counts while it is held or computed."""
     router = made("longest_prefix", 0.9, 2)
     send(router, "1", "one", range(16))
-    assert router.route(router.prompt(range(16))).replica == "1", "it is about to be cached there"
+    assert router.route(Prompt(range(16))).replica == "1", "it is about to be cached there"
     names = hold(router, "1", range(16))
     router.ended("one")
-    assert router.route(router.prompt(range(16))).replica == "1"
-    router.removed("1", names[::-1])
-    assert router.route(router.prompt(range(16))) == Decision("0", 0)
+    assert router.route(Prompt(range(16))).replica == "1"
+    router.members["1"].removed(names[::-1])
+    assert router.route(Prompt(range(16))) == Decision("0", 0)
 
 
 @pytest.mark.parametrize("policy", ["longest_prefix", "first_prefix_block"])
@@ -151,10 +152,10 @@ def test_ties_go_to_the_latest_assignment(policy):
     for request, replica in enumerate("121"):
         send(router, replica, request, range(16))
         router.ended(request)
-    assert router.route(router.prompt(range(16))).replica == "1"
+    assert router.route(Prompt(range(16))).replica == "1"
     send(router, "2", "last", range(16))
     router.ended("last")
-    assert router.route(router.prompt(range(16))).replica == "2"
+    assert router.route(Prompt(range(16))).replica == "2"
 
 
 def test_resumable_replicas_match_up_to_a_snapshot():
@@ -163,11 +164,11 @@ def test_resumable_replicas_match_up_to_a_snapshot():
     for name in "01":
         router.join(name, SIZE, has_states=True, slots=SLOTS)
     deep, short = hold(router, "0", range(16)), hold(router, "1", range(8))
-    assert router.route(router.prompt(range(17))).skipped == 0
-    router.state_stored("1", short[1:])
-    assert router.route(router.prompt(range(17))) == Decision("1", 8)
-    router.state_stored("0", deep[3:])
-    assert router.route(router.prompt(range(17))) == Decision("0", 16)
+    assert router.route(Prompt(range(17))).skipped == 0
+    router.members["1"].state_stored(short[1:])
+    assert router.route(Prompt(range(17))) == Decision("1", 8)
+    router.members["0"].state_stored(deep[3:])
+    assert router.route(Prompt(range(17))) == Decision("0", 16)
 
 
 def test_no_complete_block_goes_to_the_fewest_requests():
@@ -175,9 +176,9 @@ def test_no_complete_block_goes_to_the_fewest_requests():
     router = made("longest_prefix", 1.0, 2)
     hold(router, "0", range(16))
     send(router, "0", "one", range(16))
-    assert router.route(router.prompt(range(3))).replica == "1"
-    assert router.route(router.prompt(range(16), is_cached=False)).replica == "1"
-    assert router.route(router.prompt(range(16))).replica == "0"
+    assert router.route(Prompt(range(3))).replica == "1"
+    assert router.route(Prompt(range(16), is_cached=False)).replica == "1"
+    assert router.route(Prompt(range(16))).replica == "0"
 
 
 def test_requests_of_other_routers_count():
@@ -185,11 +186,11 @@ def test_requests_of_other_routers_count():
     router = made("load_balanced", 0.5, 2)
     router.note_others("0", 2, 10, 0)
     send(router, "1", "one", range(4))
-    assert router.route(router.prompt(range(4))).replica == "1"
+    assert router.route(Prompt(range(4))).replica == "1"
     send(router, "1", "two", range(4))
-    assert router.route(router.prompt(range(4))).replica == "0"
+    assert router.route(Prompt(range(4))).replica == "0"
     router.note_others("0", 3, 10, 0)
-    assert router.route(router.prompt(range(4))).replica == "1"
+    assert router.route(Prompt(range(4))).replica == "1"
 
 
 def test_the_table_of_assignments_is_bounded(monkeypatch):
@@ -202,6 +203,6 @@ def test_the_table_of_assignments_is_bounded(monkeypatch):
     for i in range(1, 50):
         send(router, "0", i, range(1000 * i, 1000 * i + 16))
         router.ended(i)
-    table = router._replicas["0"].assignments
+    table = router.members["0"].assignments
     assert len(table) <= 64
-    assert table.keys() >= set(router.prompt(range(16)).keys(SIZE))
+    assert table.keys() >= set(Prompt(range(16)).keys(SIZE))

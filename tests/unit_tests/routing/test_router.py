@@ -9,6 +9,7 @@ import pytest
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.public_hash import event_salt
+from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Decision, Router
 
 SIZE = 4
@@ -25,26 +26,26 @@ def fleet(policy: str = "least_computed", alpha: float = 0.5, count: int = 3, **
 def hold(router: Router, replica: str, length: int, salt: str | None = None) -> list[str]:
     """A replica holds the first `length` of the tokens 0, 1, ...; what it calls the blocks."""
     names = [f"{replica}.{salt}.{i}" for i in range(length // SIZE)]
-    assert router.stored(replica, names, None, range(length), salt and [[salt], *[None] * (len(names) - 1)])
+    assert router.members[replica].stored(names, None, range(length), salt and [[salt], *[None] * (len(names) - 1)])
     return names
 
 
 def busy(router: Router, replica: str, tokens: int) -> None:
     """Give a replica so many unshared tokens to compute."""
-    prompt = router.prompt([10**6 + i for i in range(tokens)])
+    prompt = Prompt([10**6 + i for i in range(tokens)])
     router.began(object(), Decision(replica, 0), prompt)
 
 
 def test_events_and_requests_in_flight_make_affinity():
     """RP-2: a run that one replica holds, and then is about to, draws the prompt; the last token is never skipped."""
     router = fleet()
-    prompt = router.prompt(range(16))
+    prompt = Prompt(range(16))
     assert router.route(prompt).skipped == 0
     hold(router, "2", 16)
     decision = router.route(prompt)
     assert decision == Decision("2", 15)
     router.began("one", decision, prompt)
-    router.cleared("2")
+    router.members["2"].cleared()
     assert router.route(prompt).skipped == 15, "it is in flight there"
     router.ended("one")
     router.check()
@@ -57,8 +58,8 @@ def test_load_is_tokens_not_requests():
     busy(router, "0", 1000)
     for _ in range(10):
         busy(router, "1", 10)
-    assert router.route(router.prompt(range(8))).replica == "1"
-    assert [view.load for view in router.replicas()] == [1000, 100]
+    assert router.route(Prompt(range(8))).replica == "1"
+    assert [router.load(name) for name in router.members] == [1000, 100]
 
 
 def test_the_load_by_other_routers_replaces_what_was_said_before():
@@ -66,7 +67,7 @@ def test_the_load_by_other_routers_replaces_what_was_said_before():
     router = fleet(count=1)
     for requests, prompt_tokens, output_tokens, load in ((2, 100, 8, 108), (2, 100, 50_000, 612), (0, 0, 0, 0)):
         router.note_others("0", requests, prompt_tokens, output_tokens)
-        assert router.replicas()[0].load == load
+        assert router.load("0") == load
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(1.0, Decision("0", 96)), (0.5, Decision("1", 0))])
@@ -75,27 +76,27 @@ def test_alpha_weighs_affinity_against_load(alpha, expected):
     router = fleet(alpha=alpha, count=2)
     hold(router, "0", 96)
     busy(router, "0", 200)
-    assert router.route(router.prompt(range(100))) == expected
+    assert router.route(Prompt(range(100))) == expected
 
 
 def test_with_states_only_snapshots_count():
     """RP-2: the deepest boundary with a visible snapshot, but none after the prompt's last token."""
     router = fleet(count=1, has_states=True)
     names = hold(router, "0", 16)
-    assert router.route(router.prompt(range(16))).skipped == 0
-    assert router.state_stored("0", [names[1], names[3]])
-    assert router.route(router.prompt(range(17))).skipped == 16
-    assert router.route(router.prompt(range(16))).skipped == 8, "behind 16 nothing is left to compute"
-    router.state_removed("0", [names[1]])
-    assert router.route(router.prompt(range(16))).skipped == 0
+    assert router.route(Prompt(range(16))).skipped == 0
+    assert router.members["0"].state_stored([names[1], names[3]])
+    assert router.route(Prompt(range(17))).skipped == 16
+    assert router.route(Prompt(range(16))).skipped == 8, "behind 16 nothing is left to compute"
+    router.members["0"].state_removed([names[1]])
+    assert router.route(Prompt(range(16))).skipped == 0
 
 
 def test_a_leader_in_flight_leaves_a_state_where_others_part_from_it():
     """RP-2: until its first token has come; afterwards the replica's events say where it left one."""
     router = fleet(count=1, has_states=True)
-    prompt = router.prompt(range(16))
+    prompt = Prompt(range(16))
     router.began("leader", router.route(prompt), prompt)
-    follower = router.prompt([*range(8), 99, 98, 97])
+    follower = Prompt([*range(8), 99, 98, 97])
     assert router.route(follower).skipped == 8
     router.prefilled("leader")
     assert router.route(follower).skipped == 0
@@ -108,7 +109,7 @@ def test_salts_keep_tenants_apart():
     router = fleet()
     ours, others = event_salt("a"), event_salt("b")
     hold(router, "1", 16, ours)
-    skipped = [router.route(router.prompt(range(16), salt)).skipped for salt in (ours, others, None)]
+    skipped = [router.route(Prompt(range(16), salt)).skipped for salt in (ours, others, None)]
     assert skipped == [15, 0, 0]
 
 
@@ -116,13 +117,13 @@ def test_a_replica_that_leaves_is_forgotten():
     """RP-3: blocks, requests and place of the replica are dropped; a replica that joins begins anew."""
     router = fleet(count=2)
     hold(router, "1", 16)
-    prompt = router.prompt(range(16))
+    prompt = Prompt(range(16))
     router.began("one", router.route(prompt), prompt)
     assert router.leave("1") == ["one"]
     router.check()
     assert router.route(prompt) == Decision("0", 0)
     router.join("1", SIZE)
-    assert router.replicas()[1].blocks == router.replicas()[1].load == 0
+    assert router.members["1"].held == router.load("1") == 0
     assert router.route(prompt, exclude=["0"]).skipped == 0
 
 
@@ -130,7 +131,7 @@ def test_excluded_replicas_get_no_requests():
     """RP-2: whatever they hold; if all are excluded, there is no decision."""
     router = fleet(count=2)
     hold(router, "1", 8)
-    prompt = router.prompt(range(8))
+    prompt = Prompt(range(8))
     assert router.route(prompt, exclude=["1", "unknown"]) == Decision("0", 0)
     assert router.route(prompt, exclude=["0"]) == Decision("1", 7)
     assert router.route(prompt, exclude=["0", "1"]) is None
@@ -141,7 +142,7 @@ def test_round_robin():
     """RP-2: prefixes decide nothing, and what will be skipped is counted all the same."""
     router = fleet("round_robin")
     hold(router, "1", 40)
-    decisions = [router.route(router.prompt(range(40))) for _ in range(6)]
+    decisions = [router.route(Prompt(range(40))) for _ in range(6)]
     assert [(one.replica, one.skipped) for one in decisions[:3]] == [("0", 0), ("1", 39), ("2", 0)]
     assert Counter(one.replica for one in decisions) == dict.fromkeys("012", 2)
 
@@ -150,14 +151,14 @@ def test_a_prompt_that_reads_no_cache_goes_where_the_least_is_queued():
     """RP-2: what is cached draws no prompt whose log-probs are computed; the least loaded replica gets it."""
     router = fleet(count=2, has_states=True)
     names = hold(router, "0", 40)
-    router.state_stored("0", names)
+    router.members["0"].state_stored(names)
     busy(router, "0", 5)
-    assert router.route(router.prompt(range(41))).replica == "0"
-    prompt = router.prompt(range(41), is_cached=False)
+    assert router.route(Prompt(range(41))).replica == "0"
+    prompt = Prompt(range(41), is_cached=False)
     decision = router.route(prompt)
     assert decision == Decision("1", 0)
     router.began("one", decision, prompt)
-    assert router.route(router.prompt(range(41)), exclude=["0"]).skipped == 0, "it leaves nothing for others"
+    assert router.route(Prompt(range(41)), exclude=["0"]).skipped == 0, "it leaves nothing for others"
     router.prefilled("one")
     router.ended("one")
     router.check()
@@ -166,12 +167,12 @@ def test_a_prompt_that_reads_no_cache_goes_where_the_least_is_queued():
 def test_a_request_that_will_cache_nothing_draws_no_others():
     """RP-3: after a reset of the cache a running request publishes nothing; it still counts as load."""
     router = fleet(count=1)
-    prompt = router.prompt(range(16))
+    prompt = Prompt(range(16))
     router.began("one", router.route(prompt), prompt)
     router.unclaim("one")
     router.check()
     assert router.route(prompt).skipped == 0
-    assert router.replicas()[0].load == 16
+    assert router.load("0") == 16
     router.ended("one")
     router.check()
 
@@ -183,7 +184,7 @@ def test_an_idle_fleet_fills_evenly():
     for i in range(30):
         if i == 21:
             router.join("new", SIZE)
-        prompt = router.prompt([1000 * i + j for j in range(8)])
+        prompt = Prompt([1000 * i + j for j in range(8)])
         decision = router.route(prompt)
         router.began(i, decision, prompt)
         router.ended(i)
@@ -199,7 +200,7 @@ def test_a_warming_replica_has_its_share_from_the_first_request_on():
     router.ended(next(iter(router._in_flight)))
     router.join("new", SIZE)
     for i in range(3):
-        prompt = router.prompt([10 * i])
+        prompt = Prompt([10 * i])
         decision = router.route(prompt, exclude=["0"])
         router.began(i, decision, prompt)
         router.ended(i)
@@ -212,7 +213,7 @@ def test_of_many_replicas_the_least_loaded_one(count):
     router = fleet(count=count)
     for i in range(count):
         busy(router, str(i), 10 + (7 * i) % count)
-    prompt = router.prompt(range(8))
+    prompt = Prompt(range(8))
     least = [str(i) for i in sorted(range(count), key=lambda i: (7 * i) % count)]
     assert router.route(prompt).replica == least[0]
     assert router.route(prompt, exclude=least[:2]).replica == least[2]
@@ -223,28 +224,28 @@ def test_a_match_of_half_the_prompt_is_none_of_many_conversations():
     router = fleet(count=2)
     hold(router, "1", 16)
     half, less = ([*range(16), *range(100, 100 + more)] for more in (16, 17))
-    assert router.route(router.prompt(half)).replica == "1"
-    assert router.route(router.prompt(less)).replica == "0"
+    assert router.route(Prompt(half)).replica == "1"
+    assert router.route(Prompt(less)).replica == "0"
 
 
 def test_a_match_of_less_draws_a_prompt_to_a_replica_with_much_memory():
     """TE-6: what the replica holds more than others costs by its share of the memory, not of what it holds."""
     router = fleet(count=2, blocks=1000)
     hold(router, "1", 16)
-    assert router.route(router.prompt([*range(16), *range(100, 117)])) == Decision("1", 16)
+    assert router.route(Prompt([*range(16), *range(100, 117)])) == Decision("1", 16)
 
 
 def test_expected_length_follows_other_requests():
     """RP-2: the expected length follows other requests: a limit of 10,000 tokens is not a load of 10,000 tokens."""
     router = fleet(count=1)
     for i in range(500):
-        prompt = router.prompt([i])
+        prompt = Prompt([i])
         router.began(i, router.route(prompt), prompt, 10_000)
         router.ended(i, generated=40)
     router.began("next", router.route(prompt), prompt, 10_000)
-    assert 40 <= router.replicas()[0].load <= 45
+    assert 40 <= router.load("0") <= 45
     router.generated("next", 30)
-    assert router.replicas()[0].load <= 15
+    assert router.load("0") <= 15
     router.ended("next")
     router.check()
 
@@ -252,43 +253,43 @@ def test_expected_length_follows_other_requests():
 def test_events_that_make_no_sense():
     """RP-3: a block with an unknown parent is left out; a run of the wrong length is the caller's mistake."""
     router = fleet(count=1)
-    assert not router.stored("0", [5], 4, range(4))
-    assert not router.state_stored("0", [5])
-    router.removed("0", [5])
+    assert not router.members["0"].stored([5], 4, range(4))
+    assert not router.members["0"].state_stored([5])
+    router.members["0"].removed([5])
     names = hold(router, "0", 8)
-    assert router.stored("0", names, None, range(8)), "told twice"
-    assert router.stored("0", names[:1], None, range(4, 8)), "another block under a known name"
+    assert router.members["0"].stored(names, None, range(8)), "told twice"
+    assert router.members["0"].stored(names[:1], None, range(4, 8)), "another block under a known name"
     router.check()
-    assert router.replicas()[0].blocks == 2
+    assert len(router.members["0"].blocks) == 2
     with pytest.raises(ValueError, match="1 blocks of 4 tokens come with 3"):
-        router.stored("0", [9], None, range(3))
+        router.members["0"].stored([9], None, range(3))
     with pytest.raises(ValueError, match="token ids must be"):
-        router.stored("0", [9], None, [-1, 0, 0, 0])
+        router.members["0"].stored([9], None, [-1, 0, 0, 0])
 
 
 def test_holes_cost_a_guess_and_nothing_else():
     """RP-3: a replica that takes back a block before those that continue it."""
     router = fleet(count=1)
     names = hold(router, "0", 32)
-    router.removed("0", [names[2]])
+    router.members["0"].removed([names[2]])
     router.check()
-    assert router.route(router.prompt(range(32))).skipped <= 31
-    router.removed("0", names)
-    assert router.replicas()[0].blocks == 0
+    assert router.route(Prompt(range(32))).skipped <= 31
+    router.members["0"].removed(names)
+    assert router.members["0"].held == 0
     router.check()
 
 
 def test_mistakes_of_the_caller():
     router = fleet(count=1)
-    prompt = router.prompt([1])
+    prompt = Prompt([1])
     with pytest.raises(ValueError, match="is already a member"):
         router.join("0", SIZE)
     with pytest.raises(ValueError, match="must be positive"):
         router.join("1", 0)
     with pytest.raises(ValueError, match="at least one token"):
-        router.prompt([])
+        Prompt([])
     with pytest.raises(ValueError, match="token ids must be"):
-        router.prompt([2**32])
+        Prompt([2**32])
     router.began("one", router.route(prompt), prompt)
     with pytest.raises(ValueError, match="is in flight to '0'"):
         router.began("one", router.route(prompt), prompt)
@@ -313,17 +314,17 @@ def test_new_conversations_with_one_beginning_do_not_crowd_one_replica():
         router.join(name, SIZE)
     beginning = list(range(3 * SIZE))
     for chat in range(40):
-        first = router.prompt([*beginning, *range(1000 * chat, 1000 * chat + 5 * SIZE)])
+        first = Prompt([*beginning, *range(1000 * chat, 1000 * chat + 5 * SIZE)])
         decision = router.route(first)
         homes[chat] = decision.replica
         router.began(chat, decision, first)
         router.ended(chat)
         hashes = [("block", decision.replica, key) for key in first.keys(SIZE)]
-        router.stored(decision.replica, hashes, None, [*beginning, *range(1000 * chat, 1000 * chat + 5 * SIZE)])
-    held = [view.blocks for view in router.replicas()]
+        router.members[decision.replica].stored(hashes, None, [*beginning, *range(1000 * chat, 1000 * chat + 5 * SIZE)])
+    held = [one.held for one in router.members.values()]
     assert max(held) < 1.25 * min(held)
     for chat, home in homes.items():
-        second = router.prompt([*beginning, *range(1000 * chat, 1000 * chat + 6 * SIZE)])
+        second = Prompt([*beginning, *range(1000 * chat, 1000 * chat + 6 * SIZE)])
         assert router.route(second).replica == home
     router.join("new", SIZE)
     assert router.route(second).replica == home, "a conversation does not move to where memory is free"

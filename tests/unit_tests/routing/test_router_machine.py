@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.routing.choosing import CROWDING, Loads
 from megatron_ext.routing.index import Holders, PrefixIndex
+from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Router
 from tests.on_request import long_except
 from tests.priority import TestPriority
@@ -130,10 +131,10 @@ class RouterMachine(RuleBasedStateMachine):
         extra = [[salt], *[None] * (len(run) - 1)] if salt is not None and first == 0 else None
         parent = self.name_of(name, run[first - 1]) if first else None
         hashes = [self.name_of(name, one) for one in run[first:]]
-        assert self.router.stored(name, hashes, parent, tokens[first * copy.size : len(run) * copy.size], extra)
+        assert self.router.members[name].stored(hashes, parent, tokens[first * copy.size : len(run) * copy.size], extra)
         copy.held |= set(run)
         if copy.has_states and data.draw(st.booleans(), "a snapshot at its end"):
-            assert self.router.state_stored(name, [hashes[-1]])
+            assert self.router.members[name].state_stored([hashes[-1]])
             copy.states.add(run[-1])
 
     @precondition(lambda self: any(copy.held for copy in self.copies.values()))
@@ -144,12 +145,12 @@ class RouterMachine(RuleBasedStateMachine):
         copy = self.copies[name]
         if copy.states and data.draw(st.booleans(), "a snapshot alone"):
             gone = data.draw(st.sampled_from(sorted(copy.states, key=repr)), "snapshot")
-            self.router.state_removed(name, [self.name_of(name, gone), 12345])
+            self.router.members[name].state_removed([self.name_of(name, gone), 12345])
             copy.states.remove(gone)
             return
         leaves = [one for one in copy.held if not any(o != one and o in copy.held for o in self.continuing(copy, one))]
         gone = data.draw(st.sampled_from(sorted(leaves, key=repr)), "block")
-        self.router.removed(name, [self.name_of(name, gone), 12345])
+        self.router.members[name].removed([self.name_of(name, gone), 12345])
         copy.held.remove(gone)
         copy.states.discard(gone)
 
@@ -161,7 +162,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def clear(self, data: st.DataObject) -> None:
         name, copy = self.a_replica(data)
-        self.router.cleared(name)
+        self.router.members[name].cleared()
         copy.held.clear()
         copy.states.clear()
 
@@ -170,8 +171,8 @@ class RouterMachine(RuleBasedStateMachine):
     def lose_events(self, data: st.DataObject) -> None:
         """A run that continues what was never told is left out, and that is said."""
         name, copy = self.a_replica(data)
-        assert not self.router.stored(name, [1], 999, [0] * copy.size)
-        assert not self.router.state_stored(name, [999])
+        assert not self.router.members[name].stored([1], 999, [0] * copy.size)
+        assert not self.router.members[name].state_stored([999])
 
     # Requests
 
@@ -183,7 +184,7 @@ class RouterMachine(RuleBasedStateMachine):
             salt, before = data.draw(st.sampled_from(held), "from")
             tokens = before + tokens[: data.draw(st.integers(0, 3), "tokens more")]
         exclude = data.draw(st.sets(st.sampled_from([*sorted(self.copies), "stranger"]), max_size=2), "excluded")
-        prompt = self.router.prompt(tokens, salt)
+        prompt = Prompt(tokens, salt)
         decision = self.router.route(prompt, exclude)
         possible = [name for name in self.copies if name not in exclude]
         if not possible:
@@ -291,14 +292,12 @@ class RouterMachine(RuleBasedStateMachine):
         if self.router is None:
             return
         self.router.check()
-        views = {view.name: view for view in self.router.replicas()}
-        assert views.keys() == self.copies.keys()
+        assert self.router.members.keys() == self.copies.keys()
         for name, copy in self.copies.items():
-            held, states = self.router._replicas[name].picture()
-            assert held == {self.name_of(name, one) for one in copy.held}
-            assert states == {self.name_of(name, one) for one in copy.states}
-            view = views[name]
-            assert (view.load, view.blocks) == (self.load(name), len(held))
+            member = self.router.members[name]
+            assert member.blocks.keys() == {self.name_of(name, one) for one in copy.held}
+            assert member.states.keys() == {self.name_of(name, one) for one in copy.states}
+            assert self.router.load(name) == self.load(name)
         for size, index in self.router._fleet.indexes.items():
             copies = [copy for copy in self.copies.values() if copy.size == size]
             assert len(index.stored) == len(set().union(*(copy.held for copy in copies)))
@@ -318,7 +317,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert not index.claimed._again
         for name in list(self.copies):
             self.router.leave(name)
-        assert (self.router._fleet.indexes, self.router._fleet.members, self.router.replicas()) == ({}, {}, [])
+        assert (self.router._fleet.indexes, self.router._fleet.members, self.router.members) == ({}, {}, {})
 
 
 COMMON = {"deadline": None, "stateful_step_count": 40, "database": None}

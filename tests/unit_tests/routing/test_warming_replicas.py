@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Decision, Router
 
 SIZE, SYSTEM, TURN = 4, 16, 32
@@ -20,7 +21,7 @@ def fleet(count: int = 4) -> Router:
     for i in range(count):
         fill(router, str(i), [*range(SYSTEM)])
         fill(router, str(i), [10**6 + j for j in range(SIZE * BLOCKS)])
-        prompt = router.prompt([2])
+        prompt = Prompt([2])
         router.began(("answer", i), Decision(str(i), 0), prompt, ANSWER)
         router.prefilled(("answer", i))
     return router
@@ -28,8 +29,8 @@ def fleet(count: int = 4) -> Router:
 
 def has_grown(router: Router, name: str) -> bool:
     """A replica holds half of what replicas hold on average."""
-    blocks = {view.name: view.blocks for view in router.replicas()}
-    return 2 * blocks[name] >= sum(blocks.values()) / len(blocks)
+    held = {one.name: one.held for one in router.members.values()}
+    return 2 * held[name] >= sum(held.values()) / len(held)
 
 
 def join(router: Router, name: str) -> None:
@@ -38,7 +39,7 @@ def join(router: Router, name: str) -> None:
 
 def fill(router: Router, name: str, tokens: list[int]) -> None:
     hashes = [hash((name, tuple(tokens[:end]))) for end in range(SIZE, len(tokens) + 1, SIZE)]
-    assert router.stored(name, hashes, None, tokens[: len(hashes) * SIZE])
+    assert router.members[name].stored(hashes, None, tokens[: len(hashes) * SIZE])
 
 
 def conversation(number: int) -> list[int]:
@@ -48,7 +49,7 @@ def conversation(number: int) -> list[int]:
 
 def served(router: Router, number: int) -> str:
     """Replica that serves a conversation's first turn, before the next one comes, and caches it."""
-    prompt = router.prompt(conversation(number))
+    prompt = Prompt(conversation(number))
     decision = router.route(prompt)
     router.began(number, decision, prompt)
     router.ended(number)
@@ -76,11 +77,11 @@ def test_a_warming_replica_that_has_had_its_share_takes_what_others_would_queue(
     router = fleet(count=1)
     join(router, "new")
     assert [served(router, i) for i in range(2)] == ["new", "0"]
-    prompt = router.prompt([10**7 + i for i in range(3 * (SYSTEM + TURN))])
+    prompt = Prompt([10**7 + i for i in range(3 * (SYSTEM + TURN))])
     router.began("long", Decision("0", 0), prompt)
-    router.began("longer", Decision("new", 0), router.prompt([3] * 400))
+    router.began("longer", Decision("new", 0), Prompt([3] * 400))
     router.prefilled("longer")
-    assert router._warming.sated, "it has had more than its share"
+    assert router._sated, "it has had more than its share"
     assert served(router, 2) == "new"
 
 
@@ -89,8 +90,8 @@ def test_the_own_conversations_of_a_warming_replica_return_to_it():
     router = fleet(count=1)
     join(router, "new")
     assert served(router, 0) == "new"
-    assert router._warming.sated
-    again = router.prompt([*conversation(0), 1, 2, 3, 4])
+    assert router._sated
+    again = Prompt([*conversation(0), 1, 2, 3, 4])
     assert router.route(again).replica == "new"
     assert served(router, 1) == "0"
 
@@ -109,7 +110,7 @@ def test_a_replica_that_is_about_to_leave_gets_no_new_conversation():
     router.retire(["0"])
     assert {served(router, i) for i in range(4)} == {"1"}
     fill(router, "0", conversation(99))
-    assert router.route(router.prompt([*conversation(99), 5])).replica == "0"
+    assert router.route(Prompt([*conversation(99), 5])).replica == "0"
     router.retire([])
     assert served(router, 4) == "0"
 
@@ -118,7 +119,7 @@ def test_a_replica_that_is_about_to_leave_is_better_than_none():
     """RP-2: a request goes there if there is no other replica, and its leaving is forgotten with it."""
     router = fleet(count=2)
     router.retire(["0", "unknown"])
-    prompt = router.prompt(conversation(0))
+    prompt = Prompt(conversation(0))
     assert router.route(prompt, exclude=["1"]).replica == "0"
     router.leave("0")
     join(router, "other")

@@ -14,6 +14,7 @@ import torch
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.anthropic.message_builder import MessageBuilder
 from megatron_ext.server.openai.answers import AnswerFormat, Piece
+from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.server.openai.responses import ChatResponseBuilder
 from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
 from megatron_ext.text import reasoning
@@ -82,9 +83,8 @@ THOUGHT = "<think>\nThe <|end|> city.\n</think>\n\n"
 
 def histories(answer: RequestRecord, form: AnswerFormat, vocabulary: Vocabulary) -> Iterator[tuple[str, dict]]:
     """Routes with the conversation that an answer continues there, as it came, and what its calls were given."""
-    message = ChatResponseBuilder("m", vocabulary, 1, has_scores=False, answer_format=form).choice(0, answer, answer)[
-        "message"
-    ]
+    builder = ChatResponseBuilder(ChatRequest.model_construct(), "m", vocabulary, form)
+    message = builder.choice(0, answer, answer)["message"]
     calls = [one["id"] for one in message.get("tool_calls", ())]
     results = [{"role": "tool", "tool_call_id": one, "content": "cut off"} for one in calls]
     yield "/tokenize", {"messages": [ASKED, message, *results, NEXT]}

@@ -16,7 +16,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, root_hash
 from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.server.api_keys import Keys, load_keys
-from megatron_ext.server.http.auth import KeyAuth
+from megatron_ext.server.http.auth import Admission
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
@@ -134,8 +134,8 @@ class TestAdministrators:
     @pytest.mark.parametrize("prefix", ["", "/small"])
     def test_a_prefix_of_routes_opens_nothing(self, files, prefix):
         """SE-3: a proxy may serve all paths below one of its own."""
-        keys = load_keys(ServerConfig(**files))
-        http = TestClient(KeyAuth(Response(), keys, hides_counts=False), root_path=prefix)
+        settings = ServerConfig(**files)
+        http = TestClient(Admission(Response(), settings, load_keys(settings)), root_path=prefix)
         for key, status in ((ALICE, 403), (ADMIN, 200)):
             asked = {"authorization": f"Bearer {key}"}
             assert http.get(f"{prefix}/prefix_cache", headers=asked).status_code == status

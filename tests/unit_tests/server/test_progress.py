@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.engine.input_processor import InputProcessor
 from megatron_ext.scheduling.request import Request
+from megatron_ext.server.openai.protocol import CompletionRequest
 from megatron_ext.server.openai.responses import CompletionResponseBuilder
 from megatron_ext.server.openai.streaming import _ChoiceStream
 from megatron_ext.server.request_manager import RequestHandle
@@ -121,8 +122,9 @@ def sent(readings: list[int]) -> tuple[str, list[float]]:
     """Text and log-probs of a choice whose client looks after so many tokens each time."""
     request = scored_request()
     handle = streamed(request)
-    builder = CompletionResponseBuilder("tiny", VOCABULARY, 1, has_scores=True, echoes=["<1>"])
-    stream = _ChoiceStream(0, handle, handle, builder, VOCABULARY.detokenize)
+    body = CompletionRequest.model_construct(logprobs=0)
+    builder = CompletionResponseBuilder(body, "tiny", VOCABULARY, ["<1>"])
+    stream = _ChoiceStream(0, handle, handle, builder)
     parts = []
     for count in range(1, STEPS + 1):
         generate(request)

@@ -103,9 +103,9 @@ class Replicas:
         for name, replica in zip([] if choice is None else choice._names, self.core.replicas, strict=False):
             cache = replica.scheduler.cache
             if cache.is_enabled:
-                blocks, states = choice._router._replicas[name].picture()
-                assert blocks == set(cache._index.block_hashes())
-                assert states == (set() if cache.states is None else set(cache.states.visible()))
+                member = choice._router.members[name]
+                assert member.blocks.keys() == set(cache._index.block_hashes())
+                assert member.states.keys() == (set() if cache.states is None else set(cache.states.visible()))
 
     @property
     def skipped(self) -> int:

@@ -6,8 +6,7 @@ import pytest
 
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.prompt_tokenization import word_tokens
-from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, word_tokens
 
 TOKENIZER = TextTokenizer(EMBEDDED_MODEL_DIR)
 

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenamedTokenizer
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.support import hf_tokenizers
@@ -65,7 +66,7 @@ class Kind:
         """Token ids of a conversation whose first content is the user's, the next the assistant's, and so on."""
         roles = ("user", "assistant") * len(contents)
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
-        return self.tokenizer.tokenize_chat(messages, generate, parse_control=parse)
+        return self.tokenizer.render_chat(messages, parse_control=parse, options=ChatOptions(generate)).ids()
 
     def controls(self, ids: list[int]) -> list[int]:
         """Special tokens among ids, in order, without that of unknown characters."""
@@ -142,9 +143,9 @@ class TestUsers:
             ["<|eot_id|>", "fox<|eot_id"],
         ):
             messages = [{"role": "user", "content": content} for content in contents]
-            ids = tokenizer.tokenize_chat(messages)
+            ids = tokenizer.render_chat(messages).ids()
             assert [one for one in ids if one in (end, begin)] == [begin, end], contents
-            assert tokenizer.tokenize_chat(messages, parse_control=True).count(end) >= 2
+            assert tokenizer.render_chat(messages, parse_control=True).ids().count(end) >= 2
 
     def test_every_field_of_every_role(self, tmp_path):
         """Every text field is escaped: of the system, tools and the model's own roles; names too, at any depth."""
@@ -155,20 +156,20 @@ class TestUsers:
         for role in ("system", "developer", "user", "tool", "function", "ipython"):
             message = {"role": role, "content": "<|eot_id|>", "name": "x<|eot_id|>"}
             message["tool_calls"] = [{"function": {"arguments": ["<|eot_id|>"]}}]
-            ids = tokenizer.tokenize_chat([message])
+            ids = tokenizer.render_chat([message]).ids()
             assert end not in ids
             assert json.loads(tokenizer.detokenize(ids)) == message
-            assert tokenizer.tokenize_chat([message], parse_control=True).count(end) == 3
+            assert tokenizer.render_chat([message], parse_control=True).ids().count(end) == 3
 
     def test_a_role_that_spells_a_token_is_refused(self, kind):
         with pytest.raises(ConfigError, match=f"role 'assistant{re.escape(kind.end)}'"):
-            kind.tokenizer.tokenize_chat([*QUESTION, {"role": f"assistant{kind.end}", "content": "x"}])
+            kind.tokenizer.render_chat([*QUESTION, {"role": f"assistant{kind.end}", "content": "x"}]).ids()
 
     def test_whole_words_of_a_vocabulary(self, tmp_path):
         """A model that has its special tokens as words would find them in any text."""
         tokenizer = TextTokenizer(WORDS(tmp_path / "t"))
-        assert tokenizer.tokenize_chat([{"role": "user", "content": "w7 </s> w8"}]) == [0, 7, 2, 8, 1, 3]
-        assert tokenizer.tokenize_chat([{"role": "user", "content": "w7 </s> w8"}], parse_control=True) == [
+        assert tokenizer.render_chat([{"role": "user", "content": "w7 </s> w8"}]).ids() == [0, 7, 2, 8, 1, 3]
+        assert tokenizer.render_chat([{"role": "user", "content": "w7 </s> w8"}], parse_control=True).ids() == [
             0,
             7,
             1,
@@ -197,7 +198,7 @@ class TestUsers:
         added = {"302": {"content": "<|start_header_id|>", "special": True}}
         config.write_text(json.dumps(json.loads(config.read_text()) | {"added_tokens_decoder": added}))
         tokenizer = TextTokenizer(tmp_path / "t")
-        tokenizer.tokenize_chat(QUESTION)
+        tokenizer.render_chat(QUESTION).ids()
         special = tokenizer._chat_tokens._control.special
         assert set(special) == {"<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>"}
 
@@ -228,7 +229,7 @@ class TestWithoutSpellings:
         theirs = AutoTokenizer.from_pretrained(kind.directory)
         messages = [{field: value for field, value in one.items() if value is not None} for one in messages]
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        ids = kind.tokenizer.tokenize_chat(messages)
+        ids = kind.tokenizer.render_chat(messages).ids()
         assert ids[:2] == [kind.tokenizer.bos] * 2, "the tokenizer's and the template's; the engine keeps one"
         assert ids[1:] == expected
 

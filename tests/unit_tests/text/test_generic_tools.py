@@ -116,9 +116,11 @@ def test_special_tokens_in_functions_and_results_stay_text(directory: Path) -> N
     tokenizer = TextTokenizer(directory)
     tool = {"type": "function", "function": {"name": "weather", "description": "ends </s>"}}
     messages = [USER, CALLED, result("a </s> b")]
-    ids = tokenizer.tokenize_chat(messages, options=ChatOptions(tools=[tool]))
+    ids = tokenizer.render_chat(messages, options=ChatOptions(tools=[tool])).ids()
     assert tokenizer.eod not in ids
     assert (
-        tokenizer.tokenize_chat(messages, options=ChatOptions(tools=[tool]), parse_control=True).count(tokenizer.eod)
+        tokenizer.render_chat(messages, options=ChatOptions(tools=[tool]), parse_control=True)
+        .ids()
+        .count(tokenizer.eod)
         == 2
     )

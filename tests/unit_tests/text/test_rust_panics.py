@@ -58,8 +58,8 @@ def test_texts(tmp_path, change):
     for call in (
         lambda: tokenizer.tokenize(TEXT),
         lambda: tokenizer.tokenize_plain(TEXT),
-        lambda: tokenizer.tokenize_chat(question),
-        lambda: tokenizer.tokenize_chat(spelled),
+        lambda: tokenizer.render_chat(question).ids(),
+        lambda: tokenizer.render_chat(spelled).ids(),
     ):
         with pytest.raises(CheckpointError) as error:
             call()

@@ -62,8 +62,8 @@ class Watched(TemplateRenderer):
         self.used: list[int] = []
         self.has_begun = threading.Event()
 
-    def _take(self) -> TemplateProcess:
-        process = super()._take()
+    def _running(self, process: TemplateProcess | None) -> TemplateProcess:
+        process = super()._running(process)
         self.used.append(process.pid)
         self.has_begun.set()
         return process
@@ -155,8 +155,8 @@ def test_an_exchange_that_is_interrupted_is_not_continued(watched, monkeypatch):
     """The answer to a question that was given up would be taken for that to the next one."""
     ask = TemplateProcess._ask
 
-    def interrupted(self, request, cpu_seconds):
-        ask(self, request, cpu_seconds)
+    def interrupted(self, request):
+        ask(self, request)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -195,9 +195,9 @@ from megatron_ext.text.template_rendering import RENDERER
 RENDERER.start()
 child = os.fork()
 if child == 0:
-    os._exit(len(RENDERER._idle))
+    os._exit(any(RENDERER._idle.queue))
 assert os.waitpid(child, 0)[1] == 0
-assert len(RENDERER._idle) == 1
+assert sum(map(bool, RENDERER._idle.queue)) == 1
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -209,7 +209,7 @@ def test_processes_end_with_their_parent(end):
 import os
 from megatron_ext.text.template_rendering import RENDERER
 RENDERER.start()
-print(RENDERER._idle[0].pid, flush=True)
+print(RENDERER._idle.queue[-1].pid, flush=True)
 {end}
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)

@@ -7,7 +7,7 @@ are copied unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,39 +18,17 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.attention import (
     DEFAULT_BASE,
-    LISTED_FIELDS,
     ROPE_FIELDS,
     SHARE,
-    SWITCHED_FIELDS,
-    WINDOW,
-    attention_biases,
     attention_heads,
-    mixers_alike,
-    mixers_if_switched,
-    mixers_listed,
     rotary_fields,
     rotated_head_size,
-    window_of,
 )
 from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.fields import (
-    DECODER_SIZES,
-    SILU,
-    Fields,
-    FieldTable,
-    Letters,
-    flag,
-    layer_count,
-    layer_letters,
-    names,
-    size,
-)
+from megatron_ext.models.huggingface.fields import DECODER_SIZES, SILU, Fields, FieldTable, Letters, Values, names
 from megatron_ext.models.huggingface.moe import SPARSE_FIELDS, local_experts, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.tensors import (
-    ATTENTION_NORM,
     EXPERT,
-    MLP,
-    MLP_NORM,
     ROUTED_EXPERT,
     Conversion,
     LayerTable,
@@ -58,12 +36,9 @@ from megatron_ext.models.huggingface.tensors import (
     TensorTable,
     attention,
     gated_mlp,
-    gated_mlp_biases,
     query_and_key_norms,
     weights,
 )
-
-LETTERS_PER_LAYER = 2
 
 DECODER_FIELDS = FieldTable(
     sizes=DECODER_SIZES,
@@ -72,10 +47,10 @@ DECODER_FIELDS = FieldTable(
     read=names("num_key_value_heads head_dim") | ROPE_FIELDS,
 )
 
-FEED_FORWARD_NORM = weights({MLP_NORM: "post_attention_layernorm"})
-ATTENTION_TENSORS = {**weights({ATTENTION_NORM: "input_layernorm"}), **attention("self_attn")}
+FEED_FORWARD_NORM = weights({"pre_mlp_layernorm": "post_attention_layernorm"})
+ATTENTION_TENSORS = {**weights({"input_layernorm": "input_layernorm"}), **attention("self_attn")}
 NORMED_ATTENTION_TENSORS = {**ATTENTION_TENSORS, **query_and_key_norms("self_attn")}
-MLP_TENSORS = {**FEED_FORWARD_NORM, **gated_mlp(MLP, "mlp")}
+MLP_TENSORS = {**FEED_FORWARD_NORM, **gated_mlp("mlp", "mlp")}
 
 
 def _decoder_tensors(
@@ -83,12 +58,49 @@ def _decoder_tensors(
 ) -> TensorTable:
     """Return a table in which attention has the same tensors with a window and without."""
     layers = {"*": attention, "W": attention, **feed_forwards}
-    return TensorTable(layers, letters_per_layer=LETTERS_PER_LAYER, split=split or {})
+    return TensorTable(layers, letters_per_layer=2, split=split or {})
+
+
+WINDOW = "sliding_window"
+_SWITCH, _KINDS, _FIRST = "use_sliding_window", "layer_types", "max_window_layers"
+SWITCHED_FIELDS = frozenset((WINDOW, _SWITCH))
+LISTED_FIELDS = SWITCHED_FIELDS | names("layer_types max_window_layers")
+
+_WINDOW_LETTERS = {"full_attention": "*", "sliding_attention": "W"}
+_DEFAULT_FIRST = 28  # default of transformers
+
+
+def mixers_alike(fields: Fields) -> str:
+    """Return W for all layers if there is a `sliding_window`, * for all if it is null."""
+    return ("*" if fields.get(WINDOW) is None else "W") * fields.layer_count
+
+
+def mixers_if_switched(fields: Fields) -> str:
+    """Return the letters as `mixers_alike`, but * for all unless `use_sliding_window` is true."""
+    return mixers_alike(fields) if fields.flag(_SWITCH, default=False) else "*" * fields.layer_count
+
+
+def mixers_listed(fields: Fields) -> str:
+    """Return W for the layers that `layer_types` lists as sliding, or for those from `max_window_layers` on.
+
+    Raises:
+        ConfigError: Unknown layer kinds, a wrong number of them, or sliding layers without a window length.
+    """
+    is_on, count, first = fields.flag(_SWITCH, default=False), fields.layer_count, fields.get(_FIRST, _DEFAULT_FIRST)
+    if type(first) is not int or first < 0:
+        fields.refuse(_FIRST, "it must be a number of layers")
+    if fields.get(_KINDS) is None:
+        full = min(first, count) if is_on and fields.get(WINDOW) is not None else count
+        return "*" * full + "W" * (count - full)
+    letters = fields.layer_letters(_KINDS, _WINDOW_LETTERS)
+    if "W" in letters and not is_on:
+        raise ConfigError(f"config.json: {_KINDS} has 'sliding_attention', and {_SWITCH} is false")
+    return letters
 
 
 def all_of(letter: str) -> Letters:
     """Return a function that gives every layer the same letter."""
-    return lambda fields: letter * layer_count(fields)
+    return lambda fields: letter * fields.layer_count
 
 
 _MLPS, _EXPERTS = all_of("-"), all_of("E")
@@ -103,11 +115,16 @@ def decoder_attention(fields: Fields, *, default_base: int = DEFAULT_BASE) -> di
     """Return heads, head size and rotary embedding in the fields of `ModelConfig`.
 
     Args:
-        fields: A decoded `config.json`.
         default_base: Base of the rotary embedding, if the file has none.
     """
     rotation = rotary_fields(fields, default_base=default_base)
     return {**attention_heads(fields), **rotated_head_size(fields), **rotation}
+
+
+def attention_biases(fields: Fields) -> dict[str, object]:
+    """Return the biases of all four projections, as `attention_bias` sets them."""
+    has_biases = fields.flag("attention_bias", default=False)
+    return {"add_qkv_bias": has_biases, "add_attention_output_bias": has_biases}
 
 
 # Llama, with optional biases of attention and MLPs
@@ -121,15 +138,15 @@ LLAMA = Family(
     ),
     pattern=decoder_pattern(all_of("*")),
     tensors=TensorTable(
-        layers={"*": ATTENTION_TENSORS, "-": {**MLP_TENSORS, **gated_mlp_biases(MLP, "mlp")}},
-        letters_per_layer=LETTERS_PER_LAYER,
+        layers={"*": ATTENTION_TENSORS, "-": MLP_TENSORS},
+        letters_per_layer=2,
         ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # in older files; derived from the configuration
     ),
     constants={"swiglu": True},
     derived=(
         decoder_attention,
         attention_biases,
-        lambda fields: {"add_mlp_bias": flag(fields, "mlp_bias", default=False)},
+        lambda fields: {"add_mlp_bias": fields.flag("mlp_bias", default=False)},
     ),
 )
 
@@ -146,7 +163,7 @@ QWEN2 = Family(
     pattern=decoder_pattern(mixers_listed),
     tensors=_decoder_tensors(ATTENTION_TENSORS, {"-": MLP_TENSORS}),
     constants={"swiglu": True, "add_qkv_bias": True},
-    derived=(decoder_attention, window_of(mixers_listed)),
+    derived=(decoder_attention,),
 )
 
 # Qwen3: queries and keys have per-head norms
@@ -161,18 +178,10 @@ QWEN3 = Family(
     pattern=decoder_pattern(mixers_listed),
     tensors=_decoder_tensors(NORMED_ATTENTION_TENSORS, {"-": MLP_TENSORS}),
     constants={"swiglu": True, "qk_layernorm": True},
-    derived=(decoder_attention, attention_biases, window_of(mixers_listed)),
+    derived=(decoder_attention, attention_biases),
 )
 
-
 # Qwen3-MoE: Qwen3 with experts instead of MLPs, in all layers or in some
-def _qwen3_moe_experts(fields: Fields) -> Fields:
-    return {
-        **softmax_experts(fields, "num_experts", is_normalized=flag(fields, "norm_topk_prob", default=False)),
-        "moe_ffn_hidden_size": size(fields, "moe_intermediate_size"),
-    }
-
-
 _QWEN3_MOE_EXPERT_TENSORS = {
     **FEED_FORWARD_NORM,
     **weights({"mlp.router": "mlp.gate"}),
@@ -193,8 +202,10 @@ QWEN3_MOE = Family(
     pattern=decoder_pattern(mixers_if_switched, sparse_letters),
     tensors=_decoder_tensors(NORMED_ATTENTION_TENSORS, {"-": MLP_TENSORS, "E": _QWEN3_MOE_EXPERT_TENSORS}),
     constants={"swiglu": True, "qk_layernorm": True},
-    derived=(decoder_attention, attention_biases, window_of(mixers_if_switched)),
-    experts=_qwen3_moe_experts,
+    derived=(decoder_attention, attention_biases),
+    experts=lambda fields: softmax_experts(
+        fields, "num_experts", "moe_intermediate_size", is_normalized=fields.flag("norm_topk_prob", default=False)
+    ),
 )
 
 # Mistral: Llama's layers, with a window in all of them or in none. The window defaults to 4096 tokens if the field is
@@ -206,7 +217,7 @@ MISTRAL = Family(
     pattern=decoder_pattern(mixers_alike),
     tensors=_decoder_tensors(ATTENTION_TENSORS, {"-": MLP_TENSORS}),
     constants={"swiglu": True},
-    derived=(decoder_attention, window_of(mixers_alike)),
+    derived=(decoder_attention,),
 )
 
 # Mixtral: Mistral's attention, and experts in every layer. An expert is three matrices, w1 (gate), w3 (up) and w2
@@ -230,7 +241,7 @@ MIXTRAL = Family(
     pattern=decoder_pattern(mixers_alike, _EXPERTS),
     tensors=_decoder_tensors(ATTENTION_TENSORS, {"E": _MIXTRAL_EXPERT_TENSORS}),
     constants={"swiglu": True},
-    derived=(partial(decoder_attention, default_base=1_000_000), window_of(mixers_alike)),
+    derived=(partial(decoder_attention, default_base=1_000_000),),
     experts=local_experts,
 )
 
@@ -239,7 +250,6 @@ MIXTRAL = Family(
 # first; rotary embeddings are stretched by YaRN. Every layer has experts, weighted by a softmax over the chosen ones,
 # in four tensors for all of them: matrices with inputs as rows, whose gate and up projection alternate. The gate's
 # activation is x * sigmoid(1.702 x); gate and up projection are clamped, and 1 is added to the latter.
-_GPT_OSS_LETTERS = {"full_attention": "*", "sliding_attention": "W"}
 _GPT_OSS_ROTATION = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -250,40 +260,21 @@ _GPT_OSS_ROTATION = {
 }
 
 
-def _alternating(rows: Tensor) -> Tensor:
+def _one_after_the_other(parts: Sequence[Tensor], _: ModelConfig) -> Tensor:
     """Put rows of gate and up projection, which alternate, one after the other: [2 f, ...] -> [2 f, ...]."""
+    (rows,) = parts
     return torch.cat([rows[::2], rows[1::2]])
 
 
-def _alternated(rows: Tensor) -> Tensor:
-    return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
+def _alternating(ours: Tensor, _: ModelConfig) -> Sequence[Tensor]:
+    return [torch.stack(ours.chunk(2), dim=1).flatten(0, 1)]
 
 
-def _conversion(
-    rows: Callable[[ModelConfig], int],
-    convert: Callable[[Tensor], Tensor],
-    revert: Callable[[Tensor], Tensor],
-    *,
-    is_transposed: bool,
-) -> Conversion:
-    def converted(parts: Sequence[Tensor], _: ModelConfig) -> Tensor:
-        (part,) = parts
-        return convert(part.T if is_transposed else part)
-
-    def reverted(ours: Tensor, _: ModelConfig) -> Sequence[Tensor]:
-        part = revert(ours)
-        return [part.T.contiguous() if is_transposed else part]
-
-    return Conversion(lambda config: [rows(config)], converted, reverted, is_transposed)
-
-
-def _gated_rows(config: ModelConfig) -> int:
-    return 2 * config.expert_ffn_size
-
-
-_GATE_AND_UP = _conversion(_gated_rows, _alternating, _alternated, is_transposed=True)
-_GATE_AND_UP_BIAS = _conversion(_gated_rows, _alternating, _alternated, is_transposed=False)
-_DOWN = _conversion(lambda config: config.hidden_size, lambda rows: rows, lambda rows: rows, is_transposed=True)
+_GATE_AND_UP_BIAS = Conversion(lambda config: [2 * config.expert_ffn_size], _one_after_the_other, _alternating)
+_GATE_AND_UP = replace(_GATE_AND_UP_BIAS, is_transposed=True)
+_DOWN = Conversion(
+    lambda config: [config.hidden_size], lambda parts, _: parts[0], lambda ours, _: [ours], is_transposed=True
+)
 
 _GPT_OSS_EXPERT = f"mlp.experts.{EXPERT}"
 _GPT_OSS_EXPERT_TENSORS = {
@@ -305,16 +296,16 @@ _GPT_OSS_ATTENTION = {
 def _gpt_oss_mixers(fields: Fields) -> str:
     """Return W for layers with a window, * for others: every second one, unless `layer_types` lists them."""
     if fields.get("layer_types") is None:
-        return "".join("*" if index % 2 else "W" for index in range(layer_count(fields)))
-    letters = layer_letters(fields, "layer_types", _GPT_OSS_LETTERS)
+        return "".join("*" if index % 2 else "W" for index in range(fields.layer_count))
+    letters = fields.layer_letters(_KINDS, _WINDOW_LETTERS)
     if "W" in letters and fields.get(WINDOW) is None:
         raise ConfigError(f"config.json: layer_types has 'sliding_attention', and {WINDOW} is null")
     return letters
 
 
-def _gpt_oss_attention(fields: Fields) -> Fields:
+def _gpt_oss_attention(fields: Fields) -> Values:
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
-        fields = {**fields, "rope_parameters": _GPT_OSS_ROTATION}
+        fields = Fields({**fields, "rope_parameters": _GPT_OSS_ROTATION})
     return decoder_attention(fields, default_base=150_000)
 
 
@@ -348,6 +339,8 @@ GPT_OSS = Family(
         "softmax_type": "learnable",
         "disable_bias_linear": False,
     },
-    derived=(_gpt_oss_attention, window_of(_gpt_oss_mixers)),
+    derived=(_gpt_oss_attention,),
     experts=local_experts,
 )
+
+FAMILIES = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL, GPT_OSS)

@@ -14,37 +14,16 @@ A decoder layer of theirs is two letters of the pattern, a short convolution or 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.attention import (
-    ROPE_FIELDS,
-    attention_heads,
-    rotary_fields,
-    rotated_head_size,
-)
-from megatron_ext.models.huggingface.families.decoders import LETTERS_PER_LAYER, decoder_pattern
+from megatron_ext.models.huggingface.attention import ROPE_FIELDS
+from megatron_ext.models.huggingface.families.decoders import decoder_attention, decoder_pattern
 from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.fields import (
-    ATTENTION_SIZES,
-    Fields,
-    FieldTable,
-    flag,
-    layer_count,
-    layer_letters,
-    listed_indices,
-    names,
-    positive_number,
-    require_field,
-    size,
-    size_or,
-)
+from megatron_ext.models.huggingface.fields import ATTENTION_SIZES, Fields, FieldTable, Values, names
 from megatron_ext.models.huggingface.moe import check_normalization, routed_experts
 from megatron_ext.models.huggingface.tensors import (
-    ATTENTION_NORM,
     EXPERT,
-    MLP,
-    MLP_NORM,
-    RECURRENT_NORM,
     ROUTED_EXPERT,
     Joined,
     Source,
@@ -55,7 +34,6 @@ from megatron_ext.models.huggingface.tensors import (
 )
 
 _KINDS = {"conv": "M", "full_attention": "*"}
-_DEFAULT_BASE = 1_000_000
 
 _FIELDS = FieldTable(
     other_names={
@@ -82,62 +60,55 @@ _FIELDS = FieldTable(
     is_tied=True,
 )
 
-_FEED_FORWARD_NORM = weights({MLP_NORM: "ffn_norm"})
+_FEED_FORWARD_NORM = weights({"pre_mlp_layernorm": "ffn_norm"})
 _TENSORS = TensorTable(
     layers={
         "M": {
-            **weights({RECURRENT_NORM: "operator_norm", "mixer.conv1d": "conv.conv"}),
+            **weights({"norm": "operator_norm", "mixer.conv1d": "conv.conv"}),
             **copied("mixer", "conv", ("in_proj.weight", "out_proj.weight")),
         },
         "*": {
             "self_attention.linear_qkv.weight": attention("self_attn")["self_attention.linear_qkv.weight"],
-            **weights({ATTENTION_NORM: "operator_norm", "self_attention.linear_proj": "self_attn.out_proj"}),
+            **weights({"input_layernorm": "operator_norm", "self_attention.linear_proj": "self_attn.out_proj"}),
             **weights({f"self_attention.{one}_layernorm": f"self_attn.{one}_layernorm" for one in "qk"}),
         },
         "-": {
             **_FEED_FORWARD_NORM,
-            **weights({f"{MLP}.linear_fc2": "feed_forward.w2"}),
-            f"{MLP}.linear_fc1.weight": Source(("feed_forward.w1.weight", "feed_forward.w3.weight")),
+            **weights({"mlp.linear_fc2": "feed_forward.w2"}),
+            "mlp.linear_fc1.weight": Source(("feed_forward.w1.weight", "feed_forward.w3.weight")),
         },
     },
-    letters_per_layer=LETTERS_PER_LAYER,
+    letters_per_layer=2,
     final_norm="embedding_norm.weight",
 )
 
 
 def _mixers(fields: Fields) -> str:
     """Return the letters of mixers, from the list of layer kinds, the list of attention layers, or both if equal."""
-    count, listed = layer_count(fields), fields.get("full_attn_idxs")
-    attending = listed_indices(fields, "full_attn_idxs", count)
+    count, listed = fields.layer_count, fields.get("full_attn_idxs")
+    attending = fields.layer_numbers("full_attn_idxs")
     by_index = "".join("*" if index in attending else "M" for index in range(count))
     if fields.get("layer_types") is None:
         return "*" * count if listed is None else by_index
-    mixers = layer_letters(fields, "layer_types", _KINDS)
+    mixers = fields.layer_letters("layer_types", _KINDS)
     if listed is not None and mixers != by_index:
         raise ConfigError(f"config.json: full_attn_idxs = {listed!r} contradicts layer_types {fields['layer_types']!r}")
     return mixers
 
 
-def _rotary(fields: Fields) -> Fields:
-    """Return the rotary embedding, with the family's base if the file has none."""
-    sources = [fields, *(fields[name] for name in ROPE_FIELDS if isinstance(fields.get(name), dict))]
-    has_base = any(isinstance(one, dict) and one.get("rope_theta") is not None for one in sources)
-    return rotary_fields(fields if has_base else {**fields, "rope_theta": _DEFAULT_BASE})
-
-
 def _ffn_size(fields: Fields) -> int:
-    width = size(fields, "intermediate_size")
-    if not flag(fields, "block_auto_adjust_ff_dim", default=True):
+    width = fields.size("intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim", default=True):
         return width
     width, factor = 2 * width // 3, fields.get("block_ffn_dim_multiplier", 1.0)
     if factor is None:
         return width
-    multiple = size_or(fields, "block_multiple_of", 256)
-    width = int(positive_number(fields, "block_ffn_dim_multiplier", default=1.0) * width)
+    multiple = fields.size("block_multiple_of", 256)
+    width = int(fields.number("block_ffn_dim_multiplier", default=1.0) * width)
     return -(-width // multiple) * multiple
 
 
-_ATTENTION = (attention_heads, rotated_head_size, _rotary)
+_attention = partial(decoder_attention, default_base=1_000_000)
 
 LFM2 = Family(
     model_type="lfm2",
@@ -145,41 +116,34 @@ LFM2 = Family(
     fields=_FIELDS
     | FieldTable(
         read=names(
-            """
-            full_attn_idxs intermediate_size block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of
-            """
+            "full_attn_idxs intermediate_size block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of"
         ),
         defaults={"hidden_size": 2560, "intermediate_size": 12288},
     ),
     pattern=decoder_pattern(_mixers),
     tensors=_TENSORS,
     constants={"recurrent_layer": "short_conv", "swiglu": True, "qk_layernorm": True},
-    derived=(*_ATTENTION, lambda fields: {"ffn_hidden_size": _ffn_size(fields)}),
+    derived=(_attention, lambda fields: {"ffn_hidden_size": _ffn_size(fields)}),
 )
 
 _EXPERTS = "feed_forward.experts"
 
 
-def _listed_mixers(fields: Fields) -> str:
-    require_field(fields, "layer_types")
-    return layer_letters(fields, "layer_types", _KINDS)
-
-
 def _feed_forwards(fields: Fields) -> str:
-    count, dense = layer_count(fields), fields["num_dense_layers"]
+    count, dense = fields.layer_count, fields["num_dense_layers"]
     if type(dense) is not int or not 0 <= dense <= count:
-        raise ConfigError(f"config.json: num_dense_layers = {dense!r} is not supported; it must be 0 to {count}")
+        fields.refuse("num_dense_layers", f"it must be 0 to {count}")
     return "-" * dense + "E" * (count - dense)
 
 
-def _experts(fields: Fields) -> Fields:
-    check_normalization(flag(fields, "norm_topk_prob", default=True), size(fields, "num_experts_per_tok"))
+def _experts(fields: Fields) -> Values:
+    check_normalization(fields.flag("norm_topk_prob", default=True), fields.size("num_experts_per_tok"))
     return {
         **routed_experts(fields, "num_experts"),
-        "moe_ffn_hidden_size": size(fields, "moe_intermediate_size"),
+        "moe_ffn_hidden_size": fields.size("moe_intermediate_size"),
         "moe_router_score_function": "sigmoid",
-        "moe_router_topk_scaling_factor": positive_number(fields, "routed_scaling_factor", default=1.0),
-        "moe_router_enable_expert_bias": flag(fields, "use_expert_bias", default=True),
+        "moe_router_topk_scaling_factor": fields.number("routed_scaling_factor", default=1.0),
+        "moe_router_enable_expert_bias": fields.flag("use_expert_bias", default=True),
     }
 
 
@@ -205,7 +169,7 @@ LFM2_MOE = replace(
             "num_experts_per_tok": 4,
         },
     ),
-    pattern=decoder_pattern(_listed_mixers, _feed_forwards),
+    pattern=decoder_pattern(lambda fields: fields.layer_letters("layer_types", _KINDS), _feed_forwards),
     tensors=replace(
         _TENSORS,
         layers={
@@ -234,6 +198,8 @@ LFM2_MOE = replace(
             ),
         ),
     ),
-    derived=_ATTENTION,
+    derived=(_attention,),
     experts=_experts,
 )
+
+FAMILIES = (LFM2, LFM2_MOE)

@@ -17,24 +17,8 @@ from dataclasses import replace
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.fields import (
-    SILU,
-    Fields,
-    FieldTable,
-    check_divides,
-    layer_count,
-    names,
-    size,
-    size_or,
-)
-from megatron_ext.models.huggingface.tensors import (
-    RECURRENT_NORM,
-    LayerTable,
-    TensorTable,
-    mamba1_mixer,
-    mamba2_mixer,
-    weights,
-)
+from megatron_ext.models.huggingface.fields import SILU, Fields, FieldTable, Values, names
+from megatron_ext.models.huggingface.tensors import LayerTable, TensorTable, mamba1_mixer, mamba2_mixer, weights
 
 TIME_STEP_LIMIT: Mapping[str, tuple[object, ...]] = {"time_step_limit": ((0.0, math.inf),)}
 
@@ -58,17 +42,17 @@ _FIELDS = FieldTable(
 
 
 def _width(fields: Fields) -> int:
-    return size_or(fields, "intermediate_size", size(fields, "hidden_size") * size_or(fields, "expand", 2))
+    return fields.size("intermediate_size", fields.size("hidden_size") * fields.size("expand", 2))
 
 
-def _positions(fields: Fields) -> Fields:
+def _positions(fields: Fields) -> Values:
     default = ModelConfig.max_position_embeddings
-    return {"max_position_embeddings": size_or(fields, "max_position_embeddings", default)}
+    return {"max_position_embeddings": fields.size("max_position_embeddings", default)}
 
 
 def _tensors(mixer: LayerTable) -> TensorTable:
     return TensorTable(
-        layers={"M": {**weights({RECURRENT_NORM: "norm"}), **mixer}},
+        layers={"M": {**weights({"norm": "norm"}), **mixer}},
         embedding="embeddings.weight",
         final_norm="norm_f.weight",
         prefixes=("backbone.",),
@@ -77,7 +61,7 @@ def _tensors(mixer: LayerTable) -> TensorTable:
 
 def dt_rank(fields: Fields, name: str) -> int:
     """Return the rank of dt; if "auto" or absent, a sixteenth of the hidden size."""
-    return math.ceil(size(fields, "hidden_size") / 16) if fields.get(name, "auto") == "auto" else size(fields, name)
+    return math.ceil(fields.size("hidden_size") / 16) if fields.get(name, "auto") == "auto" else fields.size(name)
 
 
 MAMBA = Family(
@@ -92,7 +76,7 @@ MAMBA = Family(
         defaults={"hidden_size": 768, "num_hidden_layers": 32, "vocab_size": 50280, "state_size": 16, "conv_kernel": 4},
         is_tied=True,
     ),
-    pattern=lambda fields: "M" * layer_count(fields),
+    pattern=lambda fields: "M" * fields.layer_count,
     tensors=_tensors(mamba1_mixer("mixer")),
     constants={"recurrent_layer": "mamba1", "num_attention_heads": 1},  # no layer has heads
     derived=(
@@ -111,9 +95,9 @@ FALCON_MAMBA = replace(
 )
 
 
-def _checked_positions(fields: Fields) -> Fields:
-    check_divides(fields, "n_groups", "num_heads")
-    heads, channels, width = size(fields, "num_heads"), size(fields, "head_dim"), _width(fields)
+def _checked_positions(fields: Fields) -> Values:
+    fields.check_divides("n_groups", "num_heads")
+    heads, channels, width = fields.size("num_heads"), fields.size("head_dim"), _width(fields)
     if heads * channels != width:
         raise ConfigError(
             f"config.json: num_heads = {heads} of head_dim = {channels} do not make up the {width} channels of a layer"
@@ -150,3 +134,5 @@ MAMBA2 = Family(
     constants={"num_attention_heads": 1},  # no layer has heads
     derived=(_checked_positions,),
 )
+
+FAMILIES = (MAMBA, FALCON_MAMBA, MAMBA2)

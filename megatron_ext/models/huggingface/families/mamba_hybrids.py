@@ -18,7 +18,6 @@ from megatron_ext.models.huggingface.attention import (
 from megatron_ext.models.huggingface.families.decoders import (
     ATTENTION_TENSORS,
     FEED_FORWARD_NORM,
-    LETTERS_PER_LAYER,
     all_of,
     decoder_attention,
     decoder_pattern,
@@ -31,25 +30,13 @@ from megatron_ext.models.huggingface.fields import (
     SILU,
     Fields,
     FieldTable,
-    check_divides,
-    flag,
-    is_singled_out,
-    layer_count,
-    layer_letters,
-    listed_indices,
+    Values,
     names,
-    positive_number,
-    size,
-    size_or,
 )
-from megatron_ext.models.huggingface.moe import routed_experts, softmax_experts
+from megatron_ext.models.huggingface.moe import local_experts, softmax_experts
 from megatron_ext.models.huggingface.tensors import (
     EXPERT,
-    MLP,
-    MLP_NORM,
-    RECURRENT_NORM,
     ROUTED_EXPERT,
-    SHARED_EXPERTS,
     Source,
     TensorTable,
     attention,
@@ -59,10 +46,10 @@ from megatron_ext.models.huggingface.tensors import (
     weights,
 )
 
-_RECURRENT_NORM = weights({RECURRENT_NORM: "input_layernorm"})
+_RECURRENT_NORM = weights({"norm": "input_layernorm"})
 _MAMBA2_TENSORS = {**_RECURRENT_NORM, **mamba2_mixer("mamba")}
-_PRE_NORM = weights({MLP_NORM: "pre_ff_layernorm"})
-_MLP_TENSORS = {**_PRE_NORM, **gated_mlp(MLP, "feed_forward")}
+_PRE_NORM = weights({"pre_mlp_layernorm": "pre_ff_layernorm"})
+_MLP_TENSORS = {**_PRE_NORM, **gated_mlp("mlp", "feed_forward")}
 _DEFAULT_EXPAND = 2
 
 _MAMBA2_FIELDS = FieldTable(
@@ -94,21 +81,20 @@ _MAMBA2_FIELDS = FieldTable(
 )
 
 
-def _mamba2_heads(fields: Fields, width: int | None = None) -> Fields:
+def _mamba2_heads(fields: Fields, width: int | None = None) -> Values:
     """Return the head size, from `mamba_d_head` or the width of the layer.
 
     Args:
-        fields: A decoded `config.json`.
         width: Width of the layer; default: `mamba_expand` times the hidden size.
 
     Raises:
         ConfigError: The heads do not make up the width, or the groups do not divide the heads.
     """
-    check_divides(fields, "mamba_n_groups", "mamba_n_heads")
+    fields.check_divides("mamba_n_groups", "mamba_n_heads")
     if width is None:
-        width = size_or(fields, "mamba_expand", _DEFAULT_EXPAND) * size(fields, "hidden_size")
-    heads = size(fields, "mamba_n_heads")
-    channels = width // heads if fields.get("mamba_d_head", "auto") == "auto" else size(fields, "mamba_d_head")
+        width = fields.size("mamba_expand", _DEFAULT_EXPAND) * fields.size("hidden_size")
+    heads = fields.size("mamba_n_heads")
+    channels = width // heads if fields.get("mamba_d_head", "auto") == "auto" else fields.size("mamba_d_head")
     if channels * heads != width:
         raise ConfigError(
             f"config.json: mamba_n_heads = {heads} of mamba_d_head = {channels} do not make up the {width} channels of "
@@ -126,8 +112,8 @@ _JAMBA_ATTENTION, _JAMBA_EXPERTS = (4, 8), (1, 2)
 
 def _jamba_mixers(fields: Fields) -> str:
     """Return the letters of mixers; some files also list their kinds."""
-    indices = range(layer_count(fields))
-    mixers = "".join("*" if is_singled_out(fields, "attn_layer", index, _JAMBA_ATTENTION) else "M" for index in indices)
+    indices = range(fields.layer_count)
+    mixers = "".join("*" if _is_chosen(fields, "attn_layer", index, _JAMBA_ATTENTION) else "M" for index in indices)
     kinds = ["attention" if letter == "*" else "mamba" for letter in mixers]
     if fields.get("layers_block_type") not in (None, kinds):
         raise ConfigError(
@@ -137,27 +123,27 @@ def _jamba_mixers(fields: Fields) -> str:
     return mixers
 
 
+def _is_chosen(fields: Fields, name: str, index: int, default: tuple[int, int]) -> bool:
+    """Return whether `NAME_offset` and `NAME_period` select layer `index`; `default` are both if absent."""
+    offset, period = fields.get(f"{name}_offset", default[0]), fields.size(f"{name}_period", default[1])
+    if type(offset) is not int or not 0 <= offset < period:
+        fields.refuse(f"{name}_offset", f"it must be at least 0 and less than {name}_period = {period}")
+    return index % period == offset
+
+
 def _jamba_feed_forwards(fields: Fields) -> str:
-    indices, has_experts = range(layer_count(fields)), size(fields, "num_experts") > 1
+    indices, has_experts = range(fields.layer_count), fields.size("num_experts") > 1
     return "".join(
-        "E" if has_experts and is_singled_out(fields, "expert_layer", index, _JAMBA_EXPERTS) else "-"
-        for index in indices
+        "E" if has_experts and _is_chosen(fields, "expert_layer", index, _JAMBA_EXPERTS) else "-" for index in indices
     )
 
 
-def _jamba_sizes(fields: Fields) -> Fields:
-    check_divides(fields, "num_attention_heads", "hidden_size")
+def _jamba_sizes(fields: Fields) -> Values:
+    fields.check_divides("num_attention_heads", "hidden_size")
     return {
-        "mamba_inner_size": size(fields, "hidden_size") * size(fields, "mamba_expand"),
+        "mamba_inner_size": fields.size("hidden_size") * fields.size("mamba_expand"),
         "mamba_dt_rank": dt_rank(fields, "mamba_dt_rank"),
-        "mamba_inner_norm_epsilon": positive_number(fields, "rms_norm_eps", default=_JAMBA_EPSILON),
-    }
-
-
-def _jamba_experts(fields: Fields) -> Fields:
-    return {
-        **softmax_experts(fields, "num_experts", is_normalized=False),
-        "moe_ffn_hidden_size": size(fields, "intermediate_size"),
+        "mamba_inner_norm_epsilon": fields.number("rms_norm_eps", default=_JAMBA_EPSILON),
     }
 
 
@@ -207,12 +193,12 @@ JAMBA = Family(
                 **gated_mlp(ROUTED_EXPERT, f"feed_forward.experts.{EXPERT}"),
             },
         },
-        letters_per_layer=LETTERS_PER_LAYER,
+        letters_per_layer=2,
         final_norm="final_layernorm.weight",
     ),
     constants={"recurrent_layer": "mamba1", "mamba_inner_norm": "weighted", "swiglu": True},
     derived=(attention_heads, _jamba_sizes),
-    experts=_jamba_experts,
+    experts=lambda fields: softmax_experts(fields, "num_experts", "intermediate_size", is_normalized=False),
 )
 
 # Bamba. transformers rotates half of each head, unless the rotary parameters set another share; `attn_rotary_emb` of
@@ -221,12 +207,11 @@ _BAMBA_SHARE = 0.5
 
 
 def _bamba_mixers(fields: Fields) -> str:
-    count = layer_count(fields)
-    attending = listed_indices(fields, "attn_layer_indices", count)
-    return "".join("*" if index in attending else "M" for index in range(count))
+    attending = fields.layer_numbers("attn_layer_indices")
+    return "".join("*" if index in attending else "M" for index in range(fields.layer_count))
 
 
-def _bamba_attention(fields: Fields) -> Fields:
+def _bamba_attention(fields: Fields) -> Values:
     head, rotary = rotated_head_size(fields), rotary_fields(fields, default_share=_BAMBA_SHARE)
     rotated, share, channels = fields.get("attn_rotary_emb"), rotary["rotary_percent"], head["kv_channels"]
     assert isinstance(share, float), share
@@ -254,7 +239,7 @@ BAMBA = Family(
     pattern=decoder_pattern(_bamba_mixers),
     tensors=TensorTable(
         layers={"M": _MAMBA2_TENSORS, "*": ATTENTION_TENSORS, "-": _MLP_TENSORS},
-        letters_per_layer=LETTERS_PER_LAYER,
+        letters_per_layer=2,
         final_norm="final_layernorm.weight",
     ),
     constants={"swiglu": True},
@@ -269,17 +254,17 @@ BAMBA = Family(
 _FALCON_H1_WIDTH = 1024  # default of transformers' `mamba_d_ssm`; null is `mamba_expand` times the width
 
 
-def _falcon_h1_mixer(fields: Fields) -> Fields:
-    width = size_or(fields, "mamba_d_ssm", _FALCON_H1_WIDTH) if fields.get("mamba_d_ssm", 0) is not None else None
-    has_norm = flag(fields, "mamba_rms_norm", default=False)
-    is_norm_first = flag(fields, "mamba_norm_before_gate", default=True)
+def _falcon_h1_mixer(fields: Fields) -> Values:
+    width = fields.size("mamba_d_ssm", _FALCON_H1_WIDTH) if fields.get("mamba_d_ssm", 0) is not None else None
+    has_norm = fields.flag("mamba_rms_norm", default=False)
+    is_norm_first = fields.flag("mamba_norm_before_gate", default=True)
     norm = (NORM_FIRST if is_norm_first else GATE_FIRST) if has_norm else None
     return {**_mamba2_heads(fields, width), "mamba_gated_norm": norm}
 
 
-def _falcon_h1_multipliers(fields: Fields) -> Fields:
+def _falcon_h1_multipliers(fields: Fields) -> Values:
     inputs, keys, outputs, ssm_inputs = (
-        positive_number(fields, name, default=1.0)
+        fields.number(name, default=1.0)
         for name in ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier", "ssm_in_multiplier")
     )
     gate, down = _multipliers(fields, "mlp_multipliers", 2)
@@ -300,10 +285,8 @@ def _multipliers(fields: Fields, name: str, count: int) -> list[float]:
     if listed is None:
         return [1.0] * count
     if not isinstance(listed, list) or len(listed) != count:
-        raise ConfigError(
-            f"config.json: {name} = {listed!r} is not supported; it must be a list of {count} positive numbers"
-        )
-    return [positive_number({name: one}, name) for one in listed]
+        fields.refuse(name, f"it must be a list of {count} positive numbers")
+    return [Fields({name: one}).number(name) for one in listed]
 
 
 FALCON_H1 = Family(
@@ -342,7 +325,7 @@ FALCON_H1 = Family(
             },
             "-": _MLP_TENSORS,
         },
-        letters_per_layer=LETTERS_PER_LAYER,
+        letters_per_layer=2,
         final_norm="final_layernorm.weight",
     ),
     constants={"swiglu": True},
@@ -364,34 +347,23 @@ def _fused_mlp(ours: str, theirs: str) -> dict[str, str]:
 
 def _granite_mixers(fields: Fields) -> str:
     if fields.get("layer_types") is None:
-        return "M" * layer_count(fields)
-    return layer_letters(fields, "layer_types", _GRANITE_KINDS)
+        return "M" * fields.layer_count
+    return fields.layer_letters("layer_types", _GRANITE_KINDS)
 
 
 def _granite_feed_forwards(fields: Fields) -> str:
-    return ("-" if fields["num_local_experts"] in (0, None) else "E") * layer_count(fields)
+    return ("-" if fields["num_local_experts"] in (0, None) else "E") * fields.layer_count
 
 
-def _granite_attention(fields: Fields) -> Fields:
+def _granite_attention(fields: Fields) -> Values:
     found = decoder_attention(fields)  # rotary parameters are checked even if they are unused
     if fields.get("position_embedding_type") == "rope":
         return found
     return {**attention_heads(fields), **rotated_head_size(fields), "position_embedding_type": "none"}
 
 
-def _granite_experts(fields: Fields) -> Fields:
-    routed = routed_experts(fields, "num_local_experts")
-    if routed["moe_router_topk"] == 1:
-        raise ConfigError(
-            "config.json: num_experts_per_tok = 1 is not supported; megatron-core's softmax is over two chosen experts "
-            "or more"
-        )
-    return {
-        **routed,
-        "moe_ffn_hidden_size": size(fields, "intermediate_size"),
-        "moe_shared_expert_intermediate_size": size(fields, "shared_intermediate_size"),
-        "moe_router_score_function": "softmax",
-    }
+def _granite_experts(fields: Fields) -> Values:
+    return {**local_experts(fields), "moe_shared_expert_intermediate_size": fields.size("shared_intermediate_size")}
 
 
 GRANITE_MOE_HYBRID = Family(
@@ -423,19 +395,19 @@ GRANITE_MOE_HYBRID = Family(
             "M": _MAMBA2_TENSORS,
             "*": ATTENTION_TENSORS,
             # Gate and up projection are one matrix on both sides, the gate first.
-            "-": {**FEED_FORWARD_NORM, **weights(_fused_mlp(MLP, "shared_mlp"))},
+            "-": {**FEED_FORWARD_NORM, **weights(_fused_mlp("mlp", "shared_mlp"))},
             "E": {
                 **FEED_FORWARD_NORM,
                 **weights(
                     {
                         "mlp.router": f"{_GRANITE_EXPERTS}.router.layer",
-                        **_fused_mlp(SHARED_EXPERTS, "shared_mlp"),
+                        **_fused_mlp("mlp.shared_experts", "shared_mlp"),
                         **_fused_mlp(ROUTED_EXPERT, f"{_GRANITE_EXPERTS}.experts.{EXPERT}"),
                     }
                 ),
             },
         },
-        letters_per_layer=LETTERS_PER_LAYER,
+        letters_per_layer=2,
         split={
             rf"(.*\.{_GRANITE_EXPERTS})\.(input_linear|output_linear)\.weight": r"\1.experts.{index}.\2.weight",
             # Names that transformers uses in memory.
@@ -448,7 +420,9 @@ GRANITE_MOE_HYBRID = Family(
     derived=(
         _granite_attention,
         _mamba2_heads,
-        lambda fields: {"logits_multiplier": 1.0 / positive_number(fields, "logits_scaling", default=1.0)},
+        lambda fields: {"logits_multiplier": 1.0 / fields.number("logits_scaling", default=1.0)},
     ),
     experts=_granite_experts,
 )
+
+FAMILIES = (JAMBA, BAMBA, FALCON_H1, GRANITE_MOE_HYBRID)

@@ -24,26 +24,11 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.attention import attention_heads
 from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.fields import (
-    DECODER_SIZES,
-    SILU,
-    Fields,
-    FieldTable,
-    check_count,
-    check_divides,
-    listed_letters,
-    names,
-    require_field,
-)
+from megatron_ext.models.huggingface.fields import DECODER_SIZES, SILU, Fields, FieldTable, Values, check_count, names
 from megatron_ext.models.huggingface.moe import SIGMOID_FIELDS, described_experts, sigmoid_experts
 from megatron_ext.models.huggingface.tensors import (
-    ATTENTION_NORM,
     EXPERT,
-    MLP,
-    MLP_NORM,
-    RECURRENT_NORM,
     ROUTED_EXPERT,
-    SHARED_EXPERTS,
     PredictionTable,
     Source,
     TensorTable,
@@ -116,13 +101,13 @@ _NO_CLAMP = 1e-30  # a `time_step_min`
 _LATENT = ("fc1_latent_proj.weight", "fc2_latent_proj.weight")
 _TENSORS = TensorTable(
     layers={
-        "M": {**weights({RECURRENT_NORM: "norm"}), **mamba2_mixer("mixer")},
-        "*": {**weights({ATTENTION_NORM: "norm"}), **attention("mixer")},
-        "-": {**weights({MLP_NORM: "norm"}), **plain_mlp(MLP, "mixer")},
+        "M": {**weights({"norm": "norm"}), **mamba2_mixer("mixer")},
+        "*": {**weights({"input_layernorm": "norm"}), **attention("mixer")},
+        "-": {**weights({"pre_mlp_layernorm": "norm"}), **plain_mlp("mlp", "mixer")},
         "E": {
-            **weights({MLP_NORM: "norm", "mlp.router": "mixer.gate"}),
+            **weights({"pre_mlp_layernorm": "norm", "mlp.router": "mixer.gate"}),
             "mlp.router.expert_bias": Source(("mixer.gate.e_score_correction_bias",)),
-            **plain_mlp(SHARED_EXPERTS, "mixer.shared_experts"),
+            **plain_mlp("mlp.shared_experts", "mixer.shared_experts"),
             **plain_mlp(ROUTED_EXPERT, f"mixer.experts.{EXPERT}"),
             **{f"mlp.{name}": Source((f"mixer.{name}",), needs="moe_latent_size") for name in _LATENT},
         },
@@ -150,7 +135,7 @@ def _pattern(fields: Fields) -> str:
     if listed is None and pattern is None:
         raise ConfigError("config.json: field layers_block_type (or hybrid_override_pattern) is missing")
     source = "hybrid_override_pattern" if listed is None else "layers_block_type"
-    letters = pattern if listed is None else listed_letters(fields, source, _LETTERS)
+    letters = pattern if listed is None else fields.letters(source, _LETTERS)
     if not isinstance(letters, str) or set(letters) - set("M*-E"):
         raise ConfigError(
             f"config.json: {source} {letters!r} is not supported; supported are the letters M, *, - and E"
@@ -165,7 +150,7 @@ def _prediction(fields: Fields) -> str:
     """Return the letters of the layer of multi-token prediction; absent, attention and experts."""
     listed, pattern = fields.get("mtp_layers_block_type"), fields.get("mtp_hybrid_override_pattern")
     if listed is not None:
-        letters = listed_letters(fields, "mtp_layers_block_type", _LETTERS)
+        letters = fields.letters("mtp_layers_block_type", _LETTERS)
         if pattern not in (None, letters):
             raise ConfigError(
                 f"config.json: mtp_hybrid_override_pattern {pattern!r} contradicts mtp_layers_block_type {letters!r}"
@@ -176,13 +161,13 @@ def _prediction(fields: Fields) -> str:
     return pattern or "*E"
 
 
-def _derived(fields: Fields) -> Fields:
-    require_field(fields, "num_key_value_heads")
-    check_divides(fields, "n_groups", "mamba_num_heads")
+def _derived(fields: Fields) -> Values:
+    fields.required("num_key_value_heads")
+    fields.check_divides("n_groups", "mamba_num_heads")
     return attention_heads(fields)
 
 
-def _described(config: ModelConfig) -> Fields:
+def _described(config: ModelConfig) -> Values:
     fields = {
         **_FIELDS.described(config),
         "num_hidden_layers": config.layer_count,
@@ -210,3 +195,5 @@ NEMOTRON_H = Family(
     prediction=_prediction,
     described=_described,
 )
+
+FAMILIES = (NEMOTRON_H,)

@@ -8,68 +8,24 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from megatron_ext.engine.pausing import ABORT
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
-from megatron_ext.server.openai.answers import AnswerFormat, CallPart, Piece, ScoredPart, ScoredReader, Thinking
+from megatron_ext.server.openai.answers import AnswerFormat, AnswerPart, CallPart, ScoredPart, Thinking
 from megatron_ext.server.openai.responses import Event, EventBuilder, explained, usage
 from megatron_ext.server.openai.responses_api.response_store import new_id
+from megatron_ext.text.tool_calls.source import Content
 from megatron_ext.text.vocabulary import Vocabulary
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
 _DETAILS = {"length": "max_output_tokens", ABORT: ABORT}  # of answers that are cut off, by finish reason
 # Codes of errors that the API knows, by OpenAI's type of the error.
 _CODES = {FAULT: "server_error", OVERLOADED: "rate_limit_exceeded"}
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Kind of an item with text: prefix of its id, type of its part, and name in the events of its text."""
-
-    prefix: str
-    part: str
-    event: str
-
-
-_MESSAGE = _Kind("msg", "output_text", "response.output_text")
-_REASONING = _Kind("rs", "reasoning_text", "response.reasoning_text")
-
-
-@dataclass
-class _OpenItem:
-    """Item that the model is writing.
-
-    Attributes:
-        item: The item, as the response has it.
-        place: Fields of the item in events of its parts.
-        kind: Kind of an item with text; None for a call.
-        texts: Pieces of its text or arguments.
-        scores: Log-probs of its tokens.
-    """
-
-    item: dict[str, object]
-    place: dict[str, object]
-    kind: _Kind | None
-    texts: list[str] = field(default_factory=list)
-    scores: list[dict[str, object]] = field(default_factory=list)
-
-    def part(self) -> dict[str, object]:
-        """Return the only part of its content."""
-        assert self.kind is not None, "calls have no parts"
-        part: dict[str, object] = {"type": self.kind.part, "text": "".join(self.texts)}
-        return part | {"annotations": [], "logprobs": list(self.scores)} if self.kind is _MESSAGE else part
-
-    def fill(self, status: str) -> None:
-        """Write what there is into the item."""
-        self.item["status"] = status
-        if self.kind is None:
-            self.item["arguments"] = "".join(self.texts)
-        else:
-            self.item["content"] = [self.part()]
+# Names of blocks in events of their texts; of a text, also the type of its part.
+_NAMES = {Content: "output_text", Thinking: "reasoning_text", CallPart: "function_call_arguments"}
 
 
 class ResponseAnswer(EventBuilder):
@@ -98,9 +54,9 @@ class ResponseAnswer(EventBuilder):
         super().__init__(new_id("resp", tag), vocabulary, answer_format)
         self._tag = tag
         self._shows_ids = shows_ids
-        self._reader = ScoredReader(answer_format, vocabulary)
         self._number = 0  # of the next event
-        self._open: _OpenItem | None = None
+        self._place: dict[str, object] = {}  # fields of the open item in events of its parts
+        self._scores: list[dict[str, object]] = []  # log-probs of the open item's tokens
         self.output: list[dict[str, object]] = []
         self.response: dict[str, object] = {
             "id": self.id,
@@ -118,19 +74,6 @@ class ResponseAnswer(EventBuilder):
         """Yield the events before any output."""
         for name in ("created", IN_PROGRESS):
             yield self._event(f"response.{name}", response=dict(self.response))
-
-    def feed(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events of the next piece; the last one closes all items."""
-        for part, scores in self._reader.read(piece).parts:
-            if isinstance(part, CallPart):
-                if part.name is not None:
-                    yield from self._begin_call(part.name)
-                if part.arguments:
-                    yield self._delta("response.function_call_arguments", part.arguments)
-            else:
-                yield from self._text(_REASONING if isinstance(part, Thinking) else _MESSAGE, part.text, scores)
-        if piece.reason is not None:
-            yield from self._end(INCOMPLETE if piece.reason in _DETAILS else COMPLETED)
 
     def finish(self, record: RequestRecord) -> list[Event]:
         """Return the last event, after the last piece."""
@@ -151,7 +94,7 @@ class ResponseAnswer(EventBuilder):
     def fail(self, error: ApiError) -> Event:
         """Return the last event of an answer that has failed; an item that was being written is not complete."""
         if self._open is not None:
-            self._open.fill(INCOMPLETE)
+            self._fill("".join(self._texts), INCOMPLETE)
         self.response["status"] = FAILED
         self.response["error"] = {"code": _CODES.get(error.kind, "invalid_prompt"), "message": error.message}
         return self._event("response.failed", response=self.response)
@@ -161,75 +104,67 @@ class ResponseAnswer(EventBuilder):
         self._number += 1
         return event
 
-    def _begin(self, item: dict[str, object], kind: _Kind | None) -> Iterator[Event]:
-        """Yield the events that end the previous item, then the first events of a new item."""
-        yield from self._close(COMPLETED)
-        place: dict[str, object] = {"item_id": item["id"], "output_index": len(self.output)}
-        if kind is not None:
-            place["content_index"] = 0
-        self._open = _OpenItem(item, place, kind)
-        yield self._event("response.output_item.added", output_index=len(self.output), item=dict(item))
+    def _begin_block(self, part: AnswerPart) -> Iterator[Event]:
+        """Yield the first events of a new item."""
+        if isinstance(part, CallPart):
+            item = self._item("fc", "function_call")
+            item |= {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": part.name, "arguments": ""}
+        elif isinstance(part, Thinking):
+            item = self._item("rs", "reasoning") | {"summary": [], "content": []}
+        else:
+            item = self._item("msg", "message") | {"role": "assistant", "content": []}
+        index, self._scores = len(self.output), []
+        self._place = {"item_id": item["id"], "output_index": index}
+        yield self._event("response.output_item.added", output_index=index, item=dict(item))
         self.output.append(item)
-        if kind is not None:
-            yield self._event("response.content_part.added", **place, part=self._open.part())
+        if not isinstance(part, CallPart):
+            self._place["content_index"] = 0
+            yield self._event("response.content_part.added", **self._place, part=self._part(""))
 
-    def _begin_call(self, name: str) -> Iterator[Event]:
-        yield from self._begin(
-            {
-                "id": new_id("fc", self._tag),
-                "type": "function_call",
-                "status": IN_PROGRESS,
-                "call_id": f"call_{uuid.uuid4().hex[:24]}",
-                "name": name,
-                "arguments": "",
-            },
-            None,
-        )
+    def _item(self, prefix: str, kind: str) -> dict[str, object]:
+        return {"id": new_id(prefix, self._tag), "type": kind, "status": IN_PROGRESS}
 
-    def _text(self, kind: _Kind, text: str, scores: Sequence[ScoredPart] = ()) -> Iterator[Event]:
-        """Yield the events of a piece of text."""
-        if self._open is None or self._open.kind is not kind:
-            item: dict[str, object] = {"id": new_id(kind.prefix, self._tag)}
-            if kind is _MESSAGE:
-                item |= {"type": "message", "role": "assistant", "status": IN_PROGRESS, "content": []}
-            else:
-                item |= {"type": "reasoning", "status": IN_PROGRESS, "summary": [], "content": []}
-            yield from self._begin(item, kind)
-        yield self._delta(kind.event, text, scores)
+    def _delta(self, text: str, scores: Sequence[ScoredPart]) -> Iterator[Event]:
+        assert self._open is not None, "its item has begun"
+        if self._open is CallPart and not text:
+            return
+        fields: dict[str, object] = {**self._place, "delta": text}
+        if self._open is Content:
+            fields["logprobs"] = shown = [one.to_dict(self.vocabulary) for one in scores]
+            self._scores += shown
+        yield self._event(f"response.{_NAMES[self._open]}.delta", **fields)
 
-    def _delta(self, kind: str, text: str, scores: Sequence[ScoredPart] = ()) -> Event:
-        opened = self._open
-        assert opened is not None, "parts come after the beginning of their item"
-        opened.texts.append(text)
-        fields: dict[str, object] = {**opened.place, "delta": text}
-        if opened.kind is _MESSAGE:
-            fields["logprobs"] = shown = [one.to_dict(self._vocabulary) for one in scores]
-            opened.scores += shown
-        return self._event(f"{kind}.delta", **fields)
-
-    def _end(self, status: str) -> Iterator[Event]:
+    def _end(self, reason: str) -> Iterator[Event]:
         """Yield the events of the end; an answer without any output is an empty message."""
         if not self.output:
-            yield from self._text(_MESSAGE, "")
-        yield from self._close(status)
+            yield from self._take(Content(""))
+        yield from self._close(reason)
 
-    def _close(self, status: str) -> Iterator[Event]:
-        """Yield the events of the end of the item that is being written."""
-        opened, self._open = self._open, None
-        if opened is None:
-            return
-        opened.fill(status)
-        text = "".join(opened.texts)
-        if opened.kind is None:
-            name = opened.item["name"]
-            yield self._event("response.function_call_arguments.done", **opened.place, name=name, arguments=text)
+    def _end_block(self, text: str, reason: str | None) -> Iterator[Event]:
+        """Yield the events of the end of the open item."""
+        item = self._fill(text, INCOMPLETE if reason in _DETAILS else COMPLETED)
+        if self._open is CallPart:
+            done = {"name": item["name"], "arguments": text}
+            yield self._event("response.function_call_arguments.done", **self._place, **done)
         else:
-            part = opened.part()
-            scores = {"logprobs": part["logprobs"]} if opened.kind is _MESSAGE else {}
-            yield self._event(f"{opened.kind.event}.done", **opened.place, text=text, **scores)
-            yield self._event("response.content_part.done", **opened.place, part=part)
-        index = opened.place["output_index"]
-        yield self._event("response.output_item.done", output_index=index, item=dict(opened.item))
+            part = self._part(text)
+            scores = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            yield self._event(f"response.{part['type']}.done", **self._place, text=text, **scores)
+            yield self._event("response.content_part.done", **self._place, part=part)
+        yield self._event("response.output_item.done", output_index=self._place["output_index"], item=dict(item))
+
+    def _fill(self, text: str, status: str) -> dict[str, object]:
+        """Write the status and what there is of the text into the open item, and return it."""
+        item = self.output[-1]
+        item["status"] = status
+        item |= {"arguments": text} if self._open is CallPart else {"content": [self._part(text)]}
+        return item
+
+    def _part(self, text: str) -> dict[str, object]:
+        """Return the only part of the open item's content."""
+        assert self._open is not None, "its item has begun"
+        part: dict[str, object] = {"type": _NAMES[self._open], "text": text}
+        return part | {"annotations": [], "logprobs": list(self._scores)} if self._open is Content else part
 
     def _usage(self, record: RequestRecord) -> dict[str, object]:
         """Return the usage under the names of this API; counts that are hidden are 0, since clients expect them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
@@ -224,9 +224,9 @@ def messages_of(items: Sequence[InputItem], instructions: str | None = None) -> 
     while rest and isinstance(first := rest[0], MessageItem) and first.role in _SYSTEM:
         head.append(first.content)
         rest.pop(0)
-    turns: list[Message | _Answer] = [] if not head else [Message(role="system", content="\n\n".join(head))]
+    turns: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(head)}] if head else []
     known: set[str] = set()  # ids of calls
-    answer: _Answer | None = None  # to which the next item may belong
+    last: InputItem | None = None  # of the answer to which the next item may belong
     for item in rest:
         if isinstance(item, HostedItem):
             continue
@@ -234,55 +234,45 @@ def messages_of(items: Sequence[InputItem], instructions: str | None = None) -> 
             if item.call_id not in known:
                 result = f"function_call_output of call_id {item.call_id[:LONGEST_NAME]!r}"
                 raise ApiError(400, f"input: no function_call before the {result} has it", param="input")
-            answer = None
-            turns.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
+            last = None
+            turns.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            answer = None
-            turns.append(Message(role="system" if item.role in _SYSTEM else item.role, content=item.content))
+            last = None
+            turns.append({"role": "system" if item.role in _SYSTEM else item.role, "content": item.content})
         else:
-            if answer is None or not answer.takes(item):
-                answer = _Answer()
-                turns.append(answer)
-            answer.add(item)
+            if last is None or not _continues(turns[-1], item, last):
+                turns.append({"role": "assistant", "content": None, "tool_calls": None, "reasoning_content": None})
+            last = item
+            _add(turns[-1], item)
             if isinstance(item, FunctionCallItem):
                 known.add(item.call_id)
     if not turns:
         raise ApiError(400, "input: is empty; give a text or items", param="input")
-    return [turn.message() if isinstance(turn, _Answer) else turn for turn in turns]
+    return [Message(**_without_empty(turn)) for turn in turns]
 
 
-class _Answer:
-    """Message of the assistant, from the items of one answer."""
+def _continues(turn: Mapping[str, Any], item: InputItem, last: InputItem) -> bool:
+    """Return whether an item belongs to the same answer as the last: thinking comes first, and no two texts follow."""
+    if isinstance(item, ReasoningItem):
+        return turn["content"] is None and turn["tool_calls"] is None
+    return not (isinstance(item, MessageItem) and isinstance(last, MessageItem))
 
-    def __init__(self) -> None:
-        self._thinking: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[dict[str, object]] = []
-        self._ends_with_content = False
 
-    def takes(self, item: InputItem) -> bool:
-        """Return whether an item belongs to the same answer: thinking comes first, and no two texts follow."""
-        if isinstance(item, ReasoningItem):
-            return not self._content and not self._calls
-        return not (isinstance(item, MessageItem) and self._ends_with_content)
+def _add(turn: dict[str, Any], item: InputItem) -> None:
+    """Add an item to the message of its answer."""
+    if isinstance(item, MessageItem):
+        turn["content"] = (turn["content"] or "") + item.content
+    elif isinstance(item, ReasoningItem):
+        turn["reasoning_content"] = (turn["reasoning_content"] or "") + (item.content or item.summary or "")
+    elif isinstance(item, FunctionCallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        turn["tool_calls"] = [*(turn["tool_calls"] or ()), call]
 
-    def add(self, item: InputItem) -> None:
-        """Add an item."""
-        self._ends_with_content = isinstance(item, MessageItem)
-        if isinstance(item, MessageItem):
-            self._content.append(item.content)
-        elif isinstance(item, ReasoningItem):
-            self._thinking.append(item.content or item.summary or "")
-        elif isinstance(item, FunctionCallItem):
-            function = {"name": item.name, "arguments": item.arguments}
-            self._calls.append({"id": item.call_id, "type": "function", "function": function})
 
-    def message(self) -> Message:
-        """Return the message."""
-        content = "".join(self._content)
-        return Message(
-            role="assistant",
-            content=content if content or not self._calls else None,
-            tool_calls=self._calls or None,
-            reasoning_content="".join(self._thinking) or None,
-        )
+def _without_empty(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a message's fields; the text of an answer is missing where there are only calls."""
+    if turn["role"] != "assistant":
+        return turn
+    content = turn["content"] or (None if turn["tool_calls"] else "")
+    return turn | {"content": content, "reasoning_content": turn["reasoning_content"] or None}

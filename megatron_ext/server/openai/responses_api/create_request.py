@@ -26,7 +26,6 @@ from megatron_ext.server.openai.protocol import (
     ChatRequest,
     Function,
     Message,
-    TemplateFields,
     Tool,
     ToolChoice,
     Variables,
@@ -54,7 +53,6 @@ from megatron_ext.server.openai.responses_api.conversation import (
     messages_of,
 )
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore, StoredResponse
-from megatron_ext.text.chat_template import ChatOptions
 
 MAX_METADATA, LONGEST_METADATA_NAME, LONGEST_METADATA = 16, 64, 512
 LOGPROBS = "message.output_text.logprobs"
@@ -247,10 +245,9 @@ class ResponsePrompt(Body):
             "enable_thinking": self.enable_thinking,
         }
 
-    @property
-    def chat_options(self) -> ChatOptions:
-        """Return the options of the chat template."""
-        return TemplateFields.model_construct(**self.template_fields).chat_options
+    def chat_request(self, messages: Sequence[Message]) -> ChatRequest:
+        """Return the chat request of a conversation, whose fields have been checked as this body's."""
+        return ChatRequest.model_construct(**self.template_fields, messages=messages, cache_salt=self.cache_salt)
 
 
 class ResponsesRequest(SamplingFields, ResponsePrompt):

@@ -279,7 +279,7 @@ def test_yarn() -> None:
         (
             "qwen3",
             {"rope_scaling": YARN | {"factor": 1, "attention_factor": 2.0}},
-            r"rope_scaling.attention_factor = 2.0 is not supported with rope_scaling.factor = 1",
+            r"rope_scaling.attention_factor = 2.0 is not supported; with rope_scaling.factor = 1",
         ),
         (
             "qwen3",
@@ -323,8 +323,8 @@ MODEL = translate(PUBLISHED["qwen3"] | {"rope_scaling": YARN, "vocab_size": 100}
         ({"hybrid_override_pattern": "W-"}, r"pattern 'W-' has attention in a window \(W\): set attention_window"),
         ({"attention_window": 7}, r"attention_window 7 is for layers W, and pattern '\*-\*-' has none"),
         ({"hybrid_override_pattern": "W-", "attention_window": 0}, "attention-window 0 must be positive"),
-        ({"yarn_rotary_scaling_factor": 0.5}, "yarn_rotary_scaling_factor 0.5 must be 1 or more"),
-        ({"yarn_rotary_scaling_factor": math.nan}, "yarn_rotary_scaling_factor nan must be 1 or more"),
+        ({"yarn_rotary_scaling_factor": 0.5}, "--rotary-scaling-factor 0.5 must be at least 1"),
+        ({"yarn_rotary_scaling_factor": math.nan}, "--rotary-scaling-factor nan must be at least 1"),
         ({"use_rope_scaling": True}, "needs --position-embedding-type rope, without --use-rope-scaling"),
         ({"position_embedding_type": "none"}, "needs --position-embedding-type rope"),
         ({"rotary_base": 1}, "needs a --rotary-base of more than 1"),

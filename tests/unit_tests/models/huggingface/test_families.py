@@ -18,13 +18,10 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.huggingface import family_registry
 from megatron_ext.models.huggingface.attention import ROPE_FIELDS, attention_heads, rotary_fields, rotated_head_size
 from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.fields import Fields, FieldTable, layer_count, names
+from megatron_ext.models.huggingface.fields import Fields, FieldTable, Values, names
 from megatron_ext.models.huggingface.hf_checkpoint import translate
 from megatron_ext.models.huggingface.tensors import (
-    ATTENTION_NORM,
     EXPERT,
-    MLP,
-    MLP_NORM,
     ROUTED_EXPERT,
     Conversion,
     Source,
@@ -105,7 +102,7 @@ def test_tensors_of_a_layer() -> None:
     """Tensors are found by number of layer and of expert; tensors that the model lacks are not read."""
     table = TensorTable(
         layers={
-            "*": weights({ATTENTION_NORM: "norm"}),
+            "*": weights({"input_layernorm": "norm"}),
             "E": {
                 **gated_mlp(ROUTED_EXPERT, f"ff.{EXPERT}"),
                 "mlp.extra": Source(("ff.extra",), needs="moe_latent_size"),
@@ -140,20 +137,20 @@ def _gate_first(parts: Sequence[Tensor], _: ModelConfig) -> Tensor:
 
 
 ATTENTION = {
-    **weights({ATTENTION_NORM: "ln_1", "self_attention.linear_proj": "attn.out"}),
+    **weights({"input_layernorm": "ln_1", "self_attention.linear_proj": "attn.out"}),
     "self_attention.linear_qkv.weight": Source(
         ("attn.qkv.weight",), Conversion(lambda config: [3 * config.hidden_size], _interleaved)
     ),
 }
 FEED_FORWARD = {
-    **weights({MLP_NORM: "ln_2", f"{MLP}.linear_fc2": "ff.down"}),
-    f"{MLP}.linear_fc1.weight": Source(
+    **weights({"pre_mlp_layernorm": "ln_2", "mlp.linear_fc2": "ff.down"}),
+    "mlp.linear_fc1.weight": Source(
         ("ff.up_gate.weight",), Conversion(lambda config: [2 * config.ffn_size], _gate_first)
     ),
 }
 
 
-def _derived(fields: Fields) -> Fields:
+def _derived(fields: Fields) -> Values:
     return {**attention_heads(fields), **rotated_head_size(fields), **rotary_fields(fields)}
 
 
@@ -173,7 +170,7 @@ TOY = Family(
         fixed={"activation": ("silu",)},
         read=names("num_key_value_heads head_dim") | ROPE_FIELDS,
     ),
-    pattern=lambda fields: "*-" * layer_count(fields),
+    pattern=lambda fields: "*-" * fields.layer_count,
     tensors=TensorTable(
         layers={"*": ATTENTION, "-": FEED_FORWARD},
         letters_per_layer=2,

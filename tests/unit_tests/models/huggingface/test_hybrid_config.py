@@ -154,7 +154,7 @@ REFUSED = [
     (LFM2, {"conv_bias": True}, "conv_bias = True is not supported"),
     (LFM2, {"full_attn_idxs": [1], "layer_types": ["conv"] * 16}, r"full_attn_idxs = \[1\] contradicts layer_types"),
     (LFM2, {"conv_dim": 1024}, "conv_dim 1024 contradicts hidden_size 2048|hidden_size 2048 contradicts"),
-    (LFM2, {"conv_L_cache": 1}, "--short-conv-kernel-dim 1 must be at least 2"),
+    (LFM2, {"conv_L_cache": 1}, "--short-conv-kernel-dim 1 must be between 2 and 1024"),
     (LFM2, {"use_pos_enc": False}, "use_pos_enc = False is not supported"),
     (CODESTRAL, {"use_bias": True}, "use_bias = True is not supported"),
     (CODESTRAL, {"time_step_limit": [0.001, 0.1]}, r"time_step_limit = \[0.001, 0.1\] is not supported"),
@@ -170,7 +170,7 @@ REFUSED = [
     (BAMBA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear'"),
     (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi' is not supported"),
     (GRANITE, {"normalization_function": "layernorm"}, "normalization_function = 'layernorm' is not supported"),
-    (GRANITE, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported; .* two chosen experts"),
+    (GRANITE, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported .*; supported are 2 to 64"),
     (GRANITE, {"residual_multiplier": -1}, "residual_multiplier = -1 is not supported; it must be a positive number"),
     (GRANITE, {"logits_scaling": 0}, "logits_scaling = 0 is not supported; it must be a positive number"),
     (GRANITE, {"layer_types": ["mamba", "sliding"] * 2}, "layer_types has 'sliding'"),
@@ -187,18 +187,21 @@ def test_fields_that_are_not_supported_are_refused(published: dict, changes: dic
 
 
 SENSELESS = [
-    ({"residual_multiplier": 0.0}, "residual_multiplier 0.0 must be more than zero"),
-    ({"softmax_scale": math.nan}, "softmax_scale nan must be more than zero"),
+    ({"residual_multiplier": 0.0}, "residual_multiplier 0.0 must be more than 0"),
+    ({"softmax_scale": math.nan}, "softmax_scale nan must be more than 0"),
     ({"mlp_gate_multiplier": 2.0}, "mlp_gate_multiplier 2.0 is for gated MLPs; give --swiglu"),
     (
         {"embedding_multiplier": 2.0, "position_embedding_type": "learned_absolute"},
         "embedding_multiplier 2.0 .*learned positions",
     ),
     ({"qk_layernorm_over_heads": True}, "qk_layernorm_over_heads needs --qk-layernorm and plain RMSNorm"),
-    ({"mamba_gated_norm": "last"}, "mamba_gated_norm 'last' is unknown; gate_first, norm_first or None"),
+    ({"mamba_gated_norm": "last"}, "mamba_gated_norm 'last' is unknown; one of gate_first, norm_first"),
     ({"mamba_multipliers": (1.0, 2.0)}, "must be five numbers above zero, for z, x, B, C and dt"),
-    ({"linear_norm_epsilon": 0.0}, "linear_norm_epsilon 0.0 must be above 0"),
-    ({"recurrent_layer": "short_conv", "short_conv_kernel_dim": 1}, "--short-conv-kernel-dim 1 must be at least 2"),
+    ({"linear_norm_epsilon": 0.0}, "linear_norm_epsilon 0.0 must be more than 0"),
+    (
+        {"recurrent_layer": "short_conv", "short_conv_kernel_dim": 1},
+        "--short-conv-kernel-dim 1 must be between 2 and 1024",
+    ),
     (
         {"hybrid_override_pattern": "PQ"},
         r"has unknown letter 'Q'; known are .* P \(attention and recurrent side by side\)",

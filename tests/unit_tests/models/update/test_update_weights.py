@@ -23,7 +23,7 @@ from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update import disk
 from megatron_ext.models.update.disk import exchange
-from megatron_ext.models.update.naming import MegatronNames, OwnNames, naming_of
+from megatron_ext.models.update.naming import MegatronNames, naming_of
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, nemotron_h_oracle, qwen3_next_oracle
 from tests.unit_tests.models.megatron import megatron_lm
@@ -228,7 +228,7 @@ class TestRefused:
         (lambda new: new | {TestRefused.NORM: torch.ones(1, 32)}, "weight has shape (1, 32); the model's has (32,)"),
         (
             lambda new: new | {TestRefused.NORM: torch.ones(32).int()},
-            "weight is of type int32; it must be one of float32",
+            "weight is of type int32; supported are float32",
         ),
         (lambda new: new | {TestRefused.NORM: [1.0] * 32}, "weight is of type list; give a tensor"),
         (lambda new: new | {TestRefused.NORM: None}, "weight is of type NoneType; give a tensor"),
@@ -339,7 +339,7 @@ class TestRefused:
         writer._replace(new)
         new.put_back.assert_called_once()
 
-    @pytest.mark.parametrize("naming", [OwnNames(False), MegatronNames(False, (4, 4), False)], ids=["own", "Megatron"])
+    @pytest.mark.parametrize("naming", [MegatronNames(has_prediction=False), MegatronNames(False, (4, 4), False)])
     def test_layers_that_the_model_does_not_have_are_left_out(self, naming):
         """SP-10: a trainer gives those of multi-token prediction, too."""
         assert naming.sorted_out({"mtp.layers.0.norm.weight": torch.ones(2)}) == {}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.server import unknown_fields
 from megatron_ext.server.anthropic.message_fields import MessagesRequest, as_chat
+from megatron_ext.server.openai import request_fields
 from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
@@ -552,7 +552,7 @@ class TestKeys:
 class TestWithoutEffect:
     def test_is_said_once(self, embedded, caplog, monkeypatch):
         """Fields of Anthropic's service alone are accepted, and logged once by name; those about the client never."""
-        monkeypatch.setattr(unknown_fields, "_noted", set())
+        monkeypatch.setattr(request_fields, "_noted", set())
         fields = {"inference_geo": "eu", "context_management": {"edits": []}, "metadata": {"user_id": "u"}}
         fields["service_tier"] = "auto"
         beta = {"anthropic-beta": "interleaved-thinking-2025-05-14, files-api-2025-04-14"}

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from megatron_ext.server.anthropic.message_fields import note_betas
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.monitoring.request_trace import MAX_REQUESTS, RequestTrace
-from megatron_ext.server.openai.request_fields import LONGEST_NAME, Body, BoundedBy
+from megatron_ext.server.openai.request_fields import LONGEST_CLIENT_NAME, Body, BoundedBy
 from megatron_ext.text import chat_template
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
@@ -98,7 +98,7 @@ def test_what_has_none_is_found():
 
 HELLO = {"messages": [{"role": "user", "content": "<1>"}], "max_tokens": 1}
 ASKED = {"input": "a"}
-LONG = "a" * (LONGEST_NAME + 1)
+LONG = "a" * (LONGEST_CLIENT_NAME + 1)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_trace_keeps_digests_of_salts():
     trace = RequestTrace()
     for i in range(MAX_REQUESTS):
         record = SimpleNamespace(arrival_wall_time=float(i), prompt_tokens=(1,) * 400, generated_tokens=(2,) * 19)
-        trace.note(record, f"{i:0{LONGEST_NAME}}")
+        trace.note(record, f"{i:0{LONGEST_CLIENT_NAME}}")
     assert len(trace) == MAX_REQUESTS
     assert size_of(trace) < 24 * 2**20
 

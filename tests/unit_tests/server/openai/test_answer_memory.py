@@ -284,7 +284,7 @@ def test_tokenizers(tmp_path, name):
     question = [{"role": "user", "content": "fox"}]
     messages = [*question, said("dog"), {"role": "user", "content": "cat"}]
     before = tokenizer.render_chat(question)
-    text = tokenizer.render_chat(messages[:2], False).text.removeprefix(before.text)
+    text = tokenizer.render_chat(messages[:2], options=ChatOptions(False)).text.removeprefix(before.text)
     answer = text[: text.index("dog")]
     form = ChatFormat(tokenizer)
     start = Conversation(question, None, form, ChatOptions()).tokenize({})

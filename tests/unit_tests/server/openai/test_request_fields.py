@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config import RequestParams
-from megatron_ext.server import unknown_fields
+from megatron_ext.server.openai import request_fields
 from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
@@ -354,7 +354,7 @@ def strict(serve) -> LiveServer:
 @pytest.mark.parametrize("path", BODIES)
 def test_unknown_fields_are_ignored_and_named_once(embedded, caplog, monkeypatch, path):
     """Also those of parts, tools and options; the number of names is bounded."""
-    monkeypatch.setattr(unknown_fields, "_noted", set())
+    monkeypatch.setattr(request_fields, "_noted", set())
     body = BODIES[path] | OTHERS
     with caplog.at_level("INFO"):
         for _ in range(2):
@@ -367,7 +367,7 @@ def test_unknown_fields_are_ignored_and_named_once(embedded, caplog, monkeypatch
         assert not any("\n" in one or len(one) > 250 or "nothing" in one for one in said)
         for count in range(3):
             embedded.http.post(path, json=body | {f"x{count}_{i}": 1 for i in range(110)})
-    assert len(unknown_fields._noted) == unknown_fields.MAX_NOTED
+    assert len(request_fields._noted) == request_fields.MAX_NOTED
 
 
 @pytest.mark.parametrize(

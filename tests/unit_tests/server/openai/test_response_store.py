@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from megatron_ext.config import ServerLimits
+from megatron_ext.ray_serve.cache_log import ReplicaFacts
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt, owner_of
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.ray_serve.prompts import read_prompt
-from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.openai.responses_api.response_store import (

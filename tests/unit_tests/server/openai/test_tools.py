@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -13,8 +14,8 @@ import torch
 
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
-from megatron_ext.server import unknown_fields
 from megatron_ext.server.api_keys import Caller
+from megatron_ext.server.openai import request_fields
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.engine_requests import chat_inputs
 from megatron_ext.server.openai.protocol import ChatRequest
@@ -230,8 +231,8 @@ COLOR = {"type": "object", "properties": {"a": {"type": "string", "format": "col
 )
 def test_what_no_grammar_enforces(trained, path, tool, required, monkeypatch, caplog):
     """S19: a format that is not known does not matter where a tool is not strict, and is named where it is."""
-    monkeypatch.setattr(unknown_fields, "_noted", set())
-    caplog.set_level("INFO", unknown_fields.__name__)
+    monkeypatch.setattr(request_fields, "_noted", set())
+    caplog.set_level("INFO", request_fields.__name__)
     limit = "max_output_tokens" if "responses" in path else "max_tokens"
     given = {"input": "a"} if "responses" in path else {"messages": QUESTION}
     body = {"model": "embedded", **given, limit: 60, "temperature": 0, "tools": [tool], "tool_choice": required}
@@ -407,5 +408,7 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path):
     for marks, skips in ((["<other>"], True), (["<tool_call>", "</tool_call>"], False)):
         fast.add_special_tokens(marks)
         fast.save(str(tmp_path / "tokenizer.json"))
-        (inputs,) = chat_inputs(body, [5, 6], limits, ChatFormat(TextTokenizer(tmp_path)), Caller())
+        chat_format = ChatFormat(TextTokenizer(tmp_path))
+        serving = SimpleNamespace(limits=limits, chat_format=chat_format, defaults={})
+        (inputs,) = chat_inputs(body, [5, 6], serving, Caller())
         assert inputs.params.skip_special_tokens == skips

@@ -1,9 +1,9 @@
-"""Hybrids of attention and gated delta nets: Qwen3-Next, Qwen3.5, and the latter's mixtures of experts.
+"""Hybrids of attention and gated delta nets: Qwen3-Next, Qwen3.5, the latter's mixtures of experts, and OLMo hybrid.
 
 A decoder layer of theirs is two letters of the pattern: a gated delta net (M) or attention (*), then an MLP (-) or
-experts (E), each with its norm and its residual. Norms multiply by 1 + weight on both sides (`apply_layernorm_1p`),
-except theirs inside the gated delta net. The layer of multi-token prediction (`mtp.`), which transformers skips, is one
-decoder layer with attention.
+experts (E), each with its norm and its residual. Qwen's norms multiply by 1 + weight on both sides
+(`apply_layernorm_1p`), except theirs inside the gated delta net. Its layer of multi-token prediction (`mtp.`), which
+transformers skips, is one decoder layer with attention.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.config.recurrent import GATED_DELTA_NET
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.attention import ROPE_FIELDS, SHARE, attention_heads, rotary_fields
+from megatron_ext.models.huggingface.attention import (
+    ROPE_FIELDS,
+    SHARE,
+    attention_heads,
+    rotary_fields,
+    rotated_head_size,
+)
 from megatron_ext.models.huggingface.families.decoders import (
+    DECODER_FIELDS,
     FEED_FORWARD_NORM,
-    LETTERS_PER_LAYER,
     MLP_TENSORS,
     NORMED_ATTENTION_TENSORS,
     all_of,
@@ -32,41 +39,27 @@ from megatron_ext.models.huggingface.fields import (
     SILU,
     Fields,
     FieldTable,
-    check_divides,
-    flag,
-    layer_count,
-    layer_letters,
+    Values,
     names,
-    size,
-    size_or,
 )
 from megatron_ext.models.huggingface.moe import SPARSE_FIELDS, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.tensors import (
     EXPERT,
-    RECURRENT_NORM,
     ROUTED_EXPERT,
-    SHARED_EXPERTS,
     Conversion,
     Joined,
     LayerTable,
     PredictionTable,
     Source,
     TensorTable,
+    attention,
     copied,
     gated_mlp,
+    query_and_key_norms,
     weights,
 )
 
-DELTA_NET_SIZES: Mapping[str, str] = {
-    name: name
-    for name in (
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_value_head_dim",
-    )
-}
+DELTA_NET_SIZES = {name: name for name in GATED_DELTA_NET.layout}
 _KINDS = {"linear_attention": "M", "full_attention": "*"}
 _PREDICTION = PredictionTable(
     {
@@ -88,9 +81,9 @@ def delta_net_or_attention(fields: Fields) -> str:
     `layer_types` lists the layers; without it every `full_attention_interval`-th layer is attention.
     """
     if fields.get("layer_types") is not None:
-        return layer_letters(fields, "layer_types", _KINDS)
-    interval = size_or(fields, "full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
-    return "".join("M" if (index + 1) % interval else "*" for index in range(layer_count(fields)))
+        return fields.layer_letters("layer_types", _KINDS)
+    interval = fields.size("full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
+    return "".join("M" if (index + 1) % interval else "*" for index in range(fields.layer_count))
 
 
 def _channels(config: ModelConfig) -> tuple[int, int, int]:
@@ -112,13 +105,7 @@ def stacked_inputs(parts: Mapping[str, str]) -> Source:
         sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
         return [sum(sizes[one] for one in held) for held in parts.values()]
 
-    def put_together(tensors: Sequence[Tensor], _: ModelConfig) -> Tensor:
-        return torch.cat(tuple(tensors))
-
-    def take_apart(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
-        return ours.split(rows(config))
-
-    return Source(tuple(parts), Conversion(rows, put_together, take_apart))
+    return Source(tuple(parts), Conversion(rows))
 
 
 def _input_rows(config: ModelConfig) -> Sequence[int]:
@@ -151,7 +138,7 @@ def _mixer_tensors(input_projection: Source) -> LayerTable:
         lambda ours, _: [ours.float() + 1.0],
     )
     return {
-        **weights({RECURRENT_NORM: "input_layernorm"}),
+        **weights({"norm": "input_layernorm"}),
         **copied("mixer", "linear_attn", ("A_log", "dt_bias", "conv1d.weight", "out_proj.weight")),
         "mixer.in_proj.weight": input_projection,
         "mixer.out_norm.weight": Source(("linear_attn.norm.weight",), around_one),
@@ -169,31 +156,28 @@ _FIELDS = FieldTable(
     },
     read=names(f"head_dim layer_types full_attention_interval {SHARE}") | ROPE_FIELDS,
 )
-_EXPERT_SIZES = {
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-}
+_EXPERT_FIELDS = names("num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size")
 _ROUTER_AND_SHARED_EXPERT = {
     **FEED_FORWARD_NORM,
     **weights({"mlp.router": "mlp.gate"}),
-    **gated_mlp(SHARED_EXPERTS, "mlp.shared_expert"),
+    **gated_mlp("mlp.shared_experts", "mlp.shared_expert"),
     "mlp.shared_experts.gate_weight": Source(("mlp.shared_expert_gate.weight",)),
 }
 
 
-def _attention(fields: Fields) -> Fields:
-    check_divides(fields, "linear_num_key_heads", "linear_num_value_heads")
+def _attention(fields: Fields) -> Values:
+    fields.check_divides("linear_num_key_heads", "linear_num_value_heads")
     return {
         **attention_heads(fields),
-        "kv_channels": size_or(fields, "head_dim", _DEFAULT_HEAD_SIZE),
+        "kv_channels": fields.size("head_dim", _DEFAULT_HEAD_SIZE),
         **rotary_fields(fields, default_share=_DEFAULT_ROTARY_SHARE),
     }
 
 
-def _experts(fields: Fields, *, is_normalized: bool = True) -> Fields:
+def _experts(fields: Fields, *, is_normalized: bool = True) -> Values:
     return {
-        **softmax_experts(fields, "num_experts", is_normalized=is_normalized),
-        **{ours: size(fields, theirs) for theirs, ours in _EXPERT_SIZES.items()},
+        **softmax_experts(fields, "num_experts", "moe_intermediate_size", is_normalized=is_normalized),
+        "moe_shared_expert_intermediate_size": fields.size("shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,
     }
 
@@ -207,7 +191,7 @@ QWEN3_NEXT = Family(
     fields=_FIELDS
     | FieldTable(
         sizes=DECODER_SIZES,
-        read=names("norm_topk_prob num_experts num_experts_per_tok") | SPARSE_FIELDS | _EXPERT_SIZES.keys(),
+        read=_EXPERT_FIELDS | SPARSE_FIELDS | {"norm_topk_prob"},
     ),
     pattern=decoder_pattern(delta_net_or_attention, sparse_letters),
     tensors=TensorTable(
@@ -222,7 +206,7 @@ QWEN3_NEXT = Family(
             "-": MLP_TENSORS,
             "E": {**_ROUTER_AND_SHARED_EXPERT, **gated_mlp(ROUTED_EXPERT, f"mlp.experts.{EXPERT}")},
         },
-        letters_per_layer=LETTERS_PER_LAYER,
+        letters_per_layer=2,
         ignored=r"mtp\..*",
         prediction=_PREDICTION,
     ),
@@ -234,7 +218,7 @@ QWEN3_NEXT = Family(
         "swiglu": True,
     },
     derived=(_attention,),
-    experts=lambda fields: _experts(fields, is_normalized=flag(fields, "norm_topk_prob", default=True)),
+    experts=lambda fields: _experts(fields, is_normalized=fields.flag("norm_topk_prob", default=True)),
     prediction=lambda fields: "*E" if "E" in sparse_letters(fields) else "*-",
 )
 
@@ -265,23 +249,24 @@ def _without_axes(fields: Fields) -> Fields:
     replaced = {
         name: {key: value for key, value in given.items() if key not in _AXES} for name, given in objects.items()
     }
-    return {**fields, **replaced}
+    return Fields({**fields, **replaced})
 
 
-def _text_fields(raw: Fields, model_type: str) -> Fields:
+def _text_fields(raw: Values, model_type: str) -> Values:
     """Return the fields of the text model of this type; the top level decides whether embeddings are tied.
 
     Raises:
         ConfigError: There is no text model, or the two levels contradict each other.
     """
-    text = raw.get(_TEXT)
-    if not isinstance(text, dict):
-        raise ConfigError(f"config.json: {_TEXT} = {text!r} is not supported; it must be an object")
+    given = raw.get(_TEXT)
+    if not isinstance(given, dict):
+        Fields(raw).refuse(_TEXT, "it must be an object")
+    text = Fields(given)
     kind = text.get("model_type", model_type)
     if kind != model_type:
         raise ConfigError(f"config.json: {_TEXT}.model_type = {kind!r} is not supported; supported is {model_type!r}")
-    inside = flag(text, _TIED, default=False)
-    whole = flag(raw, _TIED, default=inside)
+    inside = text.flag(_TIED, default=False)
+    whole = Fields(raw).flag(_TIED, default=inside)
     if _TIED in text and inside != whole:
         raise ConfigError(f"config.json: {_TEXT}.{_TIED} = {inside} contradicts {_TIED} = {whole}")
     return {**text, _TIED: whole}
@@ -299,7 +284,7 @@ QWEN3_5_TEXT = replace(
             "*": NORMED_ATTENTION_TENSORS,
             "-": MLP_TENSORS,
         },
-        letters_per_layer=LETTERS_PER_LAYER,
+        letters_per_layer=2,
         prefixes=("model.language_model.", "model."),
         ignored=r"(mtp|visual)\..*",
         prediction=_PREDICTION,
@@ -322,8 +307,7 @@ QWEN3_5_MOE_TEXT = replace(
     architecture="Qwen3_5MoeForCausalLM",
     fields=_TEXT_FIELDS
     | FieldTable(
-        # No layer is a plain MLP of `intermediate_size`.
-        read=names("num_experts num_experts_per_tok intermediate_size") | _EXPERT_SIZES.keys(),
+        read=_EXPERT_FIELDS | {"intermediate_size"},  # no layer is a plain MLP
         defaults={
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,
@@ -365,3 +349,122 @@ QWEN3_5_MOE = replace(
     architecture="Qwen3_5MoeForConditionalGeneration",
     text=lambda raw: _text_fields(raw, QWEN3_5_MOE_TEXT.model_type),
 )
+
+# OLMo hybrid. A decoder layer of theirs is a gated delta net and an MLP ("M-"), each with a norm before it, or
+# attention and an MLP with norms after them ("AF"). Notes:
+# - Queries and keys are normed over all heads together.
+# - A gated delta net overwrites with a strength of up to 2 (`linear_allow_neg_eigval`), and the epsilon of its output
+#   norm is 1e-5 regardless of `rms_norm_eps`.
+# - A null rotary base means no positions; an absent one means 10,000.
+# - Files store the convolution in three parts, which transformers splits evenly, regardless of the sizes of queries,
+#   keys and values; norms have the authors' names or transformers'.
+_OLMO_LAYERS = {"M": "M-", "*": "AF"}
+_ALLOWS_NEGATIVE = "linear_allow_neg_eigval"
+
+_OLMO_FIELDS = DECODER_FIELDS | FieldTable(
+    fixed={"attention_bias": (False,), "linear_use_gate": (True,), "sliding_window": (None,), SHARE: (1.0, None)},
+    read=frozenset(("layer_types", _ALLOWS_NEGATIVE, *DELTA_NET_SIZES)),
+    defaults={
+        "vocab_size": 100352,
+        "hidden_size": 3840,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 30,
+        "max_position_embeddings": 65536,
+    },
+)
+
+_OLMO_INPUTS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}
+_OLMO_TENSORS = TensorTable(
+    layers={
+        "M": {
+            **weights({"norm": "input_layernorm"}),
+            **copied("mixer", "linear_attn", ("A_log", "dt_bias", "conv1d.weight")),
+            **weights({"mixer.out_norm": "linear_attn.o_norm", "mixer.out_proj": "linear_attn.o_proj"}),
+            "mixer.in_proj.weight": stacked_inputs(
+                {f"linear_attn.{name}.weight": held for name, held in _OLMO_INPUTS.items()}
+            ),
+        },
+        "-": MLP_TENSORS,
+        "A": {
+            **weights({"self_attention.output_norm.norm": "post_attention_layernorm"}),
+            **attention("self_attn"),
+            **query_and_key_norms("self_attn"),
+        },
+        "F": {**weights({"mlp.output_norm.norm": "post_feedforward_layernorm"}), **gated_mlp("mlp", "mlp")},
+    },
+    letters_per_layer=2,
+    joined=(
+        Joined(
+            r"(.*\.linear_attn)\.[qkv]_conv1d\.weight",
+            r"\1.conv1d.weight",
+            tuple(rf"\1.{one}_conv1d.weight" for one in "qkv"),
+        ),
+    ),
+    other_names={
+        r"(layers\.\d+)\.attention_layer_norm\.weight": r"\1.input_layernorm.weight",
+        r"(layers\.\d+)\.feedforward_layer_norm\.weight": r"\1.post_attention_layernorm.weight",
+    },
+)
+
+
+def _olmo_pattern(fields: Fields) -> str:
+    mixers = delta_net_or_attention(fields)
+    if fields.get("layer_types") is None and "*" not in mixers:
+        mixers = mixers[:-1] + "*"  # as in transformers: at least one layer is attention
+    return "".join(_OLMO_LAYERS[mixer] for mixer in mixers)
+
+
+def _olmo_sizes(fields: Fields) -> Values:
+    """Return the sizes; defaults: attention's heads, keys of 3/4 of the hidden size in all, values twice as wide."""
+    heads = fields.size("num_attention_heads")
+    key_heads = fields.size("linear_num_key_heads", heads)
+    key_size = fields.size("linear_key_head_dim", 3 * fields.size("hidden_size") // (4 * key_heads))
+    sizes = Fields(
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=fields.size("linear_num_value_heads", heads),
+        linear_key_head_dim=key_size,
+        linear_value_head_dim=fields.size("linear_value_head_dim", 2 * key_size),
+        linear_conv_kernel_dim=fields.size("linear_conv_kernel_dim", 4),
+    )
+    sizes.check_divides("linear_num_key_heads", "linear_num_value_heads")
+    return sizes
+
+
+def _olmo_positions(fields: Fields) -> Values:
+    """Return the rotary embedding fields, or none if the base is null."""
+    rotary = rotary_fields(fields)
+    rope = fields.get("rope_parameters")
+    where = rope if isinstance(rope, dict) else fields
+    if where.get("rope_theta", 0) is not None:
+        return rotary
+    if fields.get("rope_theta") is not None or fields.get("rope_scaling") is not None:
+        raise ConfigError(
+            "config.json: rope_parameters.rope_theta = None contradicts rope_theta and rope_scaling; give one of them"
+        )
+    return {"position_embedding_type": "none"}
+
+
+OLMO_HYBRID = Family(
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    fields=_OLMO_FIELDS,
+    pattern=_olmo_pattern,
+    tensors=_OLMO_TENSORS,
+    constants={
+        "recurrent_layer": "gated_delta_net",
+        "linear_norm_epsilon": 1e-5,
+        "qk_layernorm": True,
+        "qk_layernorm_over_heads": True,
+        "swiglu": True,
+    },
+    derived=(
+        attention_heads,
+        rotated_head_size,
+        _olmo_positions,
+        _olmo_sizes,
+        lambda fields: {_ALLOWS_NEGATIVE: fields.flag(_ALLOWS_NEGATIVE, default=True)},
+    ),
+)
+
+FAMILIES = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE, OLMO_HYBRID)

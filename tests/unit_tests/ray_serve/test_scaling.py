@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.routing.scaling import ReplicaLoad, demand, is_worth_least, replicas_wanted, retiring, stop_order
+from megatron_ext.ray_serve.autoscaling import (
+    ReplicaLoad,
+    demand,
+    is_worth_least,
+    replicas_wanted,
+    retiring,
+    stop_order,
+)
 
 TOKENS = 1000  # waiting tokens of a replica
 
