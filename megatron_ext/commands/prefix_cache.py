@@ -15,12 +15,13 @@ from pathlib import Path
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.disk.entry import EntryKind, StoredEntry
-from megatron_ext.prefix_cache.disk.slot import DATA, DiskUnavailableError, SlotHeldError, take_all_slots
+from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError, SlotHeldError, take_all_slots
 from megatron_ext.prefix_cache.disk.store import DiskStore, open_store
 
 PROGRAM = "megatron-ext prefix-cache"
 DONE, FOUND_DAMAGE, BAD_USAGE = 0, 1, 2
 NO_IDENTITY = bytes(32)  # of no model: all entries belong to other identities
+NO_LIMIT = 2**62  # bytes
 MIB = 1024**2
 REMEDY = "stop it first; `POST /reset_prefix_cache` of a running server erases its entries on disk"
 
@@ -66,8 +67,7 @@ def open_stores(directory: Path, opened: ExitStack) -> tuple[dict[str, DiskStore
             unopened.callback(slot.close)
         stores = {}
         for slot in slots:
-            size = (slot.path / DATA).stat().st_size if (slot.path / DATA).exists() else 0
-            stores[slot.path.name] = open_store(slot, NO_IDENTITY, size)
+            stores[slot.path.name] = open_store(slot, NO_IDENTITY, NO_LIMIT)
         unopened.pop_all()
     for store in stores.values():
         opened.callback(store.close)
@@ -153,26 +153,26 @@ def prefixes_of(entries: Sequence[StoredEntry]) -> list[Prefix]:
     """Return the prefixes that no other entry continues, the most recently used first."""
     by_end: dict[tuple[bytes, bytes], list[StoredEntry]] = {}
     for entry in entries:
-        by_end.setdefault((entry.identity, entry.entry.key.block_hash), []).append(entry)
-    continued = {(entry.identity, entry.entry.parent) for entry in entries}
+        by_end.setdefault((entry.identity, entry.key.block_hash), []).append(entry)
+    continued = {(entry.identity, entry.parent) for entry in entries}
     found = []
     for identity, end in by_end.keys() - continued:
         chain: list[StoredEntry] = []
         here = end
         while (identity, here) in by_end:
             chain += by_end[identity, here]
-            here = by_end[identity, here][0].entry.parent
-        last = by_end[identity, end][0].entry
-        blocks = sum(one.entry.key.kind is EntryKind.BLOCK for one in chain)
+            here = by_end[identity, here][0].parent
+        last = by_end[identity, end][0]
+        blocks = sum(one.key.kind is EntryKind.BLOCK for one in chain)
         found.append(
             Prefix(
                 identity.hex(),
                 end.hex(),
-                last.depth * len(last.tokens),
+                last.depth * last.token_count,
                 blocks,
                 len(chain) - blocks,
                 sum(one.size for one in chain),
-                max(one.entry.used for one in chain),
+                max(one.used for one in chain),
             )
         )
     return sorted(found, key=lambda prefix: (prefix.used, prefix.end), reverse=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from megatron_ext.prefix_cache.disk.data_file import Buffer
-from megatron_ext.prefix_cache.disk.entry_copies import LoadTarget
+from megatron_ext.prefix_cache.disk.entry import Buffer
 from megatron_ext.prefix_cache.disk.tier import DiskTier
+from megatron_ext.prefix_cache.disk.warm_restart import LoadTarget
 from megatron_ext.prefix_cache.matching import last_boundary, resume_point
 from megatron_ext.prefix_cache.slabs import NO_CHANGES
 from megatron_ext.scheduling.chunk import Chunk

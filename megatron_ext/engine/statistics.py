@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from megatron_ext.engine.cache_audit import AuditCounts, AuditFinding, CacheAudit
-from megatron_ext.prefix_cache.cache_use import CacheUse
+from megatron_ext.prefix_cache.cache import CacheUse
 from megatron_ext.prefix_cache.disk.store_use import DiskUse
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue

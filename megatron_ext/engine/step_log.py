@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from megatron_ext.engine.result import EngineStep
 from megatron_ext.engine.statistics import EngineStatistics
-from megatron_ext.prefix_cache.cache_use import CacheUse
+from megatron_ext.prefix_cache.cache import CacheUse
 from megatron_ext.scheduling.counters import Counters
 
 logger = logging.getLogger(__name__)

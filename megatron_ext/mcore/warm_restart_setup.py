@@ -14,8 +14,7 @@ from megatron_ext.memory.entry_memory import PoolEntries
 from megatron_ext.parallel.cache_ranks import open_beside_others
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.prefix_cache.audit_reports import AuditReports
-from megatron_ext.prefix_cache.disk.index import FORMAT
-from megatron_ext.prefix_cache.disk.slot import REPORTS, DiskUnavailableError, unusable
+from megatron_ext.prefix_cache.disk.slot import FORMAT, REPORTS, DiskUnavailableError, unusable
 from megatron_ext.prefix_cache.disk.store import DiskStore, open_directory_store
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.hash_chain import root_hash

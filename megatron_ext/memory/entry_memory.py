@@ -14,7 +14,7 @@ from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.step_states import make_changes
 from megatron_ext.ops.varlen import to_device
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.disk.data_file import Buffer
+from megatron_ext.prefix_cache.disk.entry import Buffer
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slabs import ArenaChanges
 from megatron_ext.prefix_cache.state_index import SlotId

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -31,8 +30,7 @@ class CacheRanks(Agreement):
     """Ranks of a replica, each with a part of its cache's entries, and rank 0, which plans for it.
 
     Args:
-        planning: Group of the replica's ranks and rank 0.
-        writing: Group of the replica's ranks; None on another rank, and if the replica has a single one.
+        group: Group of the replica's ranks and rank 0.
         ranks: Ranks of the replica, the leader first.
         rank: This rank.
 
@@ -41,10 +39,8 @@ class CacheRanks(Agreement):
         position: Position of this rank in the replica; None for rank 0 if it belongs to another one.
     """
 
-    def __init__(
-        self, planning: dist.ProcessGroup, writing: dist.ProcessGroup | None, ranks: Sequence[int], rank: int
-    ) -> None:
-        self._planning, self._writing, self._leader = planning, writing, ranks[0]
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
+        self._group, self._leader = group, ranks[0]
         self.leads = rank == self._leader
         self.position = ranks.index(rank) if rank in ranks else None
 
@@ -52,21 +48,21 @@ class CacheRanks(Agreement):
         """Return the leader's value, which can be pickled; see `Agreement`."""
         found = [value]
         with _lost_ranks():
-            dist.broadcast_object_list(found, self._leader, group=self._planning)
+            dist.broadcast_object_list(found, self._leader, group=self._group)
         return found[0]  # type: ignore[return-value]  # the leader gives one
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """Return the least numbers of all ranks; see `Agreement`."""
         row = torch.tensor(numbers, dtype=torch.int64)
         with _lost_ranks():
-            dist.all_reduce(row, dist.ReduceOp.MIN, group=self._planning)
+            dist.all_reduce(row, dist.ReduceOp.MIN, group=self._group)
         return [int(one) for one in row.tolist()]
 
     def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
         """Give numbers without waiting; see `Agreement`."""
         row = torch.tensor(numbers, dtype=torch.int64)
         with _lost_ranks():
-            work = dist.all_reduce(row, dist.ReduceOp.MIN, group=self._planning, async_op=True)
+            work = dist.all_reduce(row, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None, "the call is asynchronous"
 
         def found() -> list[int] | None:
@@ -77,16 +73,6 @@ class CacheRanks(Agreement):
             return [int(one) for one in row.tolist()]
 
         return found
-
-    def least_written(self, number: int, seconds: float) -> int:
-        """Return the least number of the replica's ranks; see `Agreement`."""
-        row = torch.tensor([number], dtype=torch.int64)
-        if self._writing is not None:
-            with _lost_ranks():
-                work = dist.all_reduce(row, dist.ReduceOp.MIN, group=self._writing, async_op=True)
-                assert work is not None, "the call is asynchronous"
-                work.wait(timedelta(seconds=seconds))
-        return int(row)
 
 
 @contextmanager
@@ -113,7 +99,7 @@ def open_beside_others(
     Args:
         directory: See `take_slots`, also `replica`, `position` and `gather`.
         identity: See `DiskStore`, also the next one.
-        limit_bytes: Budget of this rank's data file.
+        limit_bytes: Budget of this rank's files.
 
     Raises:
         ConfigError: See `take_slots`, also the next one.

@@ -69,7 +69,7 @@ class ParallelContext:
         self.places = tuple(self.gather(here))
         self.link = Link(self._all_ranks)
         self._groups: dict[int, dist.ProcessGroup] = {}  # groups of the replicas that concern this rank, with rank 0
-        self._disk_groups: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = []  # once they are used
+        self._disk_groups: list[dist.ProcessGroup | None] = []  # of the replicas, once they are used
         for replica in range(self.replicas):
             group = self._group({0, *self._ranks_of(replica)})
             if group is not None:
@@ -133,10 +133,10 @@ class ParallelContext:
         """
         every = [self._ranks_of(number) for number in range(self.replicas)]
         if not self._disk_groups:  # apart from the groups of steps, since reports come at any time
-            self._disk_groups = [(self._group({0, *ranks}), self._group(set(ranks))) for ranks in every]
-        planning, writing = self._disk_groups[replica]
-        assert planning is not None, "this rank keeps a part of the cache, or plans for it"
-        return CacheRanks(planning, writing, every[replica], self.here.rank)
+            self._disk_groups = [self._group({0, *ranks}) for ranks in every]
+        group = self._disk_groups[replica]
+        assert group is not None, "this rank keeps a part of the cache, or plans for it"
+        return CacheRanks(group, every[replica], self.here.rank)
 
     def _group(self, ranks: set[int]) -> dist.ProcessGroup | None:
         """Make a process group beside all other ranks; None where this rank does not belong to it."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count, takewhile
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
-from megatron_ext.prefix_cache.cache_use import CacheUse, cache_use
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.eviction_history import EvictionHistory
@@ -23,6 +23,32 @@ from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.prefix_cache.snapshot_order import SnapshotOrder
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """Statistics of the cache: blocks and slots by state, and events since the engine started."""
+
+    blocks_total: int
+    blocks_cached: int  # indexed, in use or not
+    blocks_evictable: int  # indexed and not in use
+    blocks_in_use: int
+    blocks_evicted: int  # over the engine's life
+    slots_total: int  # of snapshots
+    slots_used: int
+    slots_evicted: int  # evicted for want of a slot; over the engine's life, as the next three
+    snapshots_taken: int
+    snapshots_skipped: int  # for want of a slot
+    snapshots_replaced: int  # in decode, by the next one of the same request
+    provisional_slots: int  # with opportunistic snapshots, which the numbers above leave out
+    provisional_taken: int  # over the engine's life, as the next two
+    provisional_consumed: int
+    provisional_given_up: int
+    slabs_total: int = 0  # of memory that blocks and snapshots share; with it, the totals above change as slabs do
+    slabs_of_blocks: int = 0
+    slabs_of_snapshots: int = 0
+    slabs_retyped: int = 0  # changes between blocks and snapshots, over the engine's life
+    blocks_moved: int = 0  # to free a slab, over the engine's life
 
 
 class PrefixCache:
@@ -304,28 +330,28 @@ class PrefixCache:
         self.epoch += 1
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """Handle a snapshot that has become visible; see `SnapshotListener`, also for the next four."""
+        """Handle a snapshot that has become visible; `StateIndex` calls this and the next four."""
         self.eviction_history.on_snapshot_stored(block_hash)
         for observer in self.observers:
             observer.on_snapshot_stored(block_hash)
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """Forget the snapshot's origin, and tell observers."""
+        """Handle a snapshot that has left its slot, for any reason."""
         self.origins.drop_snapshot(block_hash)
         for observer in self.observers:
             observer.on_snapshot_removed(block_hash)
 
     def on_snapshot_evicted(self, block_hash: BlockHash, slot: SlotId) -> None:
-        """Let the tier below take the snapshot."""
+        """Let the tier below take a snapshot, not opportunistic, that is about to leave its slot for want of memory."""
         if self.lower_tier is not None:
             self.lower_tier.on_evicted([self.entries.of_snapshot(block_hash, slot)])
 
     def on_snapshot_displaced(self, block_hash: BlockHash) -> None:
-        """Record an eviction: more slots would have kept the snapshot."""
+        """Record a snapshot that lost its slot to another one or found none: more slots would have kept it."""
         self.eviction_history.on_snapshot_removed(block_hash)
 
     def on_snapshot_replaced(self, block_hash: BlockHash) -> None:
-        """Drop the record, if any: more slots would not have kept the snapshot."""
+        """Drop the record, if any, of a snapshot that the next one of the same request replaces."""
         self.eviction_history.on_snapshot_stored(block_hash)
 
     def note_prompt(self, block_hashes: Sequence[BlockHash]) -> None:
@@ -351,7 +377,31 @@ class PrefixCache:
 
     def use(self) -> CacheUse:
         """Return the statistics of the cache, for monitoring."""
-        return cache_use(self.pool, len(self._index), len(self._unused), self._evicted, self.states, self.shared_memory)
+        memory, states = self.shared_memory, self.states or StateIndex(0)
+        arena = None if memory is None else memory.arena
+        total = self.pool.total - (0 if memory is None else memory.occupied_by_snapshots)
+        return CacheUse(
+            blocks_total=total,
+            blocks_cached=len(self._index),
+            blocks_evictable=len(self._unused),
+            blocks_in_use=total - self.pool.free_count - len(self._unused),
+            blocks_evicted=self._evicted,
+            slots_total=states.total if arena is None else arena.snapshot_count,
+            slots_used=states.used_count,
+            slots_evicted=states.evicted,
+            snapshots_taken=states.taken,
+            snapshots_skipped=states.skipped,
+            snapshots_replaced=states.replaced,
+            provisional_slots=states.used_provisional_count,
+            provisional_taken=states.opportunistic.taken,
+            provisional_consumed=states.opportunistic.consumed,
+            provisional_given_up=states.opportunistic.given_up,
+            slabs_total=0 if arena is None else arena.layout.slabs,
+            slabs_of_blocks=0 if arena is None else arena.blocks.slab_count,
+            slabs_of_snapshots=0 if arena is None else arena.snapshot_count,
+            slabs_retyped=0 if arena is None else arena.retyped_count,
+            blocks_moved=0 if arena is None else arena.blocks.moved_count,
+        )
 
     def check(self) -> None:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.block_pool import BlockPool, FreePlaces
+from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import Arena, StateCopy
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
-from megatron_ext.prefix_cache.state_index import SlotId, SnapshotListener, StateIndex
+from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
+
+if TYPE_CHECKING:
+    from megatron_ext.prefix_cache.cache import PrefixCache
 
 KEPT_SHARE = 0.5  # of the slabs, times the share of snapshots that are used again
 SECOND_CHANCES = 16  # snapshots with blocks in use that an eviction passes over; a bound on its time
@@ -50,7 +54,7 @@ class SharedMemory:
         unused: LeafFirstLru,
         evict_blocks: Callable[[int, float], int],
         clock: Iterator[int],
-        listener: SnapshotListener,
+        listener: PrefixCache,
     ) -> None:
         self.arena = Arena(layout)
         self.pool = BlockPool(layout.blocks, self.arena.blocks)
@@ -58,11 +62,6 @@ class SharedMemory:
         self.states = StateIndex(layout.slabs, SnapshotOrder(clock, self.reuse), listener, self)
         self._index, self._unused, self._evict_blocks = index, unused, evict_blocks
         self.arena.blocks.tables += [self.pool.follow_moves, index.follow_moves, unused.follow_moves]
-
-    @property
-    def free_slots(self) -> FreePlaces[SlotId]:
-        """Free slots, free slabs included."""
-        return self.arena
 
     @property
     def obtainable_from_blocks(self) -> int:
@@ -121,10 +120,6 @@ class SharedMemory:
         block = self._index.find(block_hash)
         assert block is not None, "a snapshot outlives its block"
         return self.pool.references(block) > 0
-
-    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """Count an ordinary snapshot that has become visible."""
-        self.reuse.on_snapshot_stored(block_hash)
 
     def copy_states(self, block_hash: BlockHash, source: SlotId, slot: SlotId) -> None:
         """Note that states are to be copied to the slot of their snapshot."""

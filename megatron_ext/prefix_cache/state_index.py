@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import TYPE_CHECKING, NewType, Protocol
 
 from megatron_ext.prefix_cache.block_pool import FreePlaces, Stack
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
+
+if TYPE_CHECKING:  # both own an index
+    from megatron_ext.prefix_cache.cache import PrefixCache
+    from megatron_ext.prefix_cache.shared_memory import SharedMemory
 
 SPARED_PRIORITY = 2**62  # of snapshots: after all blocks that are not in use
 
@@ -30,46 +34,6 @@ class WantedSnapshot(Protocol):
     @property
     def instead_of(self) -> BlockHash | None:
         """Optional snapshot of less worth, which this one replaces; None to replace no snapshot."""
-
-
-class SnapshotMemory(Protocol):
-    """Memory that snapshots share with blocks, as their index sees it."""
-
-    @property
-    def free_slots(self) -> FreePlaces[SlotId]:
-        """Free slots, free slabs included."""
-
-    @property
-    def obtainable_from_blocks(self) -> int:
-        """Number of slots that slabs of unused blocks would make room for."""
-
-    def make_slot(self) -> bool:
-        """Free a slot by evicting whatever is worth least; return False if all is in use."""
-
-    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """Note that an ordinary snapshot has become visible."""
-
-    def copy_states(self, block_hash: BlockHash, source: SlotId, slot: SlotId) -> None:
-        """Note that states are to be copied to the slot of their snapshot."""
-
-
-class SnapshotListener(Protocol):
-    """Callbacks on what happens to snapshots."""
-
-    def on_snapshot_evicted(self, block_hash: BlockHash, slot: SlotId) -> None:
-        """Take note that a snapshot, not opportunistic, is about to leave its slot for want of memory."""
-
-    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """Take note that a snapshot can be found."""
-
-    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """Take note that a snapshot has left its slot, for any reason."""
-
-    def on_snapshot_displaced(self, block_hash: BlockHash) -> None:
-        """Take note that a snapshot has lost its slot to another one, or found no slot."""
-
-    def on_snapshot_replaced(self, block_hash: BlockHash) -> None:
-        """Take note that the next snapshot of the same request replaces this one unless it was consumed."""
 
 
 @dataclass
@@ -104,7 +68,7 @@ class StateIndex:
     Args:
         total: Number of slots: 0 .. total - 1, until some are exchanged for others.
         order: Empty eviction order; None for one with a clock of its own.
-        listener: Callbacks for each snapshot that is stored, removed, displaced or replaced.
+        listener: Cache that is told of each snapshot that is stored, removed, evicted, displaced or replaced.
         memory: Memory that the slots share with blocks: a slot is there only while it holds no blocks. None if all
             slots are always there.
     """
@@ -113,15 +77,15 @@ class StateIndex:
         self,
         total: int,
         order: SnapshotOrder | None = None,
-        listener: SnapshotListener | None = None,
-        memory: SnapshotMemory | None = None,
+        listener: PrefixCache | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         self.total = total
         self.slots = set(map(SlotId, range(total)))
         self._listener = listener
         self._order = SnapshotOrder() if order is None else order
         self._memory = memory
-        self._free: FreePlaces[SlotId] = Stack(sorted(self.slots)) if memory is None else memory.free_slots
+        self._free: FreePlaces[SlotId] = Stack(sorted(self.slots)) if memory is None else memory.arena
         self._visible: dict[BlockHash, SlotId] = {}
         self._reserved: dict[BlockHash, tuple[SlotId, Rank]] = {}
         self.is_spared: Callable[[BlockHash], bool] = lambda _: False  # goes after others; see `PrefixCache.spare`
@@ -291,7 +255,7 @@ class StateIndex:
         slot, rank = self._reserved.pop(block_hash)
         self._visible[block_hash] = slot
         if self._memory is not None and rank is Rank.ORDINARY:
-            self._memory.on_snapshot_stored(block_hash)
+            self._memory.reuse.on_snapshot_stored(block_hash)
         self._order.add(block_hash, rank)
         if rank is Rank.OPPORTUNISTIC:
             self.opportunistic.taken += 1

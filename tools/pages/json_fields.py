@@ -120,7 +120,7 @@ def objects() -> dict[str, list[tuple[str, str, str]]]:
     from megatron_ext.engine.cache_audit import AuditCounts
     from megatron_ext.engine.statistics import EngineStatistics
     from megatron_ext.memory.budget import KVCacheConfig
-    from megatron_ext.prefix_cache.cache_use import CacheUse
+    from megatron_ext.prefix_cache.cache import CacheUse
     from megatron_ext.prefix_cache.disk.store_use import DiskUse, StoreUse
     from megatron_ext.prefix_cache.disk.tier_storage import TierCounts
     from megatron_ext.scheduling.counters import Counters

@@ -110,7 +110,7 @@ def metric_families() -> list[Metric]:
     """Return what `/metrics` shows on a server with audits, entries on disk, drafts and an explained request."""
     from megatron_ext.engine.cache_audit import AuditCounts
     from megatron_ext.engine.statistics import EngineStatistics
-    from megatron_ext.prefix_cache.cache_use import CacheUse
+    from megatron_ext.prefix_cache.cache import CacheUse
     from megatron_ext.prefix_cache.disk.store_use import DiskUse, StoreUse
     from megatron_ext.prefix_cache.disk.tier_storage import TierCounts
     from megatron_ext.scheduling.counters import Counters

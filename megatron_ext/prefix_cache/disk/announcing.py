@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, StoredEntry
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
 from megatron_ext.prefix_cache.observer import CacheObserver, EntryObserver, PublishedRun
 
@@ -55,9 +55,9 @@ class DiskAnnouncer:
     def __init__(self, observer: EntryObserver, root: BlockHash) -> None:
         self._observer, self._root = observer, root
 
-    def on_stored(self, stored: StoredEntry) -> None:
+    def on_stored(self, entry: NewEntry) -> None:
         """Tell of an entry."""
-        entry, block_hash = stored.entry, stored.entry.key.block_hash
+        block_hash = entry.key.block_hash
         if entry.key.kind is EntryKind.SNAPSHOT:
             self._observer.on_snapshot_stored(block_hash)
         else:

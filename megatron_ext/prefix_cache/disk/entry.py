@@ -1,29 +1,23 @@
-"""Entries of the store: what identifies one, where its bytes are, and the seal that guards its row in the index."""
+"""Entries of the store: what identifies one, and how a listing of the folder describes it."""
 
 from __future__ import annotations
 
 import enum
-import math
-import struct
+import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_ext.prefix_cache.disk.data_file import Extent, pages_of
-from megatron_ext.prefix_cache.hash_chain import HASH_BYTES, BlockHash, hash_blocks
+from megatron_ext.prefix_cache.hash_chain import BlockHash, hash_blocks
 
-Row = tuple[object, ...]
+Buffer = bytes | bytearray | memoryview
 
-_SEAL_DOMAIN = b"mext.disk"
-_SEAL_BYTES = 16
-_NUMBERS = struct.Struct("<qqqqdd")
-_EXTENT_BYTES = 8
-_WORTH = 0.0  # in a column of the format; the time of use alone decides
-MAX_TOKENS = 2**16  # of a block
-MAX_DEPTH = 2**32  # blocks
-MAX_BYTES = 2**40  # of an entry
+PAGE_BYTES = 4096
+CHECKSUM_BYTES = 4
+TOKEN_BYTES = 4
+_SUFFIXES = "kv", "states"  # by kind
+_NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})-([0-9a-f]{64})-([1-9]\d{0,9})-([1-9]\d{0,5})\.(kv|states)")
 
 
 class EntryKind(enum.IntEnum):
@@ -68,103 +62,57 @@ class NewEntry:
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """Entry whose row is in the index.
+    """Entry as the name of its file, the file's size and the time of its last change describe it.
 
     Attributes:
-        row_id: Number of the row.
         identity: Identity of the model and all else that the bytes depend on.
-        entry: Description by the cache.
-        extents: Runs of pages that hold the bytes.
-        size: Number of bytes.
-        checksum: CRC-32 of the bytes.
+        key: See `NewEntry`, also the next three.
+        parent: Hash of the block before.
+        depth: Blocks from the start of the sequence.
+        used: Time of its last use.
+        token_count: Number of token ids.
+        size: Bytes of the file.
     """
 
-    row_id: int
     identity: bytes
-    entry: NewEntry
-    extents: tuple[Extent, ...]
+    key: EntryKey
+    parent: BlockHash
+    depth: int
+    used: float
+    token_count: int
     size: int
-    checksum: int
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        hashes = "-".join(one.hex() for one in (self.identity, self.key.block_hash, self.parent))
+        return f"{hashes}-{self.depth}-{self.token_count}.{_SUFFIXES[self.key.kind]}"
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the file before the bytes of the block or snapshot: checksum and token ids."""
+        return CHECKSUM_BYTES + TOKEN_BYTES * self.token_count
+
+    @property
+    def pages(self) -> int:
+        """Pages that the file takes; at least one, for what the file system keeps of each."""
+        return max(1, -(-self.size // PAGE_BYTES))
 
     @property
     def order(self) -> tuple[float, int]:
         """Key of the order of eviction, smallest first: time of use, then the deeper one of a sequence."""
-        return self.entry.used, -self.entry.depth
+        return self.used, -self.depth
 
-    def used_at(self, used: float) -> StoredEntry:
-        """Return the same entry with another time of use."""
-        return replace(self, entry=replace(self.entry, used=used))
-
-    def to_row(self) -> Row:
-        """Return the columns of the entry's row, without its number; the last one is the seal."""
-        entry = self.entry
-        tokens, extents = _packed(entry.tokens), _packed([number for extent in self.extents for number in extent])
-        values = (
-            *(self.identity, int(entry.key.kind), entry.key.block_hash, entry.parent, entry.depth),
-            *(tokens, extents, self.size, self.checksum, _WORTH, entry.used),
-        )
-        return (*values, _seal(values))
+    def described(self, tokens: array[int]) -> NewEntry:
+        """Return the description that the cache has given, with the tokens that the file has."""
+        return NewEntry(self.key, self.parent, self.depth, tokens, self.used)
 
 
-def from_row(row_id: int, row: Sequence[object]) -> StoredEntry | None:
-    """Return the entry of a row, with all its fields checked; None if the row was not written by `to_row`."""
-    *values, seal = row
-    if not _has_types(values) or seal != _seal(values):
+def from_file(name: str, used: float, size: int) -> StoredEntry | None:
+    """Return the entry of a file; None if the name is not one of an entry's file."""
+    found = _NAME.fullmatch(name)
+    if found is None:
         return None
-    identity, kind, block_hash, parent, depth, tokens, extents, size, checksum, _, used = values
-    assert isinstance(tokens, bytes), "types are checked"
-    assert isinstance(extents, bytes), "types are checked"
-    numbers = _unpacked(extents)
-    pairs = tuple(map(Extent, numbers[::2], numbers[1::2]))
-    key = EntryKey(EntryKind(kind), BlockHash(block_hash))  # type: ignore[arg-type]
-    entry = NewEntry(key, BlockHash(parent), depth, _unpacked(tokens), used)  # type: ignore[arg-type]
-    stored = StoredEntry(row_id, identity, entry, pairs, size, checksum)  # type: ignore[arg-type]
-    return stored if _is_sound(stored) else None
-
-
-def _has_types(values: Sequence[object]) -> bool:
-    """Return whether a row has values of the right types and lengths."""
-    types = (bytes, int, bytes, bytes, int, bytes, bytes, int, int, float, float)
-    if len(values) != len(types) or any(type(value) is not kind for value, kind in zip(values, types, strict=True)):
-        return False
-    identity, kind, block_hash, parent, _, tokens, extents, *_ = values
-    hashes = [len(one) == HASH_BYTES for one in (identity, block_hash, parent)]  # type: ignore[arg-type]
-    return all(hashes) and kind in (0, 1) and len(tokens) % 4 == len(extents) % _EXTENT_BYTES == 0  # type: ignore[arg-type]
-
-
-def _is_sound(stored: StoredEntry) -> bool:
-    """Return whether the numbers of an entry are possible."""
-    entry, pages = stored.entry, sum(extent.pages for extent in stored.extents)
-    return (
-        1 <= entry.depth <= MAX_DEPTH
-        and 1 <= len(entry.tokens) <= MAX_TOKENS
-        and 0 <= stored.size <= MAX_BYTES
-        and 0 <= stored.checksum < 2**32
-        and all(extent.pages > 0 for extent in stored.extents)
-        and pages == pages_of(stored.size)
-        and math.isfinite(entry.used)
-    )
-
-
-def _seal(values: Sequence[object]) -> bytes:
-    """Return a digest over all other columns of a row, which notices every fault in them."""
-    identity, kind, block_hash, parent, depth, tokens, extents, size, checksum, worth, used = values
-    hasher = blake2b(digest_size=_SEAL_BYTES, person=_SEAL_DOMAIN)
-    try:
-        hasher.update(_NUMBERS.pack(kind, depth, size, checksum, worth, used))
-    except (struct.error, OverflowError):  # numbers that no row of ours has
-        return b""
-    for field in (identity, block_hash, parent, tokens, extents):
-        assert isinstance(field, bytes), "types are checked"
-        hasher.update(len(field).to_bytes(8, "little"))
-        hasher.update(field)
-    return hasher.digest()
-
-
-def _packed(numbers: Sequence[int]) -> bytes:
-    """Return numbers below 2**32 as bytes, in the order of bytes of this machine, which an identity covers."""
-    return array("I", numbers).tobytes()
-
-
-def _unpacked(data: bytes) -> array[int]:
-    return array("I", data)
+    identity, block_hash, parent = map(bytes.fromhex, found.groups()[:3])
+    key = EntryKey(EntryKind(_SUFFIXES.index(found[6])), BlockHash(block_hash))
+    return StoredEntry(identity, key, BlockHash(parent), int(found[4]), used, int(found[5]), size)

@@ -3,8 +3,7 @@
 ```
 DIR/prefix_cache_marker     a line that names the format; only a directory with it, or an empty one, is used
 DIR/slot-0/lock             locked by the process that holds the slot; has its number
-DIR/slot-0/index.sqlite     see `index.py`, and SQLite's own files beside it
-DIR/slot-0/data             see `data_file.py`
+DIR/slot-0/*.kv, *.states   entries; see `entry_files.py`
 DIR/slot-0-rank-1/          of the second rank of the world whose first rank holds slot 0, with the same files
 ```
 Files belong to this user alone. No other file is ever made, written or removed.
@@ -13,7 +12,6 @@ Files belong to this user alone. No other file is ever made, written or removed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -23,23 +21,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.prefix_cache.disk.index import FORMAT, SUFFIXES
 from megatron_ext.trusted_path import UntrustedPathError, name_of, open_directory
 
 logger = logging.getLogger(__name__)
 
 MARKER = "prefix_cache_marker"
 REPORTS = "audits"  # folder of reports of audits
-LOCK, INDEX, DATA = "lock", "index.sqlite", "data"
+LOCK = "lock"
+FORMAT = 7  # of the files; larger ones are refused. No flipped bit of this digit makes it a larger one
 MAX_SLOTS = 64
-FILES = (LOCK, DATA, *(INDEX + suffix for suffix in SUFFIXES))
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MARKER_TEXT = re.compile(rb"megatron_ext prefix cache, format (\d{1,9})\n")
 _SLOT_NAME = re.compile(r"slot-(\d{1,2})(?:-rank-(\d{1,5}))?")
 _MAX_PID_BYTES = 20
-_VERSION_OFFSET = 60  # of the user's version in the header of an SQLite file
 
 
 class DiskUnavailableError(Exception):
@@ -73,55 +69,6 @@ class SlotDirectory:
         self.path = Path(name_of(handle))
         found = _SLOT_NAME.fullmatch(self.path.name)
         self.number = 0 if found is None else int(found[1])
-        self._files: dict[str, tuple[int, int]] = {}  # device and inode of the files that are in use
-
-    def open_file(self, name: str) -> int:
-        """Open one of the slot's files for reading and writing; created for this user alone if missing.
-
-        Raises:
-            UntrustedPathError: It is not a regular file of this user alone.
-            OSError: It cannot be opened.
-        """
-        handle = _open_file(self.handle, name)
-        status = os.fstat(handle)
-        self._files[name] = status.st_dev, status.st_ino
-        return handle
-
-    def open_index(self) -> None:
-        """Check the files that SQLite is about to open by their names; the index is created if missing.
-
-        Raises:
-            UntrustedPathError: One is not a regular file of this user alone.
-            OSError: One cannot be opened.
-        """
-        present = os.listdir(self.handle)
-        for name in (INDEX, *(INDEX + suffix for suffix in SUFFIXES if INDEX + suffix in present)):
-            os.close(self.open_file(name))
-            if name != INDEX:
-                del self._files[name]  # SQLite may remove it
-
-    def check(self) -> None:
-        """Check that the files in use are still in the directory.
-
-        Raises:
-            OSError: One has vanished, or is another one now.
-        """
-        for name, known in self._files.items():
-            status = os.stat(name, dir_fd=self.handle, follow_symlinks=False)
-            if (status.st_dev, status.st_ino) != known:
-                raise OSError(errno.ESTALE, "another file has its name now", name)
-
-    def remove(self, *names: str) -> None:
-        """Remove files of the slot, as far as they are there."""
-        assert set(names) <= set(FILES), "only files of the slot are removed"
-        for name in names:
-            self._files.pop(name, None)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self.handle)
-
-    def remove_index(self) -> None:
-        """Remove the index with all that SQLite made beside it."""
-        self.remove(*(INDEX + suffix for suffix in SUFFIXES))
 
     def close(self) -> None:
         """Give the slot up."""
@@ -251,41 +198,30 @@ def _require_marker(root: int, directory: Path, *, creates: bool) -> None:
     try:
         text = os.read(handle, 100)
         found, slots = _MARKER_TEXT.fullmatch(text), [name for name in names if _SLOT_NAME.fullmatch(name)]
-        if found is not None:
-            if int(found[1]) <= FORMAT:
-                return
-            if not any(_has_this_format(root, name) for name in slots):
-                raise newer_format(str(directory), found[1].decode())
+        version = 0 if found is None else int(found[1])
+        if version == FORMAT:
+            return
+        if version > FORMAT:
+            raise ConfigError(
+                f"{directory} has format {version} of a later version; this one reads format {FORMAT}: name another "
+                "directory"
+            )
         is_damaged = bool(slots) and set(names) <= {MARKER, REPORTS, *slots}
         if not is_damaged and (text or len(names) > 1):  # one that is empty and alone was not finished
             raise ConfigError(f"{directory}/{MARKER} is not the marker of a prefix cache; name another directory")
         if is_damaged:
-            logger.warning("prefix cache on disk: %s/%s is damaged; it is written again", directory, MARKER)
+            logger.warning(
+                "prefix cache on disk: %s/%s is damaged, or of an earlier version, whose entries are erased; it is "
+                "written again",
+                directory,
+                MARKER,
+            )
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"megatron_ext prefix cache, format {FORMAT}\n".encode(), 0)
         os.fsync(handle)
         os.fsync(root)
     finally:
         os.close(handle)
-
-
-def _has_this_format(root: int, slot: str) -> bool:
-    """Return whether the header of a slot's index names the format of this version."""
-    try:
-        handle = os.open(f"{slot}/{INDEX}", _FILE, dir_fd=root)
-    except OSError:
-        return False
-    try:
-        return os.pread(handle, 4, _VERSION_OFFSET) == FORMAT.to_bytes(4, "big")
-    finally:
-        os.close(handle)
-
-
-def newer_format(place: str, version: str) -> ConfigError:
-    """Return the error for a place that a later version of the package has written."""
-    return ConfigError(
-        f"{place} has format {version} of a later version; this one reads format {FORMAT}: name another directory"
-    )
 
 
 def _lock_slot(root: int, name: str, *, creates: bool) -> SlotDirectory:
@@ -300,7 +236,7 @@ def _lock_slot(root: int, name: str, *, creates: bool) -> SlotDirectory:
             os.mkdir(name, 0o700, dir_fd=root)
     handle = os.open(name, _FOLDER, dir_fd=root)
     try:
-        _require_own(handle, os.fstat(handle))
+        _require_own(name_of(handle), os.fstat(handle))
         lock = _open_file(handle, LOCK)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -320,21 +256,30 @@ def _open_file(directory: int, name: str) -> int:
     """Open a file that is this user's alone, without following a link; created if missing."""
     handle = os.open(name, _FILE | os.O_CREAT, 0o600, dir_fd=directory)
     try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise UntrustedPathError(f"{name_of(handle)} is not a regular file with one name; name another directory")
-        _require_own(handle, status)
+        require_own_file(directory, name, os.fstat(handle))
     except BaseException:
         os.close(handle)
         raise
     return handle
 
 
-def _require_own(handle: int, status: os.stat_result) -> None:
+def require_own_file(directory: int, name: str, status: os.stat_result) -> None:
+    """Check that a file in a directory is a regular one of this user alone.
+
+    Raises:
+        UntrustedPathError: It is not.
+    """
+    path = f"{name_of(directory)}/{name}"
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        raise UntrustedPathError(f"{path} is not a regular file with one name; name another directory")
+    _require_own(path, status)
+
+
+def _require_own(path: str, status: os.stat_result) -> None:
     """Check that a file or directory belongs to this user, and that no other one can write to it."""
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         why = f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
-        raise UntrustedPathError(f"{name_of(handle)} is not this user's alone ({why}); name another directory")
+        raise UntrustedPathError(f"{path} is not this user's alone ({why}); name another directory")
 
 
 def failure_reason(error: Exception) -> str:
@@ -345,7 +290,7 @@ def failure_reason(error: Exception) -> str:
 
 
 MOUNT_TABLE = Path("/proc/self/mountinfo")
-# Locks and shared maps are unreliable or absent on these, and SQLite needs both to be right.
+# Locks are unreliable or absent on these.
 NETWORK_TYPES = frozenset(
     "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.juicefs fuse.s3fs fuse.sshfs gfs2 gpfs lustre ncpfs nfs "
     "nfs4 ocfs2 orangefs pvfs2 smb3 smbfs wekafs".split()

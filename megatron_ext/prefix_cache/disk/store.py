@@ -1,49 +1,29 @@
 """Store of cache entries in a directory: within a budget of bytes, whole or absent after a crash, verified when read.
 
-Order on the medium: an entry's bytes are written to free pages, synced, and then its row is committed. Pages are free
-again only when the removal of their row has been committed. So a crash at any point leaves entries that are whole, or
-absent. What a fault changes later is noticed: a row by its seal, bytes by their checksum, tokens by the block hash.
-Such an entry is dropped, counted, and is a miss.
+Each entry is a file, see `entry_files.py`. What a fault changes is noticed at the next read: such an entry is dropped,
+counted, and is a miss. What the store forgets is gone from the medium before the call returns.
 
-A failure of the directory itself (no room on the device, a file that is gone) ends the use of the store: it says so
+A failure of the directory itself (no room on the device, a folder that is gone) ends the use of the store: it says so
 once, and from then on finds and takes nothing.
 """
 
 from __future__ import annotations
 
 import logging
-import sqlite3
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.prefix_cache.disk.data_file import (
-    PAGE_BYTES,
-    Buffer,
-    DataFile,
-    Extent,
-    FreePages,
-    checksum_of,
-    pages_of,
-)
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
-from megatron_ext.prefix_cache.disk.index import DiskIndex, NewerFormatError, scan_index
-from megatron_ext.prefix_cache.disk.slot import (
-    DATA,
-    INDEX,
-    DiskUnavailableError,
-    SlotDirectory,
-    failure_reason,
-    newer_format,
-    take_slot,
-)
+from megatron_ext.prefix_cache.disk.entry import PAGE_BYTES, Buffer, EntryKey, EntryKind, NewEntry, StoredEntry
+from megatron_ext.prefix_cache.disk.entry_files import DamagedEntryError, EntryFiles
+from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError, SlotDirectory, failure_reason, take_slot
 from megatron_ext.prefix_cache.disk.store_use import (
-    BAD_BYTES,
-    BAD_INDEX,
     BAD_TOKENS,
     EVICTED,
     LESS_WORTH,
@@ -51,21 +31,19 @@ from megatron_ext.prefix_cache.disk.store_use import (
     TOO_SHORT,
     StoreUse,
 )
-from megatron_ext.prefix_cache.disk.victims import VictimOrder
 from megatron_ext.prefix_cache.hash_chain import HASH_BYTES, packed_tokens
 from megatron_ext.trusted_path import UntrustedPathError
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-PENDING_BYTES = 64 * 1024**2  # written since the last commit, at most
-EVICTION_SHARE = 64  # at least one such part of the budget is freed at once, since each commit waits for the device
+MIN_HEAP = 64  # places below which old ones are left
 
 
 class StoreObserver(Protocol):
     """Callbacks on the entries of a store's identity, in the thread that uses the store."""
 
-    def on_stored(self, stored: StoredEntry) -> None:
+    def on_stored(self, entry: NewEntry) -> None:
         """Take note of an entry."""
 
     def on_removed(self, keys: Iterable[EntryKey]) -> None:
@@ -77,118 +55,61 @@ class DiskStore:
 
     Args:
         slot: Slot of the directory, held by this process.
-        index: Index of the slot.
-        data: Data file of the slot.
         identity: Identity of the model and of all else that the bytes of entries depend on, 32 bytes.
-        limit_bytes: Budget of the data file.
+        limit_bytes: Budget of the files.
 
     Attributes:
         slot: The slot.
         problem: Failure that ended the use of the store; None while it is in use.
         observers: Told of each entry of this identity that is stored or gone.
-        evicting: Makes a context in which entries to evict are chosen and removed.
+        evicting: Makes a context in which entries to evict are chosen and forgotten.
+        drops: Entries that were dropped, or not taken, by reason.
+
+    Raises:
+        UntrustedPathError: A file may have been written by another user.
+        OSError: The slot's files cannot be read or removed now.
     """
 
-    def __init__(
-        self, slot: SlotDirectory, index: DiskIndex, data: DataFile, identity: bytes, limit_bytes: int
-    ) -> None:
+    def __init__(self, slot: SlotDirectory, identity: bytes, limit_bytes: int) -> None:
         assert len(identity) == HASH_BYTES, "an identity is a digest"
         self.problem: str | None = None
         self.observers: list[StoreObserver] = []
         self.evicting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._is_closed = False
-        self.slot, self._index, self._data = slot, index, data
+        self.slot, self._files = slot, EntryFiles(slot.handle)
         self._identity = identity
-        self._limit_pages = limit_bytes // PAGE_BYTES
-        self._entries: dict[int, StoredEntry] = {}
-        self._rows: dict[EntryKey, int] = {}  # of this identity, also the next two
-        self._added: dict[int, StoredEntry] = {}  # since the last commit, also the next two
-        self._removed: dict[int, tuple[Extent, ...]] = {}
-        self._used: dict[int, StoredEntry] = {}
-        self._pending_bytes = 0
+        self._limit_pages, self._pages = limit_bytes // PAGE_BYTES, 0
+        self._entries: dict[tuple[bytes, EntryKey], StoredEntry] = {}
+        self._touched: set[EntryKey] = set()  # since the last commit
+        self._is_changed = False  # likewise
         self._victims = VictimOrder(self._entries, identity)
         self._use = StoreUse(self._limit_pages * PAGE_BYTES)
         self.drops = self._use.drops
-        self._load()
-
-    def _load(self) -> None:
-        """Read the index, and drop the rows that cannot be used."""
-        scan = scan_index(self._index, self._data.size // PAGE_BYTES)
-        self._next_row = 1 + max((entry.row_id for entry in scan.kept), default=0)
-        for entry in scan.kept:
+        for entry in self._files.entries():
             self._keep(entry)
-        self.drops.update(scan.dropped.values())
-        if scan.dropped:
-            self._index.apply(scan.dropped)
-        self._fit()
-        self._index.checkpoint()
-        self._data.shrink()
-        self._free = FreePages(self._limit_pages, [extent for one in self._entries.values() for extent in one.extents])
-
-    def _fit(self) -> None:
-        """Make entries of a larger budget fit this one: those used longest ago go, others move to pages within it."""
-        limit, pages, beyond = self._limit_pages, 0, []
-        for entry in sorted(self._entries.values(), key=self._victims.place, reverse=True):
-            pages += pages_of(entry.size)
-            if pages > limit:
-                self._evict(entry)
-            elif any(extent.end > limit for extent in entry.extents):
-                beyond.append(entry)
-        self._change_rows()  # before pages of evicted entries are used again
-        while beyond:
-            left = self._move(beyond)
-            if left == beyond:
-                self._evict(left.pop())
-                self._change_rows()
-            beyond = left
-
-    def _move(self, entries: Sequence[StoredEntry]) -> list[StoredEntry]:
-        """Move entries to free pages within the limit; return those without room until the old pages are free, too."""
-        limit, moved, left = self._limit_pages, [], []
-        used = [extent for one in self._entries.values() for extent in one.extents if extent.start < limit]
-        free = FreePages(limit, [Extent(one.start, min(one.end, limit) - one.start) for one in used])
-        for entry in entries:
-            into, pages = bytearray(entry.size), pages_of(entry.size)
-            fault = self._fault(entry, [into], None)
-            if fault is None and pages > free.count:
-                left.append(entry)
-                continue
-            self._remove(entry, fault)
-            if fault is None:
-                moved.append(replace(entry, row_id=self._next_row, extents=free.take(pages)))
-                self._next_row += 1
-                self._data.write(moved[-1].extents, [into])
-                self._keep(moved[-1])
-        self._data.sync()
-        self._change_rows(moved)
-        return left
-
-    def _change_rows(self, added: Sequence[StoredEntry] = ()) -> None:
-        self._index.apply(self._removed, added)
-        self._removed.clear()
-
-    def _evict(self, entry: StoredEntry) -> None:
-        self._remove(entry, EVICTED if entry.identity == self._identity else OTHER_IDENTITY)
+            if entry.size < entry.head_bytes:
+                self._remove(entry, TOO_SHORT)
+        self._make_room(0)
 
     def _keep(self, entry: StoredEntry) -> None:
-        self._entries[entry.row_id] = entry
+        self._entries[entry.identity, entry.key] = entry
+        self._pages += entry.pages
         if entry.identity == self._identity:
-            self._rows[entry.entry.key] = entry.row_id
             self._use.add(entry)
         self._victims.add(entry)
 
     # Entries
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._use.entries
 
     def __contains__(self, key: EntryKey) -> bool:
         """Return whether an entry of this identity is stored."""
-        return key in self._rows
+        return (self._identity, key) in self._entries
 
     def entries(self) -> list[StoredEntry]:
         """Return the entries of this identity, those used last first, a parent before its children."""
-        own = [self._entries[row_id] for row_id in self._rows.values()]
+        own = [entry for entry in self._entries.values() if entry.identity == self._identity]
         return sorted(own, key=lambda entry: entry.order, reverse=True)
 
     def all_entries(self) -> list[StoredEntry]:
@@ -197,13 +118,12 @@ class DiskStore:
 
     def find(self, key: EntryKey) -> StoredEntry | None:
         """Return the entry of this identity for a key, or None."""
-        row_id = self._rows.get(key)
-        return None if row_id is None else self._entries[row_id]
+        return self._entries.get((self._identity, key))
 
     def put(self, entry: NewEntry, buffers: Sequence[Buffer]) -> bool:
         """Store an entry, evicting those used longer ago if there is no room.
 
-        It can be found at once, and outlives the process after the next `commit`.
+        It can be found at once, and outlives the process.
 
         Args:
             entry: Genuine entry that is not stored yet; see `NewEntry.is_genuine`.
@@ -213,51 +133,40 @@ class DiskStore:
             False if it was not stored: there is no room, or the store is off.
         """
         assert entry.is_genuine, "the block hash does not match the tokens"
-        with self._use.writing():
+        with self._use.timed("write_seconds"):
             return self._guarded(lambda: self._put(entry, buffers), False)
 
     def _put(self, entry: NewEntry, buffers: Sequence[Buffer]) -> bool:
-        assert entry.key not in self._rows, "this entry is stored already"
-        size = sum(memoryview(buffer).nbytes for buffer in buffers)
-        entry = replace(entry, tokens=packed_tokens(entry.tokens))
-        stored = StoredEntry(self._next_row, self._identity, entry, (), size, checksum_of(buffers))
-        if not self._make_room(pages_of(size), stored):
+        assert entry.key not in self, "this entry is stored already"
+        size, tokens = sum(memoryview(buffer).nbytes for buffer in buffers), packed_tokens(entry.tokens)
+        stored = StoredEntry(self._identity, entry.key, entry.parent, entry.depth, entry.used, len(tokens), size)
+        stored = replace(stored, size=stored.head_bytes + size)
+        if not self._make_room(stored.pages, stored):
             self.drops[LESS_WORTH] += 1
             return False
-        extents = self._free.take(pages_of(size))
-        stored = replace(stored, extents=extents)
-        self._next_row += 1
-        self._data.write(extents, buffers)
-        self._added[stored.row_id] = stored
+        self._files.write(stored, tokens, buffers)
+        self._is_changed = True
         self._keep(stored)
         for observer in self.observers:
-            observer.on_stored(stored)
+            observer.on_stored(entry)
         self._use.written += 1
         self._use.written_bytes += size
-        self._pending_bytes += size
-        if self._pending_bytes >= PENDING_BYTES:
-            self._commit()
         return True
 
-    def _make_room(self, pages: int, entry: StoredEntry) -> bool:
+    def _make_room(self, pages: int, entry: StoredEntry | None = None) -> bool:
         """Evict until `pages` are free; return False, evicting nothing, if entries used after `entry` had to go."""
-        if pages <= self._free.count:
-            return True
-        if self._removed:
-            self._commit()
-        missing = pages - self._free.count
+        missing = self._pages + pages - self._limit_pages
         if missing <= 0:
             return True
-        enough = max(missing, self._limit_pages // EVICTION_SHARE)
         with self.evicting():
-            chosen = self._victims.take(missing, enough, entry)
+            chosen = self._victims.take(missing, entry)
             for known in chosen:
-                self._evict(known)
-        if chosen:
-            self._commit()
+                self._take_out(known, EVICTED if known.identity == self._identity else OTHER_IDENTITY)
+        for known in chosen:
+            self._files.remove(known)
         return bool(chosen)
 
-    def read(self, key: EntryKey, into: Sequence[Buffer], tokens: Sequence[int] | None = None) -> bool:
+    def read(self, key: EntryKey, into: Sequence[Buffer], tokens: Sequence[int] | None = None) -> array[int] | None:
         """Fill writable buffers with an entry's bytes, and verify all that is stored of it.
 
         Args:
@@ -266,30 +175,37 @@ class DiskStore:
             tokens: Token ids that the block should have; None if they are known by the block hash alone.
 
         Returns:
-            False if there is no such entry, or it failed and was dropped: then the buffers' contents are undefined.
+            Token ids of the block; None if there is no such entry, or it failed and was dropped: then the buffers'
+            contents are undefined.
         """
-        with self._use.reading():
-            return self._guarded(lambda: self._read_entry(key, into, tokens), False)
+        with self._use.timed("read_seconds"):
+            return self._guarded(lambda: self._read(key, into, tokens), None)
 
-    def _read_entry(self, key: EntryKey, into: Sequence[Buffer], tokens: Sequence[int] | None) -> bool:
+    def _read(self, key: EntryKey, into: Sequence[Buffer], tokens: Sequence[int] | None) -> array[int] | None:
         known = self.find(key)
         if known is None:
-            return False
-        fault = self._fault(known, into, tokens)
-        if fault is not None:
-            self._remove(known, fault)
-            return False
-        self._use.read += 1
-        self._use.read_bytes += known.size
-        return True
+            return None
+        found = self._unless_damaged(known, lambda known: self._files.read(known, into))
+        if found is not None and tokens is not None and list(found) != list(tokens):
+            self._remove(known, BAD_TOKENS)
+            return None
+        if found is not None:
+            self._use.read += 1
+            self._use.read_bytes += known.size - known.head_bytes
+        return found
 
-    def _fault(self, known: StoredEntry, into: Sequence[Buffer], tokens: Sequence[int] | None) -> str | None:
-        """Read an entry and return the reason why it cannot be used; None if it is sound."""
-        if not known.entry.is_genuine or (tokens is not None and list(known.entry.tokens) != list(tokens)):
-            return BAD_TOKENS
-        if sum(memoryview(buffer).nbytes for buffer in into) != known.size or not self._data.read(known.extents, into):
-            return TOO_SHORT
-        return None if checksum_of(into) == known.checksum else BAD_BYTES
+    def _unless_damaged(self, entry: StoredEntry, read: Callable[[StoredEntry], array[int]]) -> array[int] | None:
+        """Return the token ids of an entry; if they or its bytes are damaged, drop it and return None."""
+        try:
+            return read(entry)
+        except DamagedEntryError as error:
+            self._remove(entry, str(error))
+            return None
+
+    def describe(self, entry: StoredEntry) -> NewEntry | None:
+        """Return the description that the cache gave of a stored entry; None if it is damaged, and dropped."""
+        tokens = self._guarded(lambda: self._unless_damaged(entry, self._files.read_tokens), None)
+        return None if tokens is None else entry.described(tokens)
 
     def verify(self) -> int:
         """Read all entries of all identities, drop damaged ones, and return the number of sound ones."""
@@ -298,104 +214,84 @@ class DiskStore:
 
     def _verify(self) -> None:
         for entry in self.all_entries():
-            fault = self._fault(entry, [bytearray(entry.size)], None)
-            if fault is not None:
-                self._remove(entry, fault)
+            into = [bytearray(entry.size - entry.head_bytes)]
+            self._unless_damaged(entry, lambda entry, into=into: self._files.read(entry, into))  # type: ignore[misc]
         self._commit()
 
     def touch(self, key: EntryKey, used: float) -> None:
-        """Give a stored entry another time of last use."""
+        """Give a stored entry another time of last use, which outlives the process after the next `commit`."""
         known = self.find(key)
         if known is not None:
-            later = known.used_at(used)
-            self._entries[known.row_id] = later
-            (self._added if known.row_id in self._added else self._used)[known.row_id] = later
+            later = self._entries[self._identity, key] = replace(known, used=used)
+            self._touched.add(key)
             self._victims.add(later)
 
-    def remove(self, key: EntryKey, reason: str | None = None) -> None:
-        """Remove the entry of a key, if there is one; it is gone from the medium after the next `commit`."""
-        known = self.find(key)
-        if known is not None:
-            self._remove(known, reason)
-
     def _remove(self, entry: StoredEntry, reason: str | None = None) -> None:
-        row_id = entry.row_id
-        del self._entries[row_id]
+        self._take_out(entry, reason)
+        self._files.remove(entry)
+
+    def _take_out(self, entry: StoredEntry, reason: str | None) -> None:
+        """Remove an entry from all but the medium."""
+        del self._entries[entry.identity, entry.key]
+        self._pages -= entry.pages
+        self._is_changed = True
         if entry.identity == self._identity:
-            del self._rows[entry.entry.key]
             self._use.add(entry, -1)
             for observer in self.observers:
-                observer.on_removed([entry.entry.key])
-        self._used.pop(row_id, None)
-        self._removed[row_id] = entry.extents
+                observer.on_removed([entry.key])
         if reason is not None:
             self.drops[reason] += 1
 
     def commit(self) -> None:
-        """Return when all changes are on the medium."""
-        with self._use.writing():
+        """Pass times of use to the files, and return when no removed entry is on the medium any more."""
+        with self._use.timed("write_seconds"):
             self._guarded(self._commit, None)
 
     def _commit(self) -> None:
-        added = {row_id: entry for row_id, entry in self._added.items() if row_id not in self._removed}
-        removed = [row_id for row_id in self._removed if row_id not in self._added]
-        if not (added or removed or self._used or self._removed):
-            return
-        self.slot.check()
-        if added:
-            self._data.sync()
-        self._index.apply(removed, added.values(), self._used.values())
-        for extents in self._removed.values():
-            self._free.give(extents)
-        self._added.clear()
-        self._removed.clear()
-        self._used.clear()
-        self._pending_bytes = 0
+        for key in self._touched:
+            known = self.find(key)
+            if known is not None:
+                self._files.set_used(known)
+        self._touched.clear()
+        if self._is_changed:
+            self._files.sync()
+            self._is_changed = False
 
     def forget(self, keys: Iterable[EntryKey], reason: str | None = None) -> None:
         """Forget entries, which count as dropped for a reason if one is given; the medium has forgotten them, too.
 
-        If that fails, or the store is off, its files are removed, as far as that is possible.
+        If that fails, or the store is off, all entries are removed, as far as that is possible.
         """
         assert not self._is_closed, "another process may hold the slot"
-        for key in keys:
-            self.remove(key, reason)
-        self.commit()
+        self._guarded(lambda: self._forget(keys, reason), None)
         if self.problem is not None:
             self.erase()
 
-    def clear(self) -> None:
-        """Forget all entries of this identity, see `forget`; without entries of others nothing is left in the files."""
-        self.forget(list(self._rows))
-        if self.problem is None and not self._entries:
-            self._guarded(self._empty, None)
-            if self.problem is not None:
-                self.erase()
+    def _forget(self, keys: Iterable[EntryKey], reason: str | None) -> None:
+        for known in filter(None, map(self.find, keys)):
+            self._remove(known, reason)
+        self._commit()
 
-    def _empty(self) -> None:
-        """Leave nothing of removed entries in the files; their rows are gone from the medium."""
-        self._index.checkpoint()
-        self._data.clear()
-        self._free = FreePages(self._limit_pages, ())
+    def clear(self) -> None:
+        """Forget all entries of this identity, see `forget`."""
+        self.forget([entry.key for entry in self.entries()])
 
     def erase(self) -> None:
-        """Forget everything and remove the files of the slot; the store is off after that."""
+        """Remove the entries of all identities; the store is off after that."""
         assert not self._is_closed, "another process may hold the slot"
-        if self.problem is None:
-            self.problem = "its files were removed"
-            self._shut()
+        self.problem = self.problem or "its files were removed"
         self._forget_all()
         try:
-            self.slot.remove_index()
-            self.slot.remove(DATA)
-        except OSError as error:
-            logger.warning("prefix cache on disk: %s: files cannot be removed: %s", self.slot.path, error.strerror)
+            for entry in self._files.entries():
+                self._files.remove(entry)
+            self._files.sync()
+        except (OSError, UntrustedPathError) as error:
+            reason = failure_reason(error)
+            logger.warning("prefix cache on disk: %s: files cannot be removed: %s", self.slot.path, reason)
 
     def close(self) -> None:
-        """Commit, close all files, and give the slot up."""
+        """Commit, and give the slot up."""
         self.commit()
-        if self.problem is None:
-            self._guarded(self._shut, None)
         if not self._is_closed:
             self._is_closed = True
             self.slot.close()
@@ -417,50 +313,99 @@ class DiskStore:
         if self.problem is not None:
             return
         self.problem = failure_reason(error)
-        cause = None if isinstance(error, (OSError, sqlite3.Error)) else error
+        cause = None if isinstance(error, OSError) else error
         logger.warning(
             "prefix cache on disk: %s: %s; serving goes on without it", self.slot.path, self.problem, exc_info=cause
         )
         self._forget_all()
-        try:
-            self._shut()
-        except (OSError, sqlite3.Error):
-            logger.info("prefix cache on disk: its files could not be closed in order")
 
     def _forget_all(self) -> None:
+        own = [entry.key for entry in self.entries()]
         for observer in self.observers:
-            observer.on_removed(self._rows)
+            observer.on_removed(own)
         self._entries.clear()
-        self._rows.clear()
         self._use.blocks = self._use.snapshots = self._use.bytes = 0
-
-    def _shut(self) -> None:
-        try:
-            self._index.close()
-        finally:
-            self._data.close()
 
     # Statistics
 
     @property
     def use(self) -> StoreUse:
         """Present counts."""
-        others, is_on = len(self._entries) - len(self._rows), self.problem is None
+        others, is_on = len(self._entries) - len(self), self.problem is None
         return replace(self._use, other_entries=others, is_on=is_on, drops=self.drops.copy())
 
     def check(self) -> None:
-        """Assert that every page is free, waits for a commit, or belongs to one entry."""
+        """Assert that each entry has its file, within the budget, and is counted."""
         if self.problem is None:
-            used = [extent for entry in self._entries.values() for extent in entry.extents]
-            waiting = [extent for extents in self._removed.values() for extent in extents]
-            self._free.check([*used, *waiting])
-            assert set(self._rows.values()) <= self._entries.keys(), "a key without an entry"
-            kinds = Counter(key.kind for key in self._rows)
+            known = self._entries.values()
+            names = sorted(entry.name for entry in known)
+            assert names == sorted(entry.name for entry in self._files.entries()), "not the entries of the files"
+            assert self._pages == sum(entry.pages for entry in known) <= self._limit_pages, "pages miscounted"
+            own = self.entries()
+            kinds = Counter(entry.key.kind for entry in own)
             counts = self._use.blocks, self._use.snapshots
             assert counts == (kinds[EntryKind.BLOCK], kinds[EntryKind.SNAPSHOT]), "entries miscounted"
-            pages = sum(pages_of(self._entries[row_id].size) for row_id in self._rows.values())
-            assert self._use.bytes == PAGE_BYTES * pages, "pages miscounted"
-            assert self._data.size <= self._limit_pages * PAGE_BYTES, "the file is longer than its limit"
+            assert self._use.bytes == PAGE_BYTES * sum(entry.pages for entry in own), "bytes miscounted"
+
+
+class Victim(NamedTuple):
+    """Place of an entry in the order."""
+
+    is_own: bool
+    order: tuple[float, int]
+    identity: bytes
+    key: EntryKey
+
+
+class VictimOrder:
+    """Order in which the store evicts: entries of other identities first, then least recently used entries.
+
+    A heap, in which entries that are gone or have moved since are skipped.
+
+    Args:
+        entries: Entries of the store by identity and key, as the store changes them.
+        identity: Identity whose entries are evicted last.
+    """
+
+    def __init__(self, entries: Mapping[tuple[bytes, EntryKey], StoredEntry], identity: bytes) -> None:
+        self._entries = entries
+        self._identity = identity
+        self._heap: list[Victim] = []
+
+    def _place(self, entry: StoredEntry) -> Victim:
+        """Return the place of an entry in the order."""
+        return Victim(entry.identity == self._identity, entry.order, entry.identity, entry.key)
+
+    def add(self, entry: StoredEntry) -> None:
+        """Add an entry of the store, or give it another place; old places are dropped once they are the most."""
+        heappush(self._heap, self._place(entry))
+        if len(self._heap) > 2 * len(self._entries) + MIN_HEAP:
+            self._heap = [self._place(one) for one in self._entries.values()]
+            heapify(self._heap)
+
+    def take(self, pages: int, before: StoredEntry | None) -> list[StoredEntry]:
+        """Remove and return the first entries that together have `pages` pages.
+
+        Args:
+            pages: Number of pages needed.
+            before: Entry to make room for, if there is one; only entries before it in the order are taken.
+
+        Returns:
+            The entries; none, and none is removed, if the entries before `before` have too few pages.
+        """
+        limit, found = None if before is None else self._place(before), 0
+        chosen: list[StoredEntry] = []
+        while found < pages and self._heap and (limit is None or self._heap[0] < limit):
+            victim = heappop(self._heap)
+            entry = self._entries.get((victim.identity, victim.key))
+            if entry is not None and self._place(entry) == victim:
+                chosen.append(entry)
+                found += entry.pages
+        if found >= pages:
+            return chosen
+        for entry in chosen:
+            self.add(entry)
+        return []
 
 
 def open_directory_store(directory: Path, identity: bytes, limit_bytes: int) -> DiskStore:
@@ -469,7 +414,7 @@ def open_directory_store(directory: Path, identity: bytes, limit_bytes: int) -> 
     Args:
         directory: The directory, created if missing.
         identity: See `DiskStore`, also for the next one.
-        limit_bytes: Budget of the data file.
+        limit_bytes: Budget of the files.
 
     Raises:
         ConfigError: The directory is not for this, or other users can write to it; see `take_slot`.
@@ -484,44 +429,15 @@ def open_directory_store(directory: Path, identity: bytes, limit_bytes: int) -> 
 
 
 def open_store(slot: SlotDirectory, identity: bytes, limit_bytes: int) -> DiskStore:
-    """Open the store in a slot; a damaged index is replaced by an empty one, which is said once.
+    """Open the store in a slot.
 
     Raises:
-        ConfigError: The index has a newer format, or a file may have been written by another user.
-        DiskUnavailableError: The slot's files cannot be read or written now.
+        ConfigError: A file may have been written by another user.
+        DiskUnavailableError: The slot's files cannot be read or removed now.
     """
     try:
-        data = DataFile(slot.open_file(DATA), limit_bytes // PAGE_BYTES)
-        try:
-            try:
-                return _with_index(slot, data, identity, limit_bytes)
-            except sqlite3.OperationalError:
-                raise
-            except sqlite3.DatabaseError as error:
-                logger.warning(
-                    "prefix cache on disk: %s: the index cannot be used (%s); it begins empty", slot.path, error
-                )
-                slot.remove_index()
-                data.clear()
-                store = _with_index(slot, data, identity, limit_bytes)
-                store.drops[BAD_INDEX] += 1
-                return store
-        except BaseException:
-            data.close()
-            raise
-    except NewerFormatError as error:
-        raise newer_format(f"{slot.path}/{INDEX}", str(error)) from None
+        return DiskStore(slot, identity, limit_bytes)
     except UntrustedPathError as error:
         raise ConfigError(str(error)) from None
-    except (OSError, sqlite3.Error) as error:
+    except OSError as error:
         raise DiskUnavailableError(f"{slot.path}: {failure_reason(error)}") from None
-
-
-def _with_index(slot: SlotDirectory, data: DataFile, identity: bytes, limit_bytes: int) -> DiskStore:
-    slot.open_index()
-    index = DiskIndex(slot.path / INDEX, may_be_new=not data.size)
-    try:
-        return DiskStore(slot, index, data, identity, limit_bytes)
-    except BaseException:
-        index.close()
-        raise

@@ -15,11 +15,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from megatron_ext.prefix_cache.disk.data_file import Buffer
-from megatron_ext.prefix_cache.disk.entry import EntryKey, StoredEntry
+from megatron_ext.prefix_cache.disk.entry import Buffer, EntryKey, NewEntry
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_use import StoreUse
-from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, EvictedEntries, Loaded, LoadItem, TierStorage
+from megatron_ext.prefix_cache.disk.tier_storage import Content, Loaded, LoadItem, TierLoad, TierStorage
 from megatron_ext.threads import lower_priority
 
 T = TypeVar("T")
@@ -43,13 +42,12 @@ class StoreThread(TierStorage):
         self._store, self._queue_bytes = store, queue_bytes
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
-        self._loads: OrderedDict[int, Sequence[LoadItem]] = OrderedDict()  # the first one may be under way
+        self._loads: deque[TierLoad] = deque()
         self._writes: OrderedDict[EntryKey, Content] = OrderedDict()
         self._waiting_bytes = 0
-        self._loaded: list[Loaded] = []
         self._gone: dict[EntryKey, None] = {}
         self._touched: dict[EntryKey, float] = {}  # what the store is to be told
-        self._is_off = self._is_off_told = False
+        self._is_off = False
         self._stop_at: float | None = None
         self.use: StoreUse = store.use  # after the last change
         store.observers.append(self)
@@ -108,33 +106,23 @@ class StoreThread(TierStorage):
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def load(self, number: int, items: Sequence[LoadItem]) -> None:
+    def load(self, load: TierLoad) -> None:
         """Queue a load."""
         with self._changed:
-            self._loads[number] = items
+            self._loads.append(load)
             self._changed.notify_all()
 
-    def cancel(self, number: int) -> None:
-        """Give up a load; it ends after the entry that is being read."""
+    def gone(self) -> Sequence[EntryKey] | None:
+        """Return the entries that have gone since the last call; None once the store is off."""
         with self._changed:
-            self._loads.pop(number, None)
-            self._loaded = [one for one in self._loaded if one.number != number]
+            gone, self._gone = list(self._gone), {}
+            return None if self._is_off else gone
 
-    def take(self) -> list[Event]:
-        """Return the events since the last call, and forget them."""
-        with self._changed:
-            taken: list[Event] = [EvictedEntries(list(self._gone))] if self._gone else []
-            if self._is_off and not self._is_off_told:
-                taken.append(EvictedEntries(None))
-                self._is_off_told = True
-            taken += self._loaded
-            self._gone, self._loaded = {}, []
-        return taken
-
-    def wait(self, seconds: float) -> None:
+    def wait(self, loads: Iterable[TierLoad], seconds: float) -> None:
         """Wait for the end of a load."""
+        waiting = [load for load in loads if load.loaded is None]
         with self._changed:
-            self._changed.wait_for(lambda: self._loaded, seconds)
+            self._changed.wait_for(lambda: any(load.loaded is not None for load in waiting), seconds)
 
     def clear(self) -> None:
         """Forget all, and wait until the medium has forgotten it."""
@@ -143,7 +131,6 @@ class StoreThread(TierStorage):
         self.run(DiskStore.clear)
         with self._changed:
             self._gone.clear()
-            self._loaded.clear()
 
     def run(self, job: Callable[[DiskStore], T], seconds: float | None = None) -> T:
         """Do a job with the store after the waiting jobs; return its result, or raise its error.
@@ -223,7 +210,8 @@ class StoreThread(TierStorage):
         with self._changed:
             self._is_off = True
             self._gone.clear()  # all is
-            self._loaded += [Loaded(number, None, 0.0) for number in self._loads]
+            for load in self._loads:
+                load.loaded = Loaded((), 0.0)
             self._drop_data()  # jobs stay: callers wait for them
             self._changed.notify_all()
 
@@ -236,8 +224,8 @@ class StoreThread(TierStorage):
             if self._jobs:
                 return self._jobs.popleft()
             if self._loads:
-                number, items = next(iter(self._loads.items()))
-                return lambda: self._load(number, items)
+                load = self._loads.popleft()
+                return lambda: self._load(load)
             if self._stop_at is not None and (not self._writes or time.monotonic() >= self._stop_at):
                 return None
             if self._writes:
@@ -270,7 +258,7 @@ class StoreThread(TierStorage):
             self._pass_touches()
             yield
 
-    def on_stored(self, stored: StoredEntry) -> None:
+    def on_stored(self, entry: NewEntry) -> None:
         """Do nothing, since queued entries already count as stored; see `StoreObserver`, also for the next method."""
 
     def on_removed(self, keys: Iterable[EntryKey]) -> None:
@@ -278,20 +266,18 @@ class StoreThread(TierStorage):
         with self._changed:
             self._gone |= dict.fromkeys(keys)
 
-    def _load(self, number: int, items: Sequence[LoadItem]) -> None:
+    def _load(self, load: TierLoad) -> None:
         started = time.perf_counter()
         contents: list[Sequence[Buffer]] = []
-        for item in items:
-            if number not in self._loads:  # given up
-                return
-            buffers = self._read(item)
-            if buffers is None:
-                break
-            contents.append(buffers)
-        with self._changed:
-            if self._loads.pop(number, None) is not None:
-                found = contents if len(contents) == len(items) else None
-                self._loaded.append(Loaded(number, found, time.perf_counter() - started, len(contents)))
+        try:
+            for item in load.items:
+                buffers = None if load.is_given_up else self._read(item)
+                if buffers is None:
+                    break
+                contents.append(buffers)
+        finally:
+            with self._changed:
+                load.loaded = Loaded(contents, time.perf_counter() - started)
                 self._changed.notify_all()
 
     def _read(self, item: LoadItem) -> Sequence[Buffer] | None:
@@ -300,7 +286,7 @@ class StoreThread(TierStorage):
         if waiting is not None:
             return waiting[1]
         buffers = [bytearray(size) for size in item.sizes]
-        return buffers if self._store.read(item.key, buffers, item.tokens) else None
+        return buffers if self._store.read(item.key, buffers, item.tokens) is not None else None
 
 
 def _size(buffers: Sequence[Buffer]) -> int:

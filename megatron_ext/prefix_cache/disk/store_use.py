@@ -8,15 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from megatron_ext.prefix_cache.disk.data_file import PAGE_BYTES, pages_of
-from megatron_ext.prefix_cache.disk.entry import EntryKind, StoredEntry
+from megatron_ext.prefix_cache.disk.entry import PAGE_BYTES, EntryKind, StoredEntry
 
 # Reasons why entries are dropped, or not taken.
-BAD_ROW = "row"  # its row in the index is damaged, or contradicts another one
-BAD_INDEX = "index"  # the whole index is damaged
 BAD_BYTES = "checksum"
 BAD_TOKENS = "tokens"  # its tokens contradict its block hash, or differ from the requested tokens
-TOO_SHORT = "short"  # the data file lacks some of its bytes, or it has another size than requested
+TOO_SHORT = "short"  # its file is gone or lacks some bytes, or it has another size than requested
 EVICTED = "evicted"  # for entries used later, or because the budget is smaller now
 OTHER_IDENTITY = "other_identity"  # evicted, and of another model or setting
 LESS_WORTH = "less_worth"  # not taken: only entries used later could make room
@@ -24,8 +21,6 @@ QUEUE_FULL = "queue_full"  # not taken: too many bytes wait for the disk
 INCOMPLETE = "incomplete"  # another rank lacks its part, or cannot read it
 QUARANTINED = "quarantined"  # an audit found it wrong, or it was computed from such an entry, or may have been
 REASONS = (
-    BAD_ROW,
-    BAD_INDEX,
     BAD_BYTES,
     BAD_TOKENS,
     TOO_SHORT,
@@ -43,7 +38,7 @@ class StoreUse:
     """Counts of a store.
 
     Attributes:
-        limit_bytes: Budget of the data file.
+        limit_bytes: Budget of the files.
         is_on: Whether the store is in use: false after a failure of the directory.
         blocks: Blocks of this identity.
         snapshots: Snapshots of this identity.
@@ -79,28 +74,19 @@ class StoreUse:
 
     def add(self, entry: StoredEntry, sign: int = 1) -> None:
         """Count an entry of this identity that is stored now, or with a sign of -1 no longer."""
-        is_block = entry.entry.key.kind is EntryKind.BLOCK
+        is_block = entry.key.kind is EntryKind.BLOCK
         self.blocks += sign * is_block
         self.snapshots += sign * (not is_block)
-        self.bytes += sign * PAGE_BYTES * pages_of(entry.size)
+        self.bytes += sign * PAGE_BYTES * entry.pages
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Count the time of a block of code as time spent writing."""
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of a block of code to `read_seconds` or `write_seconds`."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self.write_seconds += time.perf_counter() - started
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Count the time of a block of code as time spent reading."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.read_seconds += time.perf_counter() - started
+            setattr(self, name, getattr(self, name) + time.perf_counter() - started)
 
 
 @dataclass(frozen=True)

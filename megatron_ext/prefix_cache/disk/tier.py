@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.disk.data_file import Buffer
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
-from megatron_ext.prefix_cache.disk.entry_copies import key_of
+from megatron_ext.prefix_cache.disk.entry import Buffer, EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, QUEUE_FULL
 from megatron_ext.prefix_cache.disk.tier_storage import (
@@ -29,7 +27,6 @@ from megatron_ext.prefix_cache.disk.tier_storage import (
     READ,
     READING,
     Content,
-    EvictedEntries,
     LoadEstimates,
     LoadItem,
     TierCounts,
@@ -151,6 +148,7 @@ class DiskTier:
         self.is_off = True
         for number in [number for number, load in self.loads.items() if load.own_progress != READ]:
             self.give_up(number)
+        self._report()
 
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
         """Have entries written; those on disk count as used now, and those gone in the meantime are written again.
@@ -288,21 +286,18 @@ class DiskTier:
         for kind, place in places:
             key = EntryKey(kind, block_hashes[place])
             items.append(LoadItem(key, self._sizes.of(key), tokens[place * block_size : (place + 1) * block_size]))
-        self._storage.load(self._numbers, items)
+        load = TierLoad(self._numbers, items, run.size, self._clock() + self._load_seconds)
+        self._storage.load(load)
         self._unreported.append(self._numbers)
-        deadline = self._clock() + self._load_seconds
-        self.loads[self._numbers] = TierLoad(run.size, deadline, [item.key for item in items])
+        self.loads[self._numbers] = load
         self.counts.loads += 1
         return self._numbers
 
     def follow(self) -> None:
         """Note what the disk has done, report it to other ranks, and note what these have reported."""
-        for event in self._storage.take():
-            if isinstance(event, EvictedEntries):
-                self.is_off |= event.keys is None
-                self._drop(list(self._held) if event.keys is None else event.keys)
-            elif event.number in self.loads:
-                self.loads[event.number].loaded = event
+        gone = self._storage.gone()
+        self.is_off |= gone is None
+        self._drop(list(self._held) if gone is None else gone)
         self._report()
         for load in self.loads.values():
             found = load.found() if load.found is not None and load.progress == READING else None
@@ -359,7 +354,6 @@ class DiskTier:
         """Return the buffers of each entry of a complete load, and forget the load: its entries are placed."""
         loaded = self.loads.pop(number).loaded
         assert loaded is not None, "the load is complete"
-        assert loaded.contents is not None, "the load is complete"
         self.counts.loads_placed += 1
         return loaded.contents
 
@@ -372,12 +366,12 @@ class DiskTier:
                 is written anew by all; after a failure of a rank's disk nothing more is taken or loaded.
         """
         load = self.loads.pop(number)
-        self._storage.cancel(number)
+        load.is_given_up = True
         self._report()
         if progress == OFF:
             self.turn_off()
         elif progress is not None:
-            key = load.keys[progress]
+            key = load.items[progress].key
             if key in self._held:
                 self.drops[INCOMPLETE] += 1
             self._drop([key])
@@ -390,11 +384,16 @@ class DiskTier:
 
     def wait(self, seconds: float) -> None:
         """Wait for the end of a load, for a bounded time."""
-        self._storage.wait(seconds)
+        self._storage.wait(self.loads.values(), seconds)
 
     def check(self) -> None:
         """Assert that loads are within their bounds."""
         assert len(self.loads) <= MAX_LOADS, "too many loads"
+
+
+def key_of(entry: CachedEntry) -> EntryKey:
+    """Return the key of a cached entry."""
+    return EntryKey(EntryKind.SNAPSHOT if entry.block is None else EntryKind.BLOCK, entry.block_hash)
 
 
 def _remember(found: dict[K, int], key: K, end: int) -> None:

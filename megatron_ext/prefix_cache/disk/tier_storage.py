@@ -1,4 +1,4 @@
-"""Storage of the disk tier as the engine's thread sees it: calls that never block, and events with their results.
+"""Storage of the disk tier as the engine's thread sees it: calls that never block.
 
 Also loads of the tier: how far one is, on this rank and on all, their counts, and estimates of how long one takes.
 """
@@ -6,12 +6,11 @@ Also loads of the tier: how far one is, on this rank and on all, their counts, a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_ext.prefix_cache.disk.data_file import Buffer
-from megatron_ext.prefix_cache.disk.entry import EntryKey, NewEntry
+from megatron_ext.prefix_cache.disk.entry import Buffer, EntryKey, NewEntry
 
 Content = tuple[NewEntry, Sequence[Buffer]]
 
@@ -32,29 +31,54 @@ class LoadItem(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """End of a load.
+    """End of a load on this rank.
+
+    Attributes:
+        contents: Buffers of each entry, in the order of the items, up to the first that could not be read.
+        seconds: Time that reading took.
+    """
+
+    contents: Sequence[Sequence[Buffer]]
+    seconds: float
+
+
+# Progress of a load, as a number of which the least of all ranks counts. From 0 on: place of the first failed entry.
+OFF = -1  # a rank's tier is off
+READING = 2**62
+READ = READING + 1
+
+
+@dataclass
+class TierLoad:
+    """Load that is under way, or complete and not placed yet.
 
     Attributes:
         number: Number of the load.
-        contents: Buffers of each entry, in the order of the items; None if one could not be read.
-        seconds: Time that reading took.
-        failed: Place of the first item that could not be read, if there is one.
+        items: Entries to read.
+        size: Bytes to read.
+        deadline: Time after which it is given up.
+        is_given_up: Whether it is not wanted any more; then it ends after the entry that is being read.
+        loaded: End of this rank's part, set by the storage; None while it is under way.
+        found: Returns what all ranks have reported, once they have; None until this rank has.
+        progress: Progress of the whole load, see `READING`.
     """
 
     number: int
-    contents: Sequence[Sequence[Buffer]] | None
-    seconds: float
-    failed: int = 0
+    items: Sequence[LoadItem]
+    size: int
+    deadline: float
+    is_given_up: bool = False
+    loaded: Loaded | None = None
+    found: Callable[[], list[int] | None] | None = None
+    progress: int = READING
 
-
-@dataclass(frozen=True)
-class EvictedEntries:
-    """Entries that are not on disk any more, or were not taken; None: all of them, and no other will be taken."""
-
-    keys: Sequence[EntryKey] | None
-
-
-Event = Loaded | EvictedEntries
+    @property
+    def own_progress(self) -> int:
+        """Progress of this rank's part."""
+        if self.loaded is None:
+            return READING
+        count = len(self.loaded.contents)
+        return READ if count == len(self.items) else count
 
 
 class TierStorage:
@@ -63,9 +87,6 @@ class TierStorage:
     This base class serves a rank that plans for a cache with its bytes on other ranks: it takes all entries, and loads
     end at once.
     """
-
-    def __init__(self) -> None:
-        self._ended: list[Event] = []
 
     def write(self, key: EntryKey, size: int, content: Callable[[], Content]) -> bool:
         """Write an entry some time later.
@@ -81,7 +102,7 @@ class TierStorage:
         return True
 
     def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
-        """Set times of last use; return the entries that have gone since the last `take`, which then omits them."""
+        """Set times of last use; return the entries that have gone since the last `gone`, which then omits them."""
         return ()
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
@@ -90,58 +111,20 @@ class TierStorage:
     def drop(self, keys: Sequence[EntryKey]) -> None:
         """Remove entries some time later, before any of these keys is written again."""
 
-    def load(self, number: int, items: Sequence[LoadItem]) -> None:
-        """Begin to read entries; `take` returns a `Loaded` with this number, unless it is cancelled before."""
-        self._ended.append(Loaded(number, [()] * len(items), 0.0))
+    def load(self, load: TierLoad) -> None:
+        """Begin to read the entries of a load, whose `loaded` is set in the end."""
+        load.loaded = Loaded([()] * len(load.items), 0.0)
 
-    def cancel(self, number: int) -> None:
-        """Give up a load, which may have ended."""
+    def gone(self) -> Sequence[EntryKey] | None:
+        """Return the entries that have gone since the last call; None for all, and no other will be taken."""
+        return ()
 
-    def take(self) -> list[Event]:
-        """Return the events since the last call, in order."""
-        taken, self._ended = self._ended, []
-        return taken
-
-    def wait(self, seconds: float) -> None:
-        """Return when a load has ended, after `seconds` at the latest."""
+    def wait(self, loads: Iterable[TierLoad], seconds: float) -> None:
+        """Return when one of the loads has ended that have not yet, after `seconds` at the latest."""
         threading.Event().wait(seconds)
 
     def clear(self) -> None:
         """Forget all entries, writes and loads; they are gone from the medium when this returns."""
-
-
-# Progress of a load, as a number of which the least of all ranks counts. From 0 on: place of the first failed entry.
-OFF = -1  # a rank's tier is off
-READING = 2**62
-READ = READING + 1
-
-
-@dataclass
-class TierLoad:
-    """Load that is under way, or complete and not placed yet.
-
-    Attributes:
-        size: Bytes to read.
-        deadline: Time after which it is given up.
-        keys: Keys of the entries.
-        loaded: End of this rank's part; None while it is under way.
-        found: Returns what all ranks have reported, once they have; None until this rank has.
-        progress: Progress of the whole load, see `READING`.
-    """
-
-    size: int
-    deadline: float
-    keys: Sequence[EntryKey] = ()
-    loaded: Loaded | None = None
-    found: Callable[[], list[int] | None] | None = None
-    progress: int = READING
-
-    @property
-    def own_progress(self) -> int:
-        """Progress of this rank's part."""
-        if self.loaded is None:
-            return READING
-        return self.loaded.failed if self.loaded.contents is None else READ
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Warm restart: cached entries are written to the store when a process ends, and restored at the next start.
 
 From start to end the store belongs to a thread, and is a tier below memory. Several ranks keep parts of each entry, and
-an entry exists once all ranks have it: they agree on the entries to restore, and write the same entries at the end.
+an entry exists once all ranks have it: they agree on the entries to restore, and forget the others. At the end they
+write in the same order.
 
 The end is bounded in time. The most valuable entries are written first, each block after its parents, so that all
 written entries can be used. Entries that the store already has are not written again, but count as used now. At the
@@ -15,18 +16,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import asdict
-from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
-from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, LoadTarget, NoMemory, copy_entry
+from megatron_ext.prefix_cache.disk.entry import Buffer, EntryKey, EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.restore import (
     Agreement,
-    LostRanksError,
     Place,
-    Restored,
     agreed_entries,
     parent_of,
     restore_entries,
@@ -34,11 +32,13 @@ from megatron_ext.prefix_cache.disk.restore import (
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_thread import STOP_SECONDS, StoreThread
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, DiskUse
-from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
+from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, key_of
 from megatron_ext.prefix_cache.disk.tier_storage import Content, TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.prefix_cache.observer import EntryObserver
+from megatron_ext.prefix_cache.slabs import ArenaChanges
+from megatron_ext.prefix_cache.state_index import SlotId
 
 T = TypeVar("T")
 
@@ -46,8 +46,48 @@ logger = logging.getLogger(__name__)
 NO_ANSWER = "prefix cache on disk: the disk does not answer; entries that are not written yet are left out"
 
 RANK_SECONDS = 1e-5  # between times of use that entries are given, the most valuable entry the latest
-DRAIN_WINDOW = 64  # entries after which ranks agree on going on
-PATIENCE = 30.0  # seconds to wait for other ranks after the time to write is over
+
+
+class LoadTarget(Protocol):
+    """Memory that loaded entries are written to, as bytes whose order does not depend on how the memory is laid out."""
+
+    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
+        """Write a block."""
+
+    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
+        """Write a snapshot to a slot that is undefined, complete in all layers, and name it."""
+
+    def make_changes(self, changes: ArenaChanges) -> None:
+        """Make changes that no step's message has told, between two steps."""
+
+
+class EntryMemory(LoadTarget, Protocol):
+    """Memory of cached blocks and snapshots."""
+
+    def block_buffers(self) -> list[bytearray]:
+        """Return buffers for the bytes of a block; none if no layer has keys and values."""
+
+    def snapshot_buffers(self) -> list[bytearray]:
+        """Return buffers for the bytes of a snapshot."""
+
+    def read_block(self, block: BlockId) -> list[Buffer]:
+        """Return a copy of the bytes of a block."""
+
+    def read_snapshot(self, slot: SlotId) -> list[Buffer]:
+        """Return a copy of the bytes of a snapshot."""
+
+
+class NoMemory:
+    """Memory of entries that have no bytes here; see `LoadTarget`."""
+
+    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
+        """Write nothing."""
+
+    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
+        """Write nothing."""
+
+    def make_changes(self, changes: ArenaChanges) -> None:
+        """Change nothing."""
 
 
 class WarmRestart:
@@ -119,17 +159,17 @@ class WarmRestart:
         )
 
         def tier_of(
-            cache: PrefixCache, ranks: Agreement, part: Mapping[EntryKey, NewEntry] | None, storage: TierStorage
+            cache: PrefixCache, ranks: Agreement, part: Mapping[EntryKey, StoredEntry] | None, storage: TierStorage
         ) -> tuple[DiskTier, int]:
             agreed = agreed_entries(part, ranks)
-            fill: Callable[[Place], bool] = self._fill if part is not None else _fill_nothing
-            restored = restore_entries(cache, agreed, fill, ranks) if is_start else Restored(0, set())
+            fill: Callable[[Place], Sequence[int] | None] = self._fill if part is not None else _fill_nothing
+            placed, damaged = restore_entries(cache, agreed, fill, ranks) if is_start else (0, set())
             tier = DiskTier(storage, sizes, self._copy, time.monotonic, self._load_seconds, ranks)
-            tier.hold({one.key: parent_of(one) for one in agreed if one.key not in restored.damaged})
+            tier.hold({one.key: parent_of(one) for one in agreed if one.key not in damaged})
             tier.agree_on_sizes()
             cache.lower_tier = tier
             self._tiers.append(tier)
-            return tier, restored.placed
+            return tier, placed
 
         self.tier, count = tier, _ = tier_of(self._cache, self._ranks, own, self._thread)
         if self._is_closed:
@@ -143,21 +183,28 @@ class WarmRestart:
         remote = [tier_of(*one, None, TierStorage())[0] for one in zip(others, self._others, strict=True)]
         return [(tier, memory), *((tier, NoMemory()) for tier in remote)]
 
-    def _fill(self, place: Place) -> bool:
-        """Read an entry into memory; False if it is damaged."""
+    def _fill(self, place: Place) -> Sequence[int] | None:
+        """Read an entry into memory and return its token ids; None if it is damaged."""
         is_block = place.block is not None
         buffers = self.memory.block_buffers() if is_block else self.memory.snapshot_buffers()
-        if not self._thread.run(lambda store: store.read(place.entry.key, buffers)):
-            return False
+        tokens = self._thread.run(lambda store: store.read(place.entry.key, buffers))
+        if tokens is None:
+            return None
         if place.block is not None:
             self.memory.write_block(place.block, buffers)
         elif place.slot is not None:
             self.memory.write_snapshot(place.slot, place.entry.key.block_hash, buffers)
-        return True
+        return tokens
 
     def _copy(self, entry: CachedEntry, used: float) -> Content:
+        """Return the description of a cached entry, with this time of last use, and a copy of its bytes."""
         assert self._cache.cached_token_ids is not None, "entries have their tokens"
-        return copy_entry(entry, self._cache.cached_token_ids, self.memory, used)
+        parent, tokens = self._cache.cached_token_ids.find(entry.block_hash)
+        described = NewEntry(key_of(entry), parent, entry.depth, tokens, used)
+        if entry.block is not None:
+            return described, self.memory.read_block(entry.block)
+        assert entry.slot is not None, "an entry is a block or a snapshot"
+        return described, self.memory.read_snapshot(entry.slot)
 
     def _say_loaded(self) -> None:
         use = self._thread.use
@@ -183,8 +230,8 @@ class WarmRestart:
         def announce(store: DiskStore) -> None:
             announcer = DiskAnnouncer(observer, root)
             store.observers.append(announcer)
-            for stored in store.entries():
-                announcer.on_stored(stored)
+            for described in filter(None, map(store.describe, store.entries())):
+                announcer.on_stored(described)
 
         self._thread.run(announce)
 
@@ -205,7 +252,7 @@ class WarmRestart:
             self.abandon()
 
     def keep(self) -> None:
-        """Write the most valuable entries within the drain time, the same ones on all ranks, and end the tier."""
+        """Write the most valuable entries within the drain time, and end the tier."""
         if self._is_closed or self.tier is None or not self._is_current:
             return
         self._write_until = time.monotonic() + self._drain_seconds
@@ -213,8 +260,6 @@ class WarmRestart:
         try:
             self._drain()
             self._run(DiskStore.commit)
-        except LostRanksError as error:
-            logger.warning("prefix cache on disk: %s: the writing ends", error)
         except NoAnswer:
             self._leave()
             logger.warning(NO_ANSWER)
@@ -258,39 +303,16 @@ class WarmRestart:
             EntryKey(EntryKind.SNAPSHOT if is_snapshot else EntryKind.BLOCK, block_hash): now - position * RANK_SECONDS
             for position, (block_hash, is_snapshot) in enumerate(self._cache.by_worth())
         }
-        order = list(used)
         self._thread.touch(used)
-        stored = self._run(lambda store: {key for key in order if key in store})
-        for start in range(0, len(order), DRAIN_WINDOW):
-            window = order[start : start + DRAIN_WINDOW]
-            written, end = self._write_window(window, stored, used)
-            least = self._ranks.least_written(end, self._seconds_left + PATIENCE)
-            late = [key for key in written if key in window[least:]]
-            if late:
-                self._run(partial(DiskStore.forget, keys=late))
-            if least < len(window):
-                break
-        self.left_out += self._run(lambda store: sum(key not in store for key in order))
-
-    def _write_window(
-        self, keys: Sequence[EntryKey], stored: set[EntryKey], used: Mapping[EntryKey, float]
-    ) -> tuple[list[EntryKey], int]:
-        """Write entries in their order, up to the first one for which there is no time or room.
-
-        Returns:
-            Keys of the written entries, and the position of the first one that is neither written nor stored.
-        """
-        written: list[EntryKey] = []
-        for position, key in enumerate(keys):
+        stored = self._run(lambda store: {key for key in used if key in store})
+        for key, at in used.items():
             if key in stored:
                 continue
-            if not self._seconds_left:
-                return written, position
             entry = self._cache.entries.find(key.block_hash, is_snapshot=key.kind is EntryKind.SNAPSHOT)
-            if not self._thread.put(self._copy(entry, used[key]), self._seconds_left + STOP_SECONDS):
-                return written, position
-            written.append(key)
-        return written, len(keys)
+            seconds = self._seconds_left
+            if not seconds or not self._thread.put(self._copy(entry, at), seconds + STOP_SECONDS):
+                break
+        self.left_out += self._run(lambda store: sum(key not in store for key in used))
 
     def abandon(self) -> None:
         """Close the store; queued entries are still written, in the time left to write."""
@@ -315,10 +337,10 @@ class WarmRestart:
         return self.use().shown()
 
 
-def _entries(store: DiskStore) -> dict[EntryKey, NewEntry]:
-    return {stored.entry.key: stored.entry for stored in store.entries()}
+def _entries(store: DiskStore) -> dict[EntryKey, StoredEntry]:
+    return {stored.key: stored for stored in store.entries()}
 
 
-def _fill_nothing(place: Place) -> bool:
-    """Return True: the bytes are on other ranks."""
-    return True
+def _fill_nothing(place: Place) -> Sequence[int]:
+    """Return no token ids: the entry is on other ranks."""
+    return ()

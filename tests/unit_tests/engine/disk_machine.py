@@ -18,7 +18,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
-from megatron_ext.prefix_cache.disk.tier_storage import Event, EvictedEntries, Loaded, LoadItem
+from megatron_ext.prefix_cache.disk.tier_storage import Loaded, TierLoad
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
@@ -46,10 +46,19 @@ class FakeDisk:
 
     def __init__(self) -> None:
         self.entries: dict[EntryKey, Content] = {}
-        self.loads: dict[int, list[EntryKey]] = {}
-        self.events: list[Event] = []
-        self.cancelled: list[int] = []
-        self.is_full = False
+        self.begun: dict[int, TierLoad] = {}
+        self.evicted: list[EntryKey] = []
+        self.is_full = self.is_dead = False
+
+    @property
+    def loads(self) -> dict[int, list[EntryKey]]:
+        """Keys of the loads under way, without those given up."""
+        wanted = [load for load in self.begun.values() if not load.is_given_up]
+        return {load.number: [item.key for item in load.items] for load in wanted}
+
+    @property
+    def cancelled(self) -> list[int]:
+        return [load.number for load in self.begun.values() if load.is_given_up]
 
     def write(self, key: EntryKey, size: int, content: Callable[[], tuple[object, Sequence[object]]]) -> bool:
         if self.is_full:
@@ -60,8 +69,7 @@ class FakeDisk:
     def touch(self, used: Mapping[EntryKey, float]) -> Sequence[EntryKey]:
         """Name the entries that are gone and not told of; no entry is evicted in an order here."""
         gone = [key for key in used if key not in self.entries]
-        told = [EvictedEntries([key]) for key in gone]
-        self.events = [one for one in self.events if one not in told]
+        self.evicted = [key for key in self.evicted if key not in gone]
         return gone
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
@@ -71,44 +79,41 @@ class FakeDisk:
     def drop(self, keys: Sequence[EntryKey]) -> None:
         self.remove(keys)
 
-    def load(self, number: int, items: Sequence[LoadItem]) -> None:
-        assert items, "a load of nothing"
-        self.loads[number] = [item.key for item in items]
-
-    def cancel(self, number: int) -> None:
-        self.loads.pop(number, None)
-        self.cancelled.append(number)
+    def load(self, load: TierLoad) -> None:
+        assert load.items, "a load of nothing"
+        self.begun[load.number] = load
 
     def finish(self, number: int, *, is_read: bool) -> None:
         """End a load; one of entries that are gone fails."""
-        keys = self.loads.pop(number)
-        found = [[self.entries[key]] for key in keys if key in self.entries]
-        is_read = is_read and len(found) == len(keys)
-        failed = next((place for place, key in enumerate(keys) if key not in self.entries), 0)
-        self.events.append(Loaded(number, found if is_read else None, 1.0, failed))
+        load, found = self.begun.pop(number), []
+        for item in load.items:
+            if not is_read or item.key not in self.entries:
+                break
+            found.append([self.entries[item.key]])
+        load.loaded = Loaded(found, 1.0)
 
     def evict(self, key: EntryKey) -> None:
         del self.entries[key]
-        self.events.append(EvictedEntries([key]))
+        self.evicted.append(key)
 
     def die(self) -> None:
         """Fail as a directory does that cannot be written any more: all is gone, and no load ends otherwise."""
-        self.is_full = True
+        self.is_full = self.is_dead = True
         self.entries.clear()
-        self.events = [EvictedEntries(None), *(Loaded(number, None, 0.0) for number in self.loads)]
-        self.loads.clear()
+        for load in self.begun.values():
+            load.loaded = Loaded((), 0.0)
+        self.begun.clear()
 
-    def take(self) -> list[Event]:
-        taken, self.events = self.events, []
-        return taken
+    def gone(self) -> Sequence[EntryKey] | None:
+        taken, self.evicted = self.evicted, []
+        return None if self.is_dead else taken
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, loads: object, seconds: float) -> None:
         """Waiting brings nothing: a rule ends loads."""
 
     def clear(self) -> None:
         self.entries.clear()
-        self.loads.clear()
-        self.events.clear()
+        self.evicted.clear()
 
 
 class FakeMemory:

@@ -297,7 +297,7 @@ def test_one_load_is_placed_before_each_step():
 def test_the_engine_waits_for_the_disk_only_if_it_has_nothing_to_compute():
     """EX-11: and forgets how often a request has tried once it has ended."""
     found, waits = Situation(blocks=12), []
-    found.disk.wait = waits.append
+    found.disk.wait = lambda loads, seconds: waits.append(seconds)
     waiting = found.request(1, range(20), on_disk=5)
     found.decide()
     assert len(waits) == 1

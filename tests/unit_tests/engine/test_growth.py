@@ -28,13 +28,11 @@ from megatron_ext.engine.structured_output import MaskThread
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.prefix_cache import cached_token_ids
 from megatron_ext.prefix_cache.disk import store_thread
-from megatron_ext.prefix_cache.disk.entry_copies import NoMemory
-from megatron_ext.prefix_cache.disk.store import open_directory_store
+from megatron_ext.prefix_cache.disk.store import MIN_HEAP, open_directory_store
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.tier import MAX_RUNS
 from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
-from megatron_ext.prefix_cache.disk.victims import MIN_HEAP
-from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
+from megatron_ext.prefix_cache.disk.warm_restart import NoMemory, WarmRestart
 from megatron_ext.prefix_cache.eviction_history import EvictionHistory
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler

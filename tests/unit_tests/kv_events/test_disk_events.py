@@ -13,7 +13,7 @@ from megatron_ext.kv_events.events import DISK, MEMORY, StateStored
 from megatron_ext.kv_events.mirror import CacheEvents, Mirror
 from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, packed_tokens
 from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
@@ -32,10 +32,10 @@ def run(first: int, last: int) -> PublishedRun:
     return PublishedRun(CHAIN[first:last], CHAIN[first - 1] if first else None, TOKENS, SIZE, last * SIZE)
 
 
-def entry(block: int, kind: EntryKind = EntryKind.BLOCK, root: bytes = ROOT) -> StoredEntry:
-    """A block or snapshot of the chain as the store has it."""
+def entry(block: int, kind: EntryKind = EntryKind.BLOCK, root: bytes = ROOT) -> NewEntry:
+    """A block or snapshot of the chain."""
     parent, tokens = (CHAIN[block - 1] if block else root), TOKENS[block * SIZE : (block + 1) * SIZE]
-    return StoredEntry(block + 1, b"", NewEntry(EntryKey(kind, CHAIN[block]), parent, block + 1, tokens), (), 0, 0)
+    return NewEntry(EntryKey(kind, CHAIN[block]), parent, block + 1, tokens)
 
 
 def read(index: Index, told: CacheEvents) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import shutil
+import os
 import struct
-import tempfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,11 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.kv_events.changes import Changes, Delta
 from megatron_ext.mcore.warm_restart_setup import write_audit_reports
 from megatron_ext.prefix_cache.audit_reports import AuditReports
-from megatron_ext.prefix_cache.disk.data_file import PAGE_BYTES, checksum_of
-from megatron_ext.prefix_cache.disk.entry import EntryKind
-from megatron_ext.prefix_cache.disk.index import DiskIndex
+from megatron_ext.prefix_cache.disk.entry import CHECKSUM_BYTES, EntryKind
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from tests.unit_tests.models.test_disk_tier import push_out, serve, settle, small
 from tests.unit_tests.models.test_durable_cache import started
+from tests.unit_tests.prefix_cache.disk.lives import stored_in
 from tests.unit_tests.support.driver import make_prompt
 
 
@@ -114,33 +112,19 @@ def apply(changes: Changes, blocks: set[BlockHash], states: set[BlockHash]) -> D
 
 
 def corrupt(directory: Path, kind: EntryKind, depth: int) -> None:
-    """Change a number in an entry's bytes, and make its checksum and the seal of its row those of the new bytes."""
-    slot = directory / "slot-0"
-    index = DiskIndex(slot / "index.sqlite")
-    entries, _ = index.load()
-    found = next(one for one in entries if (one.entry.key.kind, one.entry.depth) == (kind, depth))
-    (extent,) = found.extents
-    with (slot / "data").open("r+b") as data:
-        data.seek(extent.start * PAGE_BYTES)
-        content = bytearray(data.read(found.size))
-        content[20:24] = struct.pack("f", 3.0 + struct.unpack("f", content[20:24])[0])
-        data.seek(extent.start * PAGE_BYTES)
-        data.write(content)
-    index.apply(removed=[found.row_id])
-    index.apply(added=[dataclasses.replace(found, checksum=checksum_of([content]))])
-    index.close()
+    """Change a number in an entry's bytes, and make its checksum the one of the new bytes."""
+    found = next(one for one in stored_in(directory / "slot-0") if (one.key.kind, one.depth) == (kind, depth))
+    path, start = directory / "slot-0" / found.name, found.head_bytes + 20
+    raw = bytearray(path.read_bytes())
+    raw[start : start + 4] = struct.pack("f", 3.0 + struct.unpack("f", raw[start : start + 4])[0])
+    raw[:CHECKSUM_BYTES] = zlib.crc32(found.name.encode() + raw[CHECKSUM_BYTES:]).to_bytes(CHECKSUM_BYTES, "little")
+    path.write_bytes(raw)
+    os.utime(path, (found.used, found.used))
 
 
 def rows(directory: Path) -> set[tuple[EntryKind, int]]:
-    """Kind and depth of the entries whose rows are on the medium, as a copy of the files shows at any time."""
-    copy = Path(tempfile.mkdtemp(dir=directory.parent))
-    for name in ("index.sqlite", "index.sqlite-wal"):
-        if (directory / "slot-0" / name).exists():
-            shutil.copy(directory / "slot-0" / name, copy)
-    index = DiskIndex(copy / "index.sqlite")
-    entries, _ = index.load()
-    index.close()
-    return {(one.entry.key.kind, one.entry.depth) for one in entries}
+    """Kind and depth of the entries that have files."""
+    return {(one.key.kind, one.depth) for one in stored_in(directory / "slot-0")}
 
 
 @pytest.mark.parametrize(("kind", "depth"), [(EntryKind.BLOCK, 3), (EntryKind.SNAPSHOT, 7)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import sqlite3
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
-from megatron_ext.prefix_cache.disk.entry_copies import key_of
-from megatron_ext.prefix_cache.disk.index import DiskIndex
+from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
+from megatron_ext.prefix_cache.disk.tier import key_of
 from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
 from megatron_ext.prefix_cache.hash_chain import HashChain
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.on_request import long_except
 from tests.unit_tests.models.test_durable_cache import PATIENCE, GetDriver, change, reset, started, suspend
+from tests.unit_tests.prefix_cache.disk.lives import damage, stored_in
 from tests.unit_tests.support.driver import Driver, make_prompt
 
 SMALL = {"block_count": 14}
@@ -222,18 +222,18 @@ def test_requests_of_one_prefix_wait_for_one_load(get_driver, tmp_path, monkeypa
 
 
 class SlowReads:
-    """Reads of a store's data file that wait until they are let go."""
+    """Reads of a store's files that wait until they are let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()
-        read = DataFile.read
+        read = EntryFiles.read
 
-        def wait_and_read(*arguments: object) -> bool:
+        def wait_and_read(*arguments: object) -> object:
             self.has_begun.set()
             assert self.may_go_on.wait(PATIENCE)
             return read(*arguments)
 
-        monkeypatch.setattr(DataFile, "read", wait_and_read)
+        monkeypatch.setattr(EntryFiles, "read", wait_and_read)
 
 
 def test_others_go_on_while_a_request_waits_for_the_disk(get_driver, tmp_path, monkeypatch):
@@ -282,9 +282,8 @@ def test_damaged_entries_on_disk_are_misses(get_driver, tmp_path):
     tokens, *_ = serve(driver, prompt)
     push_out(driver)
     settle(driver)
-    data = tmp_path / "cache" / "slot-0" / "data"
-    raw = data.read_bytes()
-    data.write_bytes(bytes(255 - byte for byte in raw))
+    for path in (tmp_path / "cache" / "slot-0").glob("*.*"):
+        damage(path)
     again, _, skipped = serve(driver, prompt)
     assert (again, skipped) == (tokens, 0)
     settle(driver)
@@ -327,7 +326,7 @@ def test_a_live_tier_forgets_what_the_cache_forgets(get_driver, tmp_path, forget
     counts = disk.counts()
     assert (len(disk.tier), counts["blocks"], counts["snapshots"]) == (0, 0, 0)
     disk.abandon()
-    assert DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load() == ([], [])
+    assert stored_in(tmp_path / "cache" / "slot-0") == []
 
 
 def test_nothing_of_new_weights_is_written_after_a_reset_of_the_engine(get_driver, tmp_path):
@@ -371,18 +370,18 @@ def no_room(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(DataFile, "write", fail)
+    monkeypatch.setattr(EntryFiles, "write", fail)
 
 
 def vanish(_: pytest.MonkeyPatch, slot: Path) -> None:
-    (slot / "data").unlink()
+    shutil.rmtree(slot)
 
 
 def become_read_only(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise sqlite3.OperationalError("attempt to write a readonly database")
+        raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(DiskIndex, "apply", fail)
+    monkeypatch.setattr(EntryFiles, "sync", fail)
 
 
 @pytest.mark.parametrize("trouble", [no_room, vanish, become_read_only])

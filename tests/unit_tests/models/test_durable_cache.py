@@ -24,12 +24,12 @@ from megatron_ext.mcore.warm_restart_setup import keep_engine
 from megatron_ext.models.identity import cache_facts, tensors_digest
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.prefix_cache.disk.announcing import announce
-from megatron_ext.prefix_cache.disk.data_file import DataFile
+from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.prefix_cache.disk.slot import take_slot
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.forked import fork
 from tests.on_request import long_except
-from tests.unit_tests.prefix_cache.disk.lives import FAULTS
+from tests.unit_tests.prefix_cache.disk.lives import FAULTS, damage
 from tests.unit_tests.support.driver import Driver, make_prompt
 
 PATIENCE = 300  # seconds
@@ -185,11 +185,8 @@ def test_damaged_entries_are_misses(get_driver, tmp_path):
     driver = started(get_driver, tmp_path / "cache")
     tokens, _, _ = served(driver)
     driver.engine.close()
-    data = tmp_path / "cache" / "slot-0" / "data"
-    raw = bytearray(data.read_bytes())
-    for position in range(0, len(raw), 20_000):
-        raw[position] ^= 255
-    data.write_bytes(raw)
+    for path in sorted((tmp_path / "cache" / "slot-0").glob("*.*"))[::4]:
+        damage(path)
     driver = started(get_driver, tmp_path / "cache")
     drops = driver.engine.core.disk.counts()["drops"]
     assert drops["checksum"] > 0
@@ -375,8 +372,8 @@ def generate_and_die(directory: str, salt: str, moment: int) -> None:
     engine = load_engine(buffer_size_gb=0.05, prefix_cache_dir=directory)
     engine.generate(TEXT, RequestParams(num_tokens_to_generate=12, cache_salt=salt))
     left = itertools.count(moment, -1)
-    for name in ("_put", "sync"):
-        setattr(DataFile, name, _dying(getattr(DataFile, name), left))
+    for name in ("write", "sync"):
+        setattr(EntryFiles, name, _dying(getattr(EntryFiles, name), left))
     engine.close()
 
 

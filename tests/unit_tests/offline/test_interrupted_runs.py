@@ -20,7 +20,7 @@ from megatron_ext.engine.client import EngineClient
 from megatron_ext.models import engine_args
 from megatron_ext.offline import run as offline
 from megatron_ext.offline.passes import run_passes
-from megatron_ext.prefix_cache.disk.data_file import DataFile
+from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.signals import Interruption
@@ -255,7 +255,7 @@ def test_a_second_signal_while_the_cache_is_written(
 ):
     """DC-1, SE-4: what was not written is counted, and the results are written all the same."""
     monkeypatch.setattr(signals, "ONE_WISH", 0.0)
-    write, notice, left, handled = DataFile.write, Interruption._notice, [count], threading.Semaphore(0)
+    write, notice, left, handled = EntryFiles.write, Interruption._notice, [count], threading.Semaphore(0)
 
     def write_and_signal(*arguments: object) -> bool:
         if left[0]:
@@ -270,7 +270,7 @@ def test_a_second_signal_while_the_cache_is_written(
 
     monkeypatch.setattr(Interruption, "_notice", notice_and_tell)
 
-    monkeypatch.setattr(DataFile, "write", write_and_signal)
+    monkeypatch.setattr(EntryFiles, "write", write_and_signal)
     output, cache = tmp_path / "out.json", ["--prefix-cache-dir", str(tmp_path / "cache")]
     small = ["--inference-dynamic-batching-block-size", "16", "--inference-dynamic-batching-block-count", "80"]
     argv = ["--prompt-file", prompt_file, "--output-path", str(output), "--output-format", "full"]

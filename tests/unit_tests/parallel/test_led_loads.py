@@ -12,7 +12,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine import disk_loading
 from megatron_ext.errors import RankError
 from megatron_ext.prefix_cache.disk.tier import DiskTier
-from megatron_ext.prefix_cache.disk.tier_storage import READ, EvictedEntries, LoadEstimates
+from megatron_ext.prefix_cache.disk.tier_storage import READ, LoadEstimates
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import SchedulerLimits
@@ -133,7 +133,7 @@ class Life:
         """Let a disk fail, or an eviction, as `WarmRestart.on_evicted` notices it."""
         part = self.rng.choice(self.world.parts)
         if self.rng.random() < 0.5:
-            part.disk.events.append(EvictedEntries(None))
+            part.disk.is_dead = True
             part.disk.entries.clear()
         else:
             part.tier.turn_off()

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch
 from megatron_ext.config import ModelConfig, ParallelConfig, RequestParams
 from megatron_ext.errors import RankError
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.prefix_cache.disk.data_file import DataFile
+from megatron_ext.prefix_cache.disk.entry_files import DamagedEntryError, EntryFiles
 from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -67,17 +68,16 @@ class Trouble:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        read = DataFile.read
+        read = EntryFiles.read
 
-        def troubled(file: DataFile, extents: Sequence[object], into: Sequence[bytearray]) -> bool:
+        def troubled(*arguments: object) -> array[int]:
             while self._path.exists() and self._path.read_text() == "slow":
                 time.sleep(0.01)
-            found = read(file, extents, into)
             if self._path.exists() and self._path.read_text() == "damaged":
-                into[0][0] ^= 1
-            return found
+                raise DamagedEntryError("checksum")
+            return read(*arguments)
 
-        self.patch = mock.patch.object(DataFile, "read", troubled)
+        self.patch = mock.patch.object(EntryFiles, "read", troubled)
 
     def begin(self, kind: str) -> None:
         self._path.write_text(kind)
@@ -241,7 +241,7 @@ def die_while_it_reads(whole: Whole, directory: Path) -> None:
 
     with mock.patch.object(LoadEstimates, "pays", return_value=True):
         if rank.number:
-            with mock.patch.object(DataFile, "read", die):
+            with mock.patch.object(EntryFiles, "read", die):
                 rank.live()
         rank.live(act)
 

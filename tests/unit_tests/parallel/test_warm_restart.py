@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import itertools
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,12 +26,11 @@ from megatron_ext.models.engine_args import EngineArgs, build_follower
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.parallel.parallel_context import ParallelContext
-from megatron_ext.prefix_cache.disk import store, warm_restart
-from megatron_ext.prefix_cache.disk.data_file import DataFile
-from megatron_ext.prefix_cache.disk.index import DiskIndex
+from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.priority import TestPriority
+from tests.unit_tests.prefix_cache.disk.lives import damage, stored_in
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import CPU
 from tests.unit_tests.support.ranks import run_ranks, run_world
@@ -50,7 +45,6 @@ EXPERTS = dataclasses.replace(CONFIG, hybrid_override_pattern="M*E", num_experts
 SPREAD = ParallelConfig(expert_model_parallel_size=2)
 BATCHING = BatchingConfig(block_size=16, block_count=60, max_requests=4)
 PROMPTS = (SYSTEM + text(9, 3), SYSTEM + text(30, 4), OTHER)
-DRAIN, PATIENCE = 1.0, 1.0  # seconds
 LATER = text(50, 21)
 PARAMS = RequestParams(num_tokens_to_generate=5)
 
@@ -117,13 +111,10 @@ class Rank:
 
 
 def entries_of_rank_1(engine: InferenceEngine) -> int:
-    """Return how many entries the other rank has committed to disk, without those of other layouts."""
+    """Return how many entries the other rank has on disk, without entries of other layouts."""
     name = "slot-0-rank-1" if len(engine.core.replicas) == 1 else "slot-1"
-    with tempfile.TemporaryDirectory() as folder:  # for a copy: the rank uses the index alone
-        for path in (engine.core.disk._thread._store.slot.path.parent / name).glob("index*"):
-            shutil.copy(path, folder)
-        with contextlib.closing(DiskIndex(Path(folder) / "index.sqlite")) as index:
-            return len(index.load()[0]) - engine.core.disk.counts()["other_entries"]
+    slot = engine.core.disk._thread._store.slot.path.parent / name
+    return len(stored_in(slot)) - engine.core.disk.counts()["other_entries"]
 
 
 def reset(engine: InferenceEngine) -> None:
@@ -161,14 +152,6 @@ def begin_anew(engine: InferenceEngine) -> list[RequestRecord]:
     return [*before, *serve(engine, [LATER])]
 
 
-def damage(slot: Path) -> None:
-    """Flip bytes all over the entries of a slot."""
-    raw = bytearray((slot / "data").read_bytes())
-    for position in range(0, len(raw), 40_000):
-        raw[position] ^= 255
-    (slot / "data").write_bytes(raw)
-
-
 def live_often(
     parallel: ParallelConfig,
     config: ModelConfig,
@@ -181,7 +164,8 @@ def live_often(
     found = {"cold": rank.live(lambda engine: serve(engine) + serve(engine)), "warm": rank.live()}
     dist.barrier()
     if rank.number == 1:
-        damage(slots[1])
+        for path in sorted(slots[1].glob("*.*"))[::4]:
+            damage(path)
     dist.barrier()
     found["damaged"] = rank.live()
     for how in forgets:
@@ -236,37 +220,28 @@ def test_replicas_that_share_experts_keep_their_caches(tmp_path):
     assert sorted(directory.iterdir()) == [directory / "prefix_cache_marker", *slots]
 
 
-def live_with_trouble(parallel: ParallelConfig, whole: Whole, directory: Path, trouble: str | None) -> Lived:
-    """Live once; at its third write at the end the other rank is killed, or comes too late."""
-    rank = Rank(parallel, CONFIG, whole, directory, prefix_cache_drain_seconds=DRAIN)
-    put, left = DataFile._put, itertools.count(-2)
+def live_and_die(parallel: ParallelConfig, whole: Whole, directory: Path, *, dies: bool) -> Lived:
+    """Live once; at its third write at the end the other rank is killed."""
+    rank = Rank(parallel, CONFIG, whole, directory)
+    write, left = EntryFiles.write, itertools.count(-2)
 
-    def put_or_fail(file: DataFile, position: int, piece: memoryview) -> None:
+    def write_or_fail(*arguments: object) -> None:
         if next(left) == 0:
-            if trouble == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            with (directory / "slot-0" / "lock").open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # held by the other rank, until it waits no more
-        put(file, position, piece)
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*arguments)
 
-    fails = put_or_fail if trouble is not None and rank.number == 1 else put
-    with (
-        mock.patch.object(DataFile, "_put", fails),
-        mock.patch.object(store, "PENDING_BYTES", 1),  # each entry is committed
-        mock.patch.multiple(warm_restart, DRAIN_WINDOW=2, PATIENCE=PATIENCE),
-    ):
+    fails = write_or_fail if dies and rank.number == 1 else write
+    with mock.patch.object(EntryFiles, "write", fails):
         return rank.live()
 
 
-@pytest.mark.parametrize("trouble", ["killed", "late"])
-def test_a_rank_that_is_lost_while_it_writes(whole, tmp_path, trouble):
+def test_a_rank_that_is_lost_while_it_writes(whole, tmp_path):
     """DC-4: the other one ends; the next start finds what both have, and nothing else."""
     directory = tmp_path / "cache"
-    first, other = run_world(live_with_trouble, 2, TENSOR, whole, directory, trouble)
+    first, other = run_world(partial(live_and_die, dies=True), 2, TENSOR, whole, directory)
     assert first.is_ok, first.describe()
-    assert "another rank has failed, or does not answer: the writing ends" in first.stderr
-    assert other.exit_code == (-signal.SIGKILL if trouble == "killed" else 0), other.describe()
-    again, beside = run_ranks(live_with_trouble, 2, TENSOR, whole, directory, None)
+    assert other.exit_code == -signal.SIGKILL, other.describe()
+    again, beside = run_ranks(partial(live_and_die, dies=False), 2, TENSOR, whole, directory)
     assert again.tokens == first.value.tokens
     assert 0 < again.disk["loaded"] == beside.disk["loaded"] < 12
     assert set(again.disk["drops"]) | set(beside.disk["drops"]) <= {"incomplete"}

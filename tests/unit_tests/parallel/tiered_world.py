@@ -12,10 +12,10 @@ from megatron_ext.engine.cache_audit import CacheAudit
 from megatron_ext.engine.result import StepResult
 from megatron_ext.parallel.commands import Action, Batch
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.entry_copies import LoadTarget, NoMemory
 from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
 from megatron_ext.prefix_cache.disk.tier_storage import TierStorage
+from megatron_ext.prefix_cache.disk.warm_restart import LoadTarget, NoMemory
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.scheduling.scheduler import Scheduler

@@ -27,14 +27,14 @@ def serve(directory: Path, log: Path, parent: connection.Connection, is_slow: bo
     import time
 
     from megatron_ext.commands.serve import main
-    from megatron_ext.prefix_cache.disk.data_file import DataFile
+    from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
     from megatron_ext.server import run
 
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), sys.stderr.fileno())
     run.announce = parent.send
     if is_slow:
-        write = DataFile.write
-        DataFile.write = lambda *arguments: (time.sleep(ENTRY_SECONDS), write(*arguments))[1]
+        write = EntryFiles.write
+        EntryFiles.write = lambda *arguments: (time.sleep(ENTRY_SECONDS), write(*arguments))[1]
     sys.exit(main([*TINY, "--port", "0", "--prefix-cache-dir", str(directory), "--prefix-cache-disk-gb", "0.01"]))
 
 

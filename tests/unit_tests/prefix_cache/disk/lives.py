@@ -9,15 +9,15 @@ from collections.abc import Callable
 from hashlib import shake_128
 from pathlib import Path
 
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry, from_file
 from megatron_ext.prefix_cache.disk.store import DiskStore
-from megatron_ext.prefix_cache.disk.store_use import BAD_BYTES, BAD_INDEX, BAD_ROW, BAD_TOKENS, TOO_SHORT
+from megatron_ext.prefix_cache.disk.store_use import BAD_BYTES, BAD_TOKENS, TOO_SHORT
 from megatron_ext.prefix_cache.hash_chain import BlockHash, hash_blocks, root_hash
 
 IDENTITY = bytes(range(32))
 LIMIT = 2**20  # bytes
 BLOCK = 4  # tokens
-FAULTS = {BAD_ROW, BAD_INDEX, BAD_BYTES, BAD_TOKENS, TOO_SHORT}
+FAULTS = {BAD_BYTES, BAD_TOKENS, TOO_SHORT}
 ROOT = root_hash([b"lives"])
 
 
@@ -46,7 +46,7 @@ def put(store: DiskStore, entry: NewEntry) -> bool:
 def is_read(store: DiskStore, key: EntryKey) -> bool:
     """Return whether an entry can be read; what is read must be right."""
     into = bytearray(len(content(key)))
-    found = store.read(key, [memoryview(into)[:7], memoryview(into)[7:]])
+    found = store.read(key, [memoryview(into)[:7], memoryview(into)[7:]]) is not None
     assert not found or into == content(key), f"wrong bytes for {key}"
     return found
 
@@ -56,13 +56,33 @@ def faults(store: DiskStore) -> dict[str, int]:
     return {reason: count for reason, count in store.drops.items() if reason in FAULTS}
 
 
+def stored_in(slot: Path) -> list[StoredEntry]:
+    """The entries of all files of a slot."""
+    files = [(path.name, path.stat()) for path in slot.iterdir()]
+    found = (from_file(name, status.st_mtime, status.st_size) for name, status in files)
+    return [entry for entry in found if entry is not None]
+
+
+def file_of(directory: Path, key: EntryKey) -> Path:
+    """The file of an entry."""
+    (path,) = directory.glob(f"slot-*/*-{key.block_hash.hex()}-*.{('kv', 'states')[key.kind]}")
+    return path
+
+
+def damage(path: Path) -> None:
+    """Flip the last byte of an entry's file, whose time of last use stays."""
+    status, data = path.stat(), path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 255]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 def fast_directory() -> tempfile.TemporaryDirectory[str]:
     """A directory in memory where there is one: campaigns sync thousands of times."""
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
 def live(store: DiskStore, seed: int, actions: int, after_each: Callable[[], None] = lambda: None) -> None:
-    """Put, read, touch, remove and commit at random."""
+    """Put, read, touch, forget and commit at random."""
     rng = random.Random(seed)
     known: list[NewEntry] = []
     for step in range(actions):
@@ -78,7 +98,7 @@ def live(store: DiskStore, seed: int, actions: int, after_each: Callable[[], Non
         elif action < 0.75:
             store.touch(rng.choice(known).key, step * rng.random())
         elif action < 0.85:
-            store.remove(rng.choice(known).key)
+            store.forget([rng.choice(known).key])
         elif action < 0.99:
             store.commit()
         else:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.disk import slot as slots
+from megatron_ext.prefix_cache.disk.entry import NewEntry
 from megatron_ext.prefix_cache.disk.slot import (
     MARKER,
     DiskUnavailableError,
@@ -21,7 +22,15 @@ from megatron_ext.prefix_cache.disk.slot import (
     take_slot_of_rank,
 )
 from megatron_ext.prefix_cache.disk.store import open_directory_store
-from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, fast_directory
+from tests.unit_tests.prefix_cache.disk.lives import (
+    IDENTITY,
+    LIMIT,
+    entry_after,
+    fast_directory,
+    file_of,
+    is_read,
+    put,
+)
 from tests.unit_tests.support.foreign import ForeignFiles
 from tests.unit_tests.support.source import ROOT
 
@@ -100,11 +109,8 @@ def test_a_damaged_marker_is_written_again(directory, caplog):
     for damaged in (b"", text[:-1], *flips):
         marker.write_bytes(damaged)
         take_slot(directory).close()
-        assert marker.read_bytes() == text or b"format 0" in damaged
-    assert (
-        caplog.messages.count(f"prefix cache on disk: {directory}/{MARKER} is damaged; it is written again")
-        == len(flips) + 1
-    )
+        assert marker.read_bytes() == text
+    assert sum(f"{directory}/{MARKER} is damaged" in one for one in caplog.messages) == len(flips) + 2
     marker.write_bytes(text[:-1])
     (directory / "thesis.txt").write_text("words")
     with pytest.raises(ConfigError, match="is not the marker of a prefix cache"):
@@ -122,45 +128,72 @@ def test_a_marker_that_was_not_finished_is_written_again(directory):
 def test_a_newer_format_is_refused_by_name(directory):
     """DC-2."""
     take_slot(directory).close()
-    (directory / MARKER).write_text("megatron_ext prefix cache, format 2\n")
-    with pytest.raises(ConfigError, match=f"{directory} has format 2 of a later version; this one reads format 1"):
+    (directory / MARKER).write_text("megatron_ext prefix cache, format 8\n")
+    with pytest.raises(ConfigError, match=f"{directory} has format 8 of a later version; this one reads format 7"):
         take_slot(directory)
 
 
-@pytest.mark.parametrize("name", ["slot-0", "slot-0/lock", "slot-0/data", "slot-0/index.sqlite", MARKER])
+def test_files_of_an_earlier_format_are_erased_and_said(directory, caplog):
+    """DC-2: they would lie there for ever; entries of this format are kept beside them."""
+    entry = kept_entry(directory)
+    (directory / MARKER).write_text("megatron_ext prefix cache, format 1\n")
+    for name in ("data", "index.sqlite", "index.sqlite-wal", "notes"):
+        (directory / "slot-0" / name).touch(0o600)
+    store = open_directory_store(directory, IDENTITY, LIMIT)
+    assert sorted(os.listdir(directory / "slot-0")) == sorted([file_of(directory, entry.key).name, "lock", "notes"])
+    assert is_read(store, entry.key)
+    store.close()
+    assert ["of an earlier version, whose entries are erased" in one for one in caplog.messages] == [True]
+
+
+def kept_entry(directory: Path) -> NewEntry:
+    """An entry that a process has left in a directory."""
+    store, entry = open_directory_store(directory, IDENTITY, LIMIT), entry_after(None, [1])
+    put(store, entry)
+    store.close()
+    return entry
+
+
+NAMES = ["slot-0", "slot-0/lock", MARKER, "entry"]
+
+
+def path_of(directory: Path, name: str) -> Path:
+    """A path in a directory that has an entry."""
+    entry = kept_entry(directory)
+    return file_of(directory, entry.key) if name == "entry" else directory / name
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_links_are_not_followed(directory, tmp_path, name):
     """DC-4."""
-    open_directory_store(directory, IDENTITY, LIMIT).close()
+    path = path_of(directory, name)
     elsewhere = tmp_path / "elsewhere"
-    (directory / name).rename(elsewhere)
-    (directory / name).symlink_to(elsewhere)
-    with pytest.raises((ConfigError, DiskUnavailableError), match=r"symbolic links|Not a directory"):
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises((ConfigError, DiskUnavailableError), match=r"symbolic links|Not a directory|not a regular file"):
         open_directory_store(directory, IDENTITY, LIMIT)
 
 
-@pytest.mark.parametrize("name", ["slot-0/data", "slot-0/index.sqlite"])
+@pytest.mark.parametrize("name", NAMES[1:])
 def test_a_second_name_of_a_file_is_refused(directory, tmp_path, name):
     """DC-4."""
-    open_directory_store(directory, IDENTITY, LIMIT).close()
-    os.link(directory / name, tmp_path / "second")
+    os.link(path_of(directory, name), tmp_path / "second")
     with pytest.raises(ConfigError, match="is not a regular file with one name"):
         open_directory_store(directory, IDENTITY, LIMIT)
 
 
-@pytest.mark.parametrize("name", ["", "slot-0", "slot-0/lock", "slot-0/data", "slot-0/index.sqlite", MARKER])
+@pytest.mark.parametrize("name", ["", *NAMES])
 def test_what_others_can_write_to_is_refused(directory, name):
     """DC-4."""
-    open_directory_store(directory, IDENTITY, LIMIT).close()
-    (directory / name).chmod(0o777)
+    path_of(directory, name).chmod(0o777)
     with pytest.raises(ConfigError, match="0777"):
         open_directory_store(directory, IDENTITY, LIMIT)
 
 
-@pytest.mark.parametrize("name", ["", "slot-0", "slot-0/index.sqlite"])
+@pytest.mark.parametrize("name", ["", "slot-0", "slot-0/lock"])
 def test_files_of_another_user_are_refused(directory, monkeypatch, name):
     """DC-4."""
-    open_directory_store(directory, IDENTITY, LIMIT).close()
-    ForeignFiles(monkeypatch).add(directory / name)
+    ForeignFiles(monkeypatch).add(path_of(directory, name))
     with pytest.raises(ConfigError, match="uid 65534"):
         open_directory_store(directory, IDENTITY, LIMIT)
 
@@ -173,10 +206,10 @@ def test_a_directory_that_cannot_be_written_is_said_in_one_line():
         if os.geteuid() == 0:
             for path in (Path(folder), directory, *directory.rglob("*")):
                 os.chown(path, 65534, -1)
-        (directory / "slot-0" / "data").chmod(0o400)
+        (directory / "slot-0" / "lock").chmod(0o400)
         try:
             os.seteuid(65534 if os.geteuid() == 0 else os.geteuid())
-            with pytest.raises(DiskUnavailableError, match="data: Permission denied"):
+            with pytest.raises(DiskUnavailableError, match="cache: Permission denied"):
                 open_directory_store(directory, IDENTITY, LIMIT)
         finally:
             os.seteuid(os.getuid())

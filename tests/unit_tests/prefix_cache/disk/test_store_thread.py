@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.prefix_cache.disk import store_thread
-from megatron_ext.prefix_cache.disk.data_file import DataFile
-from megatron_ext.prefix_cache.disk.entry import EntryKind, NewEntry
-from megatron_ext.prefix_cache.disk.index import DiskIndex
+from megatron_ext.prefix_cache.disk.entry import Buffer, EntryKind, NewEntry
+from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.prefix_cache.disk.store import DiskStore, open_directory_store
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
-from megatron_ext.prefix_cache.disk.tier_storage import EvictedEntries, Loaded, LoadItem
-from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, put
+from megatron_ext.prefix_cache.disk.tier_storage import LoadItem, TierLoad
+from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, put, stored_in
 
 PATIENCE = 100  # seconds; only what hangs takes as long
 
@@ -27,14 +26,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_reached, self.is_open = threading.Event(), threading.Event()
-        write = DataFile.write
+        write = EntryFiles.write
 
         def wait_and_write(*arguments: object) -> None:
             self.is_reached.set()
             assert self.is_open.wait(PATIENCE)
             write(*arguments)
 
-        monkeypatch.setattr(DataFile, "write", wait_and_write)
+        monkeypatch.setattr(EntryFiles, "write", wait_and_write)
 
     def open_with_the_next_job(self, monkeypatch: pytest.MonkeyPatch, thread: StoreThread) -> None:
         """Let writes through when something else waits for the thread."""
@@ -65,10 +64,17 @@ def item(entry: NewEntry, tokens: list[int] | None = None) -> LoadItem:
     return LoadItem(entry.key, [len(content(entry.key))], tokens)
 
 
-def loaded(thread: StoreThread) -> list[Loaded]:
-    """The loads that have ended, at least one."""
-    thread.wait(PATIENCE)
-    return [one for one in thread.take() if isinstance(one, Loaded)]
+def begin(thread: StoreThread, *items: LoadItem) -> TierLoad:
+    """Begin a load."""
+    load = TierLoad(1, items, 0, 0.0)
+    thread.load(load)
+    return load
+
+
+def read(thread: StoreThread, load: TierLoad) -> Sequence[Sequence[Buffer]]:
+    """What a load has read in the end."""
+    thread.wait([load], PATIENCE)
+    return load.loaded.contents
 
 
 def chain(count: int) -> list[NewEntry]:
@@ -82,10 +88,8 @@ def test_what_is_written_is_read_again(store):
     """EX-11: after the writes, and in the order that was asked for."""
     thread, entries = StoreThread(store), chain(5)
     assert all(give(thread, entry) for entry in entries)
-    thread.load(7, [item(one) for one in entries[::-1]])
-    (found,) = loaded(thread)
-    assert found.number == 7
-    assert [bytes(buffers[0]) for buffers in found.contents] == [content(one.key) for one in entries[::-1]]
+    found = read(thread, begin(thread, *map(item, entries[::-1])))
+    assert [bytes(buffers[0]) for buffers in found] == [content(one.key) for one in entries[::-1]]
     assert thread.stop(PATIENCE)
     assert all(one.key in store for one in entries)
 
@@ -97,11 +101,10 @@ def test_an_entry_that_waits_to_be_written_is_read_from_the_queue(store, monkeyp
     give(thread, first)
     assert gate.is_reached.wait(PATIENCE)
     give(thread, second)
-    thread.load(1, [item(second)])
+    load = begin(thread, item(second))
     gate.is_reached.clear()
     gate.is_open.set()
-    (found,) = loaded(thread)
-    assert bytes(found.contents[0][0]) == content(second.key)
+    assert bytes(read(thread, load)[0][0]) == content(second.key)
     assert thread.stop(PATIENCE)
 
 
@@ -125,10 +128,9 @@ def test_entries_that_are_evicted_on_disk_are_named(store):
         entries.append(entry_after(None, [number] * 4, used=float(number)))
         give(thread, entries[-1])
     assert thread.stop(PATIENCE)
-    (gone,) = thread.take()
-    assert isinstance(gone, EvictedEntries)
-    assert set(gone.keys) == {one.key for one in entries if one.key not in store}
-    assert gone.keys[0] == entries[0].key
+    gone = thread.gone()
+    assert set(gone) == {one.key for one in entries if one.key not in store}
+    assert gone[0] == entries[0].key
 
 
 def test_an_entry_that_the_store_refuses_is_named(store):
@@ -140,7 +142,7 @@ def test_an_entry_that_the_store_refuses_is_named(store):
     refused = next(one for one in snapshots if len(content(one.key)) > LIMIT // 32)
     give(thread, refused)
     assert thread.stop(PATIENCE)
-    assert thread.take()[0].keys[-1] == refused.key
+    assert thread.gone()[-1] == refused.key
 
 
 def test_bytes_that_wait_are_those_of_the_queue(store, monkeypatch):
@@ -178,7 +180,7 @@ def test_what_is_on_disk_already_is_used_again(store):
     settle(thread)
     give(thread, dataclasses.replace(entry, used=5.0))
     assert thread.stop(PATIENCE)
-    assert store.find(entry.key).entry.used == 5.0
+    assert store.find(entry.key).used == 5.0
 
 
 def test_uses_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
@@ -192,7 +194,7 @@ def test_uses_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
     assert len(thread._jobs) + len(thread._touched) == 1
     gate.is_open.set()
     assert thread.stop(PATIENCE)
-    assert store.find(entry.key).entry.used == 8.0
+    assert store.find(entry.key).used == 8.0
 
 
 def test_no_job_follows_a_stop(store):
@@ -204,15 +206,13 @@ def test_no_job_follows_a_stop(store):
 
 
 def test_a_clear_forgets_what_has_happened(store):
-    """EX-11: entries of before it are neither placed, nor dropped from those that come after it."""
+    """EX-11: entries of before it are not dropped from those that come after it."""
     thread, (entry,) = StoreThread(store), chain(1)
     give(thread, entry)
     settle(thread)
-    thread.load(1, [item(entry)])
-    thread.wait(PATIENCE)
-    thread.run(lambda store: store.remove(entry.key))
+    thread.run(lambda store: store.forget([entry.key]))
     thread.clear()
-    assert thread.take() == []
+    assert thread.gone() == []
     assert thread.stop(PATIENCE)
 
 
@@ -222,11 +222,11 @@ def test_a_stop_reads_nothing_more(store, monkeypatch):
     thread = StoreThread(store)
     give(thread, entries[0])
     assert gate.is_reached.wait(PATIENCE)
-    thread.load(1, [item(entries[1])])
+    load = begin(thread, item(entries[1]))
     join = thread._thread.join
     monkeypatch.setattr(thread._thread, "join", lambda timeout: (gate.is_open.set(), join(timeout)))
     assert thread.stop(PATIENCE)
-    assert thread.take() == []
+    assert load.loaded is None
 
 
 def test_a_use_comes_before_the_choice_of_what_goes_or_names_what_is_gone(store, monkeypatch):
@@ -256,27 +256,26 @@ def test_a_use_comes_before_the_choice_of_what_goes_or_names_what_is_gone(store,
     assert thread.touch({old[1].key: 1002.0}) == [old[1].key]
     gate.is_open.set()
     assert thread.stop(PATIENCE)
-    (gone,) = thread.take()
-    assert old[1].key not in gone.keys
-    assert {*gone.keys} == {one.key for one in (*old[2:], *entries[300:]) if one.key not in store}
-    assert [store.find(one.key).entry.used for one in (old[0], entries[-1])] == [1000.0, 1001.0]
+    gone = thread.gone()
+    assert old[1].key not in gone
+    assert {*gone} == {one.key for one in (*old[2:], *entries[300:]) if one.key not in store}
+    assert [store.find(one.key).used for one in (old[0], entries[-1])] == [1000.0, 1001.0]
 
 
 def test_a_load_of_an_entry_that_is_gone_fails_as_a_whole(store):
     """EX-11: as one whose tokens differ does."""
     thread, entries = StoreThread(store), chain(2)
     give(thread, entries[0])
-    thread.load(1, [item(entries[0]), item(entries[1])])
-    assert [(one.number, one.contents) for one in loaded(thread)] == [(1, None)]
+    load = begin(thread, item(entries[0]), item(entries[1]))
+    assert len(read(thread, load)) == load.own_progress == 1
     settle(thread)
-    thread.load(2, [item(entries[0], [9] * 4)])
-    assert [(one.number, one.contents) for one in loaded(thread)] == [(2, None)]
+    assert read(thread, begin(thread, item(entries[0], [9] * 4))) == []
     thread.stop(PATIENCE)
 
 
-def test_a_load_that_is_given_up_is_not_told(store, monkeypatch):
-    """EX-11: while it is under way, or after it."""
-    read, entries, is_reading, may_read = store.read, chain(1), threading.Event(), threading.Event()
+def test_a_load_that_is_given_up_reads_no_more(store, monkeypatch):
+    """EX-11: others wait for the disk."""
+    read_entry, entries, is_reading, may_read = store.read, chain(1), threading.Event(), threading.Event()
     thread = StoreThread(store)
     give(thread, entries[0])
     settle(thread)
@@ -284,22 +283,17 @@ def test_a_load_that_is_given_up_is_not_told(store, monkeypatch):
     def wait_and_read(*arguments: object) -> bool:
         is_reading.set()
         assert may_read.wait(PATIENCE)
-        return read(*arguments)
+        return read_entry(*arguments)
 
     monkeypatch.setattr(store, "read", wait_and_read)
-    thread.load(1, [item(entries[0]), item(entries[0])])
+    load = begin(thread, item(entries[0]), item(entries[0]))
     assert is_reading.wait(PATIENCE)
-    thread.cancel(1)
+    load.is_given_up = True
     is_reading.clear()
     may_read.set()
     thread.run(lambda _: None)
     assert not is_reading.is_set(), "it reads on"
-    thread.load(2, [item(entries[0])])
-    assert [one.number for one in loaded(thread)] == [2]
-    thread.load(3, [item(entries[0])])
-    thread.wait(PATIENCE)
-    thread.cancel(3)
-    assert thread.take() == []
+    assert len(read(thread, begin(thread, item(entries[0])))) == 1
     thread.stop(PATIENCE)
 
 
@@ -310,8 +304,7 @@ def test_removed_entries_are_off_the_medium(store, tmp_path):
         give(thread, one)
     thread.remove([one.key for one in entries[1:]])
     assert thread.stop(PATIENCE)
-    sound, _ = DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load()
-    assert {one.entry.key for one in sound} <= {entries[0].key}
+    assert {one.key for one in stored_in(tmp_path / "cache" / "slot-0")} <= {entries[0].key}
 
 
 def test_clearing_returns_when_the_medium_has_forgotten(store, tmp_path, monkeypatch):
@@ -326,7 +319,7 @@ def test_clearing_returns_when_the_medium_has_forgotten(store, tmp_path, monkeyp
     thread.clear()
     assert (len(store), thread.use.blocks, thread.left_out) == (0, 0, 0)
     assert thread.stop(PATIENCE)
-    assert DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load() == ([], [])
+    assert stored_in(tmp_path / "cache" / "slot-0") == []
 
 
 def test_the_end_leaves_out_what_it_has_no_time_for(store, monkeypatch):
@@ -344,20 +337,20 @@ def test_the_end_leaves_out_what_it_has_no_time_for(store, monkeypatch):
     assert [one.key in store for one in entries] == [True, False, False, False]
 
 
-def test_a_failure_of_the_directory_ends_loads_and_is_told_once(store, monkeypatch):
+def test_a_failure_of_the_directory_ends_loads_and_is_told(store, monkeypatch):
     """EX-11, DC-3: a load is asked for while the write that fails is under way."""
     thread, entries = StoreThread(store), chain(2)
+    load = TierLoad(1, [item(entries[1])], 0, 0.0)
 
     def fail(*_: object) -> None:
-        thread.load(1, [item(entries[1])])
+        thread.load(load)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(DataFile, "write", fail)
+    monkeypatch.setattr(EntryFiles, "write", fail)
     give(thread, entries[0])
-    thread.wait(PATIENCE)
-    assert thread.take() == [EvictedEntries(None), Loaded(1, None, 0.0)]
+    assert len(read(thread, load)) == 0
+    assert thread.gone() is None
     assert thread.stop(PATIENCE)
-    assert thread.take() == []
     assert not thread.use.is_on
     assert len(store) == 0
 
@@ -377,7 +370,7 @@ def test_a_failure_of_the_directory_holds_up_no_caller(store, monkeypatch, forge
         has_begun.set()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(DataFile, "write", fail)
+    monkeypatch.setattr(EntryFiles, "write", fail)
     give(thread, chain(1)[0])
     assert has_begun.wait(PATIENCE)
     asking.join(PATIENCE)
@@ -393,15 +386,14 @@ def test_an_unexpected_error_ends_the_use_of_the_store_alone(store, monkeypatch,
     def fail(*_: object) -> None:
         raise LookupError("planted")
 
-    monkeypatch.setattr(store, f"_{call}" if call != "read" else "_read_entry", fail)
+    monkeypatch.setattr(store, f"_{call}", fail)
     give(thread, entry)
     thread.run(lambda store: store.commit())
     settle(thread)
-    thread.load(1, [item(entry)])
-    assert [one.contents for one in loaded(thread)] == [None]
+    assert read(thread, begin(thread, item(entry))) == []
     thread.clear()
     assert not thread.use.is_on
-    assert thread.take() in ([], [EvictedEntries(None)])
+    assert thread.gone() is None
     assert thread.stop(PATIENCE)
     (record,) = [one for one in caplog.records if "planted; serving goes on without it" in one.getMessage()]
     assert record.exc_info
@@ -439,8 +431,8 @@ def test_snapshots_and_blocks_are_counted_as_they_come_and_go(store):
     snapshot = entry_after(None, [0] * 4, EntryKind.SNAPSHOT)
     for one in (block, snapshot):
         give(thread, one)
-    assert thread.stop(PATIENCE)
+    settle(thread)
     assert (store.use.blocks, store.use.snapshots) == (1, 1)
-    store.remove(block.key)
-    store.check()
+    thread.remove([block.key])
+    assert thread.stop(PATIENCE)
     assert (store.use.blocks, store.use.snapshots) == (0, 1)

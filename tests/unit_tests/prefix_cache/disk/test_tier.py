@@ -10,7 +10,7 @@ from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, LoadableRun
-from megatron_ext.prefix_cache.disk.tier_storage import OFF, READ, EvictedEntries, LoadEstimates, MeasuredRate
+from megatron_ext.prefix_cache.disk.tier_storage import OFF, READ, LoadEstimates, MeasuredRate
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.unit_tests.engine.disk_machine import FakeDisk
 
@@ -116,7 +116,7 @@ def test_what_is_read_is_checked_against_the_tokens_of_the_request():
     """EX-11: each block's, and those of the snapshot's block."""
     tier, disk, _ = tier_with(blocks="ab", snapshots="b")
     asked = []
-    disk.load = lambda number, items: asked.extend(items)
+    disk.load = lambda load: asked.extend(load.items)
     tier.begin(tier.find_run(NAMES, 1, 4), NAMES, TOKENS, 4)
     assert [(one.key.kind, one.key.block_hash, one.tokens, one.sizes) for one in asked] == [
         (EntryKind.BLOCK, b"b", [4, 5, 6, 7], (100,)),
@@ -167,10 +167,10 @@ def test_entries_that_find_no_place_in_the_queue_are_counted():
 def test_entries_that_the_disk_dropped_are_not_loaded():
     """EX-11."""
     tier, disk, _ = tier_with(blocks="abc", has_states=False)
-    disk.events.append(EvictedEntries([EntryKey(EntryKind.BLOCK, b"b")]))
+    disk.evicted.append(EntryKey(EntryKind.BLOCK, b"b"))
     tier.follow()
     assert tier.find_run(NAMES, 0, 4).end == 1
-    disk.events.append(EvictedEntries(None))
+    disk.is_dead = True
     tier.follow()
     tier.on_evicted([CachedEntry(b"d", b"c", 4, 3, None)])
     assert tier.find_run(NAMES, 0, 4) is None
@@ -191,7 +191,6 @@ def test_a_load_is_given_up_at_its_deadline():
     assert (tier.late(), tier.complete()) == ([late], [ready])
     tier.give_up(late)
     assert disk.cancelled == [late]
-    disk.loads[late] = []
     disk.finish(late, is_read=True)
     tier.follow()
     assert tier.complete() == [ready]
