@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
+from megatron_ext.routing.index import Replica
 from megatron_ext.routing.prompt import Prompt
-from megatron_ext.routing.replica_state import Replica
 from megatron_ext.routing.router import Router
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.record import Status

@@ -20,8 +20,8 @@ from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.ray_serve.autoscaling import ReplicaLoad, retiring
 from megatron_ext.ray_serve.cache_log import CacheReport, LoadReport, LogPosition, ReplicaFacts
 from megatron_ext.routing.choosing import Decision
+from megatron_ext.routing.index import Hash, Replica
 from megatron_ext.routing.prompt import Prompt
-from megatron_ext.routing.replica_state import Hash, Replica
 from megatron_ext.routing.router import Router
 
 _SLICE = 256  # blocks that are removed between two turns of the event loop

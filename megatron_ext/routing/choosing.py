@@ -25,9 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
-from megatron_ext.routing.index import Match, PrefixIndex
+from megatron_ext.routing.index import Match, PrefixIndex, Replica
 from megatron_ext.routing.prompt import Prompt
-from megatron_ext.routing.replica_state import Replica
 
 _FEW = 12  # replicas; up to this number they are compared directly, not searched in the order of all
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from megatron_ext.config.batching import DEFAULT_MAX_REQUESTS
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.routing.choosing import SCORED, Decision, Fleet, chooser
-from megatron_ext.routing.index import PrefixIndex
+from megatron_ext.routing.index import InFlightRequest, PrefixIndex, Replica
 from megatron_ext.routing.prompt import Prompt
-from megatron_ext.routing.replica_state import InFlightRequest, Replica
 
 _FIRST_GUESS = 256.0  # expected output tokens of a request before any has ended
 _MEMORY = 64  # requests in the moving average of output tokens

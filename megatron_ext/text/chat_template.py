@@ -66,18 +66,13 @@ class ChatOptions:
         given = dict(self.variables)
         mentioned = _words_of(template)
         unknown = [name for name in given if name not in mentioned]
-        if self.reasoning_effort is not None:
-            if REASONING_EFFORT in mentioned:
-                given.setdefault(REASONING_EFFORT, self.reasoning_effort)
-            elif self.reasoning_effort == "none" and ENABLE_THINKING in mentioned:
+        for name, value in ((REASONING_EFFORT, self.reasoning_effort), (VERBOSITY, self.verbosity)):
+            if value is not None and name in mentioned:
+                given.setdefault(name, value)
+            elif name == REASONING_EFFORT and value == "none" and ENABLE_THINKING in mentioned:
                 given.setdefault(ENABLE_THINKING, False)
-            else:
-                unknown.append(REASONING_EFFORT)
-        if self.verbosity is not None:
-            if VERBOSITY in mentioned:
-                given.setdefault(VERBOSITY, self.verbosity)
-            else:
-                unknown.append(VERBOSITY)
+            elif value is not None:
+                unknown.append(name)
         return given, unknown
 
     def check(self) -> None:

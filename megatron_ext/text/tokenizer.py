@@ -236,6 +236,10 @@ class TextTokenizer:
         path: Directory, or a `tokenizer.json` with the files of its special tokens next to it.
         template_file: File of a chat template in place of the directory's; None for these.
 
+    Attributes:
+        longest_token: Maximum number of characters of one token, so that n characters are at least n / `longest_token`
+            tokens. Characters that the tokenizer drops, such as repeated spaces, are not counted.
+
     Raises:
         ConfigError: The path does not exist, or has no tokenizer; or the file is no template.
     """
@@ -251,6 +255,7 @@ class TextTokenizer:
         file = path / TOKENIZER_FILE if path.is_dir() else path
         self._backend = FastBackend.read(file) if os.path.lexists(file) else AutoBackend(path)
         self.vocab_size, self.token_ids = self._backend.vocab_size, self._backend.token_ids
+        self.longest_token = self._backend.longest_token
         special = special_ids(directory, self._backend.id_of)
         labelled = [("end", special.eod), ("beginning", special.bos), *(("end", other) for other in special.ends)]
         for label, token_id in labelled:
@@ -290,14 +295,6 @@ class TextTokenizer:
     def serialized(self) -> str | None:
         """Contents of a `tokenizer.json`; None if the tokenizer has no such form."""
         return self._backend.serialized
-
-    @property
-    def longest_token(self) -> int:
-        """Maximum number of characters of one token, so that n characters are at least n / `longest_token` tokens.
-
-        Characters that the tokenizer drops, such as repeated spaces, are not counted.
-        """
-        return self._backend.longest_token
 
     @property
     def chat_templates(self) -> ChatTemplates:

@@ -225,9 +225,8 @@ def check_files(directory: Path) -> bool:
 
 IdOf = Callable[[str], int | None]  # id of a token's text
 
-# Sources of the end and beginning of a document, in this order; the last two hold ids, the others texts.
-_TEXT_SOURCES = ((TOKENIZER_CONFIG, "{}_token"), ("special_tokens_map.json", "{}_token"))
-_ID_SOURCES = (("generation_config.json", "{}_token_id"), ("config.json", "{}_token_id"))
+# Files with ids of the end and beginning of a document, after those of the tokenizer, which have texts.
+_ID_FILES = (GENERATION_FILE, "config.json")
 # A bare tokenizer.json does not say which special token ends a document: these names are the usual ones.
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<eod>")
 
@@ -262,22 +261,22 @@ def special_ids(directory: Path, id_of: IdOf) -> SpecialIds:
 
 
 def _named_id(directory: Path, role: str, id_of: IdOf) -> int | None:
-    for file, key in _TEXT_SOURCES:
-        token = _value(directory / file, key.format(role))
+    for file in _SPECIAL_TOKEN_FILES:
+        token = _value(directory / file, f"{role}_token")
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str) and token:
             found = id_of(token)
             if found is None:
-                raise ConfigError(f"{directory / file}: {key.format(role)} {token!r} is not in the vocabulary")
+                raise ConfigError(f"{directory / file}: {role}_token {token!r} is not in the vocabulary")
             return found
     return next(iter(_listed_ids(directory, role)), None)
 
 
 def _listed_ids(directory: Path, role: str) -> list[int]:
     """Return the ids of a role from the first of the model's files that names any."""
-    for file, key in _ID_SOURCES:
-        value = _value(directory / file, key.format(role))
+    for file in _ID_FILES:
+        value = _value(directory / file, f"{role}_token_id")
         ids = [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]
         if ids:
             return ids

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_ext.errors import ConfigError
@@ -94,10 +95,7 @@ class Vocabulary:
 
     def decoder(self, *, skips_special: bool = True) -> Callable[..., str]:
         """Return `detokenize`, or a variant that always shows special tokens."""
-        return self.detokenize if skips_special else self._detokenize_all
-
-    def _detokenize_all(self, ids: Sequence[int], **_: object) -> str:
-        return self.detokenize(ids, skip_special_tokens=False)
+        return self.detokenize if skips_special else partial(self.detokenize, skip_special_tokens=False)
 
     def detokenize(self, ids: Sequence[int], **options: object) -> str:
         """Return the text of the ids that have a token.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.routing import replica_state
+from megatron_ext.routing import index
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Decision, Router
 
@@ -195,7 +195,7 @@ def test_requests_of_other_routers_count():
 
 def test_the_table_of_assignments_is_bounded(monkeypatch):
     """RP-3: entries of blocks that are gone are dropped, those of blocks that are held stay."""
-    monkeypatch.setattr(replica_state, "_FEW", 32)
+    monkeypatch.setattr(index, "_FEW", 32)
     router = made("longest_prefix", 0.5, 1)
     hold(router, "0", range(16))
     send(router, "0", "held", range(16))

@@ -135,10 +135,6 @@ _HOSTED = frozenset(get_args(HostedItem.model_fields["type"].annotation))
 
 def _kind_of(value: object) -> object:
     """Return the type of an item; messages and references may leave theirs out."""
-    if isinstance(value, HostedItem):
-        return value.type
-    if isinstance(value, InputItem):
-        return next(name for name, kind in _KINDS.items() if isinstance(value, kind))
     if not isinstance(value, dict):
         return None
     kind = value.get("type")
