@@ -47,7 +47,7 @@ from megatron_ext.ray_serve.ranks import Ranks, joined_world, prepare_process
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
 from megatron_ext.ray_serve.settings import AppSettings
-from megatron_ext.server.access import AccessLog, RequestIds
+from megatron_ext.server.access import AccessLog
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.log import set_up_logging
 from megatron_ext.server.openai.answer_memory import AnswerMemory
@@ -374,7 +374,7 @@ class Ingress:
         """Return the application that Ray's proxy calls."""
         app: ASGIApp = IngressApp(self._read, self._forward, self._limit, self._answers)
         app = AnthropicClients(FleetRoutes(app, FleetCalls(self._replicas).ask_all, self._limit))
-        return RequestIds(AccessLog(app) if self._logs else app, answers=False)  # Ray's proxy does
+        return AccessLog(app, answers=False, logs=self._logs)  # Ray's proxy answers ids
 
     async def _read(self, request: PromptRequest) -> ReadPrompt:
         with _naming_lost_replicas():

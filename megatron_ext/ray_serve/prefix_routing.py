@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_ext.config.routing import RoutingConfig
@@ -146,7 +147,6 @@ class PrefixRouting:
         self._router = Router(settings)
         self._scaling = scaling
         self._members: dict[str, _Member] = {}
-        self._in_flight: set[Hashable] = set()
         self.faults = 0
 
     # Replicas
@@ -165,7 +165,7 @@ class PrefixRouting:
     def leave(self, replica: str) -> None:
         """Forget a replica with its requests in flight; unknown ones are ignored."""
         if self._members.pop(replica, None) is not None:
-            self._in_flight.difference_update(self._router.leave(replica))
+            self._router.leave(replica)
 
     def owner(self, tag: str | None) -> str | None:
         """Return the replica whose ids of responses have a tag; None if it has not joined, or has left."""
@@ -257,17 +257,15 @@ class PrefixRouting:
         decision = self.choose(prompt, [replica])
         if decision is not None:
             self._router.began(request, decision, prompt, new_tokens)
-            self._in_flight.add(request)
 
     def prefilled(self, request: Hashable) -> None:
         """Note the first token of a request, whose prompt is no load any more; unknown requests are ignored."""
-        if request in self._in_flight:
+        with suppress(KeyError):
             self._router.prefilled(request)
 
     def end(self, request: Hashable) -> None:
         """Stop counting a request, however it ended; unknown ones are ignored."""
-        if request in self._in_flight:
-            self._in_flight.discard(request)
+        with suppress(KeyError):
             self._router.ended(request)
 
     def check(self) -> None:

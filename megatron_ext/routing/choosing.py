@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.routing.index import Match, PrefixIndex, Replica
@@ -113,7 +114,6 @@ class Fleet:
     Attributes:
         loads: Loads of all replicas.
         indexes: Prefix indexes by block size.
-        members: Bits of the replicas of each block size.
         reluctant: Bits of the replicas at which new conversations had better not start.
         last: Number of the replica chosen last by round robin.
         replicas: Replicas by number.
@@ -121,7 +121,6 @@ class Fleet:
 
     loads: Loads = field(default_factory=Loads)
     indexes: dict[int, PrefixIndex] = field(default_factory=dict)
-    members: dict[int, int] = field(default_factory=dict)
     reluctant: int = 0
     last: int = -1
     replicas: dict[int, Replica] = field(default_factory=dict)
@@ -152,13 +151,9 @@ def chooser(settings: RoutingConfig) -> Chooser:
     """Return the policy that the settings select."""
     alpha = settings.alpha
     return {
-        RoutingPolicyName.LEAST_COMPUTED: lambda fleet, prompt, replicas: _cheapest(fleet, prompt, replicas, alpha),
-        RoutingPolicyName.LONGEST_PREFIX: lambda fleet, prompt, replicas: _scored(
-            fleet, prompt, replicas, alpha, PrefixIndex.longest
-        ),
-        RoutingPolicyName.FIRST_PREFIX_BLOCK: lambda fleet, prompt, replicas: _scored(
-            fleet, prompt, replicas, alpha, PrefixIndex.first
-        ),
+        RoutingPolicyName.LEAST_COMPUTED: partial(_cheapest, alpha=alpha),
+        RoutingPolicyName.LONGEST_PREFIX: partial(_scored, alpha=alpha, matched=PrefixIndex.longest),
+        RoutingPolicyName.FIRST_PREFIX_BLOCK: partial(_scored, alpha=alpha, matched=PrefixIndex.first),
         RoutingPolicyName.LOAD_BALANCED: _balanced,
         RoutingPolicyName.ROUND_ROBIN: _in_turn,
     }[RoutingPolicyName(settings.policy)]
@@ -170,8 +165,8 @@ def _cheapest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Deci
     least, cost = _start(fleet, length, replicas, alpha)
     number, skipped = least, 0
     floor = (1 - alpha) * loads.lowest()
-    for size, index in fleet.indexes.items():
-        for tokens, bits in index.levels(prompt, replicas & fleet.members[size]):
+    for index in fleet.indexes.values():
+        for tokens, bits in index.levels(prompt, replicas & index.members):
             one = loads.least(fleet.eager(bits) if 2 * tokens < length else bits)
             computed = length - tokens + fleet.crowding(one, least, length, tokens)
             its = alpha * computed + (1 - alpha) * loads.load(one)
@@ -214,7 +209,7 @@ def _scored(
     is_keyed = False
     for size, index in fleet.indexes.items():
         is_keyed |= bool(prompt.keys(size))
-        found = matched(index, prompt, replicas & fleet.members[size])
+        found = matched(index, prompt, replicas & index.members)
         if found is None:
             continue
         for number in numbers(found.replicas):

@@ -106,7 +106,8 @@ class PrefixIndex:
         self.stored = Holders()  # blocks, from events
         self.claimed = Holders()  # blocks of prompts in flight
         self.states = Holders()  # visible snapshots, by the block at whose end they are
-        self.with_states = 0  # bits of replicas that resume only at snapshots
+        self.members = 0  # bits of its replicas
+        self.with_states = 0  # of these, that resume only at snapshots
 
     def levels(self, prompt: Prompt, replicas: int) -> Iterator[tuple[int, int]]:
         """Iterate over (skipped tokens, bits of the replicas that skip as many), the most first; 0 is left out.
@@ -192,13 +193,13 @@ class PrefixIndex:
         """Return whether the replica of `bit` has a block, or will have it."""
         return bool(self._having(key) & bit)
 
-    def check(self, replicas: int) -> None:
-        """Assert that every key has some of these replicas, and that snapshots are at the ends of stored blocks."""
-        assert not self.with_states & ~replicas, "a replica that is not in this index"
+    def check(self) -> None:
+        """Assert that every key has replicas of this index, and that snapshots are at the ends of stored blocks."""
+        assert not self.with_states & ~self.members, "a replica that is not in this index"
         for holders in (self.stored, self.claimed, self.states):
             for there in holders.bits.values():
                 assert there, "a key without replicas"
-                assert not there & ~replicas, "an index entry of a replica that is not in it"
+                assert not there & ~self.members, "an index entry of a replica that is not in it"
         for key, there in self.states.bits.items():
             assert not there & ~self.stored.bits.get(key, 0), "a snapshot outlives its block"
 
@@ -263,8 +264,8 @@ class Replica:
         self._max_assignments = _FEW
         self.blocks: dict[Hash, int] = {}
         self.states: dict[Hash, int] = {}
-        if has_states:
-            index.with_states |= self.bit
+        index.members |= self.bit
+        index.with_states |= self.bit if has_states else 0
 
     @property
     def pending(self) -> int:

@@ -90,7 +90,6 @@ class Router:
         one = Replica(replica, number, index, has_states=has_states, slots=slots, capacity=blocks * block_size)
         self.members[replica] = numbered[number] = one
         self._fleet.loads.join(number)
-        self._fleet.members[block_size] = self._fleet.members.get(block_size, 0) | one.bit
 
     def leave(self, replica: str) -> list[Hashable]:
         """Remove a replica, for any reason, with everything known of it.
@@ -103,11 +102,10 @@ class Router:
         for request in lost:
             self.ended(request)
         one.cleared()
-        index, size = one.index, one.index.block_size
-        index.with_states &= ~one.bit
-        self._fleet.members[size] &= ~one.bit
-        if not self._fleet.members[size]:
-            del self._fleet.members[size], self._fleet.indexes[size]
+        one.index.members &= ~one.bit
+        one.index.with_states &= ~one.bit
+        if not one.index.members:
+            del self._fleet.indexes[one.index.block_size]
         self._fleet.loads.leave(one.number)
         del self.members[replica], self._fleet.replicas[one.number]
         self._warming.pop(replica, None)
@@ -151,7 +149,7 @@ class Router:
         Returns:
             The decision; None if there is no other replica.
         """
-        replicas = sum(self._fleet.members.values())
+        replicas = sum(index.members for index in self._fleet.indexes.values())
         for name in exclude:
             if name in self.members:
                 replicas &= ~self.members[name].bit
@@ -259,10 +257,9 @@ class Router:
     def check(self) -> None:
         """Assert that only joined replicas are indexed, and that loads and claims match the requests in flight."""
         fleet, members, in_flight = self._fleet, self.members.values(), self._in_flight.values()
-        assert sum(fleet.members.values()) == sum(one.bit for one in members), "a replica is in no index, or in two"
-        assert fleet.indexes.keys() == fleet.members.keys(), "an index without replicas"
         for index in fleet.indexes.values():
-            index.check(sum(one.bit for one in members if one.index is index))
+            assert index.members == sum(one.bit for one in members if one.index is index) > 0, "replicas of an index"
+            index.check()
         for one in members:
             own = [sent for sent in in_flight if sent.replica == one.name]
             assert len(own) == len(one.in_flight), f"requests in flight to {one.name}"

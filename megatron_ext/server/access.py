@@ -38,20 +38,20 @@ def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
 
 
-class RequestIds:
-    """Middleware that gives a request its id while it is answered, and the answer the same id.
+class AccessLog:
+    """Middleware that gives a request its id while it is answered, gives the answer the same id, and logs the request.
 
     Args:
         app: Next ASGI application; it finds the id in the request's header, too, and may hand it on.
         answers: Whether to add the header to answers; False where a proxy such as Ray's does that.
+        logs: Whether each request is logged.
     """
 
-    def __init__(self, app: ASGIApp, *, answers: bool = True) -> None:
-        self._app = app
-        self._answers = answers
+    def __init__(self, app: ASGIApp, *, answers: bool = True, logs: bool = True) -> None:
+        self._app, self._answers, self._logs = app, answers, logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; log lines of its tasks carry its id meanwhile."""
+        """Pass the request on; log lines of its tasks carry its id meanwhile. Log it when it ends, normally or not."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,16 +59,24 @@ class RequestIds:
         request_id = _UNSAFE.sub("", given)[:LONGEST_ID] or new_request_id()
         field = HEADER, request_id.encode()
         scope["headers"] = [*(one for one in scope["headers"] if one[0] != HEADER), field]
+        status, is_complete, started = CLIENT_GONE, False, time.perf_counter()
 
-        async def send_with_id(message: Message) -> None:
+        async def noting(message: Message) -> None:
+            nonlocal status, is_complete
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), field]}
+                status = message["status"]
+                if self._answers:
+                    message = {**message, "headers": [*message.get("headers", ()), field]}
+            else:
+                is_complete = not message.get("more_body", False)
             await send(message)
 
         token = REQUEST_ID.set(request_id)
         try:
-            await self._app(scope, receive, send_with_id if self._answers else send)
+            await self._app(scope, receive, noting)
         finally:
+            if self._logs:
+                _log(scope, status if is_complete else CLIENT_GONE, time.perf_counter() - started)
             REQUEST_ID.reset(token)
 
 
@@ -80,37 +88,6 @@ def note_description(state: State, description: Description) -> None:
         description: Function that returns the id and the counts, each count after a space.
     """
     setattr(state, _KEY, description)
-
-
-class AccessLog:
-    """Middleware that logs each HTTP request.
-
-    Args:
-        app: Next ASGI application.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and log it when it ends, normally or not."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, is_complete, started = CLIENT_GONE, False, time.perf_counter()
-
-        async def noting(message: Message) -> None:
-            nonlocal status, is_complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                is_complete = not message.get("more_body", False)
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noting)
-        finally:
-            _log(scope, status if is_complete else CLIENT_GONE, time.perf_counter() - started)
 
 
 def _log(scope: Scope, status: int, duration: float) -> None:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_ext
-from megatron_ext.server.access import AccessLog, RequestIds
+from megatron_ext.server.access import AccessLog
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.api_errors import install_error_handlers, shutting_down
 from megatron_ext.server.http.auth import ADMIN_PATHS, Admission, open_paths
@@ -124,7 +124,7 @@ def create_app(
     def build_stack() -> ASGIApp:
         """Return all middleware, with ids and log lines around the handler of unexpected errors, too."""
         stack = AnthropicClients(app.state.unbegun.around(build()))
-        return RequestIds(AccessLog(stack) if settings.access_log else stack, answers=answers_ids)
+        return AccessLog(stack, answers=answers_ids, logs=settings.access_log)
 
     app.build_middleware_stack = build_stack  # type: ignore[method-assign]  # `add_middleware` would be inside of it
     return app

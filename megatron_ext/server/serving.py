@@ -77,16 +77,7 @@ class TextEncoder:
         self._one_by_one = ThreadPoolExecutor(1, "long texts")
 
     async def encode(self, text: str, tokenize: Callable[[str], list[int]] | None = None) -> list[int]:
-        """Return the ids of a text.
-
-        Args:
-            text: A prompt, or a rendered conversation.
-            tokenize: Function used instead of the tokenizer alone.
-
-        Raises:
-            ApiError: The text is too long under any tokenization.
-            ConfigError: The tokenizer cannot read the text.
-        """
+        """Return the ids of a text, by a function in place of the tokenizer alone if one is given; see `run`."""
         return await self.run(text, tokenize or self._tokenize)
 
     async def run(self, text: str, tokenize: Callable[[str], Result]) -> Result:

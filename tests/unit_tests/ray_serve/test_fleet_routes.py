@@ -19,7 +19,7 @@ from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, Answers, FleetRoute
 from megatron_ext.ray_serve.forwarded import ForwardedRequest
 from megatron_ext.ray_serve.replica_status import ADMIN_PATHS, status_router
 from megatron_ext.server import access
-from megatron_ext.server.access import AccessLog, RequestIds
+from megatron_ext.server.access import AccessLog
 from megatron_ext.server.app import create_app
 from megatron_ext.server.http.status_page import FLEET_PAGE
 from megatron_ext.server.log import LineFormatter
@@ -206,7 +206,7 @@ async def test_the_log_has_the_replica_and_the_id(caplog: pytest.LogCaptureFixtu
     """RP-6: a request can be followed from the ingress to its replica, by the id that Ray's proxy gives it."""
     caplog.set_level(logging.INFO, "megatron_ext")
     caplog.handler.setFormatter(LineFormatter())
-    app = RequestIds(AccessLog(Fleet({}).ingress))
+    app = AccessLog(Fleet({}).ingress)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
         answer = await http.post("/v1/completions", headers={"x-request-id": "one\x1b"})
     assert answer.json() == {"path": "/v1/completions"}

@@ -9,7 +9,7 @@ from megatron_ext.config import ServerConfig
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt, ReplicaLostError
 from megatron_ext.ray_serve.prompts import read_prompt
-from megatron_ext.server.access import RequestIds
+from megatron_ext.server.access import AccessLog
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.openai.answer_memory import AnswerMemory
 from megatron_ext.server.serving import Serving
@@ -46,7 +46,7 @@ class Ingress:
         self.losses = losses
         self.read: list[tuple[str, bytes]] = []
         app = AnthropicClients(IngressApp(self._read, self._forward, 1000, AnswerMemory(0)))
-        transport = httpx.ASGITransport(RequestIds(app))
+        transport = httpx.ASGITransport(AccessLog(app, logs=False))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://x")
 
     async def _read(self, request: PromptRequest) -> ReadPrompt:
