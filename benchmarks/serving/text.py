@@ -18,7 +18,7 @@ from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.request_manager import RequestHandle
-from megatron_ext.text.stop_words import StopWordMatcher, TextStream
+from megatron_ext.text.detokenizer import StopWordMatcher, TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
 
 LENGTHS = (1_024, 16_384)

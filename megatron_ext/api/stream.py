@@ -14,7 +14,7 @@ from megatron_ext.engine.pausing import ABORT
 from megatron_ext.errors import RequestFailed
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.token_versions import Runs, joined, part_of
-from megatron_ext.text.stop_words import TextStream
+from megatron_ext.text.detokenizer import TextStream
 from megatron_ext.text.vocabulary import Vocabulary
 
 

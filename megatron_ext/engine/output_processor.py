@@ -17,7 +17,7 @@ from megatron_ext.scheduling.explain_admission import note_end
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.text.stop_words import StopWordMatcher
+from megatron_ext.text.detokenizer import StopWordMatcher
 from megatron_ext.text.vocabulary import Vocabulary
 
 

@@ -50,7 +50,7 @@ from megatron_ext.ray_serve.settings import AppSettings
 from megatron_ext.server.access import AccessLog
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.log import set_up_logging
-from megatron_ext.server.openai.answer_memory import AnswerMemory
+from megatron_ext.server.openai.chat_prompt import AnswerMemory
 from megatron_ext.server.openai.responses_api.response_store import tag_of
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from megatron_ext.server.openai.responses_api.response_store import owner_named,
 from megatron_ext.server.openai.streaming import while_connected
 
 if TYPE_CHECKING:
-    from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember
-    from megatron_ext.server.openai.chat_prompt import ChatPrompt
+    from megatron_ext.server.openai.chat_prompt import AnsweredChat, AnswerMemory, ChatPrompt, Remember
 
 COMPLETIONS_PATH, CHAT_PATH, RESPONSES_PATH = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TOKENIZE_PATH = "/tokenize"

@@ -150,13 +150,14 @@ Chooser = Callable[[Fleet, Prompt, int], Decision]  # the int has the bits of th
 def chooser(settings: RoutingConfig) -> Chooser:
     """Return the policy that the settings select."""
     alpha = settings.alpha
-    return {
+    choosers: dict[RoutingPolicyName, Chooser] = {
         RoutingPolicyName.LEAST_COMPUTED: partial(_cheapest, alpha=alpha),
         RoutingPolicyName.LONGEST_PREFIX: partial(_scored, alpha=alpha, matched=PrefixIndex.longest),
         RoutingPolicyName.FIRST_PREFIX_BLOCK: partial(_scored, alpha=alpha, matched=PrefixIndex.first),
         RoutingPolicyName.LOAD_BALANCED: _balanced,
         RoutingPolicyName.ROUND_ROBIN: _in_turn,
-    }[RoutingPolicyName(settings.policy)]
+    }
+    return choosers[RoutingPolicyName(settings.policy)]
 
 
 def _cheapest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Decision:

@@ -32,10 +32,17 @@ from megatron_ext.server.http.body import handed_on_to
 from megatron_ext.server.log import printable
 from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.metrics import History, Metrics
-from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, Remember, read_answer
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.chat_prompt import ChatPrompt, Conversation, common_length
+from megatron_ext.server.openai.chat_prompt import (
+    AnsweredChat,
+    AnswerMemory,
+    ChatPrompt,
+    Conversation,
+    Remember,
+    common_length,
+    read_answer,
+)
 from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks

@@ -21,8 +21,7 @@ from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, ClientGone
 from megatron_ext.server.openai.request_fields import IS_STRICT
 
 if TYPE_CHECKING:
-    from megatron_ext.server.openai.answer_memory import Remember
-    from megatron_ext.server.openai.chat_prompt import ChatPrompt
+    from megatron_ext.server.openai.chat_prompt import ChatPrompt, Remember
 
 MAX_QUOTES = 500_000
 CONTAINERS, VALUES, FRACTIONS = "lists and objects", "values", "numbers with a fraction or an exponent, true and false"

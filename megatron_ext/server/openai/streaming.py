@@ -31,7 +31,7 @@ from megatron_ext.server.openai.responses import (
     versions_of,
 )
 from megatron_ext.server.request_manager import RequestGroup, RequestHandle
-from megatron_ext.text.stop_words import TextStream
+from megatron_ext.text.detokenizer import TextStream
 
 logger = logging.getLogger(__name__)
 

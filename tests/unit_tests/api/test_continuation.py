@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_ext import ConfigError, LoadedEngine, RequestParams, RequestRecord, Status, follow_engine, load_engine
 from megatron_ext.config.request import ResponseFormat
-from megatron_ext.text.stop_words import StopWordMatcher
+from megatron_ext.text.detokenizer import StopWordMatcher
 from tests.unit_tests.api.conftest import SMALL
 from tests.unit_tests.api.test_pause import begun
 from tests.unit_tests.support.holding import PATIENCE

@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.config import RequestParams
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.text.stop_words import StopWordMatcher
+from megatron_ext.text.detokenizer import StopWordMatcher
 from tests.priority import TestPriority
 from tests.unit_tests.support.replicas import Replicas
 

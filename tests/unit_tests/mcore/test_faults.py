@@ -15,7 +15,7 @@ from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.text.stop_words import StopWordMatcher
+from megatron_ext.text.detokenizer import StopWordMatcher
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver

@@ -10,7 +10,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.prompts import Prompt, tokenize_prompts
 from megatron_ext.scheduling.record import Status
-from megatron_ext.text.stop_words import TextStream
+from megatron_ext.text.detokenizer import TextStream
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config import ServerConfig, ServerLimits
 from megatron_ext.models.llm_engine import LLMEngine
-from megatron_ext.server.openai.answer_memory import AnswerMemory
+from megatron_ext.server.openai.chat_prompt import AnswerMemory
 from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.server.openai.test_answer_memory import (  # noqa: F401  # tests that run here, too

@@ -25,7 +25,7 @@ from megatron_ext.ray_serve.forwarded import (
     respond,
 )
 from megatron_ext.server.http.body import SENDER_HEADER, HandedOn, handed_on_to
-from megatron_ext.server.openai.answer_memory import AnswerMemory
+from megatron_ext.server.openai.chat_prompt import AnswerMemory
 from megatron_ext.server.openai.streaming import EventStream
 
 PROMPT = ReadPrompt((array("I", [1, 2]),), "salt", 4)

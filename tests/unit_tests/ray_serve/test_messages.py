@@ -11,7 +11,7 @@ from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, Promp
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.server.access import AccessLog
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
-from megatron_ext.server.openai.answer_memory import AnswerMemory
+from megatron_ext.server.openai.chat_prompt import AnswerMemory
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.messages import MESSAGES, check_envelope, contents, events_of
 from tests.unit_tests.support.server import embedded_engine

@@ -13,7 +13,7 @@ from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.engine.updates import Update
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.request_manager import RequestHandle, TokenClock
-from megatron_ext.text.stop_words import StopWordMatcher, TextStream
+from megatron_ext.text.detokenizer import StopWordMatcher, TextStream
 from tests.priority import TestPriority
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 

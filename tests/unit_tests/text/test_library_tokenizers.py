@@ -12,8 +12,8 @@ import tokenizers
 from megatron.core.tokenizers.text.libraries import TikTokenTokenizer
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.detokenizer import TextStream
 from megatron_ext.text.library_tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, TikTokenizer
-from megatron_ext.text.stop_words import TextStream
 from tests.unit_tests.support.vocabularies import MERGES, write_gpt2, write_sentencepiece, write_tiktoken
 
 TEXTS = ("The thing in the other\nthree 2008!", "  é日本 \U0001f600 \t x", "The lazy dog yields", "</s> is spelled")

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_ext.text.detokenizer import INCOMPLETE
-from megatron_ext.text.stop_words import StopWordMatcher
+from megatron_ext.text.detokenizer import INCOMPLETE, StopWordMatcher
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 # Tokens 0 to 255 are the bytes; these follow. Some end, begin or lie within a character.

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
-from megatron_ext.text import stop_words
-from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer
-from megatron_ext.text.stop_words import StopWordMatcher, TextStream
+from megatron_ext.text import detokenizer
+from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer, StopWordMatcher, TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 from tests.unit_tests.text.test_stop_words import PIECE_IDS, TOKENIZER, spell
@@ -189,9 +188,9 @@ def test_the_parts_are_the_text(tokens, words, skip):
 
 @pytest.mark.parametrize("mistake", ["no holding back", "one character too few"])
 def test_negative_controls(monkeypatch, mistake):
-    overlap = stop_words.overlap
+    overlap = detokenizer.overlap
     monkeypatch.setattr(
-        stop_words, "overlap", lambda *pair: 0 if mistake == "no holding back" else max(0, overlap(*pair) - 1)
+        detokenizer, "overlap", lambda *pair: 0 if mistake == "no holding back" else max(0, overlap(*pair) - 1)
     )
     parts, text = stream(["abc"], spell(*"xabc"))
     assert "".join(parts) != text

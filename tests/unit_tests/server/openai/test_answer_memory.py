@@ -15,11 +15,10 @@ import torch
 
 from megatron_ext.config.server import ServerLimits
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.openai import answer_memory
-from megatron_ext.server.openai.answer_memory import AnsweredChat, AnswerMemory, digest_of
+from megatron_ext.server.openai import chat_prompt
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.chat_prompt import ChatPrompt, Conversation
+from megatron_ext.server.openai.chat_prompt import AnsweredChat, AnswerMemory, ChatPrompt, Conversation, digest_of
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.chat_template import ChatOptions
@@ -373,7 +372,7 @@ class TestMemory:
     def test_counts_at_least_what_python_allocates(self, size, text):
         memory, count = AnswerMemory(2**30), 2000
         # Other threads allocate meanwhile; lines of these two files do not run there.
-        files = [tracemalloc.Filter(True, name) for name in (__file__, answer_memory.__file__)]
+        files = [tracemalloc.Filter(True, name) for name in (__file__, chat_prompt.__file__)]
         tracemalloc.start()
         try:
             for number in range(count):

@@ -15,7 +15,7 @@ from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, Promp
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.server.api_errors import ApiError
-from megatron_ext.server.openai.answer_memory import AnswerMemory
+from megatron_ext.server.openai.chat_prompt import AnswerMemory
 from megatron_ext.server.openai.responses_api.response_store import (
     LONGEST_AGE,
     ResponseStore,
