@@ -170,11 +170,7 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
 
 
 def settings_of(values: FieldValues) -> InferenceSettings:
-    """Return the settings of a run with these flag values, by key, which override a YAML file that they name.
-
-    Raises:
-        ConfigError: As `parse_arguments`.
-    """
+    """Return the settings of a run with these flag values, by key, which override a YAML file that they name."""
     return _settings(_completed(ParsedFlags(dict(values)), build_parser(), GROUPS, TABLE))
 
 

@@ -30,13 +30,10 @@ def removed(kind: str) -> Mapping[str, object]:
 
 
 def refuse_removed_words(words: Sequence[str], kind: str = "flags") -> None:
-    """Check an argument list, before a parser that does not know removed names.
+    """Refuse removed flags and values in an argument list, before a parser that does not know them.
 
     Args:
         kind: See `removed`.
-
-    Raises:
-        ConfigError: A flag was removed, or a flag's value.
     """
     for word, following in pairwise((*words, "")):
         flag, sign, value = word.partition("=")
@@ -45,16 +42,13 @@ def refuse_removed_words(words: Sequence[str], kind: str = "flags") -> None:
 
 
 def refuse_removed(flag: str, value: object = None, name: str | None = None, kind: str = "flags") -> None:
-    """Check one flag and its value.
+    """Refuse a flag that was removed, or its value that was.
 
     Args:
         flag: Flag as typed, or its key.
         value: Value of the flag; None to check the flag alone.
         name: Name in the message; by default the flag.
         kind: See `removed`.
-
-    Raises:
-        ConfigError: The flag was removed, or this value of it.
     """
     flag = f"--{normalize_key(flag)}"
     flags, values = removed(kind), removed("values")
@@ -66,11 +60,7 @@ def refuse_removed(flag: str, value: object = None, name: str | None = None, kin
 
 
 def refuse_removed_command(name: str) -> None:
-    """Check the name of a command.
-
-    Raises:
-        ConfigError: The command was removed.
-    """
+    """Refuse a command that was removed."""
     commands = removed("commands")
     if name in commands:
         raise ConfigError(_message(f"megatron-ext {name}", commands[name]))

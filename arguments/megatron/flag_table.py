@@ -69,9 +69,6 @@ class MegatronFlag:
 
         Args:
             option: Flag as typed; its name if missing.
-
-        Raises:
-            ConfigError: The flag or its values are refused; with the reason.
         """
         typed = " ".join((option or self.name, *words))
         if self.is_refused:
@@ -159,11 +156,7 @@ class WithoutEffect:
     warnings: list[str] = field(default_factory=list)
 
     def add(self, flag: MegatronFlag, words: Sequence[str]) -> None:
-        """Add a given flag.
-
-        Raises:
-            ConfigError: The flag or its values are refused.
-        """
+        """Add a given flag."""
         flag.check(words)
         self.note(flag.name)
         for value, text in flag.warned_values.items():

@@ -117,9 +117,6 @@ def require_16_bits(given: ParsedFlags) -> None:
     """Refuse flags of 8-bit computation unless `--fp8-as-16bit` is given; with it, set the type of 16 bits, in place.
 
     The flags come from both the command line and the file.
-
-    Raises:
-        ConfigError: A flag of 8-bit computation without `--fp8-as-16bit`.
     """
     is_accepted = given.values.pop(_FP8_KEY, False)
     found = [flag for flag in records() if flag.unless and flag.name in given.without_effect.options]

@@ -41,11 +41,7 @@ class ServeConfig:
     sock: socket.socket | None = None
 
     def server_config(self) -> ServerConfig:
-        """Return the settings of this package's server.
-
-        Raises:
-            ConfigError: A value is invalid or not supported.
-        """
+        """Return the settings of this package's server."""
         parsers = from_megatrons_parsers(self.parsers)
         if self.frontend_replicas < 1:
             raise ConfigError(f"frontend_replicas {self.frontend_replicas} must be at least 1")

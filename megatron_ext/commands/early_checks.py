@@ -23,11 +23,7 @@ from megatron_ext.text.tokenizer_files import read_template_file
 
 
 def check_paths(settings: InferenceSettings | ServerSettings) -> None:
-    """Check the paths of a process that runs alone, and create the directory of the cache.
-
-    Raises:
-        ConfigError: A path cannot be read, or written.
-    """
+    """Check the paths of a process that runs alone, and create the directory of the cache."""
     if world_of_environment().size > 1:
         return
     _check_source(settings.source)

@@ -149,11 +149,7 @@ def _expected(item: type) -> str:
 
 
 def require_types(instance: object) -> None:
-    """Check the fields of a frozen dataclass against their annotations; a list becomes a tuple.
-
-    Raises:
-        ConfigError: A field has another type; the first one is named.
-    """
+    """Check the fields of a frozen dataclass against their annotations; a list becomes a tuple."""
     config: type = type(instance)
     for name, kind in field_types(config).items():
         value = getattr(instance, name)

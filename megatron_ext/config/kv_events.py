@@ -197,11 +197,7 @@ def _parsed(text: str | None) -> Endpoint | None:
 
 
 def _check(flag: str, text: str | None) -> None:
-    """Check that a flag's value is an address.
-
-    Raises:
-        ConfigError: It is not, or its path is too long.
-    """
+    """Require an address, whose path is not too long, as the value of a flag."""
     parsed = _parsed(text)
     require(text is None or parsed is not None, f"{flag} {text!r} must be {_EXAMPLES}")
     length = len(os.fsencode(parsed.path)) if isinstance(parsed, IpcEndpoint) else 0

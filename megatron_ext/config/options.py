@@ -97,13 +97,10 @@ def options_of(config: type) -> Mapping[str, Option]:
 
 
 def require_options(instance: object, *, by_flag: bool = True) -> None:
-    """Check the options of a dataclass that have choices or bounds, in order; None is always allowed.
+    """Require choices and bounds of the options of a dataclass, in order; None is always allowed.
 
     Args:
         by_flag: Name an option by its flag, if it has one, and not by its field.
-
-    Raises:
-        ConfigError: An option has another value; the first one is named.
     """
     config: type = type(instance)
     for field, declared in options_of(config).items():

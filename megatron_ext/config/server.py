@@ -85,11 +85,7 @@ MEGATRONS_PARSERS = {
 
 
 def from_megatrons_parsers(names: Sequence[str]) -> FieldValues:
-    """Return the fields of `ServerConfig` that Megatron's names of parsers mean.
-
-    Raises:
-        ConfigError: A name is unknown.
-    """
+    """Return the fields of `ServerConfig` that Megatron's names of parsers mean."""
     for name in names:
         known = ", ".join(MEGATRONS_PARSERS)
         require(

@@ -52,11 +52,7 @@ def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:
 
 
 def check_machine(parallel: ParallelConfig) -> Layout:
-    """Check that the processes match the settings; log if ranks communicate over another backend than requested.
-
-    Raises:
-        ConfigError: The processes do not match.
-    """
+    """Check that the processes match the settings; log if ranks communicate over another backend than requested."""
     import torch  # after `limit_spinning`
 
     world = world_of_environment()

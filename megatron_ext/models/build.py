@@ -102,9 +102,6 @@ def build_without_parameters(config: ModelConfig, dtype: torch.dtype, parallel: 
     """Build this rank's part of the model with parameters and buffers on torch's meta device; no random state changes.
 
     Megatron's groups must exist.
-
-    Raises:
-        ConfigError: As `build_model`.
     """
     check_model(parallel, config)
     spec = resolve_spec(config)

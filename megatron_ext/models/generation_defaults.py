@@ -30,9 +30,6 @@ def generation_defaults(source: SourceConfig, *, on_server: bool = False) -> Fie
 
     Args:
         on_server: Whether auto is the default, and `max_new_tokens` is taken as well.
-
-    Raises:
-        ConfigError: Invalid values.
     """
     directory = source.load_hf or source.load
     choice = source.generation_config or (AUTO_GENERATION_CONFIG if on_server else NO_GENERATION_CONFIG)

@@ -111,11 +111,7 @@ FileFacts = list[list[object]]  # name, size, time of the last change in ns, ino
 
 
 def weights_digest(loaded: LoadedModel) -> bytes:
-    """Return the digest of a model's weights: of its checkpoint's files, or of its tensors if it has none.
-
-    Raises:
-        CheckpointError: A file cannot be read.
-    """
+    """Return the digest of a model's weights: of its checkpoint's files, or of its tensors if it has none."""
     return tensors_digest(loaded.model) if loaded.directory is None else files_digest(loaded.directory)
 
 

@@ -133,9 +133,6 @@ def save_model(directory: str | Path, loaded: LoadedModel, save: Callable[..., N
     Args:
         directory: See `save`.
         save: `save_dist_checkpoint`, as for `--save`, or `save_hf_checkpoint`.
-
-    Raises:
-        ConfigError: See `save`.
     """
     tokenizer = loaded.tokenizer
     source: TokenizerSource | None = None

@@ -91,11 +91,7 @@ def fitting_overrides(
 
 
 def require_layout(saved: ModelConfig, config: ModelConfig, directory: Path) -> None:
-    """Require that a configuration splits stored weights as the checkpoint's own does.
-
-    Raises:
-        ConfigError: It does not; names the flag and both values.
-    """
+    """Require that a configuration splits stored weights as the checkpoint's own does."""
     asked, stored = config.resolved(), saved.resolved()
     for name in _LAYOUT:
         if asked[name] != stored[name]:

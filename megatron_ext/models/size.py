@@ -79,9 +79,6 @@ def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: i
     Args:
         config: Configuration of the whole model.
         share: See `matrix_parameter_count`.
-
-    Raises:
-        ConfigError: They do not fit.
     """
     needed = matrix_parameter_count(config, share) * dtype.itemsize
     if needed > available_bytes:

@@ -196,11 +196,7 @@ def _gpt2_files(source: SourceConfig, trained: TrainingFacts) -> tuple[Path, Pat
 
 
 def _local(name: str) -> Path:
-    """Return a tokenizer's path; a missing path that looks like a Hugging Face hub name is fetched or cached.
-
-    Raises:
-        ConfigError: The tokenizer cannot be fetched.
-    """
+    """Return a tokenizer's path; a missing path that looks like a Hugging Face hub name is fetched or cached."""
     path = Path(name)
     if path.exists() or not HUB_NAME.fullmatch(name):
         return path

@@ -178,11 +178,7 @@ def is_prediction(name: str) -> bool:
 
 
 def require_same_names(directory: Path, stored: Iterable[str], expected: Iterable[str]) -> None:
-    """Require that the stored tensors and the model's tensors have the same names.
-
-    Raises:
-        CheckpointError: The message names missing and unknown tensors.
-    """
+    """Require that the stored tensors and the model's tensors have the same names."""
     missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
     parts = [
         f"{label} {shortened(names)}" for label, names in (("lacks", missing), ("has unexpected", unexpected)) if names
@@ -192,11 +188,7 @@ def require_same_names(directory: Path, stored: Iterable[str], expected: Iterabl
 
 
 def require_shape(directory: Path, name: str, stored: Iterable[int], expected: Iterable[int]) -> None:
-    """Require that a stored tensor has the shape of the model's configuration.
-
-    Raises:
-        CheckpointError: The message has the tensor's name and both shapes.
-    """
+    """Require that a stored tensor has the shape of the model's configuration."""
     if tuple(stored) != tuple(expected):
         raise CheckpointError(
             f"{directory} does not fit the model: tensor {name} has shape {tuple(stored)}, and the configuration "

@@ -41,11 +41,7 @@ def partial_path(path: str) -> Path:
 
 
 def check_output_paths(run: RunConfig) -> None:
-    """Check that all results can be written, by writing next to each target, before anything is loaded.
-
-    Raises:
-        ConfigError: See `check_output_path`.
-    """
+    """Check that all results can be written, by writing next to each target, before anything is loaded."""
     if run.output_path is not None:
         check_output_path(run.output_path, partial_path(run.output_path))
     if run.run_results_path is not None:

@@ -108,11 +108,7 @@ def read_prompts(
 
 
 def check_prompt_file(run: RunConfig) -> None:
-    """Check that the prompt file, if one is named, can be opened; a pipe is not opened, which would end its writer.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Check that the prompt file, if one is named, can be opened; a pipe is not opened, which would end its writer."""
     if run.prompt_file in (None, STANDARD_INPUT):
         return
     try:

@@ -16,11 +16,7 @@ WRITTEN = nemotron_h.NEMOTRON_H  # models that are written without an example ar
 
 
 def family_of(raw: Values) -> Family:
-    """Return the family of a decoded `config.json`.
-
-    Raises:
-        ConfigError: The family is not supported.
-    """
+    """Return the family of a decoded `config.json`."""
     if raw.get("format") == "megatron_ext":
         raise ConfigError("config.json belongs to a checkpoint that this package saved; give --load")
     model_type = raw.get("model_type")

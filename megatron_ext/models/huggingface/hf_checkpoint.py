@@ -71,11 +71,7 @@ def with_prediction(config: ModelConfig, directory: Path, overrides: HfOverrides
 
 
 def translate(raw: Values) -> ModelConfig:
-    """Translate a decoded `config.json` to a `ModelConfig`.
-
-    Raises:
-        ConfigError: A field is missing, or has a value that is not supported.
-    """
+    """Translate a decoded `config.json` to a `ModelConfig`."""
     return family_of(raw).translate(raw)
 
 

@@ -86,9 +86,6 @@ def check_normalization(normalized: bool, chosen: int) -> None:
     Args:
         normalized: Value of `norm_topk_prob`.
         chosen: Experts per token.
-
-    Raises:
-        ConfigError: The normalization differs from megatron-core's.
     """
     if normalized != (chosen > 1):
         wanted, reason = (False, "never with one") if normalized else (True, "always with several")

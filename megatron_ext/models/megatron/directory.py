@@ -148,11 +148,7 @@ def model_config(fields: Mapping[str, object], where: str) -> ModelConfig:
 
 
 def require_replaceable(directory: str | Path) -> None:
-    """Require a place to save to: nothing, an empty directory, or a checkpoint of ours and nothing else.
-
-    Raises:
-        ConfigError: Anything else.
-    """
+    """Require a place to save to: nothing, an empty directory, or a checkpoint of ours and nothing else."""
     target = Path(directory)
     _require_writable(target)
     if not target.exists():

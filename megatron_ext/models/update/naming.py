@@ -55,11 +55,7 @@ def _pairs(given: object) -> Iterable[tuple[object, object]]:
 
 
 def require_weight(name: str, tensor: object) -> Tensor:
-    """Return the tensor, detached, if it is a dense floating point tensor with data.
-
-    Raises:
-        ConfigError: Anything else.
-    """
+    """Return the tensor, detached; require a dense floating point tensor with data."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name} is of type {type(tensor).__name__}; give a tensor")
     if callable(getattr(tensor, "full_tensor", None)):

@@ -37,11 +37,7 @@ class ShardOptions:
     keep_old: bool = False
 
     def check(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: One is invalid.
-        """
+        """Check the values."""
         InFlight.read(self.in_flight)
         check_version(self.weights_version)
 
