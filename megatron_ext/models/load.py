@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -94,20 +93,31 @@ def load_model(
     directory = _checkpoint_directory(source, overrides)
     if directory is None:
         config, tokenizer = _without_checkpoint(source, overrides)
-        made = {"perform_initialization": has_weights} | _options(source)
-        model = _build(config, parallel, dtype=dtype, device=device, **made)
-        return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
-    if source.load and has_weights:
-        require_intact(directory)
-    reads_prediction = reads_prediction or source.save is not None or overrides.get(_PREDICTION) is not None
-    config, trained = checkpoint_config(source, directory, overrides, reads_prediction=reads_prediction)
-    ids = Ids(overrides.get("vocab_size"), config.vocab_size)
-    tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
-    _warn_of_more_ids(tokenizer, config, directory)
-    model = _build(config, parallel, dtype=dtype, device=device, perform_initialization=False, **_options(source))
-    if has_weights:
+        name = f"random weights, {config.hybrid_override_pattern}"
+    else:
+        name = source.load or source.load_hf or "embedded"
+        if source.load and has_weights:
+            require_intact(directory)
+        reads_prediction = reads_prediction or source.save is not None or overrides.get(_PREDICTION) is not None
+        config, trained = checkpoint_config(source, directory, overrides, reads_prediction=reads_prediction)
+        ids = Ids(overrides.get("vocab_size"), config.vocab_size)
+        tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
+        _warn_of_more_ids(tokenizer, config, directory)
+    model = build_model(
+        config,
+        dtype=dtype,
+        device=device,
+        seed=source.seed,
+        perform_initialization=has_weights and directory is None,
+        parallel=parallel,
+        transformer_impl=source.transformer_impl,
+    )
+    stages = split_layers(config.layer_count, platform.group_sizes(parallel))
+    if len(stages) > 1 and torch.distributed.get_rank() == 0:
+        logger.info("%s", describe_stages(config.hybrid_override_pattern, stages))
+    if has_weights and directory is not None:
         fill_model(model, config, source, directory)
-    return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded", directory)
+    return LoadedModel(model, config, tokenizer, dtype, name, directory)
 
 
 def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, directory: Path) -> None:
@@ -145,19 +155,6 @@ def save_model(directory: str | Path, loaded: LoadedModel, save: Callable[..., N
             "%s is saved without its tokenizer (%s), which has no files", directory, type(tokenizer).__name__
         )
     save(directory, loaded.model, loaded.config, source, loaded.dtype)
-
-
-def _build(config: ModelConfig, parallel: ParallelConfig | None, **options: Any) -> HybridModel:
-    """Build this rank's part of the model; with several stages, rank 0 logs the layers of each."""
-    model = build_model(config, parallel=parallel, **options)
-    stages = split_layers(config.layer_count, platform.group_sizes(parallel))
-    if len(stages) > 1 and torch.distributed.get_rank() == 0:
-        logger.info("%s", describe_stages(config.hybrid_override_pattern, stages))
-    return model
-
-
-def _options(source: SourceConfig) -> dict[str, Any]:
-    return {"seed": source.seed, "transformer_impl": source.transformer_impl}
 
 
 def _dtype(source: SourceConfig, device: torch.device) -> torch.dtype:
