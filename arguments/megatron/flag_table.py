@@ -97,11 +97,6 @@ class MegatronGroup:
         return f"Megatron's, {effect}: {self.title}"
 
 
-def _read() -> tuple[MegatronGroup, ...]:
-    entries = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text("utf-8"))
-    return tuple(_group(**entry) for entry in entries)
-
-
 def _group(
     title: str,
     kind: str,
@@ -129,7 +124,7 @@ def _of_requests(group: FlagGroup) -> MegatronGroup:
     return MegatronGroup("requests", tuple(flags))
 
 
-TABLE = _read()
+TABLE = tuple(_group(**entry) for entry in yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text("utf-8")))
 SERVER_TABLE = (*TABLE, _of_requests(SAMPLING))
 
 

@@ -68,16 +68,11 @@ def describe_layers(given: ParsedFlags) -> None:
         values[_PATTERN] = _allocated(values.get(_COUNT), *ratios)
         given.typed[_PATTERN] = " ".join(f"--{name} {ratio}" for name, ratio in zip(_RATIOS, ratios, strict=True))
     is_gpt = values.get(_PROVIDER) == GPT or _is_new_gpt(values)
-    if _FREQ in values and not _uses_moe_layer_freq(values, is_gpt):
+    makes_pattern = is_gpt and "num-experts" in values and _PATTERN not in values
+    if _FREQ in values and not makes_pattern and not CHECKPOINTS & values.keys():  # which compare it
         given.without_effect.note(f"--{_FREQ}")
     if is_gpt:
         _describe_gpt(values)
-
-
-def _uses_moe_layer_freq(values: Mapping[str, object], is_gpt: bool) -> bool:
-    """Return whether --moe-layer-freq makes a pattern, or is compared with a checkpoint's pattern."""
-    makes_pattern = is_gpt and "num-experts" in values and _PATTERN not in values
-    return makes_pattern or bool(CHECKPOINTS & values.keys())
 
 
 def _is_new_gpt(values: Mapping[str, Any]) -> bool:

@@ -75,7 +75,8 @@ class MegatronLLMBase:
         options = read_inference_config(inference_config)
         self._use_coordinator = use_coordinator
         self._loop = BackgroundLoop()
-        self._runtime = _start(_attach(model, tokenizer, options), options, tokenizer)
+        attached = megatron_ext.attach_engine(model, tokenizer, **options.settings_for(model))
+        self._runtime = _start(attached, options, tokenizer)
         try:
             is_direct_world = not use_coordinator and dist.get_world_size() > 1
             self._direct_calls = DirectCalls() if is_direct_world else None
@@ -208,11 +209,6 @@ def _close_lost(runtime: EngineRuntime, loop: BackgroundLoop) -> None:
         runtime.close()
     else:
         threading.Thread(target=runtime.close, name="close").start()
-
-
-def _attach(model: nn.Module, tokenizer: Tokenizer, options: EngineOptions) -> LoadedEngine | EngineFollower:
-    """Return an engine around the model; on other ranks than the first, this rank's part of it."""
-    return megatron_ext.attach_engine(model, tokenizer, **options.settings_for(model))
 
 
 class MegatronLLM(MegatronLLMBase):

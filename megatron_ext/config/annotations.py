@@ -62,7 +62,7 @@ class FieldType:
     def expected(self) -> str:
         """Description of the expected value in words, to follow "is not"."""
         if not self.is_tuple:
-            return _expected(self.item)
+            return self.item.expected if _has_own_form(self.item) else _SINGULAR[self.item]
         return f"a list of {_COUNTS[self.length]}{_PLURAL[self.item]}"
 
     @property
@@ -142,10 +142,6 @@ class OwnForm(Protocol):
 
 def _has_own_form(item: type) -> TypeGuard[type[OwnForm]]:
     return hasattr(item, "of") and hasattr(item, "parse")
-
-
-def _expected(item: type) -> str:
-    return item.expected if _has_own_form(item) else _SINGULAR[item]
 
 
 def require_types(instance: object) -> None:

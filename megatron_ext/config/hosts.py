@@ -26,7 +26,7 @@ def parse_host(text: str) -> HostName | None:
     Names are normalized: to lower case, without the final dot of the root, and IPv6 addresses to their short form.
     """
     name, port = _split(text)
-    if not name or (port is not None and not _is_port(port)):
+    if not name or (port is not None and not is_port(port)):
         return None
     if name.startswith("["):
         address = _address(name[1:-1])
@@ -80,7 +80,8 @@ def _split(text: str) -> tuple[str, str | None]:
     return name, port if colon else None
 
 
-def _is_port(text: str) -> bool:
+def is_port(text: str) -> bool:
+    """Return whether a text is the number of a port."""
     return text.isascii() and text.isdigit() and len(text) <= _LONGEST_PORT and int(text) <= 65535
 
 

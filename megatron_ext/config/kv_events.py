@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megatron_ext.config.hosts import is_loopback, parse_host
+from megatron_ext.config.hosts import is_loopback, is_port, parse_host
 from megatron_ext.config.options import option, require, require_options
 
 # Sent
@@ -87,15 +87,11 @@ def parse_endpoint(text: str) -> Endpoint | None:
         return None
     host, _, port = rest.rpartition(":")
     if host == "*":
-        return TcpEndpoint(host, int(port)) if _is_port(port) else None
+        return TcpEndpoint(host, int(port)) if is_port(port) else None
     name = parse_host(rest)
     if name is None or name.port is None or not host:
         return None
     return TcpEndpoint(f"[{name.name}]" if ":" in name.name else name.name, name.port)
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,8 @@ def described(config: ModelConfig, dtype: torch.dtype, share: Share | None = Non
     """Describe a model by its sizes, and the memory that its parameters need, on this rank if there are several."""
     needed = matrix_parameter_count(config, share) * dtype.itemsize
     where = " on this rank" if share is not None and share.parallel.smallest_world > 1 else ""
+    kind = str(dtype).removeprefix("torch.")
     return (
         f"a model of hidden size {config.hidden_size}, {config.layer_count} layers and {config.vocab_size} "
-        f"vocabulary entries needs {needed / GIB:.2f} GB for its parameters in {_name(dtype)}{where}"
+        f"vocabulary entries needs {needed / GIB:.2f} GB for its parameters in {kind}{where}"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

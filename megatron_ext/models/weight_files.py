@@ -30,7 +30,8 @@ class WeightFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._file_of = self._whole() if os.path.lexists(directory / WEIGHTS_FILE) else self._shards()
+        is_whole = os.path.lexists(directory / WEIGHTS_FILE)
+        self._file_of = dict.fromkeys(self._keys(WEIGHTS_FILE), WEIGHTS_FILE) if is_whole else self._shards()
         self._open: dict[str, safe_open] = {}
         self._part_of: dict[str, tuple[str, str, int]] = {}  # a part's name -> file, tensor and index there
         self._joined: dict[str, list[str]] = {}  # name of a joined tensor -> names of its parts
@@ -112,9 +113,6 @@ class WeightFiles:
                 found.append(self.get(part, (slice(low - first, high - first), *box[1:])))
             first += rows
         return torch.cat(found)
-
-    def _whole(self) -> dict[str, str]:
-        return dict.fromkeys(self._keys(WEIGHTS_FILE), WEIGHTS_FILE)
 
     def _shards(self) -> dict[str, str]:
         index = self.directory / INDEX_FILE

@@ -385,8 +385,9 @@ def read_requests(
     reader: TraceFormat | None = None
     turns: list[Turn] = []
     for number, line in objects_of_lines(file, name):
-        if reader is None:
-            reader = _format_of(line, starts)
+        if reader is None and "requests" in line:
+            reader = SessionFormat(starts)
+        reader = reader or (MooncakeFormat() if "hash_ids" in line else OwnFormat())
         try:
             turns += reader.read(line)
         except _INVALID as error:
@@ -397,9 +398,3 @@ def read_requests(
     if not turns:
         raise ConfigError(f"{name} has no request")
     return list(islice(turns, max_requests))
-
-
-def _format_of(line: JsonObject, starts: SessionStarts) -> TraceFormat:
-    if "requests" in line:
-        return SessionFormat(starts)
-    return MooncakeFormat() if "hash_ids" in line else OwnFormat()

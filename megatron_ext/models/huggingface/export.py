@@ -158,7 +158,9 @@ def _named_like(files: WeightFiles, ours: Mapping[str, Tensor], table: TensorTab
         bare = table.known_name(name)
         parts = [bare] if bare in ours else _experts(name, prefix, ours, table)
         if not parts:
-            _leave_out(name, bare, table, files.directory)
+            if not table.skips(bare):
+                raise CheckpointError(f"{files.directory} has {name}, which the model lacks")
+            logger.warning("%s has %s, which is not loaded and therefore not written", files.directory, name)
             continue
         used |= set(parts)
         made = ours[bare] if parts == [bare] else torch.stack([ours[part] for part in parts])
@@ -193,9 +195,3 @@ def _experts(name: str, prefix: str, ours: Mapping[str, Tensor], table: TensorTa
     if slice_name is None:
         return []
     return list(takewhile(ours.__contains__, (slice_name(i).removeprefix(prefix) for i in count())))
-
-
-def _leave_out(name: str, bare: str, table: TensorTable, directory: Path) -> None:
-    if not table.skips(bare):
-        raise CheckpointError(f"{directory} has {name}, which the model lacks")
-    logger.warning("%s has %s, which is not loaded and therefore not written", directory, name)

@@ -136,18 +136,14 @@ def _require_stored(files: WeightFiles, stored: Names, sources: Mapping[str, Sou
     """Require exactly the needed tensors; with tied embeddings the output may exist too, if it is equal."""
     found = set(stored)
     if is_tied and LM_HEAD in found:
-        _require_tied(files, stored, sources[EMBEDDING].names[0])
         found.remove(LM_HEAD)
+        names = [stored[name] for name in (sources[EMBEDDING].names[0], LM_HEAD) if name in stored]
+        if len(names) == 2 and not _equal(files, *names):
+            raise CheckpointError(
+                f"{files.directory}: tie_word_embeddings is true, but {names[0]} and {names[1]} differ; "
+                "set tie_word_embeddings to false to keep both"
+            )
     require_same_names(files.directory, found, {name for source in sources.values() for name in source.names})
-
-
-def _require_tied(files: WeightFiles, stored: Names, embedding: str) -> None:
-    names = [stored[name] for name in (embedding, LM_HEAD) if name in stored]
-    if len(names) == 2 and not _equal(files, *names):
-        raise CheckpointError(
-            f"{files.directory}: tie_word_embeddings is true, but {names[0]} and {names[1]} differ; "
-            "set tie_word_embeddings to false to keep both"
-        )
 
 
 def _equal(files: WeightFiles, one: str, other: str) -> bool:

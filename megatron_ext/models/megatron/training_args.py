@@ -171,7 +171,10 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
     if "-" in pattern or ("E" in pattern and known.get("moe_ffn_hidden_size") is None):
         fields["ffn_hidden_size"] = known.required("ffn_hidden_size")
     if "E" in pattern:
-        _require_supported_experts(known)
+        known.require_off(_MUST_BE_OFF_FOR_EXPERTS)
+        balancing = known.get("moe_router_load_balancing_type", "none")
+        if type(balancing) not in (str, list) or "sinkhorn" in balancing:
+            known.refuse("moe_router_load_balancing_type", "any but sinkhorn, which routes by itself")
         fields |= known.given(_TAKEN_FOR_EXPERTS)
     fields |= _prediction(known, pattern, is_gpt)
     return model_config(fields, f"the arguments in {where}")
@@ -301,13 +304,6 @@ def _require_supported(known: _Arguments, is_gpt: bool) -> None:
     is_texts = isinstance(spec, list | tuple) and all(type(item) is str for item in spec)
     if spec and not (is_texts and len(spec) <= 2 and is_megatrons_spec((spec[0], spec[-1]))):
         known.refuse("spec", f"Megatron's own, in {', '.join(MEGATRONS_MODULES)}")
-
-
-def _require_supported_experts(known: _Arguments) -> None:
-    known.require_off(_MUST_BE_OFF_FOR_EXPERTS)
-    balancing = known.get("moe_router_load_balancing_type", "none")
-    if type(balancing) not in (str, list) or "sinkhorn" in balancing:
-        known.refuse("moe_router_load_balancing_type", "any but sinkhorn, which routes by itself")
 
 
 def _pattern(known: _Arguments, is_gpt: bool) -> tuple[str, str | None]:
