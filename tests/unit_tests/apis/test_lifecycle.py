@@ -244,12 +244,12 @@ class TestConstruction:
     def test_that_fails_leaves_nothing(self, start, model, monkeypatch):
         threads, made = set(threading.enumerate()), []
 
-        def attach(*arguments) -> LoadedEngine:
+        def attach(*arguments: object, **_: object) -> LoadedEngine:
             made.append(attach_engine(*arguments, **SETTINGS))
             return made[0]
 
         with monkeypatch.context() as patch:
-            patch.setattr(llm_module, "_attach", lambda model, tokenizer, _: attach(model, tokenizer))
+            patch.setattr("megatron_ext.attach_engine", attach)
             patch.setattr("megatron_ext.apis.runtime.EngineView", None)
             with pytest.raises(TypeError):
                 MegatronLLM(model=model, tokenizer=tokenizer())
