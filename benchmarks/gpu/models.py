@@ -22,8 +22,8 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel
+from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
-from megatron_ext.runner.cuda_graphs.input_buffers import PendingOutput
 from megatron_ext.scheduling.async_planning import AsyncPlanner
 from megatron_ext.scheduling.scheduler import Scheduler
 
@@ -44,10 +44,10 @@ PHASES: dict[str, tuple[object, str]] = {
     "plan": (Scheduler, "schedule"),
     "plan_next": (AsyncPlanner, "plan_next"),  # instead of a plan, where a step is launched ahead of tokens
     "describe": (Scheduler, "describe"),
-    "describe ahead": (async_scheduling, "describe_ahead"),
+    "describe ahead": (async_scheduling, "describe_step"),
     "write and send": (CudaGraphRunner, "_send"),
     "launch": (StepExecutor, "_launch"),
-    "wait": (PendingOutput, "read"),
+    "wait": (Launched, "result"),
     "commit": (Scheduler, "commit"),
     "report": (EngineCore, "report"),
 }

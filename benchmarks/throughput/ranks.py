@@ -26,14 +26,14 @@ from megatron_ext.config import BatchingConfig, ModelConfig, ParallelConfig, Req
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine, build_worker
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
-from megatron_ext.parallel import link, shared_results
+from megatron_ext.parallel import commands, shared_results
 
 ONE = ParallelConfig()
 TP_2, PP_2 = ParallelConfig(tensor_model_parallel_size=2), ParallelConfig(pipeline_model_parallel_size=2)
 LAYOUTS = {"one rank": ONE, "TP 2": TP_2, "PP 2": PP_2}
 DECODING = 8  # requests
 TIMEOUT = 600  # seconds, of everything that the ranks do
-SENDS = {"commands": (link.Link, "send"), "results": (shared_results.Results, "share")}
+SENDS = {"commands": (commands.Link, "send"), "results": (shared_results.Results, "share")}
 
 
 @case("throughput", quick={"steps": 5})
@@ -151,15 +151,15 @@ def host_cost(parallel: ParallelConfig, steps: int) -> dict[str, float] | None:
 
 def broadcast_bytes(parallel: ParallelConfig) -> Rows | None:
     """Return the sizes of messages of several steps."""
-    with counted(link) as commands, counted(shared_results) as results, leading(parallel, TINY) as built:
+    with counted(commands) as sent, counted(shared_results) as results, leading(parallel, TINY) as built:
         if built is None:
             return None
 
         def step() -> dict[str, Figure]:
-            commands.clear()
+            sent.clear()
             results.clear()
             built.step()
-            found: dict[str, Figure] = {"command messages": len(commands), "command bytes": sum(commands)}
+            found: dict[str, Figure] = {"command messages": len(sent), "command bytes": sum(sent)}
             return {**found, "result messages": len(results), "result bytes": sum(results)}
 
         found: Rows = {}

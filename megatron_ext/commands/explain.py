@@ -121,5 +121,5 @@ def explain_second(first: tuple[int, ...], second: tuple[int, ...], block_size: 
         scheduler.add(request)
         plan = scheduler.schedule()
         scheduler.commit(describe_step(plan.chunks, block_size), {place: 0})
-    assert request.sequence.ledger.explanation is not None, "it was admitted"
-    return dataclasses.replace(request.sequence.ledger.explanation, age=None)  # both were served just now
+    assert request.ledger.explanation is not None, "it was admitted"
+    return dataclasses.replace(request.ledger.explanation, age=None)  # both were served just now

@@ -15,18 +15,7 @@ from megatron_ext.engine.result import StepResult
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import ScheduledStep, describe_ahead
-
-
-@dataclass(frozen=True)
-class FailedComputation:
-    """Step whose computation has raised an error."""
-
-    error: Exception
-
-    def result(self) -> StepResult:
-        """Raise the error; see `Computing`."""
-        raise self.error
+from megatron_ext.scheduling.step import ScheduledStep, describe_step
 
 
 @dataclass(frozen=True)
@@ -68,10 +57,12 @@ class InFlightStep:
 
     def synchronized(self) -> InFlightStep:
         """Return the step after its computation has succeeded or failed: `result` does not wait any more."""
+        found: StepResult | Exception
         try:
-            return dataclasses.replace(self, computing=Computed(self.computing.result()))
+            found = self.computing.result()
         except Exception as error:  # raised again by `result`
-            return dataclasses.replace(self, computing=FailedComputation(error))
+            found = error
+        return dataclasses.replace(self, computing=Computed(found))
 
     def result(self) -> StepResult:
         """Wait for the results of its rows.
@@ -129,11 +120,12 @@ class AsyncScheduling:
         if executor is None or not executor.can_launch_next:
             return
         async_planner = self._scheduler.async_planner
-        plan = async_planner.plan_next(in_flight.chunks, holds_prefills=self._scheduler.holds_prefills)
+        plan = async_planner.plan_next(in_flight.chunks)
         if plan is None:
             return
         cache = self._scheduler.cache
-        step = describe_ahead(plan.chunks, self._scheduler.limits.block_size, async_planner.states, cache.changes)
+        size, states = self._scheduler.limits.block_size, async_planner.states
+        step = describe_step(plan.chunks, size, cache.changes, ahead=states)
         try:
             computing = executor.launch_next(step)
         except BaseException:

@@ -23,7 +23,7 @@ from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.scheduling.audit import AuditTarget, Differences
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -139,7 +139,7 @@ class CacheAudit:
             self._add(admission)
 
     def _add(self, admission: Admission) -> None:
-        size, sequence = self.scheduler.limits.block_size, admission.request.sequence
+        size, request = self.scheduler.limits.block_size, admission.request
         end = len(admission.matched) * size
         self.counts.due += 1
         if len(admission.matched) > self.scheduler.limits.total_blocks // 2:
@@ -149,8 +149,8 @@ class CacheAudit:
             self._due.popleft()
             self.counts.left_out_busy += 1
         resume = 0 if admission.restore is None else admission.chunk.start
-        hashes = tuple(sequence.block_hashes[: len(admission.matched)])
-        self._due.append((tuple(sequence.tokens[:end]), AuditTarget(hashes, resume)))
+        hashes = tuple(request.block_hashes[: len(admission.matched)])
+        self._due.append((tuple(request.tokens[:end]), AuditTarget(hashes, resume)))
 
     def begin(self) -> None:
         """Begin the next audit if there is time; end the present one if others wait and the share is spent."""
@@ -254,7 +254,7 @@ class CacheAudit:
 
     def _end(self, audit: Request) -> None:
         if not audit.is_ended:
-            self.scheduler.end(audit, Status.ABORTED)
+            self.scheduler.end(audit, Outcome(Status.ABORTED))
         self._current = None
 
     def forget(self) -> None:

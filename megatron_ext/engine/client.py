@@ -213,8 +213,8 @@ class EngineClient:
 
     def _open_gate(self) -> None:
         """Make the calls that wait for the end of all requests, then add the requests that wait for them."""
-        for held in self._gate.open() if not self._pending else ():
-            complete(held.future, self._unless_closed, self._add, held.requests)
+        for requests, future in self._gate.open() if not self._pending else ():
+            complete(future, self._unless_closed, self._add, requests)
 
     def _add(self, requests: Sequence[EngineRequest]) -> None:
         if self._core.is_suspended:

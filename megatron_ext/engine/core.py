@@ -30,7 +30,7 @@ from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.observer import CacheObserver, EntryObserver
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.planner import reason_to_refuse
-from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.record import Outcome, RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -137,7 +137,7 @@ class EngineCore:
             scheduler.add(request)
             replica.structured_outputs.add(request)
         else:
-            request.end(Status.FAILED, error=f"this prompt cannot be served: {refusal}")
+            request.end(Outcome(Status.FAILED, error=f"this prompt cannot be served: {refusal}"))
             self.output.ended.append(request)
         return request
 
@@ -465,9 +465,9 @@ class EngineCore:
 
     def statistics(self) -> EngineStatistics:
         """Return current sizes and counters, summed over all replicas."""
-        parts = [EngineStatistics.of(replica.scheduler, audit=replica.audit) for replica in self.replicas]
+        parts = [(replica.scheduler, replica.audit) for replica in self.replicas]
         ended, disk = self.output.reported_count, None if self.disk is None else self.disk.use()
-        return EngineStatistics.total(parts, ended=ended, steps=self.step_count, disk=disk)
+        return EngineStatistics.of(parts, ended=ended, steps=self.step_count, disk=disk)
 
     def step_counts(self) -> StepCounts:
         """Return the numbers of steps so far, summed over all replicas where these differ."""

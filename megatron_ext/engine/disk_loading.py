@@ -58,12 +58,12 @@ class LoadPlacing:
             self.place(command.number)
 
     def _begin(self, command: BeginLoad, request: Request) -> None:
-        if request.sequence.unhashed_tokens:  # the rank that decides has hashed them ahead
+        if request.unhashed_tokens:  # the rank that decides has hashed them ahead
             self._scheduler.hash_ahead()
         loads, tier, size = self._scheduler.disk_loads, self._tier, self._scheduler.limits.block_size
         first = loads.begin(command.number, request, command.end, has_snapshot=command.has_snapshot)
         run = tier.run(command.end, first, has_snapshot=command.has_snapshot)
-        tier.begin(run, request.block_hashes, request.sequence.tokens, size, command.number)
+        tier.begin(run, request.block_hashes, request.tokens, size, command.number)
 
     def place(self, number: int) -> bool:
         """Put a complete load into memory; return False if there is no room for it now."""
@@ -181,7 +181,7 @@ class DiskLoading:
     def _may_load(self, request: Request) -> bool:
         """Return whether a request reads the cache, and waits for nothing else."""
         scheduler = self._scheduler
-        if not reads_disk(request) or request.sequence.unhashed_tokens or request.lacks_mask:
+        if not reads_disk(request) or request.unhashed_tokens or request.lacks_mask:
             return False
         hashes = request.block_hashes
         matched = len(scheduler.cache.match(hashes))
@@ -205,7 +205,7 @@ class DiskLoading:
             self._attempts[request] = MAX_ATTEMPTS
             return
         self._attempts[request] = self._attempts.get(request, 0) + 1
-        number = tier.begin(run, hashes, request.sequence.tokens, size)
+        number = tier.begin(run, hashes, request.tokens, size)
         scheduler.disk_loads.begin(number, request, run.end, has_snapshot=run.has_snapshot)
 
     def _note_runs(self) -> None:
@@ -214,10 +214,10 @@ class DiskLoading:
         if scheduler.cache.states is None or not len(tier):
             return
         for request in islice(scheduler.queues.waiting.line(), LOOKAHEAD):
-            if not reads_disk(request) or request.sequence.unhashed_tokens:
+            if not reads_disk(request) or request.unhashed_tokens:
                 continue
             hashes = request.block_hashes
-            start = request.sequence.snapshot_plan.cached_end(len(scheduler.cache.match(hashes)))
+            start = request.snapshot_plan.cached_end(len(scheduler.cache.match(hashes)))
             end = tier.end_of_blocks(hashes, start)
             if end > start:
                 scheduler.disk_loads.note_run(request, end)

@@ -32,12 +32,14 @@ class Computing(Protocol):
 
 @dataclass(frozen=True)
 class Computed:
-    """Handle of a step that has been computed."""
+    """Handle of a step that has been computed, or whose computation has raised an error."""
 
-    found: StepResult
+    found: StepResult | Exception
 
     def result(self) -> StepResult:
-        """Return the result; see `Computing`."""
+        """Return the result, or raise the error; see `Computing`."""
+        if isinstance(self.found, Exception):
+            raise self.found
         return self.found
 
 

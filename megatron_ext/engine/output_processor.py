@@ -14,7 +14,7 @@ from megatron_ext.engine.routing_recorder import note_rows
 from megatron_ext.errors import CheckpointError, describe
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.explain_admission import note_end
-from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.record import Outcome, RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.detokenizer import StopWordMatcher
@@ -92,7 +92,7 @@ class OutputProcessor:
                 continue
             output.taken += new
             if stopped_at is not None:
-                self._end(request, Status.COMPLETED, finish_reason="stop")
+                self._end(request, Outcome(Status.COMPLETED, "stop"))
                 if stopped_at < request.generated_count:
                     request.cut(stopped_at)
 
@@ -119,35 +119,27 @@ class OutputProcessor:
         """
         if not isinstance(error, ValueError):
             self._error_isolation.note(f"the grammar of request {request.request_id}", error)
-        self._end(request, Status.FAILED, error=f"the output cannot satisfy response_format: {error}")
+        self._end(request, Outcome(Status.FAILED, error=f"the output cannot satisfy response_format: {error}"))
 
     def abort(self, request: Request, finish_reason: str | None = None) -> bool:
         """End a request as ABORTED unless it has ended; return whether it was alive."""
         if request.is_ended:
             return False
-        self._end(request, Status.ABORTED, finish_reason=finish_reason)
+        self._end(request, Outcome(Status.ABORTED, finish_reason))
         return True
 
     def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
         """End a request as FAILED; count and log the error unless `is_noted`."""
         if not is_noted:
             self._error_isolation.note(f"request {request.request_id}", error)
-        self._end(request, Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
+        self._end(request, _failure(error))
 
-    def _end(
-        self,
-        request: Request,
-        status: Status,
-        *,
-        finish_reason: str | None = None,
-        error: str | None = None,
-        is_fault: bool = False,
-    ) -> None:
+    def _end(self, request: Request, outcome: Outcome) -> None:
         if request.is_ended:
-            request.revise(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
+            request.revise(outcome)
         else:
             _, scheduler = self._requests[request.request_id]
-            scheduler.end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
+            scheduler.end(request, outcome)
             self.ended.append(request)
 
     def report(self) -> list[RequestRecord]:
@@ -165,7 +157,7 @@ class OutputProcessor:
     def give_up(self, request: Request, error: Exception) -> RequestRecord:
         """Return the record of a request that no step will compute any more; it ends as FAILED unless it has ended."""
         if not request.is_ended:
-            request.end(Status.FAILED, error=describe(error), is_fault=True)
+            request.end(Outcome(Status.FAILED, error=describe(error), is_fault=True))
         return self._record(request)
 
     def _record(self, request: Request) -> RequestRecord:
@@ -174,7 +166,7 @@ class OutputProcessor:
         except Exception as error:
             self._error_isolation.note(f"the record of request {request.request_id}", error)
             if request.status is not Status.FAILED:  # otherwise it keeps its own error
-                request.revise(Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
+                request.revise(_failure(error))
             return request.bare_record()
 
     def _generated_text(self, request: Request) -> str:
@@ -193,6 +185,10 @@ class OutputProcessor:
         self._requests.clear()
         self._matchers.clear()
         self.ended.clear()
+
+
+def _failure(error: Exception) -> Outcome:
+    return Outcome(Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
 
 
 def _note_scores(request: Request, result: StepResult, new: int) -> None:

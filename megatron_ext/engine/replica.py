@@ -110,11 +110,11 @@ class Replica:
         if self.audit is not None:
             self.audit.begin()
         self.structured_outputs.wait(share * (self._last_seconds or 0.0), has_other_work=not is_idle)
-        ready = self.structured_outputs.take()
-        for request, error in ready.errors:
-            self._output.refuse(request, error)
-        for request, masks in ready.masks:
-            self.scheduler.allow(request, masks)
+        for request, ready in list(self.structured_outputs.take()):
+            if isinstance(ready, BaseException):
+                self._output.refuse(request, ready)
+            else:
+                self.scheduler.allow(request, ready)
         if drafts := self.structured_outputs.allowed_drafts(self._drafts):
             self.scheduler.propose(drafts)
         if self.loading is not None:

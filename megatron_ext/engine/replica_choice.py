@@ -68,7 +68,7 @@ class ReplicaChoice:
             replica: The replica, if it is given and not to be chosen.
         """
         self._update()
-        router, params, tokens = self._router, request.params, request.sequence.tokens
+        router, params, tokens = self._router, request.params, request.tokens
         keeps = self._keeps_log_probs
         is_read = general_reason(params, is_caching=self._is_caching, keeps_log_probs=keeps) is None
         prompt = Prompt(tokens, params.cache_salt, is_cached=is_read)

@@ -101,51 +101,43 @@ class EngineStatistics:
 
     @classmethod
     def of(
-        cls, scheduler: Scheduler, *, ended: int = 0, steps: int = 0, audit: CacheAudit | None = None
+        cls,
+        parts: Sequence[tuple[Scheduler, CacheAudit | None]],
+        *,
+        ended: int = 0,
+        steps: int = 0,
+        disk: DiskUse | None = None,
     ) -> EngineStatistics:
-        """Read the statistics of one replica, in the engine's thread."""
+        """Read the statistics, summed over replicas that step together, in the engine's thread.
+
+        Args:
+            parts: Scheduler of each replica, and its audits; None without any.
+            ended: See the class, also the next two.
+            steps: Likewise.
+            disk: Likewise.
+        """
+        schedulers, audits = [one for one, _ in parts], [audit for _, audit in parts if audit is not None]
 
         def size(queue: RequestQueue | WaitingQueue) -> int:
-            return len(queue) if audit is None else sum(request.audit is None for request in queue)
+            return sum(request.audit is None for request in queue) if audits else len(queue)
 
-        queues, use, costs = scheduler.queues, scheduler.cache.use(), scheduler.limits.costs
+        use, costs = total([one.cache.use() for one in schedulers]), schedulers[0].limits.costs
         snapshots = use.slots_used + use.provisional_slots
+        uses = [one.drafts.by_position.use() for one in schedulers if one.limits.max_drafts]
+        findings = [finding for audit in audits for finding in audit.findings]
         return cls(
-            running=size(queues.running),
-            waiting=size(queues.waiting),
-            paused=len(queues.paused),
+            running=sum(size(one.queues.running) for one in schedulers),
+            waiting=sum(size(one.queues.waiting) for one in schedulers),
+            paused=sum(len(one.queues.paused) for one in schedulers),
             ended=ended,
             steps=steps,
-            is_caching=scheduler.cache.is_enabled,
+            is_caching=schedulers[0].cache.is_enabled,
             use=use,
-            counters=dataclasses.replace(scheduler.counters),
-            speculation=scheduler.drafts.by_position.use() if scheduler.limits.max_drafts else None,
-            audit=None if audit is None else dataclasses.replace(audit.counts),
-            cached_bytes=use.blocks_cached * costs.block_bytes + snapshots * costs.state_bytes,
-            audit_findings=() if audit is None else tuple(audit.findings),
-        )
-
-    @classmethod
-    def total(
-        cls, parts: Sequence[EngineStatistics], *, ended: int, steps: int, disk: DiskUse | None = None
-    ) -> EngineStatistics:
-        """Return the sum over replicas that step together."""
-        uses = [part.speculation for part in parts if part.speculation is not None]
-        audits = [part.audit for part in parts if part.audit is not None]
-        findings = [finding for part in parts for finding in part.audit_findings]
-        return cls(
-            running=sum(part.running for part in parts),
-            waiting=sum(part.waiting for part in parts),
-            paused=sum(part.paused for part in parts),
-            ended=ended,
-            steps=steps,
-            is_caching=parts[0].is_caching,
-            use=total([part.use for part in parts]),
-            counters=total([part.counters for part in parts]),
+            counters=dataclasses.replace(total([one.counters for one in schedulers])),
             speculation=SpeculationUse.total(uses) if uses else None,
-            audit=total(audits) if audits else None,
+            audit=dataclasses.replace(total([audit.counts for audit in audits])) if audits else None,
             disk=disk,
-            cached_bytes=sum(part.cached_bytes for part in parts),
+            cached_bytes=use.blocks_cached * costs.block_bytes + snapshots * costs.state_bytes,
             audit_findings=tuple(sorted(findings, key=attrgetter("wall_time"))),
         )
 

@@ -13,14 +13,13 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_ext.config.request import ResponseFormat
-from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request import Masks, Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.spec_decode.verification import TokensById
 from megatron_ext.text.matcher import Matcher
 from megatron_ext.threads import lower_priority
@@ -140,19 +139,6 @@ class _Output:
     job: Job | None = None
 
 
-@dataclass
-class Ready:
-    """Results of finished jobs, before a step is planned.
-
-    Attributes:
-        masks: Requests with their masks.
-        errors: Requests whose outputs cannot be continued, with the errors.
-    """
-
-    masks: list[tuple[Request, Masks]] = field(default_factory=list)
-    errors: list[tuple[Request, BaseException]] = field(default_factory=list)
-
-
 class StructuredOutputManager:
     """Manager of the structured outputs of one engine; has their masks computed.
 
@@ -196,7 +182,7 @@ class StructuredOutputManager:
             request, count = output.request, output.request.generated_count
             if output.job is not None or request.is_ended:
                 continue
-            if request.sequence.running_slot is None:  # it waits: the matcher would only take memory
+            if request.running_slot is None:  # it waits: the matcher would only take memory
                 output.matcher, output.taken = None, 0
             if output.known != count:
                 new = request.generated_tokens[output.taken :]
@@ -219,19 +205,14 @@ class StructuredOutputManager:
         """True if some request of the scheduler needs no missing mask."""
         return not self._outputs or any(not request.lacks_mask for request in self._scheduler.queues)
 
-    def take(self) -> Ready:
-        """Collect the masks that are ready, once."""
-        ready = Ready()
+    def take(self) -> Iterator[tuple[Request, Masks | BaseException]]:
+        """Yield the masks that are ready, once each, or the error of an output that cannot be continued."""
         for output in self._outputs.values():
             job = output.job
             if job is None or not job.is_done or output.request.is_ended:
                 continue
             output.job, output.matcher, output.known, output.drafts = None, job.matcher, output.taken, job.drafts
-            if job.error is None:
-                ready.masks.append((output.request, job.masks))
-            else:
-                ready.errors.append((output.request, job.error))
-        return ready
+            yield output.request, job.masks if job.error is None else job.error
 
     def allowed_drafts(self, drafts: TokensById) -> TokensById:
         """Return the proposals, limited for structured outputs to drafts that their masks cover."""

@@ -13,6 +13,8 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 
 Result = TypeVar("Result")
+Held = tuple[Sequence[EngineRequest], Future[None]]
+"""Requests that the engine gets, all or none, once no call waits any more; the future is done then."""
 
 WAKE_SECONDS = 0.2
 
@@ -114,19 +116,6 @@ class EngineThread:
 
 
 @dataclass(eq=False)
-class HeldRequests:
-    """Requests that are submitted once no call waits any more.
-
-    Attributes:
-        requests: The requests, which the engine gets all or none.
-        future: Done when the engine has them.
-    """
-
-    requests: Sequence[EngineRequest]
-    future: Future[None]
-
-
-@dataclass(eq=False)
 class _WaitingCall:
     run: Callable[[], object]
     is_armed: bool = False
@@ -138,7 +127,7 @@ class IdleGate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: deque[_WaitingCall] = deque()
-        self._held: list[HeldRequests] = []
+        self._held: list[Held] = []
 
     def close(self, run: Callable[[], object]) -> Callable[[], None]:
         """Hold requests from now on, until `run` has been called.
@@ -163,11 +152,11 @@ class IdleGate:
         with self._lock:
             if not self._calls:
                 return None
-            held = HeldRequests(requests, Future())
-            self._held.append(held)
-            return held.future
+            future: Future[None] = Future()
+            self._held.append((requests, future))
+            return future
 
-    def open(self) -> list[HeldRequests]:
+    def open(self) -> list[Held]:
         """Make the calls that wait, while no request is left; return the requests held meanwhile, if no call is left.
 
         Only for the engine's thread.

@@ -38,7 +38,7 @@ class Update:
     @classmethod
     def of(cls, request: Request, start: int) -> Update:
         """Copy what a request has generated from its `start`-th token on."""
-        is_first, ledger = start == 0, request.sequence.ledger
+        is_first, ledger = start == 0, request.ledger
         return cls(
             request.prompt_tokens,
             start,

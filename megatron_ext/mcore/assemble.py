@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from megatron_ext.mcore.draft_cost_measurement import measure_costs
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape, operator_shapes
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
-from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, MultiTokenEngines, PredictionParts
+from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, PredictionParts
 from megatron_ext.mcore.packed_weights import pack_weights
 from megatron_ext.mcore.versions import wrap
 from megatron_ext.mcore.warm_up import Phase, WarmUpPart, unreported, warm_up
@@ -37,6 +37,7 @@ from megatron_ext.parallel.worker import Worker
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.speculation.drafting import Drafting
+from megatron_ext.speculation.multi_token import LayeredDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +83,12 @@ def build_engine(
     """
     with phase("plan"):
         settings = batching, cache or CacheConfig(), speculation, speculative_tokens, packs_weights
-        controller, own = _build_controller(model, config, tokenizer, *settings, dtype, token_rounder, parallel_context)
+        controller, layers = _build_controller(
+            model, config, tokenizer, *settings, dtype, token_rounder, parallel_context
+        )
         context = controller.inference_wrapped_model.inference_context
         controller.drafter = drafter
-        drafting_model: Drafter | None = own
+        drafting_model = own = _drafter_of(layers)
         if speculation.has_prediction and parallel_context is not None:
             drafting_model = controller.leading_drafter = parallel_context.leading_drafter(own)
         if speculation.is_on:
@@ -99,7 +102,7 @@ def build_engine(
             parallel_context=parallel_context,
             routing=routing,
         )
-    warm_up(_parts_to_warm_up(controller, own, parallel_context), phase)
+    warm_up(_parts_to_warm_up(controller, layers, parallel_context), phase)
     if speculation.measures_costs:
         with phase("draft costs"):
             measure_costs(engine, drafting)
@@ -152,20 +155,26 @@ def _draft_memory(prediction: PredictionParts | None, batching: BatchingConfig) 
     return NO_DRAFT_LAYERS if prediction is None else prediction.memory(batching)
 
 
+def _drafter_of(layers: Sequence[MultiTokenEngine]) -> Drafter | None:
+    """Return the drafter of all depths; None without any."""
+    return LayeredDrafter(layers) if len(layers) > 1 else next(iter(layers), None)
+
+
 def _parts_to_warm_up(
-    controller: InferenceController,
-    drafter: MultiTokenEngine | MultiTokenEngines | None,
-    parallel: ParallelContext | None,
+    controller: InferenceController, layers: Sequence[MultiTokenEngine], parallel: ParallelContext | None
 ) -> list[WarmUpPart]:
-    """Return the models whose kernels are warmed up, the same on all ranks, whose steps communicate."""
+    """Return the models whose kernels are warmed up, the same on all ranks, whose steps communicate.
+
+    Layers of further depths launch the kernels of the first one.
+    """
     whole = WarmUpPart.of(controller.inference_wrapped_model.inference_context, controller)
-    if drafter is None:
+    if not layers:
         return [whole]
     if parallel is not None and any(place.pipeline for place in parallel.places):
         if whole.is_needed:
             logger.warning("kernels of the drafting layer are not warmed up: only the last pipeline stage has them")
         return [whole]
-    return [whole, drafter.warm_up_part(whole)]
+    return [whole, layers[0].warm_up_part(whole)]
 
 
 def build_worker(
@@ -190,14 +199,14 @@ def build_worker(
         opener: Opens the store of this rank's part of the cache; None if it is not kept.
     """
     settings = batching, cache or CacheConfig(), speculation, speculative_tokens, packs_weights
-    controller, layer = _build_controller(model, config, tokenizer, *settings, dtype, token_rounder, parallel_context)
+    controller, layers = _build_controller(model, config, tokenizer, *settings, dtype, token_rounder, parallel_context)
     context = controller.inference_wrapped_model.inference_context
     worker = make_worker(parallel_context, context, controller)
     if speculation.has_prediction:
-        context.drafting = layer
+        context.drafting = layer = _drafter_of(layers)
         worker.drafter = parallel_context.drafter(parallel_context.here.replica, layer)
     context.prepare_cuda_graphs()
-    warm_up(_parts_to_warm_up(controller, layer, parallel_context), is_visible=False)
+    warm_up(_parts_to_warm_up(controller, layers, parallel_context), is_visible=False)
     if opener is not None:
         worker.open_store = partial(opener, controller)
     if speculation.measures_costs:
@@ -224,8 +233,8 @@ def _build_controller(
     dtype: torch.dtype,
     token_rounder: int,
     parallel_context: ParallelContext | None,
-) -> tuple[InferenceController, MultiTokenEngine | MultiTokenEngines | None]:
-    """Build the controller of this rank's engine or worker, and the layers that draft; None without them."""
+) -> tuple[InferenceController, list[MultiTokenEngine]]:
+    """Build the controller of this rank's engine or worker, and the drafters of layers, by depth."""
     device = next(model.parameters()).device
     backend_selection.check(batching.operator_backend, device, operator_shapes(model, batching, dtype))
     if batching.quantizes_weights and (not packs_weights or samples_of(model) is not None):
@@ -274,9 +283,9 @@ def _build_controller(
     context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, has_peers=not is_alone)
     context.recorded_steps = recorded_steps_for(context, controller, batching, is_alone=is_alone)
     if prediction is None:
-        return controller, None
-    layer = prediction.drafter(context, batching)
-    controller.hidden_states = layer.hidden_states
+        return controller, []
+    layers = prediction.layers(context, batching)
+    controller.hidden_states = layers[0].hidden_states
     if context.recorded_steps is not None:
-        context.recorded_steps.keep(layer.hidden_states)
-    return controller, layer
+        context.recorded_steps.keep(layers[0].hidden_states)
+    return controller, layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -55,32 +56,28 @@ def make_core(
     )
     drafter = controller.drafter
     proposals = None if drafter is None else Proposals(drafter, controller.vocabulary.has_tokens)
-    resources, own = ContextResources(context, controller), StepExecutor(context, controller)
-    if parallel_context is None:
-        parts: list[tuple[Scheduler, Executor]] = [(make_scheduler(plan), own)]
-        return EngineCore(
-            parts, input_settings, proposals=proposals, resources=resources, logging_interval=logging_interval
+    workers, own = None, StepExecutor(context, controller)
+    parts: Sequence[tuple[Scheduler, Executor]] = [(make_scheduler(plan), own)]
+    if parallel_context is not None:
+        settings = plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots
+        schedulers = [RecordingScheduler(*settings) for _ in range(parallel_context.replicas)]
+        executors = [parallel_context.executor(replica, own) for replica in range(parallel_context.replicas)]
+        parts = list(zip(schedulers, executors, strict=True))
+        workers = Driver(
+            schedulers,
+            parallel_context.link.send,
+            parallel_context.heartbeat,
+            meet=parallel_context.link.meet,
+            releases=parallel_context.releases_ranks,
         )
-    schedulers = [
-        RecordingScheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
-        for _ in range(parallel_context.replicas)
-    ]
-    executors = [parallel_context.executor(replica, own) for replica in range(parallel_context.replicas)]
-    driver = Driver(
-        schedulers,
-        parallel_context.link.send,
-        parallel_context.heartbeat,
-        meet=parallel_context.link.meet,
-        releases=parallel_context.releases_ranks,
-    )
-    if controller.leading_drafter is not None:
-        controller.leading_drafter.driver = driver
+        if controller.leading_drafter is not None:
+            controller.leading_drafter.driver = workers
     return EngineCore(
-        list(zip(schedulers, executors, strict=True)),
+        parts,
         input_settings,
         proposals=proposals,
-        workers=driver,
-        resources=resources,
+        workers=workers,
+        resources=ContextResources(context, controller),
         logging_interval=logging_interval,
         routing=routing,
     )

@@ -24,7 +24,7 @@ from megatron_ext.memory.step_states import StepStates
 from megatron_ext.ops import backend_selection
 from megatron_ext.runner.recorded_steps import MAX_ROWS
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
-from megatron_ext.speculation.multi_token import ChunkInput, LayeredDrafter, MultiTokenDrafter
+from megatron_ext.speculation.multi_token import ChunkInput, MultiTokenDrafter
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class PredictionParts:
         states = shape.states.bytes if shape.states else 0
         return DraftMemory(shape.kv_bytes_per_token * self.depths, states * self.depths, hidden * self.depths)
 
-    def drafter(self, target: InferenceContext, batching: BatchingConfig) -> MultiTokenEngine | MultiTokenEngines:
-        """Return the drafter beside a context, with pools of its own.
+    def layers(self, target: InferenceContext, batching: BatchingConfig) -> list[MultiTokenEngine]:
+        """Return the drafter of each depth beside a context, with pools of its own.
 
         Raises:
             ConfigError: There is less memory than seemed to be free.
@@ -86,7 +86,7 @@ class PredictionParts:
                 outputs = HiddenStates(self.model, context, requests, watches=False)
             layers.append(MultiTokenEngine(self, context, states, operators, depth, outputs))
             states = outputs or states
-        return layers[0] if len(layers) == 1 else MultiTokenEngines(layers)
+        return layers
 
 
 @dataclass(frozen=True)
@@ -248,40 +248,6 @@ class MultiTokenEngine(MultiTokenDrafter):
             self._outputs[request_id] = last[number]
             if inputs[request_id].drafts == 0:
                 self._read_outputs[request_id] = last[number]
-
-
-class MultiTokenEngines(LayeredDrafter):
-    """Drafter that computes a layer for each depth; see `MultiTokenEngine`.
-
-    Args:
-        layers: Drafter of each depth.
-
-    Attributes:
-        hidden_states: Hidden states of the target model.
-    """
-
-    def __init__(self, layers: Sequence[MultiTokenEngine]) -> None:
-        super().__init__(layers)
-        self._engines = layers
-        self.hidden_states = layers[0].hidden_states
-
-    def notice_new_weights(self) -> None:
-        """Forget all requests, whose keys, values and hidden states are of the old weights."""
-        self.reset()
-
-    def warm_up_part(self, target: WarmUpPart) -> WarmUpPart:
-        """Return the part of a warm-up of the first depth, whose kernels the others launch as well."""
-        return self._engines[0].warm_up_part(target)
-
-    def suspend(self) -> None:
-        """Free the pools and discard the states of requests."""
-        for layer in self._engines:
-            layer.suspend()
-
-    def resume(self) -> None:
-        """Allocate the pools again."""
-        for layer in self._engines:
-            layer.resume()
 
 
 def _placed(chunk: ScheduledChunk, given: ChunkInput) -> ScheduledChunk:

@@ -29,8 +29,7 @@ from megatron_ext.memory.budget import (
 from megatron_ext.memory.capacity import NO_PEERS, Capacity, Peers, agree, world_kv_cache_config
 from megatron_ext.memory.fitting import advice_that_fits, plan_within
 from megatron_ext.memory.state_pool import StateShape
-from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.snapshots.aligned import check_aligned, describe_tight_budget
+from megatron_ext.scheduling.plan import SchedulerLimits, check_aligned, describe_tight_budget
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from megatron_ext.scheduling.snapshots.snapshot_positions import max_snapshots
 

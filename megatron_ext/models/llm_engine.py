@@ -20,7 +20,6 @@ from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.parallel.driver import driver_of
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.observer import CacheObserver, EntryObserver
-from megatron_ext.scheduling.waiting_tokens import prompt_tokens_to_compute
 
 Result = TypeVar("Result")
 
@@ -106,7 +105,7 @@ class LLMEngine:
         return self.client.call(self._measure_load)
 
     def _measure_load(self) -> tuple[int, EngineStatistics]:
-        waiting = sum(prompt_tokens_to_compute(replica.scheduler) for replica in self._core.replicas)
+        waiting = sum(replica.scheduler.prompt_tokens_to_compute() for replica in self._core.replicas)
         return waiting, self._core.statistics()
 
     @property

@@ -80,8 +80,8 @@ def _tokens(computed: int, recomputed: int, skipped: int, generated: int) -> Tok
 
 
 def _of_request(request: Request) -> Tokens:
-    first = request.computed_prefill_tokens
-    return _tokens(first, request.prefill_token_count - first, request.skipped_prefill_tokens, request.generated_count)
+    ledger = request.ledger
+    return _tokens(ledger.computed, ledger.recomputed, ledger.skipped, request.generated_count)
 
 
 def _of_record(record: RequestRecord) -> Tokens:

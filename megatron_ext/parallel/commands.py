@@ -2,27 +2,30 @@
 
 Schedulers with the same commands between the same steps, and the same sampled tokens, write equal messages
 (`ScheduledStep`). So only commands and tokens are sent between ranks; they are plain values and pickle small. Rank 0
-records the commands, for the workers to repeat.
+records the commands, for the workers to repeat, and sends them in one small message a step over gloo, separate from the
+model's communication.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import functools
+import pickle
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, TypeAlias
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed import ProcessGroup, all_reduce, broadcast
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.disk_loads import LoadCommand
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.sequence import Masks
-from megatron_ext.scheduling.spec_decode.verification import TokensById
 
 TensorSpec: TypeAlias = tuple[str, tuple[int, ...], str]
 """Name, shape and type of a tensor, the type by its name in torch."""
@@ -55,86 +58,20 @@ class Add:
 
 
 @dataclass(frozen=True)
-class End:
-    """End of a living request: aborted, ended by a stop word, or failed by work that only it needed."""
-
-    request_id: int
-    status: Status
-
-
-@dataclass(frozen=True)
 class Call:
-    """Call of a scheduler's method that changes it from outside a step, and needs nothing else of a rank.
+    """Call of a method that changes a rank from outside a step.
 
     Attributes:
-        method: Name of the method of `Scheduler`.
-        arguments: Plain values by the names of its parameters.
+        method: Name of the method: of `Worker`, if it is one of `worker.OBEYED`, else of the worker's scheduler.
+        arguments: Plain values.
+        options: Plain values by the names of its other parameters.
+        request_id: Living request that is the first argument; None for a method without one.
     """
 
-    method: Literal["drop_kept_data", "hold_prefills", "propose", "quarantine", "reset_prefix_cache"]
-    arguments: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class WeightsChanged:
-    """Weight change: nothing cached before is matched after; see `Scheduler.weights_changed`."""
-
-    restarts: bool
-
-
-@dataclass(frozen=True)
-class Suspend:
-    """Suspension: the pools are freed; all requests wait and keep their tokens."""
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Resumption: the pools are allocated again."""
-
-
-@dataclass(frozen=True)
-class Reset:
-    """Restart: all requests and counters are dropped; freed pools are allocated again."""
-
-
-@dataclass(frozen=True)
-class GoLive:
-    """Start of the tiers below memory: ranks open their stores, and agree on the entries that all of them have."""
-
-
-@dataclass(frozen=True)
-class KeepCache:
-    """End of the cache's contents: ranks write their most valuable entries to their stores, which stay open."""
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Drafts that the ranks of a replica compute before the next step.
-
-    Attributes:
-        limits: (request id, maximum number of drafts) of each request.
-    """
-
-    limits: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class ForgetDrafts:
-    """End of what a drafter has kept of a request.
-
-    Attributes:
-        request_id: The request; None for all.
-    """
-
-    request_id: int | None
-
-
-@dataclass(frozen=True)
-class Allow:
-    """Tokens allowed next in a structured output, and after each of its drafts."""
-
-    request_id: int
-    masks: Masks
+    method: str
+    arguments: tuple[object, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)
+    request_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,24 +106,7 @@ class ReadWeights:
 
 
 WeightsCommand: TypeAlias = DescribeWeights | ReadWeights | UpdateWeights
-Command = (
-    Add
-    | Allow
-    | Call
-    | DescribeWeights
-    | Draft
-    | End
-    | ForgetDrafts
-    | GoLive
-    | KeepCache
-    | LoadCommand
-    | ReadWeights
-    | Resume
-    | Reset
-    | Suspend
-    | UpdateWeights
-    | WeightsChanged
-)
+Command: TypeAlias = Add | Call | LoadCommand | WeightsCommand
 
 
 class Action(enum.IntEnum):
@@ -198,7 +118,7 @@ class Action(enum.IntEnum):
     RELEASE = 4  # the other ranks return to their callers, until the next batch
     MEET = 5  # every rank waits until all have obeyed the commands
     HAND_OVER = 6  # the other ranks return to their callers, who hand over shards of new weights
-    DRAFT = 7  # ranks with a `Draft` command compute drafts
+    DRAFT = 7  # ranks that have been told of requests compute their drafts
 
 
 @dataclass(frozen=True)
@@ -216,6 +136,61 @@ class Batch:
     def of(self, replica: int) -> list[Command]:
         """Return the commands of one replica."""
         return [command for number, command in self.commands if number == replica]
+
+
+HEAD = struct.Struct("<BxxxI")  # action, bytes of the commands
+"""Head of a batch: a broadcast has a size that all ranks know beforehand, so the first message has a constant one."""
+
+
+class Link:
+    """Ordered channel from rank 0 to all ranks.
+
+    A batch is one message of 8 bytes; its commands, if there are any, are a second one, whose length is in the first.
+    Ranks trust each other: they run the same program for the same user, and any process that can write to their
+    connections is trusted.
+
+    Args:
+        group: Group of all ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def send(self, batch: Batch) -> None:
+        """Send a batch to all other ranks, on rank 0."""
+        body = pickle.dumps(batch.commands, pickle.HIGHEST_PROTOCOL) if batch.commands else b""
+        for part in (HEAD.pack(batch.action, len(body)), body):
+            if part:
+                broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 0, group=self._group)
+
+    def receive(self) -> Batch:
+        """Wait for the next batch, on the other ranks."""
+        action, length = HEAD.unpack(self._receive(HEAD.size))
+        return Batch(Action(action), pickle.loads(self._receive(length)) if length else ())
+
+    def meet(self) -> None:
+        """Return when all ranks have called this."""
+        all_reduce(torch.zeros(1), group=self._group)
+
+    def _receive(self, length: int) -> bytes:
+        part = torch.empty(length, dtype=torch.uint8)
+        broadcast(part, 0, group=self._group)
+        return part.numpy().tobytes()
+
+
+def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of `Scheduler` that records its call first, since it may fail."""
+
+    @functools.wraps(method)
+    def call(self: RecordingScheduler, *arguments: object, **options: object) -> object:
+        first = arguments[0] if arguments else None
+        if isinstance(first, Request):
+            self.note(Call(method.__name__, arguments[1:], options, first.request_id))
+        else:
+            self.note(Call(method.__name__, arguments, options))
+        return method(self, *arguments, **options)
+
+    return call
 
 
 class RecordingScheduler(Scheduler):
@@ -249,55 +224,12 @@ class RecordingScheduler(Scheduler):
         super().add(request)
         self.note(Add.of(request))
 
-    def end(
-        self,
-        request: Request,
-        status: Status,
-        *,
-        finish_reason: str | None = None,
-        error: str | None = None,
-        is_fault: bool = False,
-    ) -> None:
-        """End a request as `Scheduler` does, and record it without the reason, which only rank 0 needs."""
-        super().end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
-        self.note(End(request.request_id, status))
-
-    def propose(self, drafts: TokensById) -> None:
-        """Propose drafts as `Scheduler` does, and record them."""
-        super().propose(drafts)
-        self.note(Call("propose", {"drafts": dict(drafts)}))
-
-    def allow(self, request: Request, masks: Masks) -> None:
-        """Set the token masks as `Scheduler` does, and record them."""
-        super().allow(request, masks)
-        self.note(Allow(request.request_id, masks))
-
-    def hold_prefills(self, *, are_held: bool) -> None:
-        """Hold or release prefills as `Scheduler` does, and record it."""
-        super().hold_prefills(are_held=are_held)
-        self.note(Call("hold_prefills", {"are_held": are_held}))
-
-    def reset_prefix_cache(self) -> None:
-        """Reset the prefix cache as `Scheduler` does, and record it."""
-        super().reset_prefix_cache()
-        self.note(Call("reset_prefix_cache"))
-
-    def drop_kept_data(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Drop the data kept with blocks as `Scheduler` does, and record it."""
-        super().drop_kept_data(block_hashes)
-        self.note(Call("drop_kept_data", {"block_hashes": tuple(block_hashes)}))
-
-    def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
-        """Drop a wrong entry as `Scheduler` does, and record it."""
-        self.note(Call("quarantine", {"block_hash": block_hash, "states_only": states_only}))
-        return super().quarantine(block_hash, states_only=states_only)
-
-    def weights_changed(self, *, restarts: bool) -> None:
-        """Note changed weights as `Scheduler` does, and record it."""
-        super().weights_changed(restarts=restarts)
-        self.note(WeightsChanged(restarts))
-
-    def suspend(self) -> None:
-        """Suspend as `Scheduler` does, and record it."""
-        super().suspend()
-        self.note(Suspend())
+    allow = _recorded(Scheduler.allow)
+    drop_kept_data = _recorded(Scheduler.drop_kept_data)
+    end = _recorded(Scheduler.end)
+    hold_prefills = _recorded(Scheduler.hold_prefills)
+    propose = _recorded(Scheduler.propose)
+    quarantine = _recorded(Scheduler.quarantine)
+    reset_prefix_cache = _recorded(Scheduler.reset_prefix_cache)
+    suspend = _recorded(Scheduler.suspend)
+    weights_changed = _recorded(Scheduler.weights_changed)

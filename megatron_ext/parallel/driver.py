@@ -8,17 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megatron_ext.engine.executor import Workers
 from megatron_ext.errors import ConfigError, RankError, WeightUpdateError, describe
-from megatron_ext.parallel.commands import (
-    Action,
-    Batch,
-    Command,
-    Draft,
-    GoLive,
-    KeepCache,
-    RecordingScheduler,
-    Reset,
-    Resume,
-)
+from megatron_ext.parallel.commands import Action, Batch, Call, Command, RecordingScheduler
 
 
 def _nothing() -> None:
@@ -56,15 +46,15 @@ class Driver(Workers):
         self._releases = releases
         self._is_released = False
         self.has_stores = False
-        self.note(Reset())
+        self.note(Call("reset"))
 
     def begin_step(self) -> None:
         """Send the commands and start a step; see `Workers.begin_step`."""
         self._tell(Action.STEP)
 
-    def draft(self, replica: int, command: Draft) -> None:
-        """Send a command for drafts to a replica, together with the commands recorded before."""
-        self._schedulers[replica].note(command)
+    def draft(self, replica: int, limits: Sequence[tuple[int, int]]) -> None:
+        """Make the ranks of a replica compute drafts, after the commands recorded before; see `RankDrafter.propose`."""
+        self._schedulers[replica].note(Call("draft", (limits,)))
         self._tell(Action.DRAFT)
 
     def note(self, command: Command) -> None:
@@ -98,8 +88,7 @@ class Driver(Workers):
     def resume(self) -> None:
         """Record the resumption; see `Workers.resume`."""
         self._is_released = False
-        for scheduler in self._schedulers:
-            scheduler.note(Resume())
+        self.note(Call("resume"))
 
     def tell(self, command: Command) -> None:
         """Send a command for all replicas at once.
@@ -145,12 +134,12 @@ class Driver(Workers):
 
     def go_live(self) -> None:
         """Send the command; see `Workers.go_live`."""
-        self.tell(GoLive())
+        self.tell(Call("go_live"))
 
     def keep_cache(self) -> bool:
         """Send the command, if the workers follow; see `Workers.keep_cache`."""
         if self.has_stores and self._follow:
-            self.tell(KeepCache())
+            self.tell(Call("keep_cache"))
         return self._follow
 
     def stop(self) -> bool:
@@ -166,10 +155,6 @@ class Driver(Workers):
         """True if the workers wait for the next batch."""
         return self._end is None and not self._is_released
 
-    def step_error(self, error: Exception) -> Exception:
-        """Convert an error of a step to a RankError; see `Workers.step_error`."""
-        return self._ended_by(error)
-
     def _tell(self, action: Action) -> None:
         """Send one batch with every command since the last one.
 
@@ -183,11 +168,11 @@ class Driver(Workers):
         try:
             self._send(Batch(action, noted))
         except Exception as error:
-            raise self._ended_by(error) from error
+            raise self.step_error(error) from error
         self._sent_at = time.monotonic()
 
-    def _ended_by(self, error: Exception) -> RankError:
-        """Return an error of a step as a RankError, and keep the first one."""
+    def step_error(self, error: Exception) -> RankError:
+        """Return an error of a step as a RankError, and keep the first one; see `Workers.step_error`."""
         rank_error = error if isinstance(error, RankError) else RankError(describe(error))
         self._end = self._end or rank_error
         return rank_error

@@ -14,7 +14,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.executor import Executor
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.cache_ranks import CacheRanks
-from megatron_ext.parallel.link import Link
+from megatron_ext.parallel.commands import Link
 from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
 from megatron_ext.parallel.shared_results import CheckedExecutor, Results, SharedExecutor
 from megatron_ext.speculation.drafter import Drafter

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.distributed import ProcessGroup, broadcast
 
-from megatron_ext.parallel.commands import Draft, ForgetDrafts
+from megatron_ext.parallel.commands import Call
 from megatron_ext.parallel.driver import Driver
 from megatron_ext.speculation.drafter import Drafter, DraftRequest
 
@@ -41,17 +41,17 @@ class RankDrafter:
         else:
             self.layer.forget(request_id)
 
-    def propose(self, command: Draft, tokens_of: Callable[[int], Sequence[int]]) -> Drafts:
+    def propose(self, limits: Sequence[tuple[int, int]], tokens_of: Callable[[int], Sequence[int]]) -> Drafts:
         """Compute this rank's part of the drafts and return the replica's.
 
         Args:
-            command: The requests.
+            limits: (request id, maximum number of drafts) of each request.
             tokens_of: Returns the tokens of a request.
         """
         found: Drafts = {}
         if self.layer is not None:
-            found = self.layer.propose([DraftRequest(name, tokens_of(name), limit) for name, limit in command.limits])
-        return self._share(command.limits, found)
+            found = self.layer.propose([DraftRequest(name, tokens_of(name), limit) for name, limit in limits])
+        return self._share(limits, found)
 
     def _share(self, limits: Sequence[tuple[int, int]], found: Drafts) -> Drafts:
         """Return the source's drafts: of each request their number, then as many places as its limit."""
@@ -96,10 +96,10 @@ class LeadingDrafter(Drafter):
             return {}
         replica = self.driver.replica_of(requests[0].request_id)
         tokens = {request.request_id: request.tokens for request in requests}
-        command = Draft(tuple((request.request_id, request.limit) for request in requests))
-        self.driver.draft(replica, command)
+        limits = tuple((request.request_id, request.limit) for request in requests)
+        self.driver.draft(replica, limits)
         try:
-            return self._drafters[replica].propose(command, tokens.__getitem__)
+            return self._drafters[replica].propose(limits, tokens.__getitem__)
         except Exception as error:
             raise self.driver.step_error(error) from error
 
@@ -116,7 +116,7 @@ class LeadingDrafter(Drafter):
         self.reset()
 
     def _forget(self, request_id: int | None) -> None:
-        self.driver.note(ForgetDrafts(request_id))
+        self.driver.note(Call("forget_drafts", (request_id,)))
         for drafter in self._drafters:
             drafter.forget(request_id)
 

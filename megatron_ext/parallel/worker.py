@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from megatron_ext.engine.disk_loading import LoadPlacing
 from megatron_ext.engine.executor import Executor, ModelResources
-from megatron_ext.parallel.commands import (
-    Action,
-    Add,
-    Allow,
-    Batch,
-    Call,
-    Command,
-    DescribeWeights,
-    Draft,
-    End,
-    ForgetDrafts,
-    GoLive,
-    KeepCache,
-    ReadWeights,
-    Reset,
-    Resume,
-    Suspend,
-    UpdateWeights,
-    WeightsChanged,
-    WeightsCommand,
-)
+from megatron_ext.parallel.commands import Action, Add, Batch, Call, Command, WeightsCommand
 from megatron_ext.parallel.rank_drafters import RankDrafter
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, NoteRun, PlaceLoad
@@ -34,6 +14,8 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
 _RETURNING = (Action.STOP, Action.RELEASE, Action.HAND_OVER)
+OBEYED = frozenset({"draft", "forget_drafts", "go_live", "keep_cache", "reset", "resume", "suspend", "weights_changed"})
+"""Methods of `Worker` that rank 0 calls by a command."""
 
 
 def _nothing() -> None:
@@ -81,14 +63,14 @@ class Worker:
         self._meet = meet
         self._disk: WarmRestart | None = None
         self.drafter: RankDrafter | None = None
-        self._draft: Draft | None = None  # until it is obeyed
+        self._to_draft: Sequence[tuple[int, int]] = ()  # until its drafts are computed
         self._placing: LoadPlacing | None = None  # once the store is live
         self._receive = receive
         self.step_count = 0
         self._make_scheduler = make_scheduler
         self._executor = executor
         self._resources = resources
-        self._reset()
+        self.reset()
 
     def follow(self) -> Action:
         """Follow rank 0's batches until an action that returns to the caller: stop, release or hand-over."""
@@ -123,75 +105,85 @@ class Worker:
             request = command.make()
             self._requests[request.request_id] = request
             self.scheduler.add(request)
-        elif isinstance(command, End):
-            self.scheduler.end(self._requests.pop(command.request_id), command.status)
-        elif isinstance(command, Allow):
-            self.scheduler.allow(self._requests[command.request_id], command.masks)
         elif isinstance(command, Call):
-            getattr(self.scheduler, command.method)(**command.arguments)
-        elif isinstance(command, Draft):
-            self._draft = command
-        elif isinstance(command, Suspend):
-            self.scheduler.suspend()
-            self._resources.free()
-            self.is_suspended = True
-        elif isinstance(command, Resume):
-            self._resources.allocate()
-            self.is_suspended = False
-        elif isinstance(command, Reset):
-            self._reset()
-        else:
-            self._obey_for_cache(command)
-
-    def _obey_for_cache(self, command: Command) -> None:
-        if isinstance(command, WeightsChanged):
-            if self._disk is not None:
-                self._disk.weights_changed()
-            self._resources.mark_new_weights()
-            self._resources.use_new_weights()
-            self.scheduler.weights_changed(restarts=command.restarts)
-        elif isinstance(command, ForgetDrafts):
-            if self.drafter is not None:
-                self.drafter.forget(command.request_id)
-        elif isinstance(command, DescribeWeights | ReadWeights | UpdateWeights):
-            self.on_weights(command)
-        else:
-            self._obey_for_disk(command)
-
-    def _obey_for_disk(self, command: Command) -> None:
-        if isinstance(command, BeginLoad | NoteRun):
+            self._call(command)
+        elif isinstance(command, BeginLoad | NoteRun):
             self._loads().obey(command, self._requests[command.request_id])
         elif isinstance(command, PlaceLoad | EndLoad):
             self._loads().obey(command)
-        elif isinstance(command, GoLive):
-            self._go_live()
         else:
-            assert isinstance(command, KeepCache), f"{command} is not a command"
-            if self._disk is not None:
-                self._disk.keep()
+            self.on_weights(command)
+
+    def _call(self, command: Call) -> None:
+        call = getattr(self if command.method in OBEYED else self.scheduler, command.method)
+        if command.request_id is None:
+            call(*command.arguments, **command.options)
+            return
+        request = self._requests[command.request_id]
+        call(request, *command.arguments, **command.options)
+        if request.is_ended:
+            del self._requests[request.request_id]
 
     def _loads(self) -> LoadPlacing:
         assert self._placing is not None, "ranks load what all of them have"
         return self._placing
 
-    def _go_live(self) -> None:
+    # Methods that rank 0 calls by a command
+
+    def suspend(self) -> None:
+        """Free the pools; all requests wait and keep their tokens."""
+        self.scheduler.suspend()
+        self._resources.free()
+        self.is_suspended = True
+
+    def resume(self) -> None:
+        """Allocate the pools again."""
+        self._resources.allocate()
+        self.is_suspended = False
+
+    def reset(self) -> None:
+        """Drop all requests and counters, and allocate freed pools again."""
+        self.scheduler = self._make_scheduler()
+        self._placing = None
+        self._requests: dict[int, Request] = {}  # living requests
+        self.resume()
+
+    def weights_changed(self, *, restarts: bool) -> None:
+        """Match nothing that was cached before; see `Scheduler.weights_changed`."""
+        if self._disk is not None:
+            self._disk.weights_changed()
+        self._resources.mark_new_weights()
+        self._resources.use_new_weights()
+        self.scheduler.weights_changed(restarts=restarts)
+
+    def go_live(self) -> None:
+        """Open the store, and agree with the other ranks on the entries that all of them have."""
         if self._disk is None:
             self._disk = self.open_store()
         if self._disk is not None:
             for tier, memory in self._disk.go_live([self.scheduler.cache]):
                 self._placing = LoadPlacing(self.scheduler, tier, memory)
 
-    def _reset(self) -> None:
-        self.scheduler = self._make_scheduler()
-        self._placing = None
-        self._requests: dict[int, Request] = {}  # living requests
-        self._resources.allocate()
-        self.is_suspended = False
+    def keep_cache(self) -> None:
+        """Write the most valuable entries of the cache to the store, which stays open."""
+        if self._disk is not None:
+            self._disk.keep()
+
+    def draft(self, limits: Sequence[tuple[int, int]]) -> None:
+        """Note the requests whose drafts are computed before the next step; see `RankDrafter.propose`."""
+        self._to_draft = limits
+
+    def forget_drafts(self, request_id: int | None) -> None:
+        """Forget what the drafter has kept of a request, or of all."""
+        if self.drafter is not None:
+            self.drafter.forget(request_id)
+
+    # Steps
 
     def _compute_drafts(self) -> None:
-        command, self._draft = self._draft, None
-        if command is not None and self.drafter is not None:
-            self.drafter.propose(command, lambda request_id: self._requests[request_id].tokens)
+        limits, self._to_draft = self._to_draft, ()
+        if limits and self.drafter is not None:
+            self.drafter.propose(limits, lambda request_id: self._requests[request_id].tokens)
 
     def step(self) -> None:
         """Plan, execute and commit one step, as `EngineCore.compute` does; a step that raises is not retried."""

@@ -28,7 +28,7 @@ Cuts = Sequence[Sequence[int]]
 class BlockRows:
     """Block table rows by running state slot; a row is written only when its table has changed.
 
-    A request's table is a tuple that is replaced when it changes (see `Sequence`). The tuple that a row was written
+    A request's table is a tuple that is replaced when it changes (see `Request`). The tuple that a row was written
     from is kept, so an identical tuple means that the row is up to date. The array has as many rows as running state
     slots and the width of the longest table so far; nothing else bounds or empties it, which is not needed.
 

@@ -21,7 +21,8 @@ from megatron_ext.ops.sampling.log_probs import filtered_logits, log_probs_of
 from megatron_ext.ops.sampling.sampling_metadata import GREEDY
 from megatron_ext.ops.varlen import to_device
 from megatron_ext.runner.layout import Layout
-from megatron_ext.runner.logits_metadata import (
+from megatron_ext.runner.logits_processors import (
+    LogitsProcessor,
     asked_processors,
     entry_counts,
     logits_layout,
@@ -30,7 +31,6 @@ from megatron_ext.runner.logits_metadata import (
     process_logits,
     write_logits_inputs,
 )
-from megatron_ext.runner.logits_processors import LogitsProcessor
 from megatron_ext.scheduling.step import Sampling
 
 # Bytes per logit of a row, at most: the output layer's logits, their copy in fp32, and its log-softmax.
@@ -133,7 +133,7 @@ class SamplerInput:
     Attributes:
         options: Sampling options of the rows; None if all of them are greedy.
         processors: Logits processors to apply.
-        logits_parts: Inputs of the processors, see `logits_metadata.logits_layout`.
+        logits_parts: Inputs of the processors, see `logits_layout`.
         processed: Rows to process, which the inputs describe; None for all rows.
     """
 

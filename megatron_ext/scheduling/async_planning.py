@@ -14,24 +14,22 @@ Where anything else might happen in step n + 1, the step is not planned ahead bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.disk_loads import DiskLoads
-from megatron_ext.scheduling.logits_options import reads_tokens
-from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
+from megatron_ext.scheduling.plan import SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step
-from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
-from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.opportunistic_plan import passed_checkpoints, plan_opportunistic
-from megatron_ext.scheduling.snapshots.reservation import reserve_snapshots
-from megatron_ext.scheduling.snapshots.snapshot_planner import plan_snapshots
+from megatron_ext.scheduling.snapshots.snapshot_planner import plan_snapshots, reserve_snapshots
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
-from megatron_ext.scheduling.spec_decode.draft_slots import DraftSlots
+from megatron_ext.scheduling.spec_decode.verification import DraftSlots
+from megatron_ext.scheduling.step import reads_tokens
+
+if TYPE_CHECKING:
+    from megatron_ext.scheduling.scheduler import Scheduler
 
 Position = tuple[Request, int]  # tokens of a request before a state
 
@@ -40,38 +38,15 @@ class AsyncPlanner:
     """Part of the scheduler that plans the next step while the current one is computed.
 
     Args:
-        limits: Scheduler limits of the engine.
-        queues: Queues of the scheduler.
-        cache: Prefix cache of the scheduler; provides free blocks.
-        pending_blocks: Blocks that prefills are about to publish.
-        prepare: Hashes and ranks waiting requests, in steps that are planned ahead, too.
-        counters: Counters of the scheduler; steps launched ahead are counted there.
-        disk_loads: Loads from disk that waiting requests wait for.
-        grow: Allocates blocks for chunks that outgrow their requests' blocks.
+        scheduler: The scheduler.
     """
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        queues: Queues,
-        cache: PrefixCache,
-        pending_blocks: PendingBlocks,
-        prepare: Callable[[], None],
-        counters: Counters,
-        disk_loads: DiskLoads,
-        grow: Callable[[Iterable[Chunk]], None],
-    ) -> None:
-        self._limits = limits
-        self._queues = queues
-        self._cache = cache
-        self._pending_blocks = pending_blocks
-        self._prepare = prepare
-        self._counters = counters
-        self._disk_loads = disk_loads
-        self._grow = grow
-        first = (
-            0 if cache.states is None else limits.first_apart_slot(cache.states.total) + limits.draft_states + 1
-        )  # the slot before is for padding rows
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._grow = scheduler, scheduler.grow
+        self._limits, self._queues, self._cache = scheduler.limits, scheduler.queues, scheduler.cache
+        limits, states = scheduler.limits, scheduler.cache.states
+        # The slot before is for padding rows.
+        first = 0 if states is None else limits.first_apart_slot(states.total) + limits.draft_states + 1
         self._slots = DraftSlots(first, limits.async_states)
         self._planned: tuple[Chunk, ...] = ()
         self._lent: dict[Position, Snapshot] = {}
@@ -84,7 +59,7 @@ class AsyncPlanner:
             found[request.request_id] = (*found.get(request.request_id, ()), state)
         return found
 
-    def plan_next(self, computed: Sequence[Chunk], *, holds_prefills: bool = False) -> StepPlan | None:
+    def plan_next(self, computed: Sequence[Chunk]) -> StepPlan | None:
         """Plan the step that follows the chunks `computed`, and allocate for it; None if it is not certain.
 
         Allocated blocks stay with their requests whatever becomes of the step. If no block is free, one is evicted, as
@@ -93,9 +68,8 @@ class AsyncPlanner:
 
         Args:
             computed: Chunks of living requests.
-            holds_prefills: See `plan_step`.
         """
-        queues, loads = self._queues, self._disk_loads
+        queues, loads = self._queues, self._scheduler.disk_loads
         if len(queues.paused) or loads.is_due or len(queues.running) != len(computed):
             return None
         yielding = [chunk.yields_token for chunk in computed]
@@ -108,10 +82,10 @@ class AsyncPlanner:
                 queues,
                 self._limits,
                 self._cache,
-                self._pending_blocks,
+                self._scheduler.pending_blocks,
                 disk_loads=loads,
                 leaving=leaving,
-                holds_prefills=holds_prefills,
+                holds_prefills=self._scheduler.holds_prefills,
             )
             positions = self._positions(plan)
         finally:
@@ -129,8 +103,8 @@ class AsyncPlanner:
         Returns:
             Snapshots of the step in the slots that it writes, whose block hashes are known by now.
         """
-        self._prepare()
-        self._counters.launched_ahead += 1
+        self._scheduler.prepare()
+        self._scheduler.counters.launched_ahead += 1
         named = self._reserve([one for one in self._planned if not one.request.is_ended]) if self._lent else []
         self.forgo()  # states of requests that have ended, and those for which there is no slot
         return named
@@ -185,7 +159,7 @@ class AsyncPlanner:
         wanted = (*plan.snapshots, *passed_checkpoints(prefills, self._limits, self._cache))
         if not wanted:
             return []
-        reserved = {(one.request, kept.position) for one in wanted for kept in one.request.sequence.snapshots}
+        reserved = {(one.request, kept.position) for one in wanted for kept in one.request.snapshots}
         found = dict.fromkeys((one.request, one.position) for one in wanted)
         return [one for one in found if one not in reserved]
 
@@ -202,12 +176,12 @@ def _assume(computed: Sequence[Chunk], yielding: Sequence[bool]) -> set[Request]
     """
     leaving = set()
     for chunk, yields_token in zip(computed, yielding, strict=True):
-        request, sequence = chunk.request, chunk.request.sequence
-        sequence.computed_end = chunk.end
+        request = chunk.request
+        request.computed_end = chunk.end
         if yields_token:
-            sequence.tokens.append(0)
-        has_all = sequence.generated_count >= request.max_generated
-        if has_all and chunk.end >= sequence.prompt_length:
+            request.tokens.append(0)
+        has_all = request.generated_count >= request.max_generated
+        if has_all and chunk.end >= request.prompt_length:
             leaving.add(request)
     return leaving
 
@@ -215,12 +189,12 @@ def _assume(computed: Sequence[Chunk], yielding: Sequence[bool]) -> set[Request]
 def _take_back(computed: Sequence[Chunk], yielding: Sequence[bool]) -> None:
     """Let requests be as they were before `_assume`."""
     for chunk, yields_token in zip(computed, yielding, strict=True):
-        sequence = chunk.request.sequence
-        sequence.computed_end = chunk.start
+        request = chunk.request
+        request.computed_end = chunk.start
         if yields_token:
-            sequence.tokens.pop()
-            if sequence.chain is not None:  # the block of the placeholder may have been hashed
-                sequence.chain.cut(len(sequence.tokens))
+            request.tokens.pop()
+            if request.chain is not None:  # the block of the placeholder may have been hashed
+                request.chain.cut(len(request.tokens))
 
 
 def _is_simple(chunk: Chunk, yields_token: bool) -> bool:

@@ -72,7 +72,7 @@ def compare_with_cache(chunks: Iterable[Chunk], cache: PrefixCache, block_size: 
         if (target := chunk.request.audit) is not None:
             first, last = chunk.start // block_size, chunk.end // block_size
             cached = cache.match(target.block_hashes[:last])[first:]
-            computed = chunk.request.sequence.block_table[first:last]
+            computed = chunk.request.block_table[first:last]
             pairs = tuple(zip(computed, cached, strict=False))
             states = _states(chunk, target, cache, block_size)
             return Comparison(first, pairs, states, are_all_cached=len(cached) == last - first)
@@ -82,7 +82,7 @@ def compare_with_cache(chunks: Iterable[Chunk], cache: PrefixCache, block_size: 
 def _states(
     chunk: Chunk, target: AuditTarget, cache: PrefixCache, block_size: int
 ) -> tuple[RunningSlot, SlotId] | None:
-    running = chunk.request.sequence.running_slot
+    running = chunk.request.running_slot
     if not target.resume or chunk.end != target.resume or cache.states is None or running is None:
         return None
     slot = cache.states.find(target.block_hashes[target.resume // block_size - 1])

@@ -1,12 +1,48 @@
-"""Hashing of waiting prompts before they are matched: a slice on arrival, then a slice per step."""
+"""Block hashes of requests: their roots, and hashing before prompts are matched: on arrival, then a slice per step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain, root_hash
 from megatron_ext.scheduling.request import Request
 
 HASH_SLICE = 32_768  # tokens; about a millisecond of hashing
+
+
+class CacheKeys:
+    """Roots of block hashes: everything except the tokens that KV and states depend on.
+
+    Args:
+        fingerprint: Fingerprint of the model and of how it computes.
+        block_size: Tokens of a block.
+    """
+
+    def __init__(self, fingerprint: bytes, block_size: int) -> None:
+        self._fingerprint = fingerprint
+        self._block_size = block_size
+        self._weights_version = 0
+
+    def weights_changed(self) -> None:
+        """Use new roots from now on, since the weights have changed."""
+        self._weights_version += 1
+
+    def start(self, request: Request) -> None:
+        """Give a request the root of its block hashes, unless it has that root already."""
+        root = self.root(request.params.cache_salt)
+        if request.chain is None or request.chain.root != root:
+            request.chain = HashChain(root, self._block_size)
+
+    def root(self, salt: str | None) -> BlockHash:
+        """Return the root of the block hashes of sequences with a salt."""
+        return root_hash(
+            [
+                self._fingerprint,
+                self._weights_version.to_bytes(8, "little"),
+                self._block_size.to_bytes(8, "little"),
+                *([] if salt is None else [salt.encode("utf-8", "surrogatepass")]),  # JSON may contain lone surrogates
+            ]
+        )
 
 
 class BlockHasher:
@@ -27,12 +63,12 @@ class BlockHasher:
 
     def begin(self, request: Request) -> None:
         """Hash the first slice of a request that has arrived."""
-        request.sequence.hash_ahead(HASH_SLICE)
+        request.hash_ahead(HASH_SLICE)
         self.resume(request)
 
     def resume(self, request: Request) -> None:
         """Hash the rest of `request` in later steps."""
-        if request.sequence.unhashed_tokens:
+        if request.unhashed_tokens:
             self._unfinished[request] = None
 
     def is_due(self, request: Request) -> bool:
@@ -61,31 +97,29 @@ class BlockHasher:
 
     def _hash(self, request: Request, max_tokens: int) -> int:
         """Hash at most `max_tokens` tokens of `request` and return their number."""
-        before = request.sequence.unhashed_tokens
+        before = request.unhashed_tokens
         if not before or request.is_ended:
             return 0
-        request.sequence.hash_ahead(max_tokens)
-        left = request.sequence.unhashed_tokens
+        request.hash_ahead(max_tokens)
+        left = request.unhashed_tokens
         self._begun.append((request, before - left, left))
         return before - left
 
     def _counted(self) -> int:
         """Tokens of the slice that are hashed already and still of use."""
         return sum(
-            count
-            for request, count, left in self._begun
-            if not request.is_ended and request.sequence.unhashed_tokens <= left
+            count for request, count, left in self._begun if not request.is_ended and request.unhashed_tokens <= left
         )
 
 
 def _is_unfinished(request: Request) -> bool:
-    return not request.is_ended and request.sequence.unhashed_tokens > 0
+    return not request.is_ended and request.unhashed_tokens > 0
 
 
 def within_slice(requests: Iterable[Request], max_tokens: int) -> Iterator[Request]:
     """Yield requests while at most `max_tokens` tokens have to be hashed to match them; the first one in any case."""
     for i, request in enumerate(requests):
-        max_tokens -= request.sequence.unhashed_tokens
+        max_tokens -= request.unhashed_tokens
         if i > 0 and max_tokens < 0:
             return
         yield request

@@ -34,7 +34,7 @@ class Chunk:
     @property
     def is_decode(self) -> bool:
         """True if the chunk is one generated token on top of a running state."""
-        return self.end - self.start == 1 and self.start >= self.request.sequence.prompt_length
+        return self.end - self.start == 1 and self.start >= self.request.prompt_length
 
     @property
     def yields_token(self) -> bool:
@@ -43,4 +43,4 @@ class Chunk:
         Valid until that token is appended; the step's message keeps the value (see `ScheduledChunk.sampling`).
         """
         known_end = self.end - len(self.drafts) if self.drafts else self.end
-        return known_end == len(self.request.sequence.tokens) and self.request.params.num_tokens_to_generate > 0
+        return known_end == len(self.request.tokens) and self.request.params.num_tokens_to_generate > 0

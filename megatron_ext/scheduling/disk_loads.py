@@ -156,7 +156,7 @@ class DiskLoads:
         Blocks of the prefix that are in memory count as used now, since the load is of no use without them.
         """
         self.record(BeginLoad(number, request.request_id, end, has_snapshot))
-        chain = request.sequence.chain
+        chain = request.chain
         assert chain is not None, "the request reads the cache"
         size = self._limits.block_size
         matched = list(self._cache.match(request.block_hashes[:end]))
@@ -166,7 +166,7 @@ class DiskLoads:
             tuple(request.block_hashes[:end]),
             len(matched),
             has_snapshot,
-            request.sequence.tokens[: end * size],
+            request.tokens[: end * size],
             chain.root,
             request.params.cache_salt,
             {request},
@@ -239,7 +239,7 @@ class DiskLoads:
     def note_run(self, request: Request, end: int) -> None:
         """Note how many blocks of a waiting request memory and disk have, so that a snapshot is taken where it ends."""
         self.record(NoteRun(request.request_id, end))
-        request.sequence.snapshot_plan.end_on_disk = end
+        request.snapshot_plan.end_on_disk = end
 
     def clear(self) -> None:
         """End all loads."""

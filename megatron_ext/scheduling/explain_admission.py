@@ -19,14 +19,14 @@ _LACKING = {DataKind.LOG_PROBS: MissReason.NO_LOG_PROBS, DataKind.ROUTING: MissR
 
 def explain_admission(admission: Admission, cache: PrefixCache, block_size: int) -> None:
     """Store the explanation in the request's ledger on its first admission, before anything is allocated for it."""
-    ledger = admission.request.sequence.ledger
+    ledger = admission.request.ledger
     if ledger.explanation is None:
         ledger.explanation = _explain(admission, cache, block_size)
 
 
 def note_end(request: Request, cache: PrefixCache, block_size: int) -> None:
     """Note where the final tokens of a request end, if explanations are on: later requests may continue it."""
-    known, chain, tokens = cache.cached_token_ids, request.sequence.chain, request.sequence.tokens
+    known, chain, tokens = cache.cached_token_ids, request.chain, request.tokens
     if known is not None and chain is not None and request.generated_count:  # its prompt was computed
         complete = (len(tokens) - 1) // block_size  # the last token never is
         known.keep_end(request.block_hashes[complete - 1] if complete else chain.root, tokens[complete * block_size :])
@@ -37,7 +37,7 @@ def _explain(admission: Admission, cache: PrefixCache, block_size: int) -> Expla
     if admission.chunk.source is not None:
         shared = admission.usable_blocks * block_size
         return Explanation(MissReason.SKIPPED_ALL.value, start, shared, start, block_size)
-    length, ledger = len(request.tokens), request.sequence.ledger
+    length, ledger = len(request.tokens), request.ledger
     most = last_boundary(length, block_size)
     if cache.states is None:
         most = resume_position(length, length // block_size * block_size)
@@ -102,13 +102,13 @@ def _with_divergence(request: Request, cache: PrefixCache, blank: Explanation, m
     agreeing = matched * size + (0 if divergence is None else divergence.agreeing)
     if divergence is None or agreeing == 0 or agreeing == len(request.tokens):
         return blank
-    here = request.sequence.tokens[agreeing]
+    here = request.tokens[agreeing]
     return dataclasses.replace(blank, agreeing=agreeing, here=here, there=divergence.there, age=divergence.age)
 
 
 def _next_block(request: Request, matched: int, block_size: int) -> tuple[BlockHash, array[int]]:
     """Return the hash before the first block that did not match, and that block's tokens."""
-    chain = request.sequence.chain
+    chain = request.chain
     assert chain is not None, "it reads the cache"
     before = request.block_hashes[matched - 1] if matched else chain.root
-    return before, request.sequence.tokens[matched * block_size : (matched + 1) * block_size]
+    return before, request.tokens[matched * block_size : (matched + 1) * block_size]

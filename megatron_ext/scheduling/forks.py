@@ -39,7 +39,7 @@ class ForkPlanner:
         self._computing: dict[int | None, Request] = {}  # by group: requests whose prompt is computed after this step
         begun = {chunk.request: chunk for chunk in chunks}
         for request in queues.running:
-            if request.computed_end < request.prompt_length and request.sequence.cache_epoch == cache.epoch:
+            if request.computed_end < request.prompt_length and request.cache_epoch == cache.epoch:
                 self._add(request, begun.get(request))
 
     def add(self, chunk: Chunk) -> None:
@@ -48,7 +48,7 @@ class ForkPlanner:
 
     def _add(self, request: Request, chunk: Chunk | None) -> None:
         group = request.group
-        if group is None or request.generated_count or request.sequence.chain is None:
+        if group is None or request.generated_count or request.chain is None:
             return
         if chunk is not None and chunk.end == request.prompt_length:
             self._sources.setdefault(group, chunk)
@@ -81,11 +81,11 @@ class ForkPlanner:
 
 def _may_fork(request: Request, source: Request) -> bool:
     """Return whether a waiting request of the same group can take over what `source` computes of the prompt."""
-    chain, params = request.sequence.chain, request.params
-    assert source.sequence.chain is not None, "a source uses the cache"
+    chain, params = request.chain, request.params
+    assert source.chain is not None, "a source uses the cache"
     return (
         chain is not None
-        and chain.root == source.sequence.chain.root
+        and chain.root == source.chain.root
         and not request.generated_count
         and not params.wants_prompt_log_probs
         and params.num_tokens_to_generate > 0
@@ -97,12 +97,11 @@ def share_published(request: Request, source: Request, cache: PrefixCache) -> No
 
     Another request may have published equal blocks before: then the source uses those by now.
     """
-    sequence = request.sequence
-    full = sequence.published_blocks
-    own, published = sequence.block_table[:full], source.sequence.block_table[:full]
+    full = request.published_blocks
+    own, published = request.block_table[:full], source.block_table[:full]
     if own != published:
         cache.pin(published)
         cache.release(own)
-        sequence.block_table = (*published, *sequence.block_table[full:])
+        request.block_table = (*published, *request.block_table[full:])
     if full:
         cache.count_hit(published[-1])

@@ -48,18 +48,18 @@ def note_kept(request: Request, before: Sequence[BlockId], cache: PrefixCache, b
         cache: Prefix cache.
         block_size: Tokens of a block.
     """
-    sequence, kept = request.sequence, request.kept
+    kept = request.kept
     kept.new = {}
     needed = request.needed_data
-    if not needed or sequence.cache_epoch != cache.epoch:
+    if not needed or request.cache_epoch != cache.epoch:
         return
     for kind in needed:
         is_scored = kind is DataKind.LOG_PROBS
-        end = min(sequence.computed_end, sequence.prompt_length) if is_scored else sequence.computed_end
+        end = min(request.computed_end, request.prompt_length) if is_scored else request.computed_end
         completed = {
-            sequence.block_hashes[number]: number
+            request.block_hashes[number]: number
             for number in range(kept.blocks, end // block_size)
-            if not is_scored or sequence.block_table[number] == before[number]
+            if not is_scored or request.block_table[number] == before[number]
         }
         kept.new |= {one: completed[one] for one in cache.kept.keep(kind, completed)}
-    kept.blocks = max(kept.blocks, sequence.computed_end // block_size)
+    kept.blocks = max(kept.blocks, request.computed_end // block_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
+from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import Restore
@@ -13,6 +14,10 @@ from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.placement import AS_MANY_AS_FREE, OpportunisticRules
+
+_MODE = "--inference-dynamic-batching-prefix-caching-mamba-mode align"
+_MAX_TOKENS = "--inference-dynamic-batching-max-tokens"
+_MAX_REQUESTS = "--inference-dynamic-batching-max-requests"
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class SchedulerLimits:
     max_tokens: int  # per step
     max_sequence_length: int  # of the model or the settings; see `max_model_len`
     chunked_prefill: bool
-    aligned_chunks: bool = False  # snapshots only at ends of prefill chunks; see `snapshots.cut_aligned`
+    aligned_chunks: bool = False  # `align` mode: snapshots only at ends of prefill chunks; see `cut_aligned`
     max_prefills: int = 0  # requests that prefill in a step; 0 is no limit
     enough_prefill_tokens: int | None = None  # a step with this many begins no other prefill; None: no limit
     prefill_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no limit
@@ -211,3 +216,32 @@ class StepPlan:
         """True if requests of the batch go on, and neither they nor waiting ones change their place in any queue."""
         is_moving = self.preemptions or self.pauses or self.resumes or self.admissions
         return not is_moving and all(one.wait_for is None for one in self.deferrals)
+
+
+def check_aligned(limits: SchedulerLimits) -> None:
+    """Check that prefill chunks can end on the block grid (LA-3).
+
+    Raises:
+        ConfigError: Prefill chunks cannot end on the block grid.
+    """
+    if not limits.chunked_prefill:
+        raise ConfigError(
+            f"{_MODE} splits prompts into chunks, which --no-enable-chunked-prefill forbids; drop one of them"
+        )
+    if limits.max_tokens < limits.block_size:
+        raise ConfigError(
+            f"{_MODE} computes a block of {limits.block_size} tokens in a step; {_MAX_TOKENS} {limits.max_tokens} "
+            f"must be at least {limits.block_size}"
+        )
+
+
+def describe_tight_budget(limits: SchedulerLimits) -> str | None:
+    """Describe a token budget that may not fit a block and decodes, its cost and a remedy (LA-1); None if it does."""
+    enough = limits.block_size + limits.max_requests
+    if limits.max_tokens >= enough:
+        return None
+    return (
+        f"{_MODE}: {_MAX_TOKENS} {limits.max_tokens} is less than a block of {limits.block_size} tokens and "
+        f"{_MAX_REQUESTS} {limits.max_requests} together: beside decodes prefill chunks may end inside a block, "
+        f"and prompts take more steps; give {enough}"
+    )

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
@@ -22,22 +22,18 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.forks import ForkPlanner
 from megatron_ext.scheduling.kept_data import usable_blocks
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, StepBudget, StepPlan, work_from
-from megatron_ext.scheduling.prefill_chunks import chunk_end, plan_continuations
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
 from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.opportunistic_plan import place_opportunistic, plan_opportunistic
 from megatron_ext.scheduling.snapshots.snapshot_planner import plan_snapshots
+from megatron_ext.scheduling.snapshots.snapshot_positions import cut_aligned, prefill_stops
 from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget, with_drafts
 from megatron_ext.scheduling.waiting_order import Line
 
-
-class AwaitedLoads(Protocol):
-    """Loads from disk that waiting requests may wait for."""
-
-    def awaited_by(self, request: Request, matched: int) -> int | None:
-        """Return the number of a load that lets a request resume after its `matched` blocks, or None."""
+if TYPE_CHECKING:
+    from megatron_ext.scheduling.disk_loads import DiskLoads
 
 
 def reason_to_refuse(request: Request, limits: SchedulerLimits) -> str | None:
@@ -69,7 +65,7 @@ def plan_step(
     cache: PrefixCache,
     pending_blocks: PendingBlocks,
     draft_budget: DraftBudget = NO_DRAFT_BUDGET,
-    disk_loads: AwaitedLoads | None = None,
+    disk_loads: DiskLoads | None = None,
     leaving: Collection[Request] = (),
     *,
     holds_prefills: bool = False,
@@ -86,7 +82,7 @@ def plan_step(
     leave before the step (`leaving`) keep their blocks until then, and are not in it.
     """
     growth = _plan_growth(queues, limits, cache, leaving)
-    decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
+    decodes = [Chunk(one, one.computed_end, len(one.tokens)) for one in growth.decoding]
     begun = [(request, request.computed_end) for request in growth.prefilling]
     prefill_limit = limits.prefill_limit(len(decodes), is_held=holds_prefills)
     tokens = limits.max_tokens - len(decodes)
@@ -150,7 +146,7 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, le
     ready = [request for request in queues.running if not request.lacks_mask and request not in leaving]
     held = len(queues.running) - len(leaving) - len(ready)
     for request in ready:
-        (growing if request.sequence.is_decoding else prefilling).append(request)
+        (growing if request.is_decoding else prefilling).append(request)
     if len(queues.paused):
         growing = sorted([*queues.paused, *growing], key=attrgetter("arrival"))
     missing = {request: count for request in growing if (count := _missing_blocks(request, limits))}
@@ -170,8 +166,7 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, le
 
 def _missing_blocks(request: Request, limits: SchedulerLimits) -> int:
     """Return the number of blocks that the request's tokens need in addition to its block table."""
-    sequence = request.sequence
-    missing = len(sequence.tokens) - len(sequence.block_table) * limits.block_size
+    missing = len(request.tokens) - len(request.block_table) * limits.block_size
     return limits.blocks_for(missing) if missing > 0 else 0
 
 
@@ -188,6 +183,39 @@ def _share_blocks(
         else:
             paused.append(request)
     return decoding, paused, free_blocks
+
+
+def plan_continuations(begun: Iterable[tuple[Request, int]], limits: SchedulerLimits, tokens: int) -> list[Chunk]:
+    """Plan the next chunks of prefills, in the order in which they began, within the budgets.
+
+    Args:
+        begun: Requests that are mid-prefill, each with the position up to which it is computed before the step.
+        limits: Limits of the engine.
+        tokens: Maximum tokens of all chunks together.
+    """
+    chunks: list[Chunk] = []
+    for request, start in begun:
+        if not limits.may_prefill(len(chunks), sum(chunk.length for chunk in chunks)):
+            break
+        end = chunk_end(request, start, request.shared_end, limits, tokens)
+        if end > start:
+            chunks.append(Chunk(request, start, end))
+            tokens -= chunks[-1].length
+    return chunks
+
+
+def chunk_end(request: Request, start: int, shared_end: int, limits: SchedulerLimits, tokens: int) -> int:
+    """Return the end of a prefill chunk from `start` of at most `tokens` tokens; `start` if it gets none."""
+    length = len(request.tokens)
+    end = min(length, start + max(0, tokens))
+    audit = request.audit
+    if audit is not None and start < audit.resume:  # the states there are compared
+        end = min(end, audit.resume)
+    if not limits.aligned_chunks or request.chain is None:
+        return end
+    cached = request.snapshot_plan.cached_end(shared_end // limits.block_size)
+    stops = prefill_stops(length, cached * limits.block_size, limits.block_size)
+    return cut_aligned(start, end, length, [*stops, *(one.position for one in request.snapshots)], limits.block_size)
 
 
 def _cut_for_followers(chunks: Iterable[Chunk], deferrals: Iterable[Deferral]) -> list[Chunk]:
@@ -249,7 +277,7 @@ def _plan_admissions(
     budget: StepBudget,
     cache: PrefixCache,
     pending_blocks: PendingBlocks,
-    disk_loads: AwaitedLoads | None,
+    disk_loads: DiskLoads | None,
     continued: Sequence[Chunk],
 ) -> _Entry:
     """Admit waiting requests in order until one has to wait for room.
@@ -321,7 +349,7 @@ def _wake_disturbed(
 
 def reads_cache(request: Request) -> bool:
     """Return whether cached blocks may replace computation; see `general_reason`."""
-    return request.sequence.ledger.general_reason is None
+    return request.ledger.general_reason is None
 
 
 def reads_disk(request: Request) -> bool:

@@ -18,28 +18,20 @@ def publish_blocks(
 
     Log-probs and routing rows that it has computed are kept with the newly published blocks.
     """
-    before = request.sequence.block_table
-    _publish(request, block_size, cache, pending_blocks, waiting)
-    note_kept(request, before, cache, block_size)
-
-
-def _publish(
-    request: Request, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks, waiting: WaitingQueue
-) -> None:
-    sequence = request.sequence
-    first, complete = sequence.published_blocks, sequence.computed_end // block_size
-    if sequence.chain is None or complete <= first or sequence.cache_epoch != cache.epoch:
-        return
-    block_hashes, table = sequence.block_hashes[first:complete], sequence.block_table
-    parent, own = sequence.block_hashes[first - 1] if first else None, table[first:complete]
-    shared = cache.publish(block_hashes, own, parent)
-    if shared != own:  # another request has published equal blocks before
-        sequence.block_table = (*table[:first], *shared, *table[complete:])
-    end, salt = complete * block_size, request.params.cache_salt
-    pending_blocks.published(request.request_id, block_hashes)
-    run = PublishedRun(block_hashes, parent, sequence.tokens, block_size, end, salt)
-    tell_published(run, sequence.chain.root, cache, waiting)
-    sequence.published_blocks = complete
+    table = request.block_table
+    first, complete = request.published_blocks, request.computed_end // block_size
+    if request.chain is not None and complete > first and request.cache_epoch == cache.epoch:
+        block_hashes, own = request.block_hashes[first:complete], table[first:complete]
+        parent = request.block_hashes[first - 1] if first else None
+        shared = cache.publish(block_hashes, own, parent)
+        if shared != own:  # another request has published equal blocks before
+            request.block_table = (*table[:first], *shared, *table[complete:])
+        end, salt = complete * block_size, request.params.cache_salt
+        pending_blocks.published(request.request_id, block_hashes)
+        run = PublishedRun(block_hashes, parent, request.tokens, block_size, end, salt)
+        tell_published(run, request.chain.root, cache, waiting)
+        request.published_blocks = complete
+    note_kept(request, table, cache, block_size)
 
 
 def tell_published(run: PublishedRun, root: BlockHash, cache: PrefixCache, waiting: WaitingQueue) -> None:

@@ -53,14 +53,14 @@ class Status(enum.Enum):
     ABORTED = enum.auto()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
     """Final status of a request and its reason."""
 
     status: Status
     finish_reason: str | None = None  # "stop", "length", "abort" (by a pause that ends requests) or None
-    error: str | None = None
-    is_fault: bool = False  # FAILED by an internal error, not by the request itself
+    error: str | None = field(default=None, kw_only=True)
+    is_fault: bool = field(default=False, kw_only=True)  # FAILED by an internal error, not by the request itself
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,36 +1,104 @@
-"""Request from submission to its end, in parts with one writer each.
+"""Request from submission to its end: its tokens, how far they are computed, and the blocks and slots that they own.
 
-inputs       prompt and parameters, and values derived from them     immutable
-sequence     tokens, intervals, blocks, running state slot, snapshots         the scheduler
-kept         progress of the data that is kept with blocks                    the scheduler
-timeline     events, times, steps                                    the scheduler; the end, by the code that ends it
-versions     versions of the weights that made its tokens            the replica
-output       text cut by a stop word, log-probs                      the output processor
-outcome      how it ended                                            set once at the end; revised before the report
+Everything is counted in tokens, in half-open intervals over prompt and generation together:
+
+    0                    prompt_length            len(tokens)
+    |------ prompt ------|------ generated -------|
+    |--- shared ---|                                          KV in blocks that others may use, never written
+    |------ computed ------|-- the step's chunk --|           KV in the block table, states in the running state slot
+    0              shared_end
+                   computed_end == chunk.start    chunk.end
+
+A request whose scheduled chunk ends at `len(tokens)` gets a new token from that step. `shared_end` may lie beyond
+`computed_end`: the last token is computed even where its block is shared, and so are the tokens after the last
+snapshot.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import abc
+from dataclasses import dataclass, field
 from typing import Final
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain, packed_tokens
 from megatron_ext.prefix_cache.kept_data import DataKind
+from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.audit import AuditTarget
-from megatron_ext.scheduling.kept_progress import KeptProgress
 from megatron_ext.scheduling.record import Outcome, Output, RequestRecord, Status
-from megatron_ext.scheduling.request_events import EventType
+from megatron_ext.scheduling.request_events import EventType, Timeline
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.scheduling.sequence import Sequence
-from megatron_ext.scheduling.timeline import Timeline
+from megatron_ext.scheduling.running_slots import RunningSlot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot, SnapshotPlan
 from megatron_ext.scheduling.token_versions import TokenVersions
+
+Masks = tuple[bytes, ...]  # a bit for each token id, the lowest first; see `Request`
+
+
+class RequestRng:
+    """Uniform numbers for sampling the tokens of one request, one per token, from a generator of its own.
+
+    Args:
+        seed: Seed; the numbers depend on nothing else.
+    """
+
+    def __init__(self, seed: int | str) -> None:
+        self._generator = random.Random(seed)
+        self._next: list[float] = []  # of future tokens, in order
+
+    def current(self, ahead: int = 0) -> float:
+        """Return a number in [0, 1) for the next token; the same again if the step that samples it is repeated.
+
+        Args:
+            ahead: Offset from the next token; the token there keeps the number when its turn comes.
+        """
+        while len(self._next) <= ahead:
+            self._next.append(self._generator.random())
+        return self._next[ahead]
+
+    def skip(self, count: int) -> None:
+        """Skip the numbers of tokens that were generated before the generator was made."""
+        for _ in range(count):
+            self._generator.random()
+
+    def advance(self, count: int = 1) -> None:
+        """Go on to the number of the next token, after `count` generated ones."""
+        if self._next:
+            del self._next[:count]
+
+
+@dataclass(eq=False)
+class KeptProgress:
+    """Data of a request that is kept with blocks; only the scheduler writes it.
+
+    Attributes:
+        kinds: Kinds that the request reads with cached blocks, and keeps with computed ones.
+        resume_position: First position computed since the request was admitted.
+        known_end: Position up to which the matched blocks had all data then.
+        blocks: Blocks from its start that had all data then, or have been completed since.
+        new: Blocks that had no data of some kind before its last step, each with its number in the sequence.
+    """
+
+    kinds: tuple[DataKind, ...] = ()
+    resume_position: int = 0
+    known_end: int = 0
+    blocks: int = 0
+    new: dict[BlockHash, int] = field(default_factory=dict)
+
+    @property
+    def keeps_log_probs(self) -> bool:
+        """True if the log-probs of the prompt are kept, and may be read."""
+        return DataKind.LOG_PROBS in self.kinds
 
 
 class Request:
-    """Request in the engine; the same object over preemptions and suspensions. Its properties only read its parts.
+    """Request in the engine; the same object over preemptions and suspensions.
+
+    Only the scheduler writes its attributes, where no other writer is named.
 
     Args:
         request_id: Unique among living requests.
@@ -47,6 +115,28 @@ class Request:
 
     Attributes:
         max_generated: Generated tokens with which it ends by length; see `end_within`.
+        tokens: Tokens of prompt and generation, packed for hashing.
+        prompt_length: Tokens of the prompt as it was submitted.
+        computed_end: Position below which tokens are computed or skipped (see the module, also for `shared_end`).
+        published_blocks: Blocks of the block table that are published, from its start.
+        chain: Chain of block hashes; None for a request that neither reads nor writes the cache.
+        cache_epoch: Epoch of the cache when the request was admitted.
+        block_table: Blocks owned, in order; replaced when that changes, so that a step's message keeps its version.
+        running_slot: Running state slot; None while the request waits.
+        restore: Snapshot to copy into the running state slot before the first chunk.
+        snapshots: Snapshots with reserved slots that are not taken yet.
+        snapshot_plan: Planned snapshots that do not follow from its position alone.
+        draft_states: Slots of the states after its tokens while drafts are verified; then the one to continue from,
+            unless that is the running state (`restore` says so, too).
+        ledger: Account of prompt tokens.
+        rng: Numbers that tokens are sampled with.
+        masks: Token masks of a structured output: one bit per token id allowed next, then the same after each proposed
+            draft; empty until they are known.
+        kept: Progress of the data that is kept with blocks.
+        timeline: Events, times, steps; the end is noted by the code that ends the request.
+        versions: Versions of the weights that made its tokens; written by the replica.
+        output: Text cut by a stop word, log-probs; written by the output processor.
+        outcome: How it ended; set once at the end, and revised before the report.
     """
 
     def __init__(
@@ -64,6 +154,8 @@ class Request:
     ) -> None:
         self.request_id: Final = request_id
         self.inputs: Final = inputs
+        self.params: Final[RequestParams] = inputs.params
+        self.prompt_tokens: Final[tuple[int, ...]] = inputs.prompt_tokens
         self.arrival: Final = arrival
         self.seed: Final = seed
         self.end_ids: Final = end_ids
@@ -73,7 +165,24 @@ class Request:
         self.audit: Final = audit
         self.processes_logits: Final = inputs.params.processes_logits  # computed once, read at each token
         self.max_generated = inputs.params.num_tokens_to_generate
-        self.sequence = Sequence(inputs.prompt_tokens, seed, continued_tokens)
+        self.tokens = packed_tokens(inputs.prompt_tokens)
+        self.prompt_length: Final = len(self.tokens)
+        self.tokens.extend(continued_tokens)
+        self.computed_end = 0
+        self.shared_end = 0
+        self.published_blocks = 0
+        self.chain: HashChain | None = None
+        self.cache_epoch: int | None = None
+        self.block_table: tuple[BlockId, ...] = ()
+        self.running_slot: RunningSlot | None = None
+        self.restore: Restore | None = None
+        self.snapshots: list[Snapshot] = []
+        self.snapshot_plan = SnapshotPlan()
+        self.draft_states: tuple[Snapshot, ...] = ()
+        self.ledger = PrefillLedger(self.prompt_length, len(self.tokens))
+        self.rng = RequestRng(seed)
+        self.rng.skip(len(continued_tokens))
+        self.masks: Masks = ()
         self.kept = KeptProgress()
         self.timeline = Timeline()
         self.versions = TokenVersions()
@@ -81,69 +190,29 @@ class Request:
         self.outcome: Outcome | None = None  # None while it lives
 
     @property
-    def params(self) -> RequestParams:
-        """Sampling parameters and other options."""
-        return self.inputs.params
-
-    @property
-    def prompt_tokens(self) -> tuple[int, ...]:
-        """Tokens of the prompt."""
-        return self.inputs.prompt_tokens
-
-    @property
-    def prompt_length(self) -> int:
-        """Number of prompt tokens; see `Sequence`."""
-        return self.sequence.prompt_length
-
-    @property
-    def tokens(self) -> abc.Sequence[int]:
-        """Tokens of prompt and generation."""
-        return self.sequence.tokens
-
-    @property
-    def computed_end(self) -> int:
-        """Position below which all tokens are computed or skipped."""
-        return self.sequence.computed_end
-
-    @property
-    def block_table(self) -> abc.Sequence[BlockId]:
-        """Blocks that the request owns, in order."""
-        return self.sequence.block_table
-
-    @property
     def block_hashes(self) -> abc.Sequence[BlockHash]:
-        """Block hashes of the complete blocks of `tokens`."""
-        return self.sequence.block_hashes
+        """Block hashes of the complete blocks of `tokens`; empty for a request that does not use the cache."""
+        return () if self.chain is None else self.chain.extend(self.tokens)
+
+    @property
+    def unhashed_tokens(self) -> int:
+        """Tokens in complete blocks that are not hashed yet."""
+        return 0 if self.chain is None else self.chain.unhashed(len(self.tokens))
 
     @property
     def is_decoding(self) -> bool:
         """True if only the last token, a generated one, is left to compute."""
-        return self.sequence.is_decoding
+        return self.prompt_length <= self.computed_end == len(self.tokens) - 1
 
     @property
     def generated_tokens(self) -> list[int]:
         """Tokens generated so far."""
-        return self.sequence.tokens[self.prompt_length :].tolist()
+        return self.tokens[self.prompt_length :].tolist()
 
     @property
     def generated_count(self) -> int:
         """Number of tokens generated so far."""
-        return self.sequence.generated_count
-
-    @property
-    def computed_prefill_tokens(self) -> int:
-        """Prompt tokens computed for the first time."""
-        return self.sequence.ledger.computed
-
-    @property
-    def skipped_prefill_tokens(self) -> int:
-        """Prompt tokens that no layer computed."""
-        return self.sequence.ledger.skipped
-
-    @property
-    def prefill_token_count(self) -> int:
-        """Prefill tokens computed so far, for the first time or again."""
-        return self.sequence.ledger.prefilled
+        return len(self.tokens) - self.prompt_length
 
     @property
     def is_ended(self) -> bool:
@@ -164,14 +233,14 @@ class Request:
     def needed_data(self) -> tuple[DataKind, ...]:
         """Kinds of data that cached blocks must have to be skipped; log-probs count for the prompt only."""
         kinds = self.kept.kinds
-        if not kinds or not self.sequence.generated_count:
+        if not kinds or not self.generated_count:
             return kinds
         return tuple(kind for kind in kinds if kind is not DataKind.LOG_PROBS)
 
     @property
     def lacks_mask(self) -> bool:
         """True if the output is structured and the mask of the next token is still being computed."""
-        return self.params.response_format is not None and not self.sequence.masks
+        return self.params.response_format is not None and not self.masks
 
     # Stop conditions
 
@@ -208,10 +277,18 @@ class Request:
         """End by length when `room` tokens are computed; the last token is never computed, so it needs no place."""
         self.max_generated = min(self.max_generated, room + 1 - self.prompt_length)
 
+    def hash_ahead(self, max_tokens: int) -> None:
+        """Hash the next complete blocks: at most `max_tokens` tokens, but at least one block."""
+        if self.chain is not None:
+            self.chain.extend_by(self.tokens, max_tokens)
+
     def advance(self, end: int) -> int:
         """Mark the tokens up to `end` as computed; return how many of them are prefill."""
         self.timeline.step_count += 1
-        return self.sequence.advance(end)
+        prefilled = self.ledger.compute(self.computed_end, end)
+        self.computed_end = end
+        self.restore = None
+        return prefilled
 
     def append(self, token: int) -> None:
         """Append a generated token."""
@@ -219,7 +296,9 @@ class Request:
             self.timeline.note(EventType.FIRST_TOKEN)
         if self.params.track_generated_token_events:
             self.timeline.note(EventType.GENERATED_TOKEN, {"token_id": token})
-        self.sequence.append(token)
+        self.rng.advance()
+        self.masks = ()
+        self.tokens.append(token)
 
     def forget_scores(self) -> None:
         """Forget the log-probs of a prompt that is computed again before its first token, maybe with other weights."""
@@ -237,32 +316,31 @@ class Request:
         if self.params.track_generated_token_events:
             self.timeline.take_back_tokens(surplus)
         self.timeline.accepted -= surplus  # all but the last token were accepted drafts
-        self.sequence.cut(surplus)
+        del self.tokens[len(self.tokens) - surplus :]
 
-    def end(
-        self,
-        status: Status,
-        *,
-        finish_reason: str | None = None,
-        error: str | None = None,
-        is_fault: bool = False,
-    ) -> None:
-        """End the request with an outcome; see `Outcome`."""
+    def reset(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], RunningSlot | None]:
+        """Reset the request to uncomputed and give up all that it owns.
+
+        Returns:
+            Blocks, reserved snapshots and running state slot that it owned, for return to their pools.
+        """
+        owned = self.block_table, self.snapshots, self.running_slot
+        self.block_table, self.snapshots, self.running_slot, self.restore = (), [], None, None
+        self.snapshot_plan.opportunistic, self.snapshot_plan.end_on_disk = (), 0
+        self.draft_states = ()
+        self.computed_end = self.shared_end = self.published_blocks = 0
+        return owned
+
+    def end(self, outcome: Outcome) -> None:
+        """End the request."""
         assert self.outcome is None, f"request {self.request_id} ended twice"
-        self._close(Outcome(status=status, finish_reason=finish_reason, error=error, is_fault=is_fault))
+        self._close(outcome)
 
-    def revise(
-        self,
-        status: Status,
-        *,
-        finish_reason: str | None = None,
-        error: str | None = None,
-        is_fault: bool = False,
-    ) -> None:
+    def revise(self, outcome: Outcome) -> None:
         """Replace the outcome of a request that has ended: its last token completes a stop word, or its text fails."""
         assert self.outcome is not None, f"request {self.request_id} is still alive"
         self.timeline.take_back_finish()
-        self._close(Outcome(status=status, finish_reason=finish_reason, error=error, is_fault=is_fault))
+        self._close(outcome)
 
     def _close(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -278,7 +356,7 @@ class Request:
     def bare_record(self) -> RequestRecord:
         """Return the record with tokens, log-probs and accounting, without text and routing indices."""
         assert self.outcome is not None, f"request {self.request_id} is still alive"
-        ledger, timeline, outcome, output = self.sequence.ledger, self.timeline, self.outcome, self.output
+        ledger, timeline, outcome, output = self.ledger, self.timeline, self.outcome, self.output
         has_prompt, has_generated = self.params.wants_prompt_log_probs, self.params.return_log_probs
         has_top_n = self.params.top_n_logprobs > 0
         weights_version, prefix_weights_version = self.versions.runs(0, self.generated_count)
@@ -288,10 +366,7 @@ class Request:
             seed=self.seed,
             prompt_text=self.inputs.prompt_text,
             prompt_tokens=self.prompt_tokens,
-            status=outcome.status,
-            finish_reason=outcome.finish_reason,
-            error=outcome.error,
-            is_fault=outcome.is_fault,
+            **vars(outcome),
             generated_text="",
             generated_tokens=tuple(self.generated_tokens),
             prompt_log_probs=tuple(output.prompt_log_probs) if has_prompt else None,

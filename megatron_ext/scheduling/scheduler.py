@@ -12,20 +12,17 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
-from megatron_ext.scheduling.admission_counts import count_hit, count_lost, note_use
 from megatron_ext.scheduling.async_planning import AsyncPlanner
 from megatron_ext.scheduling.audit import compare_with_cache
-from megatron_ext.scheduling.block_hasher import BlockHasher
-from megatron_ext.scheduling.cache_keys import CacheKeys
+from megatron_ext.scheduling.block_hasher import BlockHasher, CacheKeys
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.counters import Counters, count_hit, count_lost, note_use
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.explain_admission import explain_admission
 from megatron_ext.scheduling.forks import share_published
-from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.kept_data import lacking_data
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
-from megatron_ext.scheduling.planner import plan_step, reads_cache
+from megatron_ext.scheduling.planner import plan_step, reads_cache, resume_of
 from megatron_ext.scheduling.prefix_ranking import PrefixRanking
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import (
     PendingBlocks,
@@ -34,13 +31,12 @@ from megatron_ext.scheduling.prefix_wait.prefix_leaders import (
     put_to_sleep,
 )
 from megatron_ext.scheduling.publication import publish_blocks
-from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.queue import Queues, check_ownership
+from megatron_ext.scheduling.record import Outcome, Status
+from megatron_ext.scheduling.request import Masks, Request
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.running_slots import RunningSlots
-from megatron_ext.scheduling.sequence import Masks
-from megatron_ext.scheduling.snapshots.reservation import reserve_snapshots
+from megatron_ext.scheduling.snapshots.snapshot_planner import reserve_snapshots
 from megatron_ext.scheduling.spec_decode.drafts import Drafts
 from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS, TokensById
 from megatron_ext.scheduling.step import ScheduledStep, describe_step
@@ -88,16 +84,7 @@ class Scheduler:
         if limits.explains:
             self.admission_observers.append(partial(explain_admission, cache=self.cache, block_size=limits.block_size))
         self.root_of = self._keys.root  # of the block hashes of requests with a salt
-        self.async_planner = AsyncPlanner(
-            limits,
-            self.queues,
-            self.cache,
-            self.pending_blocks,
-            self._prepare,
-            self.counters,
-            self.disk_loads,
-            self._grow,
-        )
+        self.async_planner = AsyncPlanner(self)
 
     @property
     def blocks(self) -> BlockPool:
@@ -115,8 +102,8 @@ class Scheduler:
         self._start_chain(request)
         keeps, is_caching = request.kept.keeps_log_probs, self.cache.is_enabled
         reason = general_reason(request.params, is_caching=is_caching, keeps_log_probs=keeps)
-        request.sequence.ledger.general_reason = reason
-        request.sequence.ledger.retokenized = request.inputs.retokenized or (0, 0)
+        request.ledger.general_reason = reason
+        request.ledger.retokenized = request.inputs.retokenized or (0, 0)
         self._hashing.begin(request)
         self.queues.waiting.add(request)
         self.ranking.rank([request])
@@ -124,7 +111,7 @@ class Scheduler:
     def _start_chain(self, request: Request) -> None:
         """Give a request the root of its block hashes, unless it has it already or does not use the cache."""
         if self.cache.is_enabled and request.params.enable_prefix_caching:
-            self._keys.start(request.sequence, request.params.cache_salt)
+            self._keys.start(request)
             keeps_log_probs = self.limits.keeps_log_probs and request.params.wants_prompt_log_probs
             kinds = {DataKind.LOG_PROBS: keeps_log_probs, DataKind.ROUTING: self.limits.keeps_routing}
             request.kept.kinds = tuple(kind for kind, is_kept in kinds.items() if is_kept)
@@ -139,7 +126,7 @@ class Scheduler:
 
     def allow(self, request: Request, masks: Masks) -> None:
         """Set the token masks of a structured output; a request without them is left out of steps (SE-10)."""
-        request.sequence.masks = masks
+        request.masks = masks
 
     def hold_prefills(self, *, are_held: bool) -> None:
         """Let requests that decode have the next steps to themselves, or no more; without them nothing is held."""
@@ -147,7 +134,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step and apply the plan; the caller computes the plan's chunks."""
-        self._prepare()
+        self.prepare()
         plan = plan_step(
             self.queues,
             self.limits,
@@ -172,7 +159,7 @@ class Scheduler:
             self.counters.pauses += 1
         for request in plan.resumes:
             self.queues.move(request, self.queues.running)
-        self._grow(plan.chunks)
+        self.grow(plan.chunks)
         if (budgets := self.queues.waiting.order.budgets) is not None:
             exempt = [deferral.request for deferral in plan.deferrals if not deferral.lacks_room]
             works = [(admission.request, admission.work) for admission in plan.admissions]
@@ -186,10 +173,24 @@ class Scheduler:
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
         return plan
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Hash and rank waiting requests before each plan, which depends on it."""
         self._hashing.go_on()  # rank 0 alone has begun the slice
         self.ranking.refresh()
+
+    def prompt_tokens_to_compute(self) -> int:
+        """Return the prompt tokens of living requests that are neither computed nor cached, between two steps.
+
+        By this measure a fleet grows and shrinks. A prefix that several waiting requests have in common counts for each
+        of them. O(living requests).
+        """
+        return sum(max(0, one.prompt_length - self._done(one)) for one in self.queues)
+
+    def _done(self, request: Request) -> int:
+        """Return the position up to which a request is computed, or would be skipped if it was admitted now."""
+        if request.computed_end or not reads_cache(request):
+            return request.computed_end
+        return resume_of(request, self.cache.match(request.block_hashes), self.limits, self.cache).position
 
     def describe(self, plan: StepPlan) -> ScheduledStep:
         """Return the message of a plan with chunks, which has been applied; it tells all changes of the memory."""
@@ -203,35 +204,35 @@ class Scheduler:
         """Begin the next step's slice of hashing while a step is computed; that step hashes the rest of the slice."""
         self._hashing.begin_slice()
 
-    def _grow(self, chunks: Iterable[Chunk]) -> None:
+    def grow(self, chunks: Iterable[Chunk]) -> None:
         """Allocate blocks for chunks that outgrow their requests' blocks; admissions allocate all blocks at once."""
         size = self.limits.block_size
         for chunk in chunks:
-            sequence = chunk.request.sequence
-            blocks = len(sequence.block_table)
+            request = chunk.request
+            blocks = len(request.block_table)
             if 0 < blocks * size < chunk.end:
-                sequence.block_table += tuple(self.cache.allocate(self.limits.blocks_for(chunk.end) - blocks))
+                request.block_table += tuple(self.cache.allocate(self.limits.blocks_for(chunk.end) - blocks))
 
     def _admit(self, admission: Admission) -> None:
-        request, sequence, matched = admission.request, admission.request.sequence, admission.matched
+        request, matched = admission.request, admission.matched
         if (source := admission.chunk.source) is not None:  # a fork shares blocks that may not be published yet
-            matched = source.request.sequence.block_table[: admission.usable_blocks]
+            matched = source.request.block_table[: admission.usable_blocks]
             self.cache.pool.retain(matched)
-        if sequence.ledger.matched_blocks is None and reads_cache(request):  # at its first admission only
+        if request.ledger.matched_blocks is None and reads_cache(request):  # at its first admission only
             count_lost(admission, self.cache, self.limits, self.counters)
-        sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
-        sequence.running_slot = self.running_slots.take()
-        sequence.computed_end = admission.chunk.start
-        sequence.restore, sequence.snapshot_plan.opportunistic = admission.restore, admission.opportunistic
-        sequence.shared_end = len(matched) * self.limits.block_size
-        sequence.published_blocks = len(matched)
-        sequence.cache_epoch = self.cache.epoch  # after a reset it publishes nothing
+        request.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
+        request.running_slot = self.running_slots.take()
+        request.computed_end = admission.chunk.start
+        request.restore, request.snapshot_plan.opportunistic = admission.restore, admission.opportunistic
+        request.shared_end = len(matched) * self.limits.block_size
+        request.published_blocks = len(matched)
+        request.cache_epoch = self.cache.epoch  # after a reset it publishes nothing
         # Blocks without all data that the request needs are shared, but their tokens are computed again.
         start, size = admission.chunk.start, self.limits.block_size
         usable = request.kept.blocks = admission.usable_blocks
         request.kept.resume_position, request.kept.known_end = start, usable * size
         lacking = None if source is not None else lacking_data(request, len(matched), self.cache)
-        self.counters.skipped_tokens += sequence.ledger.admit(start, len(matched), size, usable, lacking)
+        self.counters.skipped_tokens += request.ledger.admit(start, len(matched), size, usable, lacking)
         # From now on others may wait for the blocks that it computes.
         self.pending_blocks.add(request.request_id, request.block_hashes[len(matched) :])
         count_hit(admission, self.cache, self.limits, self.counters)
@@ -265,7 +266,7 @@ class Scheduler:
         yielding = {one.request_id for one in step.yielding}
         assert yielding == sampled.keys(), f"tokens of {sorted(sampled)} for chunks of {sorted(yielding)}"
         for request, chunk in zip(requests, step.chunks, strict=True):
-            assert chunk.start == request.sequence.computed_end, f"request {chunk.request_id} has another position"
+            assert chunk.start == request.computed_end, f"request {chunk.request_id} has another position"
         # First the drafts, which say where each chunk ends; then all that is computed is published, so that a request
         # which ends below leaves its blocks to others.
         ends, new = self.drafts.accept(requests, step.chunks, sampled, target_tokens)
@@ -299,20 +300,19 @@ class Scheduler:
             elif request.params.num_tokens_to_generate:
                 continue
             if (reason := request.reason_to_end) is not None:
-                self._end(request, Status.COMPLETED, finish_reason=reason)
+                self._end(request, Outcome(Status.COMPLETED, reason))
                 ended.append(request)
         return ended
 
     def _show_snapshots(self, request: Request) -> None:
         """Publish the snapshots at the positions that the request has now reached."""
-        sequence = request.sequence
-        if not sequence.snapshots:
+        if not request.snapshots:
             return
-        for snapshot in sequence.snapshots:
-            if snapshot.position <= sequence.computed_end:
+        for snapshot in request.snapshots:
+            if snapshot.position <= request.computed_end:
                 self._states.commit(snapshot.block_hash)
                 self.queues.waiting.published([snapshot.block_hash])
-        sequence.snapshots = [one for one in sequence.snapshots if one.position > sequence.computed_end]
+        request.snapshots = [one for one in request.snapshots if one.position > request.computed_end]
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:
         """Requeue the requests of a failed forward, whose pool contents are undefined, to start again.
@@ -324,30 +324,14 @@ class Scheduler:
         if self.cache.are_copies_pending:
             self.suspend()
 
-    def end(
-        self,
-        request: Request,
-        status: Status,
-        *,
-        finish_reason: str | None = None,
-        error: str | None = None,
-        is_fault: bool = False,
-    ) -> None:
+    def end(self, request: Request, outcome: Outcome) -> None:
         """End a request outside of a step; its blocks and slots are free at once."""
-        self._end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
+        self._end(request, outcome)
 
-    def _end(
-        self,
-        request: Request,
-        status: Status,
-        *,
-        finish_reason: str | None = None,
-        error: str | None = None,
-        is_fault: bool = False,
-    ) -> None:
+    def _end(self, request: Request, outcome: Outcome) -> None:
         self._release(request)
         self.queues.discard(request)
-        request.end(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
+        request.end(outcome)
 
     def suspend(self) -> None:
         """Requeue all requests with their tokens before the pools lose their contents."""
@@ -363,7 +347,7 @@ class Scheduler:
         self.disk_loads.clear()
         self.cache.reset()
         for request in self.queues:
-            request.sequence.snapshots, request.sequence.snapshot_plan.end_on_disk = [], 0
+            request.snapshots, request.snapshot_plan.end_on_disk = [], 0
         for request_id in self.pending_blocks.requests():
             self.pending_blocks.discard(request_id)
         self.queues.waiting.forget()
@@ -382,9 +366,8 @@ class Scheduler:
         blocks = self.cache.continuations(block_hash, itself=not states_only)
         dropped = set(blocks)
         for request in self.queues.holding():
-            sequence = request.sequence
-            is_from_states = block_hash in sequence.snapshot_plan.used
-            if is_from_states or not dropped.isdisjoint(sequence.block_table):
+            is_from_states = block_hash in request.snapshot_plan.used
+            if is_from_states or not dropped.isdisjoint(request.block_table):
                 self._requeue(request, EventType.EVICT)
                 self.counters.preemptions += 1
         self.disk_loads.clear()
@@ -417,9 +400,9 @@ class Scheduler:
         self.pending_blocks.discard(request.request_id)
         self.queues.waiting.on_leader_gone(request.request_id)
         self.drafts.release(request)
-        plan = request.sequence.snapshot_plan
+        plan = request.snapshot_plan
         used, plan.used = plan.used, []
-        blocks, snapshots, running_slot = request.sequence.reset()
+        blocks, snapshots, running_slot = request.reset()
         for snapshot in snapshots:
             self._states.cancel(snapshot.block_hash)
             self.queues.waiting.cancelled(snapshot.block_hash)

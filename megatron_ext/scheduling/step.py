@@ -6,17 +6,18 @@ given the same commands write equal messages, so that ranks can act on their own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
+from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.scheduling.audit import Comparison
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.logits_options import LogitsOptions, logits_options_of
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
@@ -24,6 +25,40 @@ from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 LAST_SAMPLED: Final = -1
 """Placeholder for the token id that the previous step sampled for this request, which may still be on the device."""
 _UNKNOWN: Final = (LAST_SAMPLED,)
+
+
+@dataclass(frozen=True)
+class LogitsOptions:
+    """Logits processing options of one request at one position, applied before temperature, top_k and top_p.
+
+    They contain everything that the processing depends on, including the tokens of the whole sequence. No state is
+    carried from step to step: chunks, preemption, suspension and cache hits make no difference.
+
+    Attributes:
+        params: Parameters of the request, such as penalties, biases and min_p.
+        tokens: Packed tokens of prompt and generation; empty if neither penalties nor bad words need them.
+        prompt_length: Prompt tokens among them.
+        bad_words: Token ids of each word; the last one must not follow the others.
+        allowed: One bit per token id that is allowed, the lowest id first; None allows every token.
+    """
+
+    params: RequestParams
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    prompt_length: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed: bytes | None = None
+
+    @property
+    def ruled_out(self) -> list[int]:
+        """Last tokens of bad words whose other tokens are the newest generated ones."""
+        if not self.bad_words:
+            return []
+        generated = self.tokens[self.prompt_length :]
+        return [
+            word[-1]
+            for word in self.bad_words
+            if len(word) == 1 or generated[1 - len(word) :] == array(generated.typecode, word[:-1])
+        ]
 
 
 @dataclass(frozen=True)
@@ -173,9 +208,21 @@ def describe_step(
     block_size: int,
     changes: ArenaChanges = NO_CHANGES,
     comparison: Comparison | None = None,
+    *,
+    ahead: Mapping[int, tuple[Snapshot, ...]] | None = None,
 ) -> ScheduledStep:
-    """Return the message of a step whose blocks and slots are allocated; decodes come first, forks last."""
-    described = tuple(_describe(chunk, block_size) for chunk in chunks)
+    """Return the message of a step whose blocks and slots are allocated.
+
+    Args:
+        chunks: Chunks of the step; decodes come first, forks last.
+        block_size: Tokens of a block.
+        changes: Changes of the arena before the step.
+        comparison: See `ScheduledStep`.
+        ahead: For a step launched ahead, whose requests decode the tokens that the current step samples for them (see
+            `AsyncPlanner`): request id -> slots of the states to keep, if any, whose names are not block hashes. None
+            for a step of known tokens.
+    """
+    described = tuple(_describe(chunk, block_size, ahead) for chunk in chunks)
     num_decode = sum(chunk.is_decode for chunk in described)
     assert all(chunk.is_decode for chunk in described[:num_decode]), "decodes come first"
     num_forks = sum(chunk.source is not None for chunk in described)
@@ -186,70 +233,35 @@ def _source(chunk: Chunk, block_size: int) -> ForkSource | None:
     if chunk.source is None:
         return None
     source, full = chunk.source.request, chunk.end // block_size
-    assert source.sequence.running_slot is not None, "it runs"
-    tables = source.sequence.block_table, chunk.request.sequence.block_table
+    assert source.running_slot is not None, "it runs"
+    tables = source.block_table, chunk.request.block_table
     copy = (tables[0][full], tables[1][full]) if chunk.end % block_size else None
-    return ForkSource(source.request_id, source.sequence.running_slot, copy)
+    return ForkSource(source.request_id, source.running_slot, copy)
 
 
-def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
-    request, sequence, start, end = chunk.request, chunk.request.sequence, chunk.start, chunk.end
-    assert sequence.running_slot is not None, f"request {request.request_id} runs and has no running state slot"
-    is_decode = chunk.is_decode
+def _describe(chunk: Chunk, block_size: int, ahead: Mapping[int, tuple[Snapshot, ...]] | None = None) -> ScheduledChunk:
+    request, start, end = chunk.request, chunk.start, chunk.end
+    assert request.running_slot is not None, f"request {request.request_id} runs and has no running state slot"
+    is_decode, is_ahead = chunk.is_decode, ahead is not None
+    unknown = _UNKNOWN if is_ahead and end > len(request.tokens) else ()
     scoring = None if is_decode else _scoring(chunk, block_size)
     blocks_end = end if scoring is None or not scoring.keeps else max(end, scoring.end + 1, scoring.kept_end)
     return ScheduledChunk(
         request_id=request.request_id,
-        token_ids=_token_ids(chunk),
+        token_ids=unknown or _token_ids(chunk),
         start=start,
         end=end,
         is_decode=is_decode,
-        block_ids=sequence.block_table[: -(-blocks_end // block_size)],  # no copy if this is the whole table
-        shared_end=sequence.shared_end,
-        running_slot=sequence.running_slot,
-        restore=sequence.restore,
-        snapshots=_snapshots(chunk) if sequence.snapshots or chunk.drafts else (),
-        sampling=_sampling(request) if chunk.yields_token else None,
+        block_ids=request.block_table[: -(-blocks_end // block_size)],  # no copy if this is the whole table
+        shared_end=request.shared_end,
+        running_slot=request.running_slot,
+        restore=None if is_ahead else request.restore,  # which the current step restores
+        snapshots=(_snapshots(chunk) if request.snapshots or chunk.drafts else ())
+        + (() if ahead is None else ahead.get(request.request_id, ())),
+        sampling=_sampling(request, unknown) if unknown or chunk.yields_token else None,
         scoring=scoring,
         target_sampling=_target_sampling(chunk) if chunk.drafts else (),
         source=_source(chunk, block_size),
-    )
-
-
-def describe_ahead(
-    chunks: Iterable[Chunk],
-    block_size: int,
-    states: Mapping[int, tuple[Snapshot, ...]],
-    changes: ArenaChanges = NO_CHANGES,
-) -> ScheduledStep:
-    """Return the message of a step launched ahead: a request decodes the token that the current step samples for it.
-
-    Args:
-        chunks: Chunks that continue the current step's chunks; decodes come first (see `AsyncPlanner`).
-        block_size: Tokens of a block.
-        states: Request id -> slots of the states to keep, if any; their names are not block hashes.
-        changes: Changes of the arena before the step.
-    """
-    described = tuple(_describe_ahead(chunk, block_size, states) for chunk in chunks)
-    return ScheduledStep(described, sum(chunk.is_decode for chunk in described), changes)
-
-
-def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, tuple[Snapshot, ...]]) -> ScheduledChunk:
-    request, sequence = chunk.request, chunk.request.sequence
-    assert sequence.running_slot is not None, f"request {request.request_id} runs and has no running state slot"
-    is_unknown = chunk.end > len(sequence.tokens)
-    yields_token = is_unknown or chunk.yields_token
-    return ScheduledChunk(
-        request_id=request.request_id,
-        token_ids=_UNKNOWN if is_unknown else _token_ids(chunk),
-        start=chunk.start,
-        end=chunk.end,
-        is_decode=chunk.is_decode,
-        block_ids=sequence.block_table[: -(-chunk.end // block_size)],
-        shared_end=sequence.shared_end,
-        running_slot=sequence.running_slot,
-        snapshots=(_snapshots(chunk) if sequence.snapshots else ()) + states.get(request.request_id, ()),
-        sampling=_sampling(request, _UNKNOWN if is_unknown else ()) if yields_token else None,
     )
 
 
@@ -258,17 +270,17 @@ def _target_sampling(chunk: Chunk) -> tuple[Sampling, ...]:
 
 
 def _snapshots(chunk: Chunk) -> tuple[Snapshot, ...]:
-    sequence = chunk.request.sequence
+    request = chunk.request
     if chunk.drafts:
-        return sequence.draft_states
-    return tuple([one for one in sequence.snapshots if chunk.start < one.position <= chunk.end])
+        return request.draft_states
+    return tuple([one for one in request.snapshots if chunk.start < one.position <= chunk.end])
 
 
 def _token_ids(chunk: Chunk) -> tuple[int, ...]:
-    sequence = chunk.request.sequence
-    if chunk.end <= sequence.prompt_length:
+    request = chunk.request
+    if chunk.end <= request.prompt_length:
         return chunk.request.prompt_tokens[chunk.start : chunk.end]  # no copy if this is the whole prompt
-    known = tuple(sequence.tokens[chunk.start : chunk.end])
+    known = tuple(request.tokens[chunk.start : chunk.end])
     return known + chunk.drafts if chunk.drafts else known
 
 
@@ -279,11 +291,32 @@ def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:
     may_stop = request.may_stop or request.generated_count + len(drafts) >= params.min_tokens
     forbidden = () if may_stop else request.end_ids
     top_n = params.top_n_logprobs if params.return_log_probs else None
-    logits_options = logits_options_of(request, drafts) if request.processes_logits else None
+    logits_options = _logits_options_of(request, drafts) if request.processes_logits else None
     if params.is_greedy and logits_options is None:
         return _greedy(*options, forbidden, top_n)
-    uniform = None if params.is_greedy else request.sequence.rng.current(len(drafts))
+    uniform = None if params.is_greedy else request.rng.current(len(drafts))
     return Sampling(*options, uniform, forbidden, top_n, logits_options)
+
+
+def _logits_options_of(request: Request, drafts: Sequence[int] = ()) -> LogitsOptions:
+    """Return the logits processing options for the next token of a request, or for the token after `drafts`."""
+    params = request.params
+    needs_tokens = params.has_penalties or bool(params.bad_words)
+    tokens = request.tokens[:] if needs_tokens else request.tokens[:0]
+    if needs_tokens:
+        tokens.extend(drafts)
+    return LogitsOptions(
+        params=params,
+        tokens=tokens,
+        prompt_length=request.prompt_length,
+        bad_words=request.bad_words,
+        allowed=None if params.response_format is None else request.masks[len(drafts)],
+    )
+
+
+def reads_tokens(params: RequestParams) -> bool:
+    """Return whether logits processing depends on tokens generated before."""
+    return params.has_penalties or bool(params.bad_words or params.response_format)
 
 
 @lru_cache(maxsize=256)

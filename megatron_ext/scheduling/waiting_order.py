@@ -82,7 +82,7 @@ class WaitingOrder:
     def _key(self, request: Request, skipped: int = 0) -> Key:
         if self.budgets is None:
             return False, 0, request.arrival
-        was_admitted = request.sequence.ledger.matched_blocks is not None
+        was_admitted = request.ledger.matched_blocks is not None
         return not was_admitted, 0 if was_admitted else -skipped, request.arrival
 
     def _take_out(self, request: Request) -> None:

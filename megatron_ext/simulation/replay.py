@@ -18,7 +18,6 @@ from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.sequence import Sequence as RequestSequence
 from megatron_ext.simulation.settings import Batch, CachedModel, Machine, Settings, limits_of
 from megatron_ext.simulation.trace import Turn, by_session, common_tokens
 
@@ -101,7 +100,7 @@ class Replay:
         self.now, self._time_scale = 0.0, time_scale
         self.coming: list[tuple[float, int]] = []
         self._replies, self._started = _replies(turns), _started(turns)
-        self._before: dict[int, tuple[Turn, RequestSequence]] = {}  # by the position of the reply
+        self._before: dict[int, tuple[Turn, Request]] = {}  # by the position of the reply
         self._asked_at: dict[int, float] = {}
         for place, turn in enumerate(turns):
             if not turn.is_reply and turn.beside is None:
@@ -123,7 +122,7 @@ class Replay:
 
     def statistics(self) -> EngineStatistics:
         """Return the statistics in the form of an engine's."""
-        return EngineStatistics.of(self.scheduler, ended=len(self._asked_at), steps=self.outcome.steps)
+        return EngineStatistics.of([(self.scheduler, None)], ended=len(self._asked_at), steps=self.outcome.steps)
 
     def submit(self, place: int) -> None:
         """Submit the turn at this position of the trace; sub-agents that it starts come at their distance from it."""
@@ -151,11 +150,11 @@ class Replay:
         params, arrival = _params(len(turn.answer), turn.salt), len(self._asked_at) - 1
         request = Request(place, RequestInputs(submitted, params), arrival, seed=0)
         if place in self._before:
-            before, sequence = self._before.pop(place)
-            if sequence.chain is not None:  # another salt replaces it
-                request.sequence.chain = sequence.chain.fork(common_tokens(before.prompt, turn.prompt))
+            before, earlier = self._before.pop(place)
+            if earlier.chain is not None:  # another salt replaces it
+                request.chain = earlier.chain.fork(common_tokens(before.prompt, turn.prompt))
         if place in self._replies:
-            self._before[self._replies[place]] = turn, request.sequence
+            self._before[self._replies[place]] = turn, request
         return request
 
     def step(self) -> None:
@@ -168,7 +167,7 @@ class Replay:
         self.now += self.machine.seconds(plan.chunks, self.limits.costs)
         self.outcome.steps += 1
         for request in scheduler.commit(step, self._sample(plan.chunks)):
-            self.end(request.request_id, request.skipped_prefill_tokens)
+            self.end(request.request_id, request.ledger.skipped)
 
     def _sample(self, chunks: Sequence[Chunk]) -> dict[int, int]:
         """Return the trace's next tokens for the chunks that yield one."""

@@ -12,8 +12,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.memory.arena import MIN_SLABS, ArenaBudget, aligned, plan_slabs
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.snapshots.aligned import check_aligned
+from megatron_ext.scheduling.plan import SchedulerLimits, check_aligned
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 
 _NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"

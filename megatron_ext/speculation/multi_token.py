@@ -329,6 +329,21 @@ class LayeredDrafter(Drafter):
         for layer in self.layers:
             layer.reset()
 
+    def notice_new_weights(self) -> None:
+        """Forget all results of old weights; see `Drafter`."""
+        for layer in self.layers:
+            layer.notice_new_weights()
+
+    def suspend(self) -> None:
+        """Free the pools and discard the states of requests."""
+        for layer in self.layers:
+            layer.suspend()
+
+    def resume(self) -> None:
+        """Allocate the pools again."""
+        for layer in self.layers:
+            layer.resume()
+
     def check(self) -> None:
         """Assert that the pools' bookkeeping is consistent."""
         for layer in self.layers:

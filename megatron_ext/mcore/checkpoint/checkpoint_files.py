@@ -115,7 +115,8 @@ def write_state(state: ShardedStateDict, directory: Path) -> None:
     """
     sharded, common = save_preprocess(state)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    with _without_deprecations():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, for functions that upstream calls
         checkpoint.save(
             mcore_to_pyt_state_dict(by_key),
             storage_writer=checkpoint.FileSystemWriter(str(directory), thread_count=1),
@@ -237,7 +238,7 @@ def read_common(directory: Path, stored: StoredState) -> dict[str, object]:
             common = common[0]
         if type(common) is not dict:
             raise CheckpointError(f"{path} does not hold a dictionary")
-        count = _Count(_MAX_VALUES)
+        count = iter(range(_MAX_VALUES))
         return {str(key): _plain(value, count, depth=8) for key, value in common.items()}
     except PlainPickleError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -274,17 +275,12 @@ def _common_object(directory: Path, stored: StoredState) -> tuple[str, bytes]:
     return where, content
 
 
-class _Count:
-    """Number of values that may still be read."""
+def _plain(value: Any, count: Iterator[int], depth: int) -> Any:
+    """Copy the value into new lists, dictionaries and namespaces, without cycles or shared objects.
 
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-
-def _plain(value: Any, count: _Count, depth: int) -> Any:
-    """Copy the value into new lists, dictionaries and namespaces, without cycles or shared objects."""
-    count.left -= 1
-    if count.left < 0 or depth == 0:
+    Each value takes a number of `count`, which ends the copy when it is exhausted.
+    """
+    if next(count, None) is None or depth == 0:
         raise PlainPickleError(f"it has more than {_MAX_VALUES} values, or too deep nesting")
     if type(value) in (list, tuple):
         return type(value)(_plain(item, count, depth - 1) for item in value)
@@ -296,14 +292,6 @@ def _plain(value: Any, count: _Count, depth: int) -> Any:
             return SimpleNamespace(**_plain(value.state, count, depth - 1))
         return RecordedCall(value.name, ())
     return value
-
-
-@contextlib.contextmanager
-def _without_deprecations() -> Iterator[None]:
-    """Silence torch's deprecation warnings for functions that upstream calls; a user cannot act on them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
 
 
 def verify_files(directory: Path, share: int = 0, shares: int = 1) -> None:

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -160,7 +161,7 @@ def _shard(name: str, described: ShardedTensor | ShardedTensorFactory) -> ShardS
     rows: dict[str, int] = {}  # by key of the global tensor: parts with the same key lie in the same tensor
     for part in parts:
         rows.setdefault(part.key, part.global_shape[part.prepend_axis_num] if part.local_shape else 1)
-    first = dict(zip(rows, _starts(rows.values()), strict=True))
+    first = dict(zip(rows, accumulate(rows.values(), initial=0), strict=False))
     pieces: list[Piece] = []
     local_row = 0
     for part in parts:
@@ -184,14 +185,6 @@ def _joined(above: Box, below: Box) -> Box:
     """Join two boxes, one below the other, into one."""
     assert above[1:] == below[1:], (above, below)
     return (slice(above[0].start, below[0].stop), *above[1:])
-
-
-def _starts(sizes: Iterable[int]) -> list[int]:
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += size
-    return starts
 
 
 def _whole_name(name: str, model: HybridModel, numbers: list[int], first_expert: int) -> str:

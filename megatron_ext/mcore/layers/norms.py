@@ -93,28 +93,22 @@ class HeadsNorm(PlainRMSNorm):
 class QueryNormFromConfig:
     """Norm of queries as configured: over each head, or over all heads together."""
 
-    def __new__(  # type: ignore[misc]  # as above
-        cls, config: LayerConfig, hidden_size: int, eps: float | None = None, **_: object
-    ) -> torch.nn.Module:
-        """Return the norm itself, for heads of `hidden_size` channels."""
-        return _head_norm(config, hidden_size, config.num_attention_heads)
-
-
-class KeyNormFromConfig:
-    """Norm of keys as configured: over each head, or over all heads together."""
+    heads = "num_attention_heads"
 
     def __new__(  # type: ignore[misc]  # as above
         cls, config: LayerConfig, hidden_size: int, eps: float | None = None, **_: object
     ) -> torch.nn.Module:
         """Return the norm itself, for heads of `hidden_size` channels."""
-        assert config.num_query_groups is not None, "upstream fills it in"
-        return _head_norm(config, hidden_size, config.num_query_groups)
+        if config.qk_layernorm_over_heads:
+            channels = hidden_size * getattr(config, cls.heads)
+            return HeadsNorm(channels, eps=config.layernorm_epsilon, dtype=config.params_dtype)
+        return LayerNormFromConfig(config, hidden_size)
 
 
-def _head_norm(config: LayerConfig, channels: int, heads: int) -> torch.nn.Module:
-    if config.qk_layernorm_over_heads:
-        return HeadsNorm(channels * heads, eps=config.layernorm_epsilon, dtype=config.params_dtype)
-    return LayerNormFromConfig(config, channels)
+class KeyNormFromConfig(QueryNormFromConfig):
+    """Norm of keys as configured, likewise."""
+
+    heads = "num_query_groups"
 
 
 class OutputNorm(MegatronModule):

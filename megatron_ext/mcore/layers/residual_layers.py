@@ -203,7 +203,7 @@ class ResidualStream:
     ) -> None:
         """Compute a layer; a branch's sum is deferred. Layers with hooks are called normally."""
         branch = None
-        if isinstance(layer, Branching) and not _is_watched(layer):
+        if isinstance(layer, Branching) and not forward_hooks(layer):
             branch = layer.branch(attention_mask, context, angles)
         if branch is not None:
             self._waiting = branch.mix(self.normed(branch.norm)), branch.factor
@@ -230,9 +230,9 @@ class ResidualStream:
         return normed_states
 
 
-def _is_watched(layer: nn.Module) -> bool:
-    """Return whether the layer has forward hooks."""
-    return bool(layer._forward_pre_hooks or layer._forward_hooks)
+def forward_hooks(module: nn.Module) -> list[Callable[..., object]]:
+    """Return the hooks that run before and after the forward of a module itself; torch has no public list of them."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import nn
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.forward_hooks import forward_hooks
+from megatron_ext.mcore.layers.residual_layers import forward_hooks
 from megatron_ext.models.weight_files import is_prediction
 
 # Classes whose `module` is the wrapped model, and whose forward computes the same.

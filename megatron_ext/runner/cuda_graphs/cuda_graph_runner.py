@@ -20,16 +20,20 @@ from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_rows
 from megatron_ext.memory.step_states import RowPairs, StepStates
 from megatron_ext.ops.backends import preferring
-from megatron_ext.runner.cuda_graphs.async_output import Launched, OutputRow, fetch, output_layout
-from megatron_ext.runner.cuda_graphs.block_tables import BlockTables
+from megatron_ext.runner.cuda_graphs.async_output import Launched, output_layout
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph, HoldingCapture
 from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler, score
 from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
-from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, PrevSampledTokenIds
+from megatron_ext.runner.cuda_graphs.input_buffers import (
+    AsyncModelOutput,
+    BlockTables,
+    InputBuffers,
+    PrevSampledTokenIds,
+)
 from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.layout import Layout
-from megatron_ext.runner.logits_metadata import (
+from megatron_ext.runner.logits_processors import (
     entry_counts,
     logits_layout,
     room_for,
@@ -239,7 +243,8 @@ class CudaGraphRunner:
         """Sample and, if a row requests it, score a replayed step; enqueue the copy of the results to the host."""
         self._captured[bucket].choice.run(needs)
         layout = output_layout(bucket.rows, self._vocabulary)
-        return fetch(self._outputs, layout, chunks, is_scored=needs.is_scored)
+        rows = [(chunk.request_id, chunk.sampling) for chunk in chunks]
+        return Launched(self._outputs, layout, rows, is_scored=needs.is_scored, graph_rows=len(chunks))
 
     def sample_eager(self, logits: Tensor, step: ModelInput) -> Launched:
         """Sample an eager step as `sample` does, and leave its tokens where captured steps leave theirs.
@@ -256,8 +261,8 @@ class CudaGraphRunner:
             if self._model.has_processed_log_probs:
                 logits = eager_processed_logits(logits, parts["tokens"], [row.sampling for row in step.sampling])
             score(logits, parts)
-        rows = [OutputRow(one.request_id, row, one.sampling.top_n) for row, one in enumerate(step.sampling)]
-        return Launched(self._outputs.fetch(layout.count if is_scored else len(rows)), layout, rows)
+        rows = [(one.request_id, one.sampling) for one in step.sampling]
+        return Launched(self._outputs, layout, rows, is_scored=is_scored)
 
     def _send(
         self,

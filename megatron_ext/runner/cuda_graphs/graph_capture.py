@@ -136,22 +136,6 @@ class CapturedReads(TorchDispatchMode):
                 self.storages.setdefault(address, one.untyped_storage())
 
 
-class HeldGraph:
-    """Graph that keeps the storages that it reads alive: captured work has their addresses only.
-
-    Args:
-        replay: Repeats the captured work.
-        reads: Storages that it reads.
-    """
-
-    def __init__(self, replay: Graph, reads: Collection[UntypedStorage]) -> None:
-        self._replay, self._reads = replay, reads
-
-    def __call__(self) -> None:
-        """Repeat the captured work."""
-        self._replay()
-
-
 class HoldingCapture:
     """Capture whose graphs keep the tensors they read alive, except weights, which their owner may replace.
 
@@ -181,7 +165,12 @@ class HoldingCapture:
 
         replay = self._graphs.capture(watched)
         weights = set(self._weight_addresses())
-        return HeldGraph(replay, [one for one in last.storages.values() if one.data_ptr() not in weights])
+        reads = [one for one in last.storages.values() if one.data_ptr() not in weights]
+
+        def held(_: object = reads) -> None:  # captured work has the addresses only
+            replay()
+
+        return held
 
     def forget(self) -> None:
         """Reset after all captured graphs were dropped."""

@@ -1,4 +1,4 @@
-"""Static input and output buffers of a step: fixed device addresses, filled by one copy.
+"""Static input and output buffers of a step, and its block tables: fixed device addresses, filled by one copy.
 
 The host writes into one of two pinned buffers while the device may still read the other; an event marks the end of each
 copy. All numbers have eight bytes, so int64 and float64 share a buffer.
@@ -6,13 +6,14 @@ copy. All numbers have eight bytes, so int64 and float64 share a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_ext.runner.cuda_graphs.buckets import Bucket
+from megatron_ext.runner.input_writer import BlockRows
 from megatron_ext.runner.layout import Layout
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk
 
@@ -80,6 +81,50 @@ class InputBuffers:
         self._host.reverse()
 
 
+class BlockTables:
+    """Block table of each running state slot, on the device; a step sends only the rows that changed.
+
+    Rows are sent before a step's graph, which gathers its requests' rows: they may change places between two steps.
+    Block ids are int32, two in a number of the buffer that is sent.
+
+    Args:
+        slots: Number of running state slots, the padding slot included.
+        width: Blocks of the longest table.
+        padding: Block id after a table's end.
+        device: Device of the tables.
+    """
+
+    def __init__(self, slots: int, width: int, padding: int, device: torch.device) -> None:
+        self.rows = BlockRows(padding)
+        self._tables = torch.full((slots, width), padding, dtype=torch.int32, device=device)
+        count = slots + -(-slots * width // 2)
+        self._staged = torch.zeros(count, dtype=torch.int64, device=device)
+        self._host = [HostBuffer(count, device) for _ in range(2)]
+
+    def send(self) -> int:
+        """Enqueue the copy of the rows that were written since the last call; return its bytes."""
+        slots, rows = self.rows.changed(self._tables.shape[1])
+        if not slots:
+            return 0
+        entries, buffer = rows.size, self._host[0]
+        count = len(slots) + -(-entries // 2)
+        buffer.wait()
+        whole = buffer.whole[:count].numpy()
+        whole[: len(slots)] = slots
+        whole[len(slots) :].view(np.int32)[:entries] = rows.reshape(-1)
+        self._staged[:count].copy_(buffer.whole[:count], non_blocking=True)
+        buffer.mark()
+        self._host.reverse()
+        index, packed = self._staged[: len(slots)], self._staged[len(slots) : count]
+        blocks = packed.view(torch.int32)[:entries].view(rows.shape)
+        self._tables[:, : rows.shape[1]].index_copy_(0, index, blocks)
+        return whole.nbytes
+
+    def gather(self, slots: Tensor, width: int) -> Tensor:
+        """Return the tables of slots [R] int64: [R, width] int32. Captured code."""
+        return self._tables[:, :width].index_select(0, slots)
+
+
 class AsyncModelOutput:
     """Copies of a captured step's outputs to the host: one copy a step, into one of two buffers.
 
@@ -92,25 +137,23 @@ class AsyncModelOutput:
         self._whole = whole
         self._host = [HostBuffer(len(whole), device) for _ in range(2)]
 
-    def fetch(self, count: int) -> PendingOutput:
-        """Enqueue the copy of the first `count` numbers."""
+    def fetch(self, count: int) -> Callable[[], Tensor]:
+        """Enqueue the copy of the first `count` numbers.
+
+        Returns:
+            Function that waits for the copy and returns it, [count] int64 on the host; to be called before the output
+            after the next one is fetched.
+        """
         buffer = self._host[0]
         buffer.whole[:count].copy_(self._whole[:count], non_blocking=True)
         buffer.mark()
         self._host.reverse()
-        return PendingOutput(buffer, count)
 
+        def read() -> Tensor:
+            buffer.wait()
+            return buffer.whole[:count]
 
-class PendingOutput:
-    """Output that may still be computed; must be read before the output after the next one is fetched."""
-
-    def __init__(self, buffer: HostBuffer, count: int) -> None:
-        self._buffer, self._count = buffer, count
-
-    def read(self) -> Tensor:
-        """Wait for the copy and return it: [count] int64, on the host."""
-        self._buffer.wait()
-        return self._buffer.whole[: self._count]
+        return read
 
 
 class PrevSampledTokenIds:

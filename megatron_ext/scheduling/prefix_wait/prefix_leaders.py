@@ -124,7 +124,7 @@ class PrefixLeaders:
 
     @staticmethod
     def _has_next_block_of(request: Request, leader: Request) -> bool:
-        following = slice(leader.sequence.published_blocks, leader.sequence.published_blocks + 1)
+        following = slice(leader.published_blocks, leader.published_blocks + 1)
         return (
             len(leader.block_hashes[following]) == 1
             and request.block_hashes[following] == leader.block_hashes[following]
@@ -190,9 +190,9 @@ def is_lasting(
     return (
         matched < len(block_hashes)
         and pending_blocks.leader(block_hashes[matched]) == leader.request_id
-        and leader.sequence.published_blocks == matched
+        and leader.published_blocks == matched
         and cache.states.is_reserved(block_hash)
-        and (is_computed or any(one.block_hash == block_hash for one in leader.sequence.snapshots))
+        and (is_computed or any(one.block_hash == block_hash for one in leader.snapshots))
     )
 
 
@@ -227,7 +227,7 @@ def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_
     for request, prefix_wait in queues.waiting.sleepers():
         name, leader = f"sleeping {request.request_id}", running.get(prefix_wait.leader)
         assert leader is not None, f"{name} waits for a request that does not run"
-        assert leader.sequence.cache_epoch == cache.epoch, f"{name} waits for a block that will not be published"
+        assert leader.cache_epoch == cache.epoch, f"{name} waits for a block that will not be published"
         assert leader.computed_end < prefix_wait.blocks * block_size, f"{name} waits for a block that is cached"
         assert request.block_hashes[prefix_wait.blocks - 1] == prefix_wait.block_hash, (
             f"{name} waits for another sequence's block"

@@ -7,31 +7,20 @@ costs an examination and changes no plan.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.waiting_order import Line, WaitingOrder
 
 _ARRIVAL = attrgetter("arrival")
 Key = TypeVar("Key", BlockHash, int)
-
-
-class BlockPins(Protocol):
-    """Pins of blocks that waiting requests are to find; implemented by the cache."""
-
-    def want(self, block_hash: BlockHash) -> None:
-        """Pin this block and all blocks before it for one waiting request."""
-
-    def unwant(self, block_hash: BlockHash) -> None:
-        """Remove one pin of this block."""
-
-    def wanted(self) -> dict[BlockHash, int]:
-        """Return the pinned block hashes with their number of pins."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class WaitingQueue:
         order: Order of admission, without requests; by default the order of arrival.
     """
 
-    def __init__(self, pins: BlockPins | None = None, order: WaitingOrder | None = None) -> None:
+    def __init__(self, pins: PrefixCache | None = None, order: WaitingOrder | None = None) -> None:
         self._pins = pins
         self.order = order or WaitingOrder()
         self._members: set[Request] = set()
@@ -155,10 +144,7 @@ class WaitingQueue:
         woken = tuple(sleepers)
         self._wake(woken)
         for request in woken:
-            prefix_wait = self._prefix_waits[request]
-            self._prefix_waits[request] = PrefixWait(
-                prefix_wait.leader, prefix_wait.block_hash, prefix_wait.blocks, is_published=True
-            )
+            self._prefix_waits[request] = dataclasses.replace(self._prefix_waits[request], is_published=True)
 
     def cancelled(self, block_hash: BlockHash) -> None:
         """Wake the requests that wait for a cancelled snapshot at the end of this block, to look for another leader."""

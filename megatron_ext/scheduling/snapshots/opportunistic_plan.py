@@ -37,9 +37,7 @@ def place_opportunistic(
     """
     if not admissions or not _is_on(limits, cache):
         return list(admissions)
-    planned = sum(
-        position > one.start for one in continued for position in one.request.sequence.snapshot_plan.opportunistic
-    )
+    planned = sum(position > one.start for one in continued for position in one.request.snapshot_plan.opportunistic)
     free_slots = _free_slots(wanted, limits, cache.states) - planned
     placed = []
     for admission in admissions:
@@ -72,9 +70,9 @@ def passed_checkpoints(
     """Return the planned checkpoints that chunks of begun prefills pass, whether or not slots are free for them."""
     passed: list[SnapshotRequest] = []
     for chunk in continued if _is_on(limits, cache) else ():
-        sequence = chunk.request.sequence
-        if sequence.cache_epoch == cache.epoch:
-            passed += _passed(chunk, sequence.snapshot_plan.opportunistic, limits.block_size)
+        request = chunk.request
+        if request.cache_epoch == cache.epoch:
+            passed += _passed(chunk, request.snapshot_plan.opportunistic, limits.block_size)
     return passed
 
 
@@ -92,12 +90,12 @@ def _free_slots(wanted: Sequence[SnapshotRequest], limits: SchedulerLimits, stat
 
 def _positions(admission: Admission, free_slots: int, limits: SchedulerLimits, cache: PrefixCache) -> tuple[int, ...]:
     request, size = admission.request, limits.block_size
-    if free_slots < 1 or request.sequence.chain is None:
+    if free_slots < 1 or request.chain is None:
         return ()
     declared = [position // size for position in request.params.cache_checkpoint]
     first, last = admission.chunk.start // size, last_boundary(len(request.tokens), size) // size
     blocks = place(first, last, free_slots, declared, limits.opportunistic)
-    cached_end = request.sequence.snapshot_plan.cached_end(len(admission.matched))
+    cached_end = request.snapshot_plan.cached_end(len(admission.matched))
     return tuple(block * size for block in blocks if block != cached_end)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.snapshot_order import Rank
+from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest
-from megatron_ext.scheduling.snapshots.snapshot_positions import prefill_positions
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot, prefill_positions
+
+Placing = Callable[[SnapshotRequest, SlotId], SlotId]
 
 
 def plan_snapshots(
@@ -43,15 +46,15 @@ def plan_snapshots(
             continue
         if chunk.drafts or not chunk.length:  # not accepted yet (see `Drafts.commit`), or nothing computed
             continue
-        sequence = chunk.request.sequence
-        if sequence.chain is None:
+        request = chunk.request
+        if request.chain is None:
             continue
-        if sequence.cache_epoch != cache.epoch and chunk.request not in matched:
+        if request.cache_epoch != cache.epoch and chunk.request not in matched:
             continue
         if is_decode:
             of_decodes.append(_of_decode(chunk, size))
         else:
-            cached = sequence.snapshot_plan.cached_end(matched.get(chunk.request, sequence.shared_end // size))
+            cached = request.snapshot_plan.cached_end(matched.get(chunk.request, request.shared_end // size))
             of_prefills += _of_prefill(chunk, cached * size, limits)
     return (*for_followers, *of_prefills, *of_decodes)
 
@@ -59,7 +62,7 @@ def plan_snapshots(
 def _of_decode(chunk: Chunk, block_size: int) -> SnapshotRequest:
     request = chunk.request
     block_hash = request.block_hashes[chunk.end // block_size - 1]
-    before = request.sequence.snapshot_plan.decode
+    before = request.snapshot_plan.decode
     return SnapshotRequest(request, chunk.end, block_hash, Rank.OPTIONAL, instead_of=before)
 
 
@@ -71,3 +74,22 @@ def _of_prefill(chunk: Chunk, cached_end: int, limits: SchedulerLimits) -> Itera
         positions = prefill_positions(chunk.start, chunk.end, len(request.tokens), cached_end, size)
     for position in positions:
         yield SnapshotRequest(request, position, request.block_hashes[position // size - 1])
+
+
+def reserve_snapshots(wanted: Sequence[SnapshotRequest], states: StateIndex, place: Placing | None = None) -> None:
+    """Reserve slots for the snapshots of a step, all at once; snapshots without a slot are left out.
+
+    Args:
+        wanted: Snapshots in order of priority.
+        states: Index of the slots.
+        place: Returns the slot in which a snapshot is written, given the reserved one; None for the reserved one.
+    """
+    for one, reserved in zip(wanted, states.reserve_all(wanted), strict=True):
+        if reserved is None:
+            continue
+        request, slot = one.request, reserved if place is None else place(one, reserved)
+        request.snapshots.append(Snapshot(one.position, one.block_hash, slot))
+        if one.is_optional:
+            request.snapshot_plan.decode = one.block_hash
+        elif one.rank is Rank.ORDINARY:
+            request.snapshot_plan.used.append(one.block_hash)

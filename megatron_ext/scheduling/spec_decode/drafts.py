@@ -16,10 +16,10 @@ from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts
-from megatron_ext.scheduling.spec_decode.draft_slots import DraftSlots
 from megatron_ext.scheduling.spec_decode.verification import (
     NO_TOKENS,
     DraftBudget,
+    DraftSlots,
     TokensById,
     accepted_tokens,
     draft_states,
@@ -83,14 +83,13 @@ class Drafts:
             self.release(chunk.request)
         for chunk in chunks:
             if chunk.drafts and self._cache.states is not None:
-                chunk.request.sequence.draft_states = draft_states(chunk, self.slots, self._block_size)
+                chunk.request.draft_states = draft_states(chunk, self.slots, self._block_size)
 
     def release(self, request: Request) -> None:
         """Free the slots of the request's draft states."""
-        sequence = request.sequence
-        if sequence.draft_states:
-            self.slots.give_back(one.slot for one in sequence.draft_states)
-            sequence.draft_states = ()
+        if request.draft_states:
+            self.slots.give_back(one.slot for one in request.draft_states)
+            request.draft_states = ()
 
     def accept(
         self,
@@ -151,57 +150,55 @@ class Drafts:
         return self._keep_states(request)
 
     def _trim(self, request: Request) -> None:
-        sequence = request.sequence
-        count = -(-sequence.computed_end // self._block_size)
-        kept, surplus = sequence.block_table[:count], sequence.block_table[count:]
+        count = -(-request.computed_end // self._block_size)
+        kept, surplus = request.block_table[:count], request.block_table[count:]
         if surplus:
-            sequence.block_table = kept
+            request.block_table = kept
             self._cache.release(surplus)
 
     def _keep_states(self, request: Request) -> list[BlockHash]:
-        sequence = request.sequence
         kept: list[Snapshot] = []
         spare: list[SlotId] = []
         shown: list[BlockHash] = []
-        for state in sequence.draft_states:
+        for state in request.draft_states:
             if DraftSlots.is_name(state.block_hash):
-                is_next = state.position == sequence.computed_end
+                is_next = state.position == request.computed_end
                 kept += [state] if is_next else []
                 spare += [] if is_next else [state.slot]
             else:
-                slot = self._become_snapshot(request, state) if state.position <= sequence.computed_end else None
+                slot = self._become_snapshot(request, state) if state.position <= request.computed_end else None
                 shown += [] if slot is None else [state.block_hash]
                 spare.append(state.slot if slot is None else slot)
         self.slots.give_back(spare)
-        sequence.draft_states = tuple(kept)
+        request.draft_states = tuple(kept)
         if kept:
             (state,) = kept
-            sequence.restore = Restore(state.block_hash, state.slot)
+            request.restore = Restore(state.block_hash, state.slot)
         return shown
 
     def _become_snapshot(self, request: Request, state: Snapshot) -> SlotId | None:
         """Publish the state as a snapshot; return the slot given in exchange, or None if it gets none."""
-        sequence, states = request.sequence, self._cache.states
+        states = self._cache.states
         assert states is not None, "states of a model without recurrent layers"
-        if sequence.cache_epoch != self._cache.epoch:
+        if request.cache_epoch != self._cache.epoch:
             return None
         assert request.block_hashes[state.position // self._block_size - 1] == state.block_hash, (
             "the drafts did not come"
         )
-        before = sequence.snapshot_plan.decode
+        before = request.snapshot_plan.decode
         wanted = SnapshotRequest(request, state.position, state.block_hash, rank=Rank.OPTIONAL, instead_of=before)
         if states.reserve_all([wanted]) == [None]:
             return None
-        sequence.snapshot_plan.decode = state.block_hash
+        request.snapshot_plan.decode = state.block_hash
         slot = states.exchange(state.block_hash, state.slot)
         states.commit(state.block_hash)
         return slot
 
     def check(self, requests: Iterable[Request]) -> None:
         """Assert that every slot is reserved once or free, and that its request continues from it (between steps)."""
-        owned = [(request, state) for request in requests for state in request.sequence.draft_states]
+        owned = [(request, state) for request in requests for state in request.draft_states]
         index = () if self._cache.states is None else self._cache.states.slots
         self.slots.check([state.slot for _, state in owned], index)
         for request, state in owned:
             assert state.position == request.computed_end, f"request {request.request_id} does not go on from its state"
-            assert request.sequence.restore == Restore(state.block_hash, state.slot), "another state would be restored"
+            assert request.restore == Restore(state.block_hash, state.slot), "another state would be restored"

@@ -12,20 +12,23 @@ sampled as without speculation; a draft is accepted if it equals that token. Tok
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash, hash_blocks
+from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
-from megatron_ext.scheduling.spec_decode.draft_slots import DraftSlots
 
 TokensById = Mapping[int, tuple[int, ...]]  # by request id
 NO_TOKENS: TokensById = {}
+_NAME_BYTES = 8  # of a state after a draft; shorter than a block hash, so that the two cannot be confused
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,54 @@ class DraftBudget:
 NO_DRAFT_BUDGET = DraftBudget({})
 
 
+class DraftSlots:
+    """Slots for the states after drafts, until acceptance is known (SP-2).
+
+    They are rows of the snapshot pool after the snapshot index's initial rows; reserved for a step or two. A state that
+    becomes a snapshot stays in place: the index takes its slot and gives another one in exchange
+    (`StateIndex.exchange`). So the set of rows changes, and their number does not.
+
+    Args:
+        first: Index of the first row.
+        total: Number of rows.
+    """
+
+    def __init__(self, first: int, total: int) -> None:
+        self._free = [SlotId(slot) for slot in range(first, first + total)]  # a heap
+        self._total = total
+        self._names = itertools.count()
+
+    @property
+    def free_count(self) -> int:
+        """Number of slots that `take` can return."""
+        return len(self._free)
+
+    def take(self) -> SlotId:
+        """Return a free slot; the planner has made sure that there is one."""
+        assert self._free, "no free slot"
+        return heapq.heappop(self._free)
+
+    def name(self) -> BlockHash:
+        """Return a unique name for a state that is not a snapshot of the index."""
+        return BlockHash(next(self._names).to_bytes(_NAME_BYTES, "little"))
+
+    @staticmethod
+    def is_name(block_hash: BlockHash) -> bool:
+        """Return whether this is such a name rather than a block hash."""
+        return len(block_hash) == _NAME_BYTES
+
+    def give_back(self, slots: Iterable[SlotId]) -> None:
+        """Return slots that are not needed any more."""
+        for slot in slots:
+            heapq.heappush(self._free, slot)
+
+    def check(self, owned: list[SlotId], others: Iterable[SlotId]) -> None:
+        """Assert that free and `owned` slots are all of these, each once, and that none belongs to the index."""
+        here = [*self._free, *owned]
+        assert len(set(here)) == len(here) == self._total, (self._free, owned)
+        assert not set(here) & set(others), "a slot is lent and the index's"
+
+
 def max_drafts(request: Request, limits: SchedulerLimits) -> int:
     """Return the maximum number of drafts in the next chunk of a decoding request, whatever else is in the step.
 
@@ -51,13 +102,13 @@ def max_drafts(request: Request, limits: SchedulerLimits) -> int:
     The blocks and snapshots of a request that ends by a stop word are those up to that word, which only rank 0 knows,
     and only after the commit: such a request crosses a boundary with one token at a time.
     """
-    sequence, size = request.sequence, limits.block_size
+    size = limits.block_size
     params = request.params
     asked = params.num_speculative_tokens
     limit = limits.max_drafts if asked is None else min(asked, limits.max_drafts)
     limit = min(limit, request.max_generated - request.generated_count - 1)
-    if sequence.chain is not None:
-        left = size - 1 - sequence.computed_end % size  # tokens after the known token in its block
+    if request.chain is not None:
+        left = size - 1 - request.computed_end % size  # tokens after the known token in its block
         if params.stop_words:
             limit = min(limit, left - 1)
         elif limits.aligned_chunks:
@@ -95,7 +146,7 @@ def with_drafts(
         return list(chunks)
     taken = sum(_missing(chunk.request, chunk.end, limits) for chunk in chunks if chunk.request.block_table)
     taken += sum(admission.new_blocks for admission in admissions)
-    held = sum(len(chunk.request.sequence.draft_states) for chunk in chunks)
+    held = sum(len(chunk.request.draft_states) for chunk in chunks)
     room = _Room(
         tokens=limits.max_tokens - sum(chunk.length for chunk in chunks),
         blocks=cache.pool.free_count - taken,
@@ -134,7 +185,7 @@ def states_after(request: Request, start: int, end: int, block_size: int) -> int
 
     A state that is to become a snapshot has an additional slot, since the request may continue from that position.
     """
-    boundaries = 0 if request.sequence.chain is None else end // block_size - start // block_size
+    boundaries = 0 if request.chain is None else end // block_size - start // block_size
     return end - start - 1 + boundaries
 
 
@@ -144,7 +195,7 @@ def draft_states(chunk: Chunk, slots: DraftSlots, block_size: int) -> tuple[Snap
     A state at a boundary has the hash that the block gets if its drafts are accepted; others have unique names.
     """
     states = [Snapshot(position, slots.name(), slots.take()) for position in range(chunk.start + 1, chunk.end)]
-    if chunk.request.sequence.chain is not None:
+    if chunk.request.chain is not None:
         first = chunk.start // block_size
         for block, block_hash in enumerate(_block_hashes(chunk, first, block_size), start=first + 1):
             states.append(Snapshot(block * block_size, block_hash, slots.take()))
@@ -153,10 +204,10 @@ def draft_states(chunk: Chunk, slots: DraftSlots, block_size: int) -> tuple[Snap
 
 def _block_hashes(chunk: Chunk, first: int, block_size: int) -> list[BlockHash]:
     """Return the hashes of blocks from `first` on that the chunk completes if its drafts are accepted."""
-    sequence = chunk.request.sequence
-    assert sequence.chain is not None, "it has keys"
-    parent = sequence.block_hashes[first - 1] if first else sequence.chain.root
-    tokens = sequence.tokens[first * block_size :] + array(sequence.tokens.typecode, chunk.drafts)
+    request = chunk.request
+    assert request.chain is not None, "it has keys"
+    parent = request.block_hashes[first - 1] if first else request.chain.root
+    tokens = request.tokens[first * block_size :] + array(request.tokens.typecode, chunk.drafts)
     return hash_blocks(parent, tokens, block_size)
 
 

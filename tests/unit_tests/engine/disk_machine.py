@@ -25,7 +25,7 @@ from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import ArenaChanges
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.planner import reason_to_refuse
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -221,7 +221,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.alive), "aborted")
-        self.scheduler.end(request, Status.ABORTED)
+        self.scheduler.end(request, Outcome(Status.ABORTED))
         self.verify()
 
     # Steps
@@ -388,9 +388,7 @@ class DiskMachine(RuleBasedStateMachine):
             end = matched = len(self.scheduler.cache.match(hashes))
             while end < len(hashes) and EntryKey(EntryKind.BLOCK, hashes[end]) in self.tier:
                 end += 1
-            assert end <= request.sequence.snapshot_plan.cached_end(matched) <= len(hashes), (
-                "no snapshot where it diverges"
-            )
+            assert end <= request.snapshot_plan.cached_end(matched) <= len(hashes), "no snapshot where it diverges"
 
     def teardown(self) -> None:
         """Without answers of the disk every request ends, since time passes."""

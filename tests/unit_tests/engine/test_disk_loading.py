@@ -14,7 +14,7 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.scheduling.disk_loads import NoteRun
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.engine.disk_machine import DiskMachine, FakeDisk, FakeMemory
@@ -155,7 +155,7 @@ def test_a_load_that_is_complete_is_placed_however_long_the_step_took():
     found.now += 12.0
     found.decide()
     assert (found.tier.counts.loads_placed, found.tier.counts.loads_late) == (1, 0)
-    found.scheduler.end(waiting, Status.ABORTED)
+    found.scheduler.end(waiting, Outcome(Status.ABORTED))
     found.scheduler.cache.reset()
     held = found.scheduler.cache.allocate(3)
     waiting = found.request(1, range(20), on_disk=5)
@@ -216,7 +216,7 @@ def test_a_load_begins_only_where_there_is_room_for_it():
     waiting = found.request(1, range(20), on_disk=5)
     found.decide()
     assert not found.disk.loads
-    found.scheduler.end(next(iter(found.scheduler.queues.running)), Status.ABORTED)
+    found.scheduler.end(next(iter(found.scheduler.queues.running)), Outcome(Status.ABORTED))
     found.decide()
     assert found.scheduler.waits_for_disk(waiting)
 
@@ -306,7 +306,7 @@ def test_the_engine_waits_for_the_disk_only_if_it_has_nothing_to_compute():
     found.decide()
     assert len(waits) == 1
     for request in (running, waiting):
-        found.scheduler.end(request, Status.ABORTED)
+        found.scheduler.end(request, Outcome(Status.ABORTED))
     found.decide()
     assert not found.loading._attempts
 
@@ -335,4 +335,4 @@ def test_another_rank_learns_how_far_a_prefix_goes_on_disk():
     request = found.request(0, range(20))
     placing = LoadPlacing(found.scheduler, found.tier, found.memory)
     placing.obey(NoteRun(request.request_id, 3), request)
-    assert request.sequence.snapshot_plan.cached_end(1) == 3
+    assert request.snapshot_plan.cached_end(1) == 3

@@ -183,7 +183,7 @@ class Hashed:
 
     def __init__(self, tokens: int, block: int) -> None:
         self.block = block
-        self.sequence, self.is_ended = self, False
+        self.is_ended = False
         self.unhashed_tokens = self.tokens = tokens // block * block
 
     def hash_ahead(self, most: int) -> None:

@@ -117,7 +117,7 @@ def test_a_step_waits_for_a_share_of_the_one_before(has_other_work):
     outputs.begin({})
     outputs.wait(2.0, has_other_work=has_other_work)
     assert clock.waits == ([2.0 * WAIT_SHARE] if has_other_work else [2.0 * WAIT_SHARE, IDLE_WAIT])
-    assert outputs.take().masks == []
+    assert list(outputs.take()) == []
 
 
 def test_the_thread_gives_way():

@@ -56,7 +56,7 @@ def _written_early() -> object:
 
 def _read_early() -> object:
     answers = AsyncModelOutput(torch.arange(4, device=CUDA), CUDA)
-    return answers.fetch(3).read().tolist()
+    return answers.fetch(3)().tolist()
 
 
 def _without_waiting(work: Callable[[], object]) -> Callable[[], object]:

@@ -29,7 +29,7 @@ def abort(driver: Driver) -> None:
     free, owned = driver.free_blocks, len(request.block_table)
     driver.engine.abort_request(VICTIM)
     assert_gone(driver, free, owned)
-    assert request.sequence.running_slot is None
+    assert request.running_slot is None
     driver.engine.abort_request(VICTIM)  # until its end has been reported: nothing happens
     assert_gone(driver, free, owned)
 

@@ -13,7 +13,7 @@ from megatron_ext.engine import cache_audit
 from megatron_ext.engine.cache_audit import MAX_DUE, AuditCounts, CacheAudit
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.memory import budget
-from megatron_ext.scheduling.sequence import Sequence
+from megatron_ext.prefix_cache.hash_chain import hash_blocks, packed_tokens
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life, seeds
@@ -74,9 +74,8 @@ def test_a_sound_cache(get_driver, get_oracle, monkeypatch, kind: str, *, shares
 
 def cached_block(driver: Driver, index: int) -> int:
     """Place of a cached block of `PROMPT`."""
-    sequence = Sequence(PROMPT, 0)
-    driver.scheduler._keys.start(sequence, None)
-    return driver.scheduler.cache.match(sequence.block_hashes)[index]
+    hashes = hash_blocks(driver.scheduler.root_of(None), packed_tokens(PROMPT), driver.scheduler.limits.block_size)
+    return driver.scheduler.cache.match(hashes)[index]
 
 
 def snapshot_slot(driver: Driver, blocks: int) -> int:

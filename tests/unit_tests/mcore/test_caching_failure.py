@@ -166,12 +166,12 @@ def test_aborts(get_oracle, kind, stage):
     driver.engine.abort_request(victim)
     driver.engine.check()
     assert {block: pool.references(block) for block in references} == {b: n - 1 for b, n in references.items()}
-    assert (request.block_table, request.sequence.running_slot) == ((), None)
+    assert (request.block_table, request.running_slot) == ((), None)
     assert victim not in driver.scheduler.pending_blocks.requests()
     after = driver.scheduler.cache.use()
     assert (after.blocks_cached, after.slots_used) == (use.blocks_cached, use.slots_used)
     if kind == "hybrid":
-        others = [one for request in driver.scheduler.queues for one in request.sequence.snapshots]
+        others = [one for request in driver.scheduler.queues for one in request.snapshots]
         assert driver.states.total - driver.states.obtainable_count == len(others)
     found = finish(driver, get_oracle, kind)
     assert driver.records[victim].status is Status.ABORTED

@@ -87,7 +87,7 @@ class TestForgetting:
         driver.step()
         assert [request.request_id for request in driver.scheduler.queues.waiting] == [1]
         forget(driver)
-        while driver.engine.get_request(1).sequence.running_slot is None:
+        while driver.engine.get_request(1).running_slot is None:
             driver.step()
         driver.add(2, make_prompt(BLOCK, seed=1), num_tokens_to_generate=1)
         driver.run()
@@ -156,7 +156,7 @@ def test_with_requests_at_every_stage(get_oracle, forget_states):
     driver.add(2, [*LONG, 5])
     driver.step()
     assert driver.engine.get_request(1).computed_end == 64 + 39
-    assert [one.position for one in driver.engine.get_request(1).sequence.snapshots] == [128]
+    assert [one.position for one in driver.engine.get_request(1).snapshots] == [128]
     forget_states(driver)
     assert_empty(driver)
     driver.run()

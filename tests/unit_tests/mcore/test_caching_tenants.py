@@ -182,7 +182,7 @@ class TestOff:
         assert driver.scheduler.cache.use().blocks_cached == 0
         assert driver.engine.core.statistics().prefix_cache() is None
         driver.add(1, PROMPT, skip_prompt_log_probs=True, cache_salt="a")
-        assert driver.engine.get_request(1).sequence.chain is None
+        assert driver.engine.get_request(1).chain is None
         driver.run()
         assert driver.records[1].prefill_reasons == {"caching_off": 55}
         assert (driver.records[1].matched_block_count, driver.engine.core.counters.skipped_tokens) == (0, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from megatron_ext.mcore.forward_hooks import forward_hooks
+from megatron_ext.mcore.layers.residual_layers import forward_hooks
 
 
 def test_hooks_before_and_after_a_forward_are_found():

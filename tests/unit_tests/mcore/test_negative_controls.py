@@ -49,7 +49,7 @@ def run(driver: Driver, corrupt: Callable[[Driver], None] = lambda driver: None,
 
 
 def slot(driver: Driver, request_id: int = VICTIM) -> int:
-    return driver.engine.get_request(request_id).sequence.running_slot
+    return driver.engine.get_request(request_id).running_slot
 
 
 LAYERS = [
@@ -171,7 +171,7 @@ def test_two_swapped_blocks_are_seen(get_driver, get_oracle, kind):
     """Between two requests: within one, full blocks may stand in any order once their keys are written."""
 
     def swap(driver: Driver) -> None:
-        one, other = (driver.engine.get_request(i).sequence for i in (VICTIM, OTHER))
+        one, other = (driver.engine.get_request(i) for i in (VICTIM, OTHER))
         mine, yours = one.block_table[1], other.block_table[1]
         one.block_table = (one.block_table[0], yours, *one.block_table[2:])
         other.block_table = (other.block_table[0], mine, *other.block_table[2:])
@@ -189,7 +189,7 @@ def test_detects_reads_of_unwritten_keys(get_driver):
         driver.step()
     stranger = next(b for b in range(100) if driver.scheduler.blocks.references(b) == 0)
     table = request.block_table
-    request.sequence.block_table = (*table[:2], stranger, *table[3:])
+    request.block_table = (*table[:2], stranger, *table[3:])
     driver.engine.step_modern()
     assert driver.seen[VICTIM].logits[133][0].isnan().any()
 

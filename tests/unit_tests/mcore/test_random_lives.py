@@ -255,7 +255,7 @@ def test_a_paused_request_keeps_the_state_that_it_goes_on_from(get_driver, get_o
     kept = []
     while driver.engine.has_unfinished_requests():
         driver.step()
-        kept += [request.sequence.draft_states for request in driver.scheduler.queues.paused]
+        kept += [request.draft_states for request in driver.scheduler.queues.paused]
     driver.run()
     assert kept
     assert all([one.position for one in states] == [16] for states in kept)

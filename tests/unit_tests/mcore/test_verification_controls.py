@@ -66,7 +66,7 @@ def _keeps_the_state_of_a_rejected_token(patch: pytest.MonkeyPatch) -> None:
     def forget(self: Drafts, request: object) -> list:
         shown = keep(self, request)
         self.release(request)
-        request.sequence.restore = None
+        request.restore = None
         return shown
 
     patch.setattr(Drafts, "_keep_states", forget)
@@ -109,7 +109,7 @@ def _publishes_a_block_early(patch: pytest.MonkeyPatch) -> None:
     end = Scheduler._end
 
     def published(self: Scheduler, request: object, *args: object, **kwargs: object) -> None:
-        request.sequence.computed_end = len(request.tokens)
+        request.computed_end = len(request.tokens)
         if len(request.block_table) * self.limits.block_size >= len(request.tokens):
             publish_blocks(request, self.limits.block_size, self.cache, self.pending_blocks, self.queues.waiting)
         end(self, request, *args, **kwargs)
@@ -137,7 +137,7 @@ def _draws_all_with_one_number(patch: pytest.MonkeyPatch) -> None:
 
     def same(request: object, guesses: tuple = ()) -> step.Sampling:
         chosen = sampling(request, guesses)
-        return chosen if chosen.uniform is None else dataclasses.replace(chosen, uniform=request.sequence.rng.current())
+        return chosen if chosen.uniform is None else dataclasses.replace(chosen, uniform=request.rng.current())
 
     patch.setattr(step, "_sampling", same)
 
@@ -146,8 +146,8 @@ def _restores_another_slot(patch: pytest.MonkeyPatch) -> None:
     """The name is checked against what lies there."""
     describe = step._describe
 
-    def other(chunk: object, size: int) -> step.ScheduledChunk:
-        told = describe(chunk, size)
+    def other(chunk: object, size: int, ahead: object) -> step.ScheduledChunk:
+        told = describe(chunk, size, ahead)
         if told.restore is None or len(told.restore.block_hash) == 32:
             return told
         slot = told.restore.slot

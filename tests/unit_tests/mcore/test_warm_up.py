@@ -293,11 +293,11 @@ class TestStart:
 def test_a_drafting_layer_of_one_stage(build, caplog, pipeline):
     """CU-20: stages have the same steps, so a layer that one of them lacks is left out; on a CPU that needs no line."""
     built = build(config_of("hybrid", "M*-"))
-    drafter, ranks = mock.Mock(), mock.Mock(places=[mock.Mock(pipeline=0), mock.Mock(pipeline=pipeline)])
+    layers, ranks = [mock.Mock()], mock.Mock(places=[mock.Mock(pipeline=0), mock.Mock(pipeline=pipeline)])
     with mock.patch.object(triton, "compiles", return_value=False):
-        parts = assemble._parts_to_warm_up(built.engine.controller, drafter, ranks)
+        parts = assemble._parts_to_warm_up(built.engine.controller, layers, ranks)
         assert len(parts) == 2 - pipeline
         assert caplog.messages == []
     with mock.patch.object(triton, "compiles", return_value=True):
-        assemble._parts_to_warm_up(built.engine.controller, drafter, ranks)
+        assemble._parts_to_warm_up(built.engine.controller, layers, ranks)
     assert len(caplog.messages) == pipeline

@@ -16,9 +16,7 @@ from megatron_ext.scheduling.record import Status
 def living(computed: int, skipped: int = 0, generated: int = 0, recomputed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         prompt_length=100,
-        computed_prefill_tokens=computed,
-        prefill_token_count=computed + recomputed,
-        skipped_prefill_tokens=skipped,
+        ledger=SimpleNamespace(computed=computed, recomputed=recomputed, skipped=skipped),
         generated_count=generated,
     )
 

@@ -20,16 +20,16 @@ from megatron_ext.engine import output_processor
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import RankError
 from megatron_ext.parallel import commands, worker
-from megatron_ext.parallel.commands import Action, Call, End, Reset, Resume, Suspend
+from megatron_ext.parallel.commands import Action, Call
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget
 from tests.on_request import long_except
 from tests.priority import TestPriority
@@ -81,7 +81,7 @@ def checked_plan(
         if chunk.request.params.response_format is not None and chunk.yields_token:
             generated = chunk.request.generated_tokens
             wanted = [mask_after((*generated, *chunk.drafts[:i])) for i in range(len(chunk.drafts) + 1)]
-            assert [*chunk.request.sequence.masks[: len(wanted)]] == wanted, "a mask of other tokens (SE-10)"
+            assert [*chunk.request.masks[: len(wanted)]] == wanted, "a mask of other tokens (SE-10)"
     if any(chunk.drafts for chunk in plan.chunks):
         waiting = {admission.request for admission in plan.admissions}
         needed = sum(one.new_blocks for one in plan.admissions)
@@ -265,13 +265,13 @@ def _forgets_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def append(self: Sequence, token: int) -> None:
+    def append(self: Request, token: int) -> None:
         masks = self.masks
         plain(self, token)
         self.masks = masks
 
-    plain = Sequence.append
-    monkeypatch.setattr(Sequence, "append", append)
+    plain = Request.append
+    monkeypatch.setattr(Request, "append", append)
 
 
 def _forgets_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,9 @@ class TestFleet:
         world.step()
         add(world, 0, [0], params={"stop_words": ("a", "b", "c"), "ignore_eos": True})
         world.core.report(world.core.compute())
-        assert world.core.replicas[0].scheduler.take_commands() == [End(0, Status.COMPLETED)]
+        assert world.core.replicas[0].scheduler.take_commands() == [
+            Call("end", (Outcome(Status.COMPLETED, "stop"),), request_id=0)
+        ]
 
     def test_held_prefills_are_held_on_all_ranks(self, world: World):
         """SC-4: the followers compare each step with rank 0's."""
@@ -362,8 +364,8 @@ class TestFleet:
         world.core.suspend()
         world.core.resume()
         (batch,) = map(pickle.loads, world.sent)
-        assert batch.of(1) == [Call("reset_prefix_cache"), Suspend()]  # memory is freed at once
-        assert world.core.replicas[1].scheduler.take_commands() == [Resume()]
+        assert batch.of(1) == [Call("reset_prefix_cache"), Call("suspend")]  # memory is freed at once
+        assert world.core.replicas[1].scheduler.take_commands() == [Call("resume")]
 
     def test_an_error_of_routing_rows_changes_the_plans_of_all_ranks(self, monkeypatch: pytest.MonkeyPatch):
         """MF-9, MR-2: rank 0 alone has rows; the blocks that lack them are computed again on every rank."""
@@ -410,7 +412,7 @@ class TestFleet:
         while world.core.is_busy:
             world.step()
             steps += 1
-        parts = [EngineStatistics.of(replica.scheduler) for replica in world.core.replicas]
+        parts = [EngineStatistics.of([(replica.scheduler, None)]) for replica in world.core.replicas]
         whole = world.core.statistics()
         assert whole.ended == 4
         assert whole.counters.prefill_tokens == sum(part.counters.prefill_tokens for part in parts) > 0
@@ -461,7 +463,7 @@ class TestFleet:
         world.core.close()
         batches = [pickle.loads(one) for one in world.sent]
         assert [batch.action for batch in batches] == [Action.STOP]
-        assert batches[0].of(0) == [Reset()]
+        assert batches[0].of(0) == [Call("reset")]
         world.followers[0].follow()  # ends
 
     def test_pools_follow(self, world: World):

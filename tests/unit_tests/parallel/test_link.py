@@ -9,19 +9,19 @@ import pytest
 from torch import Tensor
 
 from megatron_ext.config import RequestParams
-from megatron_ext.parallel import link
-from megatron_ext.parallel.commands import Action, Add, Batch, Call, Command, End, Reset, Suspend, WeightsChanged
-from megatron_ext.scheduling.record import Status
+from megatron_ext.parallel import commands
+from megatron_ext.parallel.commands import Action, Add, Batch, Call, Command
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
 
 NEW = Add(3, RequestInputs((1, 2, 3), RequestParams(num_tokens_to_generate=4)), 0, seed=1)
 COMMANDS: dict[str, tuple[tuple[int, Command], ...]] = {
     "nothing": (),
     "a request": ((1, NEW),),
-    "an abort after a request": ((0, NEW), (0, End(3, Status.ABORTED))),
-    "of two replicas, in order": ((0, End(2**40, Status.FAILED)), (70_000, Reset()), (0, Suspend())),
-    "new weights": ((0, WeightsChanged(restarts=True)), (1, WeightsChanged(restarts=False))),
-    "drafts": ((0, Call("propose", {"drafts": {3: (5, 6)}})),),
+    "an abort after a request": ((0, NEW), (0, Call("end", (Outcome(Status.ABORTED),), request_id=3))),
+    "of two replicas, in order": ((0, Call("allow", ((b"m",),), request_id=2**40)), (70_000, Call("reset"))),
+    "new weights": tuple((i, Call("weights_changed", options={"restarts": bool(i)})) for i in range(2)),
+    "drafts": ((0, Call("propose", ({3: (5, 6)},))),),
 }
 
 
@@ -29,11 +29,11 @@ COMMANDS: dict[str, tuple[tuple[int, Command], ...]] = {
 @pytest.mark.parametrize("told", COMMANDS)
 def test_ranks_receive_what_is_sent(told: str, action: Action, monkeypatch: pytest.MonkeyPatch):
     sent: deque[Tensor] = deque()
-    monkeypatch.setattr(link, "broadcast", lambda part, source, group: sent.append(part))
-    batch, channel = Batch(action, COMMANDS[told]), link.Link(mock.Mock())
+    monkeypatch.setattr(commands, "broadcast", lambda part, source, group: sent.append(part))
+    batch, channel = Batch(action, COMMANDS[told]), commands.Link(mock.Mock())
     channel.send(batch)
     assert [len(part) for part in sent][:1] == [8]
     assert len(sent) == (2 if batch.commands else 1)
-    monkeypatch.setattr(link, "broadcast", lambda part, source, group: part.copy_(sent.popleft()))
+    monkeypatch.setattr(commands, "broadcast", lambda part, source, group: part.copy_(sent.popleft()))
     assert channel.receive() == batch
     assert not sent

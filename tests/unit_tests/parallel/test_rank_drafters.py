@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.errors import RankError
 from megatron_ext.parallel import rank_drafters
-from megatron_ext.parallel.commands import Draft, ForgetDrafts
+from megatron_ext.parallel.commands import Call
 from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
 from megatron_ext.speculation.drafter import DraftRequest
 
@@ -50,10 +50,10 @@ def test_every_rank_learns_the_drafts_of_the_source(sent):
     """SP-13: of as many requests as were asked for, with fewer drafts than they may have, or none."""
     pair, layer = SimpleNamespace(size=lambda: 2), Layer()
     source, first = RankDrafter(pair, 1, 1, layer), RankDrafter(pair, 0, 1, None)
-    command = Draft(((7, 3), (9, 2), (11, 1)))
+    limits = ((7, 3), (9, 2), (11, 1))
     expected = {7: (3, 3), 9: (5,), 11: ()}
-    assert source.propose(command, TEXTS.__getitem__) == expected
-    assert first.propose(command, TEXTS.__getitem__) == expected
+    assert source.propose(limits, TEXTS.__getitem__) == expected
+    assert first.propose(limits, TEXTS.__getitem__) == expected
     assert layer.told == [((7, 3, 3), (9, 2, 2), (11, 1, 1))]
     assert sent[0].shape == sent[1].shape
 
@@ -67,8 +67,8 @@ class Ranks:
     def replica_of(self, request_id: int) -> int:
         return int(request_id == 9)
 
-    def draft(self, replica: int, command: Draft) -> None:
-        self.told.append((replica, command))
+    def draft(self, replica: int, limits: tuple[tuple[int, int], ...]) -> None:
+        self.told.append((replica, limits))
 
     def note(self, command: object) -> None:
         self.told.append(command)
@@ -92,7 +92,7 @@ def test_the_request_s_replica_drafts():
     assert drafter.propose([DraftRequest(9, TEXTS[9], 2)]) == {9: (5,)}
     drafter.forget(9)
     drafter.reset()
-    assert ranks.told == [(1, Draft(((9, 2),))), ForgetDrafts(9), ForgetDrafts(None)]
+    assert ranks.told == [(1, ((9, 2),)), *(Call("forget_drafts", (name,)) for name in (9, None))]
     assert layer.told == [((9, 2, 2),), 9, "all"]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from unittest import mock
 
-from megatron_ext.parallel.commands import Action, Batch, Command, Resume, WeightsChanged
+from megatron_ext.parallel.commands import Action, Batch, Call, Command
 from megatron_ext.parallel.driver import Driver
 from megatron_ext.parallel.worker import Worker
+
+NEW_WEIGHTS = Call("weights_changed", options={"restarts": True})
 
 
 class Sent(list[Batch]):
@@ -74,12 +76,12 @@ def test_released_ranks_with_stores_are_not_awaited():
     driver = Driver([Recorded()], sent.append, heartbeat=0.0, releases=True)
     driver.has_stores = True
     driver.suspend()
-    driver.note(WeightsChanged(restarts=True))
+    driver.note(NEW_WEIGHTS)
     driver.meet()
     assert sent.actions == [Action.RELEASE]
     driver.resume()
     driver.begin_step()
-    assert [command for _, command in sent[-1].commands] == [WeightsChanged(restarts=True), Resume()]
+    assert [command for _, command in sent[-1].commands] == [NEW_WEIGHTS, Call("resume")]
 
 
 def test_other_engines_keep_their_ranks():
@@ -95,6 +97,6 @@ def test_other_engines_keep_their_ranks():
 def test_a_follower_drops_what_it_made_of_old_weights():
     """CU-21, SC-12: packed copies and graphs, at the command, before the next step."""
     memory = mock.Mock()
-    Worker(0, mock.Mock(), mock.Mock(), mock.Mock(), memory).obey([WeightsChanged(restarts=True)])
+    Worker(0, mock.Mock(), mock.Mock(), mock.Mock(), memory).obey([NEW_WEIGHTS])
     memory.mark_new_weights.assert_called_once_with()
     memory.use_new_weights.assert_called_once_with()

@@ -32,7 +32,7 @@ def serve(scheduler: Scheduler, prompts: list[list[int]]) -> list[tuple[int, int
         add(scheduler, request)
         step(scheduler)
         assert request.is_ended
-        found.append((request.skipped_prefill_tokens, counters.lost_slot_tokens + counters.lost_block_tokens - before))
+        found.append((request.ledger.skipped, counters.lost_slot_tokens + counters.lost_block_tokens - before))
     return found
 
 

@@ -21,24 +21,24 @@ from megatron_ext.ops.sampling import SAMPLING, reference, sample_tokens, sampli
 from megatron_ext.runner import sampler
 from megatron_ext.runner import sampler as runner_sampler
 from megatron_ext.runner.cuda_graphs import graph_sampler
-from megatron_ext.runner.cuda_graphs.async_output import fetch, output_layout
+from megatron_ext.runner.cuda_graphs.async_output import Launched, output_layout
 from megatron_ext.runner.cuda_graphs.buckets import MAX_LISTED
 from megatron_ext.runner.cuda_graphs.graph_capture import NoGraphs
 from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
-from megatron_ext.runner.logits_metadata import (
+from megatron_ext.runner.logits_processors import (
+    PROCESSORS,
+    TOKEN_LISTS,
     entry_counts,
     logits_layout,
     room_for,
     unsent_entries,
     write_logits_inputs,
 )
-from megatron_ext.runner.logits_processors import PROCESSORS, TOKEN_LISTS
 from megatron_ext.runner.model_input import SamplingRow
 from megatron_ext.runner.sampler import sampler_needs_of, sampling_layout, write_sampling_options
 from megatron_ext.runner.step_output import sample_and_score
-from megatron_ext.scheduling.logits_options import LogitsOptions
-from megatron_ext.scheduling.step import Sampling, ScheduledChunk
+from megatron_ext.scheduling.step import LogitsOptions, Sampling
 from tests.priority import TestPriority
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.support.programs import ProgramRecorder, differences
@@ -96,8 +96,7 @@ class Captured:
         self.buffers.send(layout, unused=unsent)
 
     def fetch(self, rows: Rows, *, is_scored: bool) -> StepResult:
-        chunks = [ScheduledChunk(i, (0,), 0, 1, True, (), 0, i, sampling=one) for i, one in enumerate(rows)]
-        return fetch(self.outputs, self.output, chunks, is_scored=is_scored).result()
+        return Launched(self.outputs, self.output, [*enumerate(rows)], is_scored=is_scored).result()
 
     def choose(self, logits: Tensor, rows: Rows) -> StepResult:
         rows = [*rows, *[None] * (ROWS - len(rows))]

@@ -85,9 +85,9 @@ class Situation:
         return request
 
     def _own(self, request: Request, computed: int, blocks: int) -> None:
-        request.sequence.computed_end = computed
-        request.sequence.block_table = tuple(self.cache.allocate(blocks))
-        request.sequence.running_slot = self._used_slots
+        request.computed_end = computed
+        request.block_table = tuple(self.cache.allocate(blocks))
+        request.running_slot = self._used_slots
         self._used_slots += 1
 
 

@@ -20,7 +20,7 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.planner import reason_to_refuse
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -223,7 +223,7 @@ class CachingMachine(RuleBasedStateMachine):
         due = [self.owner_of(chunk.request) for chunk in plan.chunks]
         due = [owner for chunk, owner in zip(plan.chunks, due, strict=True) if chunk.end == len(owner.tokens)]
         tokens = {owner.name: next_token(owner.tokens) for owner in due}
-        self.shared_ends = {owner: request.sequence.shared_end for owner, request in self.requests.items()}
+        self.shared_ends = {owner: request.shared_end for owner, request in self.requests.items()}
         self.scheduler.commit(describe_step(plan.chunks, self.limits.block_size), tokens)
         for chunk in plan.chunks:
             owner = self.owner_of(chunk.request)
@@ -241,7 +241,7 @@ class CachingMachine(RuleBasedStateMachine):
         """KV-3: into blocks of one's own only, and never what is cached already."""
         for chunk in chunks:
             owner, size = self.owner_of(chunk.request), self.limits.block_size
-            positions = range(max(chunk.start, chunk.request.sequence.shared_end), chunk.end)
+            positions = range(max(chunk.start, chunk.request.shared_end), chunk.end)
             own = {owner.table[position // size] for position in positions}
             assert not own & set(self.world.cached.values()), "what others may find is written again"
             assert not own & self.world.in_use(without=[owner]), "what others use is written"
@@ -249,9 +249,7 @@ class CachingMachine(RuleBasedStateMachine):
 
     def written_blocks(self, chunk: Chunk) -> list[int]:
         size = self.limits.block_size
-        return chunk.request.block_table[
-            max(chunk.start, chunk.request.sequence.shared_end) // size : -(-chunk.end // size)
-        ]
+        return chunk.request.block_table[max(chunk.start, chunk.request.shared_end) // size : -(-chunk.end // size)]
 
     def generate(self, owner: Owner, token: int) -> None:
         owner.tokens.append(token)
@@ -264,7 +262,7 @@ class CachingMachine(RuleBasedStateMachine):
             self.note_end(owner)
 
     def end(self, owner: Owner, status: Status) -> None:
-        self.scheduler.end(self.requests[owner], status)
+        self.scheduler.end(self.requests[owner], Outcome(status))
         self.note_end(owner)
 
     def note_end(self, owner: Owner) -> None:
@@ -610,10 +608,10 @@ class CachingMachine(RuleBasedStateMachine):
         assert request.timeline.step_count == owner.steps
         events = [event.type for event in request.timeline.events if event.type is not EventType.ERROR_NONTRANSIENT]
         assert events == owner.events
-        assert request.sequence.ledger.skipped == owner.skipped
-        assert request.sequence.ledger.recomputed == owner.again
-        assert dict(request.sequence.ledger.reasons) == dict(owner.reasons)
-        assert request.sequence.ledger.matched_blocks == owner.first_match
+        assert request.ledger.skipped == owner.skipped
+        assert request.ledger.recomputed == owner.again
+        assert dict(request.ledger.reasons) == dict(owner.reasons)
+        assert request.ledger.matched_blocks == owner.first_match
         if self.key_weights[owner] == self.weights and not owner.opts_out:
             found = self.scheduler.cache.match(request.block_hashes)
             assert len(found) == len(self.world.match(owner)), "another match than its tokens deserve"

@@ -12,7 +12,7 @@ from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.explanation import Reason
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
@@ -133,14 +133,14 @@ def run(scheduler: Scheduler, *requests: Request, generate: int = 2) -> None:
         step(scheduler)
         for request in requests:
             if not request.is_ended and request.generated_count >= generate:
-                scheduler.end(request, Status.COMPLETED)
+                scheduler.end(request, Outcome(Status.COMPLETED))
         if all(request.is_ended for request in requests):
             return
     raise AssertionError("requests never end")
 
 
 def accounts(request: Request) -> tuple[int, dict[str, int]]:
-    return request.sequence.ledger.skipped, dict(request.sequence.ledger.reasons)
+    return request.ledger.skipped, dict(request.ledger.reasons)
 
 
 class TestRequests:
@@ -187,7 +187,7 @@ class TestRequests:
         again = request_of(1, range(10))
         run(scheduler, again)
         assert accounts(again) == (0, {"no_snapshot": 8, "partial_block": 2})
-        assert again.sequence.ledger.matched_blocks == 2
+        assert again.ledger.matched_blocks == 2
         assert (scheduler.counters.hits, scheduler.counters.blocks_matched) == (0, 2)
 
     def test_states_that_are_found_leave_the_rest_of_the_matched_blocks_to_compute(self):
@@ -216,11 +216,9 @@ class TestRequests:
                 self.step(scheduler, known, prefilled)
             for request in requests:
                 assert request.status is Status.COMPLETED
-                assert request.sequence.ledger.skipped + request.sequence.ledger.computed == request.prompt_length, (
-                    order
-                )
-                assert request.prefill_token_count == prefilled[request.request_id], order
-            assert scheduler.counters.skipped_tokens == sum(request.sequence.ledger.skipped for request in requests)
+                assert request.ledger.skipped + request.ledger.computed == request.prompt_length, order
+                assert request.ledger.prefilled == prefilled[request.request_id], order
+            assert scheduler.counters.skipped_tokens == sum(request.ledger.skipped for request in requests)
             preemptions += scheduler.counters.preemptions
             skipped += scheduler.counters.skipped_tokens
         assert preemptions > 0
@@ -259,12 +257,12 @@ class TestCachingOff:
         scheduler.weights_changed(restarts=False)
         scheduler.reset_prefix_cache()
         step(scheduler)
-        assert (first.sequence.chain, second.sequence.chain, third.sequence.chain) == (None, None, None)
+        assert (first.chain, second.chain, third.chain) == (None, None, None)
         assert scheduler.pending_blocks.requests() == set()
         use = scheduler.cache.use()
         assert (use.blocks_cached, use.blocks_evictable, use.blocks_evicted) == (0, 0, 0)
         for request in (first, second):
-            scheduler.end(request, Status.ABORTED)
+            scheduler.end(request, Outcome(Status.ABORTED))
         assert scheduler.blocks.free_count == scheduler.limits.total_blocks
         assert scheduler.counters.hits == scheduler.counters.skipped_tokens == 0
 

@@ -12,11 +12,11 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import StepPlan
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, describe_ahead
+from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, describe_step
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import make_limits
@@ -61,7 +61,7 @@ class Planned:
     def plan_next(self, plan: StepPlan) -> tuple[Chunk, ...]:
         """Chunks planned after `plan`; the requests are as they were before."""
         before = [state_of(one) for one in self.scheduler.queues]
-        found = self.scheduler.async_planner.plan_next(plan.chunks, holds_prefills=self.scheduler.holds_prefills)
+        found = self.scheduler.async_planner.plan_next(plan.chunks)
         assert [state_of(one) for one in self.scheduler.queues] == before
         return () if found is None else found.chunks
 
@@ -282,7 +282,7 @@ def test_a_step_ahead_keeps_the_states_that_its_plan_would_keep(is_aborted, kept
     assert spans(planned.plan_next(plan)) == [(1, 3, 4), (2, 5, 12)]
     planned.commit(plan)
     if is_aborted:
-        scheduler.end(decode, Status.ABORTED)
+        scheduler.end(decode, Outcome(Status.ABORTED))
     assert [one.position for one in scheduler.async_planner.adopt()] == kept
     scheduler.check()
 
@@ -312,7 +312,7 @@ def test_a_prefill_of_generated_tokens_ends_with_a_known_one():
     assert spans(plan.chunks) == [(1, 0, 8)]
     chunks = planned.plan_next(plan)
     states = planned.scheduler.async_planner.states
-    (found,) = describe_ahead(chunks, BLOCK, states).chunks
+    (found,) = describe_step(chunks, BLOCK, ahead=states).chunks
     assert (found.start, found.end) == (8, count)
     assert found.token_ids == tuple(request.tokens[8:count])
     assert found.sampling is not None
@@ -358,7 +358,7 @@ def test_plans_ahead_are_the_plans_after(seed, number):
         scheduler.hold_prefills(are_held=scheduler.limits.decode_share > 0 and source.random() < 0.3)
         chunks = planned.plan_next(plan)
         if chunks:
-            expected = describe_ahead(chunks, BLOCK, scheduler.async_planner.states).chunks
+            expected = describe_step(chunks, BLOCK, ahead=scheduler.async_planner.states).chunks
             prefills += any(not one.is_decode for one in expected)
             decodes += any(one.token_ids == (LAST_SAMPLED,) for one in expected)
         scheduler.async_planner.forgo()

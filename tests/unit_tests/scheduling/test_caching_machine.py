@@ -13,7 +13,7 @@ from megatron_ext.prefix_cache import matching
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru
-from megatron_ext.scheduling import cache_keys, planner, scheduler
+from megatron_ext.scheduling import block_hasher, planner, scheduler
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, StepPlan
@@ -50,7 +50,7 @@ def publishes_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def publish_and_abandon(self: Scheduler, chunks: Sequence[Chunk], reason: str) -> None:
         for chunk in chunks:
-            chunk.request.sequence.computed_end = chunk.end
+            chunk.request.computed_end = chunk.end
             self._publish(chunk.request)
         abandon(self, chunks, reason)
 
@@ -114,12 +114,12 @@ def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = cache_keys.root_hash
-    monkeypatch.setattr(cache_keys, "root_hash", lambda fields: root(fields[:3]))
+    root = block_hasher.root_hash
+    monkeypatch.setattr(block_hasher, "root_hash", lambda fields: root(fields[:3]))
 
 
 def skips_tokens_whose_scores_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "reads_cache", lambda request: request.sequence.chain is not None)
+    monkeypatch.setattr(planner, "reads_cache", lambda request: request.chain is not None)
 
 
 def writes_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def writes_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forget_what_is_shared(self: Scheduler, admission: Admission) -> None:
         admit(self, admission)
-        admission.request.sequence.shared_end = 0
+        admission.request.shared_end = 0
 
     monkeypatch.setattr(Scheduler, "_admit", forget_what_is_shared)
 
@@ -208,9 +208,9 @@ def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keeps_blocks_when_preempting(monkeypatch: pytest.MonkeyPatch) -> None:
     def requeue(self: Scheduler, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
-        request.sequence.block_table, request.sequence.computed_end = (), 0  # forgets to release
-        self.running_slots.give_back(request.sequence.running_slot)
-        request.sequence.running_slot = None
+        request.block_table, request.computed_end = (), 0  # forgets to release
+        self.running_slots.give_back(request.running_slot)
+        request.running_slot = None
         self.queues.move(request, self.queues.waiting)
         if event is not None:
             request.timeline.note(event, payload)
@@ -222,7 +222,7 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
     advance = Request.advance
 
     def forgetful(self: Request, end: int) -> int:
-        self.sequence.ledger.known_end = self.computed_end
+        self.ledger.known_end = self.computed_end
         return advance(self, end)
 
     monkeypatch.setattr(Request, "advance", forgetful)

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from tests.unit_tests.scheduling.builders import add, commit, frozen, make_limits, request_of
@@ -103,18 +103,18 @@ class TestRevise:
 
     def test_another_reason(self):
         request = self.ended()
-        request.revise(Status.COMPLETED, finish_reason="stop")
+        request.revise(Outcome(Status.COMPLETED, finish_reason="stop"))
         record = request.to_record("")
         assert (record.status, record.finish_reason) == (Status.COMPLETED, "stop")
         assert [event.type.name for event in record.events].count("FINISH") == 1
 
     def test_a_failure(self):
         request = self.ended()
-        request.revise(Status.FAILED, error="words")
+        request.revise(Outcome(Status.FAILED, error="words"))
         record = request.to_record("")
         assert (record.status, record.finish_reason, record.error) == (Status.FAILED, None, "words")
         assert [event.type.name for event in record.events[-3:]] == ["FIRST_TOKEN", "ERROR_NONTRANSIENT", "FAIL"]
 
     def test_of_a_living_one(self):
         with pytest.raises(AssertionError, match="still alive"):
-            request_of(0, [1]).revise(Status.FAILED)
+            request_of(0, [1]).revise(Outcome(Status.FAILED))

@@ -11,7 +11,7 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, LoadCommand
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import (
@@ -51,13 +51,13 @@ def test_requests_follow_blocks_that_a_load_moves(is_paused):
     add(scheduler, *requests)
     step(scheduler)
     for request in requests[1:3]:
-        scheduler.end(request, Status.ABORTED)
+        scheduler.end(request, Outcome(Status.ABORTED))
     if is_paused:
         scheduler.queues.move(requests[3], scheduler.queues.paused)
     assert scheduler.cache.states.reserve(X) is not None  # the last free slab
     begin(scheduler, 1)
     places = scheduler.disk_loads.reserve(1)
-    assert (requests[0].sequence.block_table, requests[3].sequence.block_table) == ((0,), (2,))
+    assert (requests[0].block_table, requests[3].block_table) == ((0,), (2,))
     assert scheduler.cache.changes.block_copies == ((3, 2),)
     assert places.blocks == (1,)
 
@@ -171,7 +171,7 @@ def test_a_load_is_useful_as_long_as_one_request_waits():
     scheduler.disk_loads.note(scheduler.schedule().deferrals)
     for request in requests:
         assert not scheduler.disk_loads.is_useless(1)
-        scheduler.end(request, Status.ABORTED)
+        scheduler.end(request, Outcome(Status.ABORTED))
     assert scheduler.disk_loads.is_useless(1)
     assert scheduler.disk_loads.end(1) == 2
 
@@ -229,5 +229,5 @@ def test_what_makes_entries_useless_ends_loads(forget: Callable[[Scheduler], obj
     loads.is_due = True
     forget(scheduler)
     assert (len(loads), loads.is_due) == (0, False)
-    is_left = request.sequence.snapshot_plan.end_on_disk
+    is_left = request.snapshot_plan.end_on_disk
     assert is_left == (2 if scheduler.cache.epoch == 0 else 0), "a run of entries that are gone"

@@ -35,8 +35,8 @@ def serve(scheduler: Scheduler, tokens: list[int], **params: object) -> tuple[Re
     add(scheduler, request)
     while not request.is_ended:
         step(scheduler)
-    assert request.sequence.ledger.explanation is not None
-    return request, request.sequence.ledger.explanation
+    assert request.ledger.explanation is not None
+    return request, request.ledger.explanation
 
 
 def text_of(seed: int, length: int) -> list[int]:
@@ -86,7 +86,7 @@ class TestReasons:
         samples = [Request(arrival, inputs, arrival, seed=0, group=0) for arrival in range(2)]
         add(scheduler, *samples)
         step(scheduler)
-        said = samples[1].sequence.ledger.explanation
+        said = samples[1].ledger.explanation
         assert (said.reason, said.skipped, said.matched, said.most) == ("skipped_all", 10, 8, 10)
 
     def test_a_snapshot_that_was_given_up(self):
@@ -242,7 +242,7 @@ def test_off_nothing_is_kept():
     add(scheduler, request)
     step(scheduler)
     assert scheduler.cache.cached_token_ids is None
-    assert request.sequence.ledger.explanation is None
+    assert request.ledger.explanation is None
     assert request.bare_record().prefix_cache_explanation is None
 
 
@@ -288,7 +288,7 @@ def is_cached(scheduler: Scheduler, salt: str, tokens: list[int], blocks: int) -
 def judge(request: Request, said: Explanation, prompt: list[int], cached: list[list[int]], ends: list[int]) -> None:
     longest = max((common(prompt, one) for one in cached), default=0)
     matched = max((common(prompt, one) // SIZE for one in cached), default=0)
-    assert said.skipped == request.skipped_prefill_tokens
+    assert said.skipped == request.ledger.skipped
     assert said.matched == matched * SIZE
     if said.reason == MissReason.TURN_ENDED:
         assert said.agreeing == max(end for end in ends if end <= matched * SIZE + SIZE) >= longest

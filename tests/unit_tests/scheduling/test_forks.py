@@ -77,7 +77,7 @@ def test_blocks_of_a_fork_can_be_found():
     sample = planned.add(range(6), group=GROUP)
     while not sample.is_ended:
         planned.step()
-    assert sample.sequence.ledger.skipped == 6, "it has forked"
+    assert sample.ledger.skipped == 6, "it has forked"
     assert len(planned.scheduler.cache.match(sample.block_hashes)) == 2, "one of the prompt, and its own"
 
 

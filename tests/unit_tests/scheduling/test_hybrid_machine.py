@@ -86,13 +86,13 @@ class HybridMachine(CachingMachine):
         written: dict[SlotId, object] = {}
         for chunk in chunks:
             owner, request = self.owner_of(chunk.request), chunk.request
-            assert self.live[request.sequence.running_slot] == content(owner, chunk.start), "states of another position"
-            for snapshot in request.sequence.snapshots:
+            assert self.live[request.running_slot] == content(owner, chunk.start), "states of another position"
+            for snapshot in request.snapshots:
                 if chunk.start < snapshot.position <= chunk.end:
                     assert not self.limits.aligned_chunks or snapshot.position == chunk.end, "only ends leave states"
                     assert snapshot.slot not in written, "two write one slot"
                     written[snapshot.slot] = content(owner, snapshot.position)
-            self.live[request.sequence.running_slot] = content(owner, chunk.end)
+            self.live[request.running_slot] = content(owner, chunk.end)
         self.slots |= written
 
     def judge(self, plan: StepPlan) -> None:
@@ -115,7 +115,7 @@ class HybridMachine(CachingMachine):
             if request not in chunks:
                 stops = any(deferral.snapshot is not None for deferral in plan.deferrals)
                 assert spare == 0 or stops, f"{request.request_id} gets none of {spare} tokens"
-            elif request.sequence.chain is not None:
+            elif request.chain is not None:
                 self.judge_end(chunks[request], size)
 
     def judge_end(self, chunk: Chunk, size: int) -> None:
@@ -127,12 +127,12 @@ class HybridMachine(CachingMachine):
             assert chunk.end % size == 0 or chunk.end // size == chunk.start // size
 
     def begin(self, chunk: Chunk) -> None:
-        owner, restore = self.owner_of(chunk.request), chunk.request.sequence.restore
+        owner, restore = self.owner_of(chunk.request), chunk.request.restore
         if restore is not None:
             assert self.slots.get(restore.slot) == content(owner, chunk.start), "restores what is of others"
-            self.live[chunk.request.sequence.running_slot] = self.slots[restore.slot]
+            self.live[chunk.request.running_slot] = self.slots[restore.slot]
         elif chunk.start == 0:
-            self.live[chunk.request.sequence.running_slot] = content(owner, 0)
+            self.live[chunk.request.running_slot] = content(owner, 0)
 
     def verify_request(self, owner: Owner, request: Request) -> None:
         """No snapshot can be found that does not hold what its key says."""
@@ -198,9 +198,9 @@ def shows_snapshots_before_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
     def reserve_and_commit(self: Scheduler, wanted: Sequence[SnapshotRequest]) -> None:
         reserve(self, wanted)
         for request in self.queues:
-            for snapshot in request.sequence.snapshots:
+            for snapshot in request.snapshots:
                 self.cache.states.commit(snapshot.block_hash)
-            request.sequence.snapshots = []
+            request.snapshots = []
 
     monkeypatch.setattr(Scheduler, "_reserve_snapshots", reserve_and_commit)
 

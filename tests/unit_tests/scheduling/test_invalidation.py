@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -53,8 +53,8 @@ def test_old_blocks_are_not_matched_after_a_reset(invalidate: Invalidate, slots:
         request = request_of(arrival, PROMPT)
         add(scheduler, request)
         assert admitted(step(scheduler)) == [(arrival, 0, 3)]
-        assert request.sequence.ledger.skipped == 0
-        scheduler.end(request, Status.COMPLETED)
+        assert request.ledger.skipped == 0
+        scheduler.end(request, Outcome(Status.COMPLETED))
         assert cached_tokens(scheduler) == 12
         invalidate(scheduler)
         scheduler.check()
@@ -79,7 +79,7 @@ class TestInFlight:
         if stage == "paused":
             while request not in scheduler.queues.paused:
                 step(scheduler)
-            scheduler.end(rival, Status.COMPLETED)
+            scheduler.end(rival, Outcome(Status.COMPLETED))
         assert request.computed_end > 0
         return request
 
@@ -97,7 +97,7 @@ class TestInFlight:
             assert scheduler.cache.use().blocks_cached == 0
         assert request.computed_end > computed
         assert len(request.tokens) >= 16  # enough for a block of its answer
-        scheduler.end(request, Status.COMPLETED)
+        scheduler.end(request, Outcome(Status.COMPLETED))
         scheduler.check()
         assert cached_tokens(scheduler, request.tokens) == 0
         assert scheduler.blocks.free_count == scheduler.limits.total_blocks
@@ -155,7 +155,7 @@ class TestInFlight:
         step(scheduler)
         assert request.generated_count == 1
         assert cached_tokens(scheduler) == 12
-        assert request.sequence.ledger.skipped + request.sequence.ledger.computed == 12
+        assert request.ledger.skipped + request.ledger.computed == 12
 
     def test_shares_with_others_of_its_time_until_the_last_has_left(self):
         """EX-4, KV-3: blocks in use are not touched."""
@@ -170,7 +170,7 @@ class TestInFlight:
         assert admitted(step(scheduler)) == [(2, 0, 4)]
         assert not set(newcomer.block_table) & {*first.block_table, *second.block_table}
         for request in (first, second, newcomer):
-            scheduler.end(request, Status.COMPLETED)
+            scheduler.end(request, Outcome(Status.COMPLETED))
             scheduler.check()
         assert scheduler.cache.available_count == 20
 
@@ -180,7 +180,7 @@ class TestInFlight:
         add(scheduler, first := request_of(0, PROMPT), request_of(1, PROMPT))
         step(scheduler)
         scheduler.weights_changed(restarts=False)
-        scheduler.end(first, Status.COMPLETED)
+        scheduler.end(first, Outcome(Status.COMPLETED))
         assert admitted(step(scheduler)) == [(1, 0, 3)]
 
 
@@ -191,7 +191,7 @@ class TestKeys:
     def root(scheduler: Scheduler, **params: object) -> BlockHash:
         request = request_of(0, PROMPT, **params)
         scheduler.add(request)
-        return request.sequence.chain.root
+        return request.chain.root
 
     def test_each_of_model_weights_block_size_and_salt_makes_another_key(self):
         """KV-1, EX-3, EX-4."""
@@ -218,14 +218,14 @@ class TestKeys:
         scheduler = make_scheduler(max_requests=1)
         add(scheduler, running := request_of(0, PROMPT), waiting := request_of(1, PROMPT))
         step(scheduler)
-        old = running.sequence.chain.root
+        old = running.chain.root
         scheduler.reset_prefix_cache()
-        assert (running.sequence.chain.root, waiting.sequence.chain.root) == (old, old)
+        assert (running.chain.root, waiting.chain.root) == (old, old)
         scheduler.weights_changed(restarts=False)
-        assert running.sequence.chain.root == old  # until it begins again: its KV is of both
-        assert waiting.sequence.chain.root == self.root(scheduler) != old
+        assert running.chain.root == old  # until it begins again: its KV is of both
+        assert waiting.chain.root == self.root(scheduler) != old
         scheduler.suspend()
-        assert running.sequence.chain.root == waiting.sequence.chain.root
+        assert running.chain.root == waiting.chain.root
 
     def test_salts_share_among_themselves_only(self):
         """EX-3: all prompts are equal."""
@@ -234,7 +234,7 @@ class TestKeys:
         for arrival, salt in enumerate(salts):
             add(scheduler, request := request_of(arrival, PROMPT, cache_salt=salt))
             assert admitted(step(scheduler)) == [(arrival, 0, 3)]
-            scheduler.end(request, Status.COMPLETED)
+            scheduler.end(request, Outcome(Status.COMPLETED))
         assert [cached_tokens(scheduler, cache_salt=salt) for salt in [*salts, "c"]] == [12, 12, 12, 12, 0]
         assert scheduler.cache.use().blocks_cached == 12
 
@@ -267,7 +267,7 @@ def test_a_request_that_opts_out_neither_reads_nor_writes(opts_out: tuple[bool, 
     for arrival, wish in enumerate(opts_out):
         add(scheduler, request := request_of(arrival, PROMPT, enable_prefix_caching=not wish))
         step(scheduler)
-        scheduler.end(request, Status.COMPLETED)
+        scheduler.end(request, Outcome(Status.COMPLETED))
     assert scheduler.counters.hits == (opts_out == (False, False))
     assert (scheduler.cache.use().blocks_cached > 0) == (False in opts_out)
 

@@ -31,7 +31,7 @@ def test_blocks_of_a_request_that_did_not_ask_are_computed_again(scheduler):
         request = asking(arrival, 20, is_scored=is_scored)
         add(scheduler, request)
         step(scheduler)
-        skipped.append(request.sequence.ledger.skipped)
+        skipped.append(request.ledger.skipped)
     assert skipped == [0, 0, 12]
 
 
@@ -74,7 +74,7 @@ def test_blocks_without_routing_rows_are_computed_once_more():
         request = asking(arrival, 20, is_scored=False)
         add(replaying, request)
         step(replaying)
-        ledger = request.sequence.ledger
+        ledger = request.ledger
         found.append((ledger.skipped, ledger.reasons["no_routing_indices"], ledger.explanation.reason))
         if arrival == 1:
             replaying.drop_kept_data(request.block_hashes[1:2])

@@ -13,8 +13,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling.audit import AuditTarget
 from megatron_ext.scheduling.plan import Admission, Deferral, StepBudget, StepPlan
-from megatron_ext.scheduling.planner import plan_admission, plan_step, reason_to_refuse
-from megatron_ext.scheduling.prefill_chunks import chunk_end
+from megatron_ext.scheduling.planner import chunk_end, plan_admission, plan_step, reason_to_refuse
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs

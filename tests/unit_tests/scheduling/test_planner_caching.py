@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import (
@@ -65,7 +65,7 @@ def with_a_moved_block() -> tuple[Scheduler, Request, Request]:
     add(scheduler, *requests)
     step(scheduler)
     for request in requests[1:3]:  # of different slabs
-        scheduler.end(request, Status.ABORTED)
+        scheduler.end(request, Outcome(Status.ABORTED))
     for name in (b"x", b"y"):  # a free slab each
         assert scheduler.cache.states.reserve(BlockHash(name * 32)) is not None
     return scheduler, requests[0], requests[3]
@@ -75,7 +75,7 @@ def test_the_block_table_of_a_running_request_follows_a_move():
     """HY-5."""
     scheduler, moved, other = with_a_moved_block()
     assert scheduler.cache.changes.block_copies == ((0, 2),)
-    assert (moved.sequence.block_table, other.sequence.block_table) == ((2,), (3,))
+    assert (moved.block_table, other.block_table) == ((2,), (3,))
 
 
 def test_a_failed_step_that_was_to_move_blocks_leaves_no_request_as_it_was():
@@ -83,8 +83,8 @@ def test_a_failed_step_that_was_to_move_blocks_leaves_no_request_as_it_was():
     scheduler, moved, other = with_a_moved_block()
     plan = scheduler.schedule()
     scheduler.cache.note_changes_sent()
-    assert moved.sequence.computed_end
+    assert moved.computed_end
     scheduler.abandon([chunk for chunk in plan.chunks if chunk.request is other], "failed")
-    assert not moved.sequence.computed_end
-    assert not moved.sequence.block_table
+    assert not moved.computed_end
+    assert not moved.block_table
     scheduler.check()

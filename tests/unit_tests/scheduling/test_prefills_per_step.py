@@ -193,7 +193,7 @@ def test_a_follower_of_a_request_behind_the_bound(is_held):
     scheduler.hold_prefills(are_held=False)
     while len(scheduler.queues):
         step(scheduler)
-    assert [one.skipped_prefill_tokens for one in (leader, other, follower)] == [0, 0, 40]
+    assert [one.ledger.skipped for one in (leader, other, follower)] == [0, 0, 40]
 
 
 def shared(arrival: int, own: int) -> Request:
@@ -209,7 +209,7 @@ def test_a_follower_of_a_delayed_request(limit):
     assert followers(step(scheduler)) == {2: 0}
     while len(scheduler.queues):
         step(scheduler)
-    assert [one.skipped_prefill_tokens for one in (leader, other, follower)] == [0, 0, 40]
+    assert [one.ledger.skipped for one in (leader, other, follower)] == [0, 0, 40]
 
 
 def simulate(limit: int, decode_ms: float = 5.0, token_ms: float = 0.2) -> tuple[list[float], float]:

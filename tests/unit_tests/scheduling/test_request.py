@@ -12,31 +12,29 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.scheduling import request_events, timeline
+from megatron_ext.scheduling import request_events
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.explanation import Reason
-from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.record import Outcome, RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import Event, EventType
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from tests.unit_tests.scheduling.builders import make_request
 
 
 def lose(request: Request) -> None:
     """Change the counters as a preemption does."""
-    request.sequence.computed_end = 0
+    request.computed_end = 0
 
 
 def counts(request: Request) -> tuple[int, int]:
-    return request.computed_prefill_tokens, request.sequence.ledger.recomputed
+    return request.ledger.computed, request.ledger.recomputed
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, monotonic: Callable[[], float], wall_clock: Callable[[], float]) -> None:
     """Set the clock of events and requests only: other threads of the test run read the clock too."""
-    for module in (request_events, timeline):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic, time=wall_clock))
+    monkeypatch.setattr(request_events, "time", SimpleNamespace(monotonic=monotonic, time=wall_clock))
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -121,7 +119,7 @@ class TestAdvance:
                 ever.add(position)
             request.advance(end)
             assert counts(request) == (first_time, again)
-            assert request.prefill_token_count == first_time + again
+            assert request.ledger.prefilled == first_time + again
 
 
 class TestPlace:
@@ -141,7 +139,7 @@ class TestPlace:
     )
     def test_is_decoding(self, prompt: int, generated: int, computed: int, expected: bool):
         request = make_request(0, prompt, generated)
-        request.sequence.computed_end = computed
+        request.computed_end = computed
         assert request.is_decoding is expected
 
     def test_chunk(self):
@@ -160,7 +158,7 @@ class TestGenerator:
             request = Request(arrival, RequestInputs((1,), make_request(0, 1).params), arrival=arrival, seed=seed)
             drawn = []
             for token in range(5):
-                drawn.append(request.sequence.rng.current())
+                drawn.append(request.rng.current())
                 request.append(token)
             return drawn
 
@@ -171,18 +169,19 @@ class TestGenerator:
 
     def test_a_continued_output_draws_the_numbers_after_its_tokens(self):
         """RL-11: not those that its tokens were sampled with."""
-        whole = Sequence([1, 2], 11)
-        assert whole.rng.current() == Sequence([1, 2], 11).rng.current()
+        inputs = make_request(0, prompt=2).inputs
+        whole = Request(0, inputs, 0, 11)
+        assert whole.rng.current() == Request(0, inputs, 0, 11).rng.current()
         whole.append(3)
-        assert Sequence([1, 2], 11, [3]).rng.current() == whole.rng.current()
+        assert Request(0, inputs, 0, 11, continued_tokens=(3,)).rng.current() == whole.rng.current()
 
     def test_a_repeated_step_draws_the_same_number(self):
         request, other = make_request(0, prompt=2), make_request(0, prompt=2)
-        first = request.sequence.rng.current()
-        assert request.sequence.rng.current() == first == other.sequence.rng.current()
+        first = request.rng.current()
+        assert request.rng.current() == first == other.rng.current()
         request.append(1)
         other.append(1)
-        assert request.sequence.rng.current() == other.sequence.rng.current() != first
+        assert request.rng.current() == other.rng.current() != first
 
 
 def test_scores_of_a_prompt_that_is_computed_again_are_forgotten():
@@ -202,7 +201,7 @@ class TestEvents:
         set_clock(monkeypatch, monotonic=time.monotonic, wall_clock=lambda: next(wall_clock))
         request = make_request(0, prompt=2)
         request.append(1)
-        request.end(Status.COMPLETED, finish_reason="length")
+        request.end(Outcome(Status.COMPLETED, finish_reason="length"))
         stamps = [event.timestamp for event in request.timeline.events]
         assert stamps == sorted(stamps)
         assert record_of(request).arrival_wall_time == request.timeline.arrival_wall_time
@@ -219,7 +218,7 @@ class TestEvents:
         request.advance(3)
         request.append(1)
         assert [event for event in request.timeline.events if event.type is EventType.FIRST_TOKEN] == [first]
-        request.end(Status.COMPLETED, finish_reason="length")
+        request.end(Outcome(Status.COMPLETED, finish_reason="length"))
         record = record_of(request)
         assert record.ttft == first.timestamp - request.timeline.events[0].timestamp
         assert 0 < record.ttft <= record.latency
@@ -234,16 +233,16 @@ class TestEvents:
     )
     def test_events_of_an_end(self, status: Status, expected: list[str]):
         request = make_request(0, prompt=2)
-        request.end(status, error="why" if status is Status.FAILED else None)
+        request.end(Outcome(status, error="why" if status is Status.FAILED else None))
         assert [event.type.name for event in request.timeline.events] == ["ADD_ENGINE", *expected]
         if status is Status.FAILED:
             assert request.timeline.events[1].payload == "why"
 
     def test_a_request_cannot_end_twice(self):
         request = make_request(0, prompt=2)
-        request.end(Status.ABORTED)
+        request.end(Outcome(Status.ABORTED))
         with pytest.raises(AssertionError, match="ended twice"):
-            request.end(Status.COMPLETED)
+            request.end(Outcome(Status.COMPLETED))
 
     def test_as_in_the_json_output(self):
         event = Event(EventType.ERROR_TRANSIENT, 1.5, "why")
@@ -259,11 +258,11 @@ class TestRecord:
         request = make_request(3, prompt=2, generated=2, return_log_probs=True, top_n_logprobs=1)
         request.output.prompt_log_probs, request.output.prompt_top_n = [-1.0], [{5: -0.5}]
         request.output.generated_log_probs, request.output.generated_top_n = [-2.0, -3.0], [{6: -0.1}, {7: -0.2}]
-        request.sequence.ledger.general_reason = Reason.CACHING_OFF
-        request.sequence.ledger.admit(0, 0, 4)
+        request.ledger.general_reason = Reason.CACHING_OFF
+        request.ledger.admit(0, 0, 4)
         request.advance(2)
         request.advance(3)
-        request.end(Status.COMPLETED, finish_reason="length")
+        request.end(Outcome(Status.COMPLETED, finish_reason="length"))
         record = request.to_record("generated")
         assert (record.request_id, record.status, record.finish_reason, record.error) == (
             103,
@@ -297,7 +296,7 @@ class TestRecord:
     )
     def test_log_probs_are_there_if_they_were_asked_for(self, params: dict, given: tuple[bool, ...]):
         request = make_request(0, 2, 1, **params)
-        request.end(Status.COMPLETED)
+        request.end(Outcome(Status.COMPLETED))
         record = record_of(request)
         fields = (
             record.prompt_log_probs,
@@ -309,7 +308,7 @@ class TestRecord:
 
     def test_a_request_that_never_ran(self):
         request = make_request(0, prompt=2)
-        request.end(Status.FAILED, error="too long")
+        request.end(Outcome(Status.FAILED, error="too long"))
         record = record_of(request)
         assert record.ttft is None
         assert record.latency >= 0
@@ -322,13 +321,13 @@ class TestRecord:
         set_clock(monkeypatch, monotonic=lambda: next(now), wall_clock=time.time)
         request = make_request(0, prompt=2)
         request.append(1)
-        request.end(Status.ABORTED)
+        request.end(Outcome(Status.ABORTED))
         record = record_of(request)
         assert (record.ttft, record.latency) == (1.0, 5.0)
 
     def test_the_prompt_text_is_the_submitted_one(self):
         request = Request(0, RequestInputs((1, 2), make_request(0, 1).params, ""), 0, 0)
-        request.end(Status.ABORTED)
+        request.end(Outcome(Status.ABORTED))
         assert record_of(request).prompt_text == ""
 
 
@@ -339,27 +338,15 @@ class TestParts:
         with pytest.raises(dataclasses.FrozenInstanceError):
             make_request(0, prompt=2).inputs.prompt_tokens = (5,)
 
-    @pytest.mark.parametrize("name", ["tokens", "computed_end", "block_table", "params", "status", "finish_reason"])
+    @pytest.mark.parametrize("name", ["generated_tokens", "block_hashes", "status", "finish_reason"])
     def test_nothing_is_written_through_the_request(self, name: str):
         with pytest.raises(AttributeError):
             setattr(make_request(0, prompt=2), name, None)
 
-    def test_parts_are_few_and_small(self):
-        request = make_request(0, prompt=2)
-        parts = {name: vars(part) for name, part in vars(request).items() if hasattr(part, "__dict__")}
-        assert list(parts) == ["inputs", "sequence", "kept", "timeline", "versions", "output"]
-        assert all(len(part) <= 16 for part in parts.values())
-
     def test_preemption_returns_blocks_and_slot(self):
         request = make_request(0, prompt=6)
-        sequence = request.sequence
-        sequence.block_table, sequence.running_slot, sequence.snapshots = (3, 4), 1, [Snapshot(4, b"d", 0)]
-        sequence.computed_end = sequence.shared_end = 4
-        assert sequence.reset() == ((3, 4), [Snapshot(4, b"d", 0)], 1)
-        assert (request.block_table, sequence.running_slot, sequence.snapshots, sequence.shared_end) == (
-            (),
-            None,
-            [],
-            0,
-        )
+        request.block_table, request.running_slot, request.snapshots = (3, 4), 1, [Snapshot(4, b"d", 0)]
+        request.computed_end = request.shared_end = 4
+        assert request.reset() == ((3, 4), [Snapshot(4, b"d", 0)], 1)
+        assert (request.block_table, request.running_slot, request.snapshots, request.shared_end) == ((), None, [], 0)
         assert (request.computed_end, len(request.tokens)) == (0, 6)

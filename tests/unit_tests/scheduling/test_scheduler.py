@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -31,12 +31,12 @@ class TestLife:
     def test_blocks_and_rows_are_owned_from_admission_to_end(self):
         scheduler, (first, second) = make_scheduler(5, 4)
         step(scheduler)
-        assert (first.block_table, first.sequence.running_slot) == ((0, 1), 0)
-        assert (second.block_table, second.sequence.running_slot) == ((2,), 1)
+        assert (first.block_table, first.running_slot) == ((0, 1), 0)
+        assert (second.block_table, second.running_slot) == ((2,), 1)
         step(scheduler)
         assert second.block_table == (2, 3)  # its token 4 begins a block
-        scheduler.end(first, Status.COMPLETED, finish_reason="stop")
-        assert (first.block_table, first.sequence.running_slot, first.computed_end) == ((), None, 0)
+        scheduler.end(first, Outcome(Status.COMPLETED, finish_reason="stop"))
+        assert (first.block_table, first.running_slot, first.computed_end) == ((), None, 0)
         assert (scheduler.blocks.free_count, scheduler.running_slots.free_count) == (6, 3)
         scheduler.check()
 
@@ -56,7 +56,7 @@ class TestLife:
         assert event_names(first) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN"]
         assert event_names(second) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "PAUSE"]
         assert (second.block_table, second.computed_end) == ((1,), 4)
-        scheduler.end(first, Status.COMPLETED)
+        scheduler.end(first, Outcome(Status.COMPLETED))
         assert [chunk.request for chunk in step(scheduler).chunks] == [second]
         assert second.computed_end == 5
         assert scheduler.counters.pauses == 1
@@ -67,13 +67,13 @@ class TestLife:
         step(scheduler)
         plan = step(scheduler)
         assert plan.preemptions == (second,)
-        assert (second.computed_end, second.block_table, second.sequence.running_slot) == (0, (), None)
+        assert (second.computed_end, second.block_table, second.running_slot) == (0, (), None)
         assert len(second.generated_tokens) == 1
-        scheduler.end(first, Status.COMPLETED)
+        scheduler.end(first, Outcome(Status.COMPLETED))
         plan = step(scheduler)
         assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(0, 5)]
         assert event_names(second) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "EVICT", "ADD_CONTEXT"]
-        assert (second.computed_prefill_tokens, second.sequence.ledger.recomputed) == (4, 4)
+        assert (second.ledger.computed, second.ledger.recomputed) == (4, 4)
 
     @pytest.mark.parametrize(("prompt", "tokens"), [(5, 4), (7, 2), (8, 1)])
     @pytest.mark.parametrize("is_suspended", [False, True])
@@ -100,7 +100,7 @@ class TestLife:
         scheduler.check()
         assert scheduler.blocks.free_count == 8
         assert scheduler.running_slots.free_count == 4
-        assert (running.computed_prefill_tokens, fresh.computed_prefill_tokens) == (5, 0)
+        assert (running.ledger.computed, fresh.ledger.computed) == (5, 0)
         assert running.timeline.events[-1].type is EventType.ERROR_TRANSIENT
         assert running.timeline.events[-1].payload == "RuntimeError: out of memory"
         assert list(scheduler.queues.waiting) == [running, fresh]
@@ -131,10 +131,10 @@ class TestLife:
         if when == "paused":
             step(scheduler)
             assert second in scheduler.queues.paused
-        scheduler.end(second, Status.ABORTED)
+        scheduler.end(second, Outcome(Status.ABORTED))
         scheduler.check()
         assert second.block_table == ()
-        assert second.sequence.running_slot is None
+        assert second.running_slot is None
         used = len(first.block_table)
         assert scheduler.blocks.free_count == 4 - used
         assert second.is_ended
@@ -166,31 +166,31 @@ def leak_a_block(scheduler: Scheduler) -> None:
 
 def share_a_block(scheduler: Scheduler) -> None:
     first, second, *_ = scheduler.queues.running
-    second.sequence.block_table = (first.block_table[0], *second.block_table[1:])
+    second.block_table = (first.block_table[0], *second.block_table[1:])
 
 
 def forget_a_block(scheduler: Scheduler) -> None:
-    sequence = next(iter(scheduler.queues.running)).sequence
+    sequence = next(iter(scheduler.queues.running))
     sequence.block_table = sequence.block_table[:-1]
 
 
 def hoard_a_block(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).sequence.block_table += tuple(scheduler.blocks.allocate(1))
+    next(iter(scheduler.queues.running)).block_table += tuple(scheduler.blocks.allocate(1))
 
 
 def own_too_few_blocks(scheduler: Scheduler) -> None:
     prefilling = next(request for request in scheduler.queues.running if not request.is_decoding)
     scheduler.blocks.release(prefilling.block_table[-1:])
-    prefilling.sequence.block_table = prefilling.block_table[:-1]
+    prefilling.block_table = prefilling.block_table[:-1]
 
 
 def share_a_live_slot(scheduler: Scheduler) -> None:
     first, second, *_ = scheduler.queues.running
-    second.sequence.running_slot = first.sequence.running_slot
+    second.running_slot = first.running_slot
 
 
 def lose_a_live_slot(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).sequence.running_slot = None
+    next(iter(scheduler.queues.running)).running_slot = None
 
 
 def leak_a_live_slot(scheduler: Scheduler) -> None:
@@ -199,24 +199,24 @@ def leak_a_live_slot(scheduler: Scheduler) -> None:
 
 def run_without_a_live_slot(scheduler: Scheduler) -> None:
     request = next(iter(scheduler.queues.running))
-    scheduler.running_slots.give_back(request.sequence.running_slot)
-    request.sequence.running_slot = None
+    scheduler.running_slots.give_back(request.running_slot)
+    request.running_slot = None
 
 
 def end_without_leaving(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).end(Status.ABORTED)
+    next(iter(scheduler.queues.waiting)).end(Outcome(Status.ABORTED))
 
 
 def wait_with_blocks(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).sequence.block_table = tuple(scheduler.blocks.allocate(1))
+    next(iter(scheduler.queues.waiting)).block_table = tuple(scheduler.blocks.allocate(1))
 
 
 def wait_with_a_live_slot(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).sequence.running_slot = scheduler.running_slots.take()
+    next(iter(scheduler.queues.waiting)).running_slot = scheduler.running_slots.take()
 
 
 def wait_with_computed_tokens(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).sequence.computed_end = 1
+    next(iter(scheduler.queues.waiting)).computed_end = 1
 
 
 def be_in_two_queues(scheduler: Scheduler) -> None:

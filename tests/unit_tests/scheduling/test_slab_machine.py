@@ -135,7 +135,7 @@ class SlabMachine(HybridMachine):
         self.stale = {}
 
     def begin(self, chunk: Chunk) -> None:
-        restore = chunk.request.sequence.restore
+        restore = chunk.request.restore
         if restore is None or restore.slot not in self.stale:
             super().begin(chunk)  # else it was called before the slot lost what it held
 
@@ -193,6 +193,6 @@ def test_ample_memory_skips_what_fixed_pools_skip():
             scheduler.add(request)
             while not request.is_ended:
                 step(scheduler)
-        skipped.append([request.skipped_prefill_tokens for request in requests])
+        skipped.append([request.ledger.skipped for request in requests])
     assert skipped[0] == skipped[1]
     assert sum(skipped[0]) > 0

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.scheduling.logits_options import LogitsOptions
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep, Scoring, describe_step
+from megatron_ext.scheduling.step import LogitsOptions, Sampling, ScheduledChunk, ScheduledStep, Scoring, describe_step
 from tests.unit_tests.scheduling.builders import make_limits, request_of
 from tests.unit_tests.support.source import ROOT
 
@@ -119,7 +118,7 @@ def play(seed: int) -> Iterator[ScheduledStep]:
         for _ in range(source.randrange(3)):
             yield schedule(scheduler)
         if source.random() < 0.3 and not requests[-1].is_ended:
-            scheduler.end(requests[-1], Status.ABORTED)
+            scheduler.end(requests[-1], Outcome(Status.ABORTED))
         if source.random() < 0.1:
             scheduler.reset_prefix_cache()
     while len(scheduler.queues):

@@ -12,7 +12,7 @@ from tests.unit_tests.support.source import ROOT
 
 pytestmark = pytest.mark.priority(TestPriority.MEDIUM)
 
-MOST = 15  # made for one request
+MOST = 13  # made for one request
 HEADING = "### From the route of a chat request to its first sampled token\n"
 
 

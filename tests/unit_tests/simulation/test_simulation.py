@@ -148,7 +148,7 @@ class TestReplays:
         costs = EntryCosts(block_size=4, token_flops=100, block_bytes=40, state_bytes=10)
         machine = Machine(flops=1000, bytes=100, parameter_bytes=50, overhead=1)
         prefill, decode = make_request(0, 8), make_request(1, 8, 1)
-        decode.sequence.computed_end = 8
+        decode.computed_end = 8
         assert machine.seconds([Chunk(prefill, 0, 8)], costs) == pytest.approx(1 + 800 / 1000)
         assert machine.seconds([Chunk(decode, 8, 9)], costs) == pytest.approx(1 + (50 + 90 + 10) / 100)
 

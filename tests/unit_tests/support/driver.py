@@ -172,7 +172,7 @@ class Driver:
         if pool is None:
             return
         found = set(states._visible.values()) | self._held_slots()
-        found |= {state.slot for request in owners for state in request.sequence.draft_states}
+        found |= {state.slot for request in owners for state in request.draft_states}
         found |= {copy.source for copy in self.scheduler.cache.changes.state_copies}
         first = limits.first_apart_slot(states.total)
         slots = [*self._snapshot_slots(), *range(first, first + limits.draft_states)]
@@ -244,9 +244,9 @@ class Driver:
         seen, pool = self.seen[request.request_id], self.context.live_states
         seen.chunks.append((start, end))
         if pool is not None:
-            slot = request.sequence.running_slot
-            if request.sequence.draft_states:  # it goes on from there
-                (state,) = request.sequence.draft_states
+            slot = request.running_slot
+            if request.draft_states:  # it goes on from there
+                (state,) = request.draft_states
                 pool, slot = self.context.snapshots, state.slot
             seen.states[end].append((pool.conv[:, slot].clone().cpu(), pool.ssm[:, slot].clone().cpu()))
 

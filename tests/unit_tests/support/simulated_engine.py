@@ -56,4 +56,4 @@ class SimulatedEngine:
         self._scheduler.commit(step, new)
         for name, token in new.items():
             key, request = self._requests[name]
-            yield key, [token], request.skipped_prefill_tokens, request.is_ended
+            yield key, [token], request.ledger.skipped, request.is_ended

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.runner.cuda_graphs.block_tables import BlockTables
+from megatron_ext.runner.cuda_graphs.input_buffers import BlockTables
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.launches import LaunchCounter

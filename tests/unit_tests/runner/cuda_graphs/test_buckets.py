@@ -16,10 +16,9 @@ from megatron_ext.runner.cuda_graphs.input_batch import layout_of
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
 from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.layout import Layout
-from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
-from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep, Scoring
+from megatron_ext.scheduling.step import LAST_SAMPLED, LogitsOptions, Sampling, ScheduledChunk, ScheduledStep, Scoring
 
 LIMITS = SchedulerLimits(
     block_size=16,
@@ -154,7 +153,7 @@ def test_the_host_waits_for_the_copy_before_the_last_one(monkeypatch):
     first = answers.fetch(3)
     whole[:2] = torch.tensor([4, 5])
     second = answers.fetch(2)
-    assert (first.read().tolist(), second.read().tolist()) == ([1, 2, 3], [4, 5])
+    assert (first().tolist(), second().tolist()) == ([1, 2, 3], [4, 5])
     assert [note.split()[0] for note in notes] == ["mark", "mark", "wait", "wait"]
 
 

@@ -203,7 +203,7 @@ def test_mixed_steps_of_a_bucket_are_the_same_program(get_oracle, kind):
         driver.step()
         driver.add(1, [*stem, *make_prompt(12, 1)], num_tokens_to_generate=4, **PLAIN)
         first = run.step()
-        assert driver.engine.get_request(1).sequence.ledger.matched_blocks == 2
+        assert driver.engine.get_request(1).ledger.matched_blocks == 2
         for request_id, length in ((2, 34), (3, 20)):
             driver.add(request_id, make_prompt(length, request_id), num_tokens_to_generate=3, **PLAIN)
         second = run.step()

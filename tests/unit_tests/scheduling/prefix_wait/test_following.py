@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
@@ -31,7 +31,7 @@ def run_prefills(scheduler: Scheduler) -> int:
     while len(scheduler.queues) and steps < 40:
         for chunk in step(scheduler).chunks:
             if chunk.request.generated_count and not chunk.request.is_ended:
-                scheduler.end(chunk.request, Status.COMPLETED)
+                scheduler.end(chunk.request, Outcome(Status.COMPLETED))
         steps += 1
         scheduler.check()
     return steps
@@ -68,10 +68,10 @@ class TestBlocksOfALeaderThatHasEnded:
         requests = [sharing(0), sharing(1), sharing(2, shared=4)]
         add(scheduler, *requests)
         step(scheduler)
-        scheduler.end(requests[0], Status.COMPLETED)
+        scheduler.end(requests[0], Outcome(Status.COMPLETED))
         use = [scheduler.cache.use().blocks_cached]
         for request in requests[1:]:
-            scheduler.end(request, Status.ABORTED)
+            scheduler.end(request, Outcome(Status.ABORTED))
             scheduler.check()
             use.append(scheduler.cache.use().blocks_cached)
         assert use == [2, 1, 0]
@@ -84,7 +84,7 @@ class TestBlocksOfALeaderThatHasEnded:
         add(scheduler, leader)
         step(scheduler)
         add(scheduler, sharing(1))
-        scheduler.end(leader, Status.COMPLETED)
+        scheduler.end(leader, Outcome(Status.COMPLETED))
         assert scheduler.cache.use().blocks_cached == 0
 
     @BOTH
@@ -94,7 +94,7 @@ class TestBlocksOfALeaderThatHasEnded:
         leader = sharing(0)
         add(scheduler, leader, sharing(1), sharing(2))
         assert followers(step(scheduler)) == {1: 0, 2: 0}
-        scheduler.end(leader, Status.COMPLETED)
+        scheduler.end(leader, Outcome(Status.COMPLETED))
         assert scheduler.cache.use().blocks_evictable >= 2
         scheduler.cache.release(scheduler.cache.allocate(20))  # evicts all
         scheduler.check()
@@ -111,7 +111,7 @@ class TestBlocksOfALeaderThatHasEnded:
         leader = sharing(0)
         add(scheduler, leader, sharing(1), sharing(2))
         step(scheduler)
-        scheduler.end(leader, Status.ABORTED)
+        scheduler.end(leader, Outcome(Status.ABORTED))
         assert followers(step(scheduler)) == {2: 1}
 
 
@@ -135,7 +135,7 @@ class TestBoundaryOfTheLeader:
         plan = step(scheduler)
         assert [(one.wait_for, one.snapshot.position) for one in plan.deferrals] == [(0, 8)]
         assert admitted(step(scheduler)) == [(1, 3, 0)]
-        assert follower.sequence.ledger.skipped == 8
+        assert follower.ledger.skipped == 8
 
     def test_it_does_not_wait_for_a_leader_on_the_boundary(self):
         """KV-6: equality. The states at 8 are those from which the leader continues, and they are not kept."""
@@ -144,7 +144,7 @@ class TestBoundaryOfTheLeader:
         assert plan.deferrals == ()
         assert admitted(plan) == [(1, 2, 1)]
         assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(8, 17), (0, 12)]
-        assert follower.sequence.ledger.skipped == 0
+        assert follower.ledger.skipped == 0
 
     def test_it_does_not_wait_for_states_that_no_slot_is_left_for(self):
         """KV-6: the leader could not keep them, and the wait would save nothing."""

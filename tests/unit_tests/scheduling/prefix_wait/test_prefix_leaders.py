@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
@@ -144,14 +144,14 @@ class TestLeaders:
     def test_when_it_leaves_the_first_follower_leads(self, status, policy, kept):
         """KV-6, EX-8: the others follow the new leader, and keep what the old one had published."""
         scheduler, requests = self.led(policy)
-        scheduler.end(requests[0], status)
+        scheduler.end(requests[0], Outcome(status))
         plan = step(scheduler)
         assert admitted(plan) == [(1, kept, 3 - kept)]
         assert followers(plan) == {2: 1}
         for _ in range(3):
             plan = step(scheduler)
         assert requests[2] in scheduler.queues.running
-        assert requests[2].sequence.ledger.skipped == 8
+        assert requests[2].ledger.skipped == 8
         assert scheduler.counters.coordination_waits == 2  # no request is counted twice
 
     def test_when_its_forward_fails_it_begins_again(self):
@@ -204,7 +204,7 @@ class TestLeaders:
         leader = sharing(0)
         add(scheduler, leader, sharing(1))
         step(scheduler)
-        scheduler.end(leader, Status.COMPLETED)
+        scheduler.end(leader, Outcome(Status.COMPLETED))
         assert admitted(step(scheduler)) == [(1, 2, 1)]
         assert scheduler.counters.hits == 1
 
@@ -282,12 +282,12 @@ class TestRetriedAdmission:
             assert (plan.deferrals[-1].request, plan.deferrals[-1].resource) == (request, resource)
             counters = scheduler.counters
             assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (0, 0, 0)
-            assert (request.sequence.ledger.matched_blocks, request.sequence.ledger.skipped) == (None, 0)
+            assert (request.ledger.matched_blocks, request.ledger.skipped) == (None, 0)
             assert request.block_table == ()
-        scheduler.end(first, Status.COMPLETED)
+        scheduler.end(first, Outcome(Status.COMPLETED))
         assert [one[:2] for one in admitted(step(scheduler))] == [(2, 2)]
         assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (1, 2, 8)
-        assert (request.sequence.ledger.matched_blocks, request.sequence.ledger.skipped) == (2, 8)
+        assert (request.ledger.matched_blocks, request.ledger.skipped) == (2, 8)
         assert [event.type.name for event in request.timeline.events].count("ADD_CONTEXT") == 1
 
 

@@ -13,7 +13,7 @@ from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -74,7 +74,7 @@ class Life:
         scheduler, source = self.scheduler, self.random
         living = list(scheduler.queues)
         if living and source.random() < 0.15:
-            scheduler.end(source.choice(living), Status.ABORTED)
+            scheduler.end(source.choice(living), Outcome(Status.ABORTED))
         if source.random() < 0.04:
             changed = partial(scheduler.weights_changed, restarts=False)
             source.choice([scheduler.suspend, scheduler.reset_prefix_cache, changed])()

@@ -12,7 +12,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling import block_hasher, planner
 from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.waiting_order import WaitingOrder
 from tests.unit_tests.scheduling.builders import add, admitted, asleep, make_limits, make_request, request_of, step
@@ -79,7 +79,7 @@ class TestWhoIsLookedAt:
         first = request_of(0, range(2000))
         add(scheduler, first)
         step(scheduler)
-        scheduler.end(first, Status.COMPLETED)
+        scheduler.end(first, Outcome(Status.COMPLETED))
         add(scheduler, request_of(1, [7]), request_of(2, range(2000)))
         step(scheduler)
         index = scheduler.cache._index
@@ -92,7 +92,7 @@ class TestWhoIsLookedAt:
         scheduler = led(3)
         step(scheduler)
         victim = next(request for request in scheduler.queues.waiting if request.request_id == 2)
-        scheduler.end(victim, Status.ABORTED)
+        scheduler.end(victim, Outcome(Status.ABORTED))
         scheduler.check()
         assert asleep(scheduler) == {1: 0, 3: 0}
         assert [request.request_id for request in scheduler.queues.waiting] == [1, 3]
@@ -133,18 +133,18 @@ class TestHashing:
         scheduler = make_scheduler()
         request = make_request(0, 11)
         add(scheduler, request)
-        assert request.sequence.unhashed_tokens == 0
-        assert len(request.sequence.chain) == 2
+        assert request.unhashed_tokens == 0
+        assert len(request.chain) == 2
 
     def test_the_rest_in_slices_in_order_of_arrival(self):
         """The first in the queue takes the first slices, since it needs its hashes."""
         scheduler = make_scheduler(max_requests=1, max_tokens=64)
         requests = [make_request(arrival, 24) for arrival in range(4)]
         add(scheduler, *requests)
-        left = [[request.sequence.unhashed_tokens for request in requests[1:]]]
+        left = [[request.unhashed_tokens for request in requests[1:]]]
         for _ in range(4):
             step(scheduler)
-            left.append([request.sequence.unhashed_tokens for request in requests[1:]])
+            left.append([request.unhashed_tokens for request in requests[1:]])
         assert left == [[16, 16, 16], [16, 16, 16], [0, 16, 16], [0, 8, 16], [0, 0, 16]]
 
     def test_the_look_ends_where_a_slice_does(self):
@@ -178,16 +178,16 @@ class TestHashing:
         add(scheduler, *requests)
         step(scheduler)
         scheduler.weights_changed(restarts=False)
-        assert [request.sequence.unhashed_tokens for request in requests[1:]] == [8, 8, 8, 8]
+        assert [request.unhashed_tokens for request in requests[1:]] == [8, 8, 8, 8]
         step(scheduler)
-        assert sum(request.sequence.unhashed_tokens for request in requests[1:]) in (16, 24)
+        assert sum(request.unhashed_tokens for request in requests[1:]) in (16, 24)
 
     def test_nothing_is_kept_of_ended_requests(self):
         scheduler = make_scheduler(max_requests=1)
         requests = [make_request(arrival, 40) for arrival in range(6)]
         add(scheduler, *requests)
         for request in requests:
-            scheduler.end(request, Status.ABORTED)
+            scheduler.end(request, Outcome(Status.ABORTED))
         scheduler.schedule()
         assert not scheduler._hashing._unfinished
 
@@ -197,8 +197,8 @@ class TestHashing:
         request = request_of(0, range(40), enable_prefix_caching=False)
         add(scheduler, request)
         step(scheduler)
-        assert request.sequence.unhashed_tokens == 0
-        assert request.sequence.chain is None
+        assert request.unhashed_tokens == 0
+        assert request.chain is None
 
 
 def lose_a_sleeper(queue: WaitingQueue) -> None:

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.plan import SchedulerLimits, describe_tight_budget
+from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.snapshots.aligned import describe_tight_budget
 from tests.unit_tests.scheduling.builders import add, request_of, step
 
 BLOCK = 64
@@ -43,7 +42,7 @@ def serve(scheduler: Scheduler, prompts: list, count: int) -> int:
     while any(not request.is_ended for request in requests):
         for chunk in step(scheduler).chunks:
             if chunk.request.generated_count == count and not chunk.request.is_ended:
-                scheduler.end(chunk.request, Status.COMPLETED)
+                scheduler.end(chunk.request, Outcome(Status.COMPLETED))
         steps += 1
     return steps
 
@@ -92,8 +91,8 @@ def test_snapshots_of_a_busy_prefill_are_used():
             later = request_of(number, [*first.tokens[:common], *prompt(number, 50)])
             add(scheduler, later)
             step(scheduler)
-            assert later.sequence.ledger.skipped == common // BLOCK * BLOCK
-            scheduler.end(later, Status.ABORTED)
+            assert later.ledger.skipped == common // BLOCK * BLOCK
+            scheduler.end(later, Outcome(Status.ABORTED))
 
 
 def test_followers_of_a_leader_inside_a_block():
@@ -112,7 +111,7 @@ def test_followers_of_a_leader_inside_a_block():
         step(scheduler)
         ends.append(leader.computed_end)
     assert ends[:3] == [64, 127, 128]
-    assert follower.sequence.ledger.skipped == 128
+    assert follower.ledger.skipped == 128
 
 
 def test_a_budget_that_holds_a_block_beside_all_decodes():

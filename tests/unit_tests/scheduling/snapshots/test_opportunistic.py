@@ -42,7 +42,7 @@ class Users:
     def sightings(self, shared: int, own: int = 512) -> list[int]:
         """Tokens that the first requests after a shared prefix skip."""
         prefix = self.tokens(shared)
-        return [self.ask([*prefix, *self.tokens(own)]).skipped_prefill_tokens for _ in range(3)]
+        return [self.ask([*prefix, *self.tokens(own)]).ledger.skipped for _ in range(3)]
 
 
 @pytest.mark.parametrize(("shared", "slots", "least"), [(2048, 40, 1792), (8192, 64, 7168), (2000, 40, 1744)])
@@ -97,7 +97,7 @@ def unique_lives(slots: int, rules: OpportunisticRules, seed: int) -> list[objec
             prompt = whole[: users.source.randrange(8, len(whole) + 1)]
         asked.append(prompt)
         count, scores = users.source.randrange(1, 9), kind == "later"
-        skipped = users.ask(prompt, num_tokens_to_generate=count, return_log_probs=scores).skipped_prefill_tokens
+        skipped = users.ask(prompt, num_tokens_to_generate=count, return_log_probs=scores).ledger.skipped
         use = scheduler.cache.use()
         seen.append((skipped, others(scheduler), [getattr(use, name) for name in ASKED]))
     assert (scheduler.cache.use().provisional_taken > 0) == (rules.max_slots != 0)
@@ -166,10 +166,10 @@ def test_a_checkpoint_is_where_others_resume():
     users = Users(scheduler)
     prefix = users.tokens(1000)  # 15 blocks and a part
     users.ask([*prefix, *users.tokens(600)], cache_checkpoint=(1000, 1599))
-    assert users.ask([*prefix, *users.tokens(600)]).skipped_prefill_tokens == 960
+    assert users.ask([*prefix, *users.tokens(600)]).ledger.skipped == 960
     plain = Users(make_scheduler(40))
     plain.ask([*prefix, *plain.tokens(600)])
-    assert plain.ask([*prefix, *plain.tokens(600)]).skipped_prefill_tokens == 768
+    assert plain.ask([*prefix, *plain.tokens(600)]).ledger.skipped == 768
 
 
 def test_a_requested_snapshot_replaces_an_opportunistic_one():
@@ -191,7 +191,7 @@ def test_of_more_boundaries_than_slots_the_last_are_kept():
     request = request_of(0, range(2560))
     add(scheduler, request)
     step(scheduler)
-    passed = [position for position in request.sequence.snapshot_plan.opportunistic if 1300 < position <= 2560]
+    passed = [position for position in request.snapshot_plan.opportunistic if 1300 < position <= 2560]
     assert len(passed) > 3
     states = scheduler.cache.states
     while states.free_count > 4:  # what is computed to the end wants one itself

@@ -83,7 +83,7 @@ def test_an_existing_snapshot_takes_no_slot():
     add(scheduler, again)
     plan = scheduler.schedule()
     assert positions(plan) == []  # it resumes from there
-    assert again.sequence.restore is not None
+    assert again.restore is not None
 
 
 def test_no_snapshots_without_states_or_for_a_request_that_opts_out():

@@ -9,12 +9,11 @@ import pytest
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
-from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.record import Outcome, Status
+from megatron_ext.scheduling.request import Request, RequestRng
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.scheduling.request_rng import RequestRng
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.spec_decode.draft_slots import DraftSlots
-from megatron_ext.scheduling.spec_decode.verification import accepted_tokens, max_drafts
+from megatron_ext.scheduling.spec_decode.verification import DraftSlots, accepted_tokens, max_drafts
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.speculation.proposals import DraftError, Proposals
 from tests.unit_tests.scheduling.builders import make_limits
@@ -154,7 +153,7 @@ class TestStates:
         named = {one.position: one for one in chunk.snapshots if DraftSlots.is_name(one.block_hash)}
         assert sorted(named) == [6, 7, 8]
         assert [one.position for one in chunk.snapshots if not DraftSlots.is_name(one.block_hash)] == [8]
-        assert request.sequence.draft_states == (named[7],)
+        assert request.draft_states == (named[7],)
         assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"] - 1
         assert len(request.block_table) == 2, "the block of the third draft is free"
         following = step_of(scheduler, 50)
@@ -172,7 +171,7 @@ class TestStates:
         assert wanted.block_hash == request.block_hashes[1]
         assert states.find(wanted.block_hash) == wanted.slot
         assert len(states.slots) == 4
-        assert request.sequence.restore is None, "the live state is right"
+        assert request.restore is None, "the live state is right"
 
     @pytest.mark.parametrize("when", ["before the step", "while it is computed"])
     def test_no_snapshot_at_a_boundary_after_a_reset(self, when):
@@ -189,7 +188,7 @@ class TestStates:
         assert request.computed_end == 9
         assert any(one.position == 8 and not DraftSlots.is_name(one.block_hash) for one in step.chunks[0].snapshots)
         assert scheduler.cache.states.used_count == 0
-        assert request.sequence.snapshot_plan.decode is None
+        assert request.snapshot_plan.decode is None
 
     @pytest.mark.parametrize("accepted", range(4))
     @pytest.mark.parametrize("prompt", range(4, 8))
@@ -208,7 +207,7 @@ class TestStates:
         scheduler.propose({7: (1, 2, 3)})
         step_of(scheduler, 1, 9, 9, 9)
         assert scheduler.cache.states.used_count == 1, "that of the prompt"
-        assert request.sequence.snapshot_plan.decode is None
+        assert request.snapshot_plan.decode is None
         assert scheduler.cache.use().blocks_cached == 1
 
     def test_slots_come_back_whatever_happens(self):
@@ -221,7 +220,7 @@ class TestStates:
             else:
                 step_of(scheduler, 9, 9, 9, 9)
                 if happens == "end":
-                    scheduler.end(request, None)
+                    scheduler.end(request, Outcome(Status.ABORTED))
                 else:
                     getattr(scheduler, happens)()
             scheduler.check()
