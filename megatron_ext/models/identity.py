@@ -140,7 +140,8 @@ def files_digest(directory: Path) -> bytes:
 
 def _files_digest(directory: Path) -> bytes:
     facts = _facts(directory)
-    kept = (directory / DIGEST_FILE, _cached_path(directory))
+    key = blake2b(str(directory.resolve()).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    kept = (directory / DIGEST_FILE, cache_path().parent / "weights" / f"{key}.json")  # for a directory of others
     for path in kept:
         known = _remembered(path, facts)
         if known is not None:
@@ -172,12 +173,6 @@ def _file_digest(path: Path) -> bytes:
         while piece := file.read(_PIECE):
             found.update(piece)
     return found.digest()
-
-
-def _cached_path(directory: Path) -> Path:
-    """Return the file in the user's cache for a checkpoint whose directory cannot be written."""
-    key = blake2b(str(directory.resolve()).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return cache_path().parent / "weights" / f"{key}.json"
 
 
 def _remembered(path: Path, facts: FileFacts) -> bytes | None:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -125,9 +125,5 @@ class Bar:
 @contextmanager
 def progress_bar(expected: Sequence[int], description: str = "") -> Iterator[Bar]:
     """Show a bar for requests with these maximum token counts, by id: prompt and generation limit."""
-    bar = Bar(expected, description)
-    try:
-        with logging_redirect_tqdm():
-            yield bar
-    finally:
-        bar.close()
+    with closing(Bar(expected, description)) as bar, logging_redirect_tqdm():
+        yield bar

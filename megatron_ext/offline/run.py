@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -229,7 +229,10 @@ class _Offline:
         counts = run_results(engine, passes, self._loaded.name)
         try:
             if run.output_path is not None:
-                write_results(run.output_path, written(self._results(counts, passes), run))
+                asked = (passes, self._entries, run.output_every_n_results)
+                is_full = run.output_format == FULL_FORMAT
+                results = full_results(counts, *asked) if is_full else megatron_results(*asked)
+                write_results(run.output_path, written(results, run))
                 self._remove_partial()
             if run_path is not None:
                 write_results(run_path, without_throughput(counts, run), RUN_OUTPUT_FLAG)
@@ -238,13 +241,6 @@ class _Offline:
                 return str(error)
             return f"{error}; {self._partial.path} has the part that could be written"
         return None
-
-    def _results(self, counts: Mapping[str, object], passes: Sequence[Pass]) -> dict[str, object]:
-        """Return the contents of `--output-path` in the requested format."""
-        run = self._settings.run
-        if run.output_format == FULL_FORMAT:
-            return full_results(counts, passes, self._entries, run.output_every_n_results)
-        return megatron_results(passes, self._entries, run.output_every_n_results)
 
     def _where(self, problem: str | None) -> str | None:
         """Say which results are in a file; None if none are."""

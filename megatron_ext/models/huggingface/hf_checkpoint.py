@@ -75,25 +75,14 @@ def translate(raw: Values) -> ModelConfig:
     return family_of(raw).translate(raw)
 
 
-def load_hf_weights(
-    model: HybridModel, config: ModelConfig, directory: Path, overrides: HfOverrides | None = None
-) -> None:
-    """Fill every tensor of `model`, built from `config`, in the types of its parameters.
-
-    Raises:
-        CheckpointError: A tensor is missing, unknown, or has another shape; the message names it. Or tied embeddings
-            are stored twice and differ.
-    """
-    load_weights(model, config, directory, family_of(read_fields(directory, overrides)).tensors)
-    mark_weights_changed(model)
-
-
 _ROWS_AT_A_TIME = 4096
 
 Names = dict[str, str]  # name without prefix -> stored name
 
 
-def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table: TensorTable) -> None:
+def load_hf_weights(
+    model: HybridModel, config: ModelConfig, directory: Path, overrides: HfOverrides | None = None
+) -> None:
     """Fill every tensor of this rank's `model`, built from `config`, in the types of its parameters.
 
     Every rank calls this. It reads only its part of each tensor, except for tensors with a conversion other than
@@ -103,6 +92,7 @@ def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table
         CheckpointError: A tensor is missing, unknown, or has another shape; the message names it. Or tied embeddings
             are stored twice and differ.
     """
+    table = family_of(read_fields(directory, overrides)).tensors
     files, shards, sources = WeightFiles(directory), model_shards(model), table.sources(config)
     stored = _stored_names(files, table, {name for source in sources.values() for name in source.names})
     require_same_names(directory, sources, gathered_names(shard.name for shard in shards.values()))
@@ -110,6 +100,7 @@ def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table
     with torch.no_grad():
         for name, target in model_tensors(model).items():
             _fill(target, shards[name], files, stored, sources[shards[name].name], config)
+    mark_weights_changed(model)
 
 
 def _stored_names(files: WeightFiles, table: TensorTable, wanted: Container[str]) -> Names:

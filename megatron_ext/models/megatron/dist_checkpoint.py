@@ -224,7 +224,7 @@ def load_dist_weights(model: HybridModel, directory: Path) -> None:
     common = read_common(directory, stored)
     state = _requested(model, common)
     gpt_layers = model.config.num_layers // 2 if is_gpt(stored.tensors) else None
-    state = as_stored(state, stored.tensors, gpt_layers)
+    state = {name: as_stored(one, stored.tensors, gpt_layers) for name, one in state.items()}
     wanted = [shard for sharded in state.values() for shard in shards(sharded)]
     names = gathered_names(shard.key for shard in wanted)
     has_prediction = any(map(is_prediction, names))

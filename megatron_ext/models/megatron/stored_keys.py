@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -67,18 +67,16 @@ def is_used(key: str, has_prediction: bool) -> bool:
     return not is_ignored and (has_prediction or not is_prediction(key))
 
 
-def as_stored(state: Mapping[str, Sharded], stored: Container[str], gpt_layers: int | None) -> dict[str, Sharded]:
-    """Return the state, requested under the keys that a checkpoint has.
+def as_stored(sharded: Sharded, stored: Container[str], gpt_layers: int | None) -> Sharded:
+    """Return a requested parameter under the keys that a checkpoint has; under the first possible ones if it has none.
 
     Args:
-        state: Parameter name -> requested tensor.
         stored: Keys of the checkpoint's tensors.
         gpt_layers: Layers of a GPT checkpoint; None for a hybrid one.
-
-    Returns:
-        The state; a tensor that is not stored keeps the first possible key.
     """
-    return {name: _as_stored(sharded, stored, gpt_layers) for name, sharded in state.items()}
+    options = [_at(sharded, place, gpt_layers) for place in places(sharded.key, gpt_layers is not None)]
+    found = (option for option in options if all(shard.key in stored for shard in shards(option)))
+    return next(found, options[0])
 
 
 def shards(sharded: Sharded) -> list[ShardedTensor]:
@@ -92,12 +90,6 @@ class RankInfo:
 
     key: str
     row: int | None = None
-
-
-def _as_stored(sharded: Sharded, stored: Container[str], gpt_layers: int | None) -> Sharded:
-    options = [_at(sharded, place, gpt_layers) for place in places(sharded.key, gpt_layers is not None)]
-    found = (option for option in options if all(shard.key in stored for shard in shards(option)))
-    return next(found, options[0])
 
 
 def places(key: str, in_gpt: bool) -> Iterator[RankInfo]:
