@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -22,13 +24,14 @@ from rich.table import Table
 from arguments.removed import refuse_removed_words
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.batching import DEFAULT_OVERTAKE_TOKENS, SchedulePolicy
+from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
-from megatron_ext.simulation.formats import SessionStarts, read_trace
+from megatron_ext.http_client import opened
+from megatron_ext.simulation.formats import SessionStarts, read_requests, read_trace
 from megatron_ext.simulation.replay import simulate
-from megatron_ext.simulation.settings import MODELS, Batch, Machine, Settings, limits_of
-from megatron_ext.simulation.trace import describe, longest_request
-from megatron_ext.simulation.workload import Workload, ask_server
+from megatron_ext.simulation.settings import GIB, MODELS, Batch, CachedModel, Machine, Settings, limits_of
+from megatron_ext.simulation.trace import Turn, describe, longest_request
 
 PROGRAM = "megatron-ext simulate"
 DONE, BAD_USAGE = 0, 2
@@ -38,9 +41,66 @@ MEMORY_GIB = 8.0
 PERCENTILES = (50, 90, 95, 99)
 _WIDTH = 140  # columns of a table in a file
 _LONGEST_KEY = 4096  # bytes
+TIMEOUT = 60.0  # seconds
+LONGEST_ANSWER = 2**28  # bytes
 Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
 Figures = dict[str, float | str | None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests, and what serves them: a model, with settings of its cache and limits of a step."""
+
+    turns: list[Turn]
+    model: CachedModel
+    settings: Settings
+    batch: Batch
+
+
+def ask_server(url: str, key: str | None, max_requests: int | None = None) -> Workload:
+    """Fetch trace, costs and settings from a server.
+
+    Args:
+        url: URL of the server, without a path.
+        key: Key of an administrator; None for a server without keys.
+
+    Raises:
+        ConfigError: The server does not answer, refuses, has no cache, or has served nothing yet.
+    """
+    state = json.loads(_get(url, "/prefix_cache", key))
+    if state["settings"]["policy"] is None:
+        raise ConfigError(f"{url}: this server caches nothing; start it without --no-...-enable-prefix-caching")
+    turns = read_requests(io.BytesIO(_get(url, "/prefix_cache/trace", key)), f"{url}/prefix_cache/trace", max_requests)
+    return described(state, turns)
+
+
+def described(state: Mapping[str, object], turns: list[Turn]) -> Workload:
+    """Return the workload of a server, from its `/prefix_cache` and its trace."""
+    costs = EntryCosts(**cast("dict[str, float]", state["costs"]))  # type: ignore[arg-type]  # ints among them
+    geometry, set_ = cast("dict[str, int]", state["geometry"]), cast("dict[str, int]", state["settings"])
+    of_states = (geometry["snapshot_slots"] or 0) * costs.state_bytes
+    memory = geometry["blocks"] * costs.block_bytes + of_states
+    is_shared = geometry.get("slabs") is not None  # then either of them would fill the memory
+    settings = Settings(
+        max(memory - of_states, of_states) / GIB if is_shared else memory / GIB,
+        None if is_shared else of_states / memory,
+        costs.block_size,
+        EvictionPolicyName(set_["policy"]).value,
+        str(set_["mode"]),
+        set_.get("provisional_slots"),
+    )
+    names = [field.name for field in dataclasses.fields(Batch)]
+    batch = Batch(**{name: set_[name] for name in names if name in set_})
+    return Workload(turns, CachedModel(costs, set_["max_sequence_length"]), settings, batch)
+
+
+def _get(url: str, path: str, key: str | None) -> bytes:
+    with opened(url, path, key=key, flag="--server", timeout=TIMEOUT) as answer:
+        content = answer.read(LONGEST_ANSWER + 1)
+    if len(content) > LONGEST_ANSWER:
+        raise ConfigError(f"{url}{path} answers more than {LONGEST_ANSWER} bytes")
+    return content
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:

@@ -8,13 +8,13 @@ import json
 import pytest
 
 from megatron_ext.commands import simulate as command
+from megatron_ext.commands.simulate import ask_server, described
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.monitoring.request_trace import RequestTrace
 from megatron_ext.simulation.formats import read_requests
 from megatron_ext.simulation.replay import simulate
 from megatron_ext.simulation.settings import Machine, limits_of
-from megatron_ext.simulation.workload import ask_server, described
 from tests.unit_tests.offline.conftest import make_record
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
