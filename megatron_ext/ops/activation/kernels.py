@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.ops.backends import NoKernelError
+from megatron_ext.ops.gated_norm.kernels import launch_silu_gate
 from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
 
 TYPES = [{"T": name} for name in FLOATS]
@@ -19,16 +20,6 @@ def relu_squared(x, width, BLOCK: tl.constexpr):
     values = tl.load(place, mask=is_column, other=0.0).to(tl.float32)
     values = tl.where(values < 0.0, 0.0, values)
     tl.store(place, (values * values).to(x.dtype.element_ty), mask=is_column)
-
-
-@kernel(pointers={"T": "inner y"}, scalars="factor", types=TYPES, configs=[config(BLOCK=1024)])
-def silu_times(inner, y, width, factor, BLOCK: tl.constexpr):
-    """Compute SiLU(factor * gate) * up of rows [gates | ups] of 2 * width; the grid is (rows, blocks of a row of y)."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source, is_column = inner + row * 2 * width + column, column < width
-    gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32) * factor
-    up = tl.load(source + width, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(y + row * width + column, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=is_column)
 
 
 def _require(x: Tensor) -> None:
@@ -47,8 +38,5 @@ def launch_squared_relu_(x: Tensor) -> Tensor:
 
 def launch_gated_silu(inner: Tensor, factor: float = 1.0) -> Tensor:
     _require(inner)
-    (config,), width = silu_times.configs, inner.shape[-1] // 2
-    y = inner.new_empty(*inner.shape[:-1], width)
-    grid = y.numel() // width, -(-width // config["BLOCK"])
-    silu_times.launch(grid, config, inner=inner, y=y, width=width, factor=factor)
-    return y
+    gate, up = inner.view(-1, inner.shape[-1]).chunk(2, dim=-1)
+    return launch_silu_gate(up, gate, factor).view(*inner.shape[:-1], up.shape[1])

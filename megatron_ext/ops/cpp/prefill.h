@@ -72,6 +72,26 @@ class Prefill {
     (stop.is_snapshot ? snapshots_ : live_).store(stop.slot, offset, from, count);
   }
 
+  // `count` rows of `size` states that a sequence begins with, from `offset` of its slot on, as lanes: [size, width],
+  // zero in lanes behind them.
+  void load_lanes(int64_t sequence, int64_t offset, int64_t count, int64_t size, int64_t width, float* to) const {
+    std::vector<float> row(size);
+    std::fill_n(to, size * width, 0.0f);
+    for (int64_t lane = 0; lane < count; ++lane) {
+      load(sequence, offset + lane * size, row.data(), size);
+      for (int64_t n = 0; n < size; ++n) to[n * width + lane] = row[n];
+    }
+  }
+
+  void store_lanes(const Stop& stop, int64_t offset, int64_t count, int64_t size, int64_t width,
+                   const float* from) const {
+    std::vector<float> row(size);
+    for (int64_t lane = 0; lane < count; ++lane) {
+      for (int64_t n = 0; n < size; ++n) row[n] = from[n * width + lane];
+      store(stop, offset + lane * size, row.data(), size);
+    }
+  }
+
   // Walk over a sequence: advance(begin, end) for pieces of up to `most` tokens, keep(stop) wherever its state is wanted.
   template <typename Advance, typename Keep>
   void walk(int64_t sequence, int64_t most, const Advance& advance, const Keep& keep) const {

@@ -61,17 +61,13 @@ def norm_rows(
         tl.store(target + channel, values.to(y.dtype.element_ty), mask=is_channel)
 
 
-@kernel(
-    pointers={"T": "x gate y"},
-    types=TYPES,
-    configs=[config(BLOCK=1024)],
-)
-def gate_rows(x, gate, y, x_row, gate_row, channels, BLOCK: tl.constexpr):
-    """Compute x * SiLU(gate); the grid is (rows, blocks of channels); y [rows, channels]."""
+@kernel(pointers={"T": "x gate y"}, scalars="factor", types=TYPES, configs=[config(BLOCK=1024)])
+def gate_rows(x, gate, y, x_row, gate_row, channels, factor, BLOCK: tl.constexpr):
+    """Compute x * SiLU(factor * gate); the grid is (rows, blocks of channels); y [rows, channels]."""
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < channels
     values = tl.load(x + row * x_row + channel, mask=is_channel, other=0.0).to(tl.float32)
-    z = tl.load(gate + row * gate_row + channel, mask=is_channel, other=0.0).to(tl.float32)
+    z = tl.load(gate + row * gate_row + channel, mask=is_channel, other=0.0).to(tl.float32) * factor
     tl.store(y + row * channels + channel, (values * (z * tl.sigmoid(z))).to(y.dtype.element_ty), mask=is_channel)
 
 
@@ -186,10 +182,9 @@ def launch_add_and_norm(output: Tensor, residual: Tensor, norm: object, factor: 
     return added, normed
 
 
-def launch_silu_gate(y: Tensor, gate: Tensor) -> Tensor:
+def launch_silu_gate(y: Tensor, gate: Tensor, factor: float = 1.0) -> Tensor:
     _require(y, gate)
     (config,), (rows, channels), gated = gate_rows.configs, y.shape, y.new_empty(y.shape)
-    gate_rows.launch(
-        (rows, -(-channels // config["BLOCK"])), config, **rowed(x=y, gate=gate), y=gated, channels=channels
-    )
+    grid = rows, -(-channels // config["BLOCK"])
+    gate_rows.launch(grid, config, **rowed(x=y, gate=gate), y=gated, channels=channels, factor=factor)
     return gated

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.sampling.reference import sort_rows
+from megatron_ext.ops.sampling.reference import best_tokens, sort_rows
 from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
-from megatron_ext.ops.sampling.top_k_top_p import best_tokens
 
 
 class LogProbs(NamedTuple):

@@ -40,20 +40,6 @@ struct Block {
       for (int64_t n = 0; n < in.size; ++n) rate[n * W + lane] = in.A.data()[(first + lane) * in.size + n];
   }
 
-  void load_state(const Prefill& prefill, int64_t sequence) {
-    std::vector<float> slot(count * in.size);
-    prefill.load(sequence, first * in.size, slot.data(), count * in.size);
-    for (int64_t lane = 0; lane < count; ++lane)
-      for (int64_t n = 0; n < in.size; ++n) state[n * W + lane] = slot[lane * in.size + n];
-  }
-
-  void keep(const Prefill& prefill, const Stop& stop) const {
-    std::vector<float> slot(count * in.size);
-    for (int64_t lane = 0; lane < count; ++lane)
-      for (int64_t n = 0; n < in.size; ++n) slot[lane * in.size + n] = state[n * W + lane];
-    prefill.store(stop, first * in.size, slot.data(), count * in.size);
-  }
-
   void pass(int64_t begin, int64_t end, float* y) {
     const Vec direct = in.D.data() ? load(in.D.data() + first, count) : Vec(0.0f);
     for (int64_t t = begin; t < end; ++t) {
@@ -84,10 +70,12 @@ at::Tensor prefill(In u, In delta, In A, In B, In C, MaybeIn D, In starts, In sl
   for_each(sequences.sequences() * blocks, [&](int64_t i) {
     const int64_t sequence = order[i / blocks];
     Block block(in, i % blocks * W);
-    block.load_state(sequences, sequence);
+    sequences.load_lanes(sequence, block.first * in.size, block.count, in.size, W, block.state.data());
     sequences.walk(
         sequence, PIECE, [&](int64_t begin, int64_t end) { block.pass(begin, end, out); },
-        [&](const Stop& stop) { block.keep(sequences, stop); });
+        [&](const Stop& stop) {
+          sequences.store_lanes(stop, block.first * in.size, block.count, in.size, W, block.state.data());
+        });
   });
   std::fill(out + sequences.tokens() * in.channels, out + y.numel(), 0.0f);
   return as_type(y, u.scalar_type());

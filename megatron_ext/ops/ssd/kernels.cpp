@@ -104,25 +104,8 @@ struct Block {
     return std::min(LANES, in.width - channel);
   }
 
-  int64_t place(int64_t lane) const {
-    return (head * in.width + channel + lane) * in.size;
-  }
-
-  void load(const Prefill& prefill, int64_t sequence, float* state) const {
-    std::vector<float> row(in.size);
-    std::fill_n(state, in.size * LANES, 0.0f);
-    for (int64_t lane = 0; lane < channels(); ++lane) {
-      prefill.load(sequence, place(lane), row.data(), in.size);
-      for (int64_t n = 0; n < in.size; ++n) state[n * LANES + lane] = row[n];
-    }
-  }
-
-  void keep(const Prefill& prefill, const Stop& stop, const float* state) const {
-    std::vector<float> row(in.size);
-    for (int64_t lane = 0; lane < channels(); ++lane) {
-      for (int64_t n = 0; n < in.size; ++n) row[n] = state[n * LANES + lane];
-      prefill.store(stop, place(lane), row.data(), in.size);
-    }
+  int64_t place() const {
+    return (head * in.width + channel) * in.size;
   }
 
   // The tokens of a piece, the first of which is `begin`.
@@ -158,7 +141,8 @@ void scan(const Inputs& in, const Prefill& prefill, int64_t sequence, int64_t fi
     for (int64_t channel = 0; channel < in.width; channel += LANES) blocks.push_back({in, head, channel});
   const int64_t floats_each = in.size * LANES;
   float* states = scratch<0>(blocks.size() * floats_each);
-  for (size_t i = 0; i < blocks.size(); ++i) blocks[i].load(prefill, sequence, states + i * floats_each);
+  for (size_t i = 0; i < blocks.size(); ++i)
+    prefill.load_lanes(sequence, blocks[i].place(), blocks[i].channels(), in.size, LANES, states + i * floats_each);
   Piece piece(in.size, LANES);
   prefill.walk(
       sequence, PIECE,
@@ -167,7 +151,8 @@ void scan(const Inputs& in, const Prefill& prefill, int64_t sequence, int64_t fi
         for (size_t i = 0; i < blocks.size(); ++i) blocks[i].pass(piece, begin, states + i * floats_each, y);
       },
       [&](const Stop& stop) {
-        for (size_t i = 0; i < blocks.size(); ++i) blocks[i].keep(prefill, stop, states + i * floats_each);
+        for (size_t i = 0; i < blocks.size(); ++i)
+          prefill.store_lanes(stop, blocks[i].place(), blocks[i].channels(), in.size, LANES, states + i * floats_each);
       });
 }
 
