@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -149,16 +149,17 @@ class Operator(Backends[FunctionBackend]):
         super().__init__(name, *backends, REFERENCE)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return a function that is computed by the chosen backend."""
+        """Return a function that is computed by the chosen backend; by itself if that has no kernel."""
+        name = function.__name__
 
         @functools.wraps(function)
         def compute(*args: P.args, **kwargs: P.kwargs) -> R:
             first: Any = args[0]
-            x = first if isinstance(first, Tensor) else first[0]
-
-            def call(backend: FunctionBackend) -> R:
-                return cast("Callable[P, R]", backend.find(function.__name__) or function)(*args, **kwargs)
-
-            return self.compute(x, call)
+            run: Any = self.choose(first if isinstance(first, Tensor) else first[0]).find(name) or function
+            try:
+                return run(*args, **kwargs)
+            except NoKernelError as error:
+                say_once(f"{error}; the reference computes it")
+                return function(*args, **kwargs)
 
         return compute

@@ -75,21 +75,19 @@ class Prefill {
   // `count` rows of `size` states that a sequence begins with, from `offset` of its slot on, as lanes: [size, width],
   // zero in lanes behind them.
   void load_lanes(int64_t sequence, int64_t offset, int64_t count, int64_t size, int64_t width, float* to) const {
-    std::vector<float> row(size);
+    std::vector<float> rows(count * size);
+    load(sequence, offset, rows.data(), count * size);
     std::fill_n(to, size * width, 0.0f);
-    for (int64_t lane = 0; lane < count; ++lane) {
-      load(sequence, offset + lane * size, row.data(), size);
-      for (int64_t n = 0; n < size; ++n) to[n * width + lane] = row[n];
-    }
+    for (int64_t lane = 0; lane < count; ++lane)
+      for (int64_t n = 0; n < size; ++n) to[n * width + lane] = rows[lane * size + n];
   }
 
   void store_lanes(const Stop& stop, int64_t offset, int64_t count, int64_t size, int64_t width,
                    const float* from) const {
-    std::vector<float> row(size);
-    for (int64_t lane = 0; lane < count; ++lane) {
-      for (int64_t n = 0; n < size; ++n) row[n] = from[n * width + lane];
-      store(stop, offset + lane * size, row.data(), size);
-    }
+    std::vector<float> rows(count * size);
+    for (int64_t lane = 0; lane < count; ++lane)
+      for (int64_t n = 0; n < size; ++n) rows[lane * size + n] = from[n * width + lane];
+    store(stop, offset, rows.data(), count * size);
   }
 
   // Walk over a sequence: advance(begin, end) for pieces of up to `most` tokens, keep(stop) wherever its state is wanted.
