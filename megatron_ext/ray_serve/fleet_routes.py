@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, respond
-from megatron_ext.server.access import note_description
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
 from megatron_ext.server.http.body import read_body, route_path
 from megatron_ext.server.openai.streaming import while_connected
@@ -219,8 +218,7 @@ def _noting_the_replica(scope: Scope, send: Send) -> Send:
     async def noting(message: Message) -> None:
         replica = message.pop(ANSWERED_BY, None)
         if replica is not None:
-            state = Request(scope).state
-            note_description(state, lambda: ("-", f" replica={replica}"))
+            Request(scope).state.described = lambda: ("-", f" replica={replica}")
         await send(message)
 
     return noting

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 
-from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.scheduling.record import Status
@@ -29,8 +28,9 @@ QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history", "/repli
 LONGEST_PATH = 200  # characters
 CLIENT_GONE = 499  # nginx's status code for a closed connection
 UNKNOWN = "-"
-_KEY = "access_log_answer"
-Description = Callable[[], tuple[str, str]]  # returns the id of a response, and its counts as text
+# Returns the id of a response, and its counts as text, each after a space. A route stores it as `described` in the
+# state of its request; it is called when the request has ended.
+Description = Callable[[], tuple[str, str]]
 
 
 def new_request_id() -> str:
@@ -80,23 +80,13 @@ class AccessLog:
             REQUEST_ID.reset(token)
 
 
-def note_description(state: State, description: Description) -> None:
-    """Store what the log line of a request says of its response; it is called when the request has ended.
-
-    Args:
-        state: State of the request (`Request.state`).
-        description: Function that returns the id and the counts, each count after a space.
-    """
-    setattr(state, _KEY, description)
-
-
 def _log(scope: Scope, status: int, duration: float) -> None:
     """Log a request, which has ended."""
     is_quiet = status == 200 and route_path(scope) in QUIET_PATHS
     level = logging.DEBUG if is_quiet else logging.INFO
     if not logger.isEnabledFor(level):
         return
-    description: Description | None = scope.get("state", {}).get(_KEY)
+    description: Description | None = scope.get("state", {}).get("described")
     request_id, tokens = (UNKNOWN, "") if description is None else description()
     path = printable(scope["path"], LONGEST_PATH)
     logger.log(level, "%s %s %s %d%s duration=%.3f", request_id, scope["method"], path, status, tokens, duration)

@@ -391,19 +391,12 @@ def _system(system: Sequence[TextBlock] | None) -> list[Fields]:
 def _tools(body: CountTokensRequest) -> list[Fields] | None:
     if not body.tools:
         return None
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.input_schema,
-                "strict": tool.strict,
-            },
-            "cache_control": tool.cache_control,
-        }
-        for tool in body.tools
-    ]
+    tools = []
+    for tool in body.tools:
+        function: Fields = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+        function["strict"] = tool.strict
+        tools.append({"type": "function", "function": function, "cache_control": tool.cache_control})
+    return tools
 
 
 def _turns(message: MessageParam) -> Iterator[Fields]:
@@ -433,7 +426,8 @@ def _answer(blocks: Sequence[Block]) -> Fields:
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
             for call in calls
         ]
-    return _marked(fields, next((call.cache_control for call in reversed(calls) if call.cache_control), None))
+    mark = next((call.cache_control for call in reversed(calls) if call.cache_control), None)
+    return fields | {"cache_control": mark}
 
 
 def _result(block: ToolResultBlock) -> Fields:
@@ -441,18 +435,14 @@ def _result(block: ToolResultBlock) -> Fields:
     parts = _parts(block.content or ())
     if block.is_error:
         parts = [{"type": "text", "text": "Error: "}, *parts]
-    fields: Fields = {"role": "tool", "content": parts, "tool_call_id": block.tool_use_id}
-    return _marked(fields, block.cache_control)
-
-
-def _marked(fields: Fields, mark: Mark) -> Fields:
-    return fields if mark is None else fields | {"cache_control": mark}
+    answered = block.tool_use_id
+    return {"role": "tool", "content": parts, "tool_call_id": answered, "cache_control": block.cache_control}
 
 
 def _parts(blocks: Sequence[Block]) -> list[Fields]:
     """Return texts as parts of a chat message's content, with their marks."""
     return [
-        _marked({"type": "text", "text": block.text}, block.cache_control)
+        {"type": "text", "text": block.text, "cache_control": block.cache_control}
         for block in blocks
         if isinstance(block, TextBlock)
     ]

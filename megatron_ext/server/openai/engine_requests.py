@@ -43,13 +43,8 @@ def check_count(prompts: int, choices: int, limit: int) -> None:
     """
     if prompts * choices <= limit:
         return
-    if prompts == 1:
-        what = f"{choices} choices (n) of a prompt"
-    elif choices == 1:
-        what = f"{prompts} prompts in one request"
-    else:
-        what = f"{prompts} prompts with {choices} choices (n) each, {prompts * choices} in all"
-    message = f"{what}; this server accepts at most {limit} at once"
+    asked = f"{prompts * choices} requests (prompts: {prompts}, n: {choices})"
+    message = f"{asked}; this server accepts at most {limit} at once"
     raise ApiError(400, message, param="n" if prompts == 1 else "prompt")
 
 

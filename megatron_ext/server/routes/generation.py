@@ -15,7 +15,7 @@ from starlette.responses import Response
 from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.server.access import described, note_description
+from megatron_ext.server.access import described
 from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH, in_messages_words
 from megatron_ext.server.anthropic.message_builder import MessageBuilder
 from megatron_ext.server.anthropic.message_fields import (
@@ -25,7 +25,6 @@ from megatron_ext.server.anthropic.message_fields import (
     note_betas,
 )
 from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, ContextExceeded
-from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute, ShortPath, handed_on_to, only_queries, sender_of
 from megatron_ext.server.log import printable
@@ -178,7 +177,7 @@ async def run_requests(
         inputs, is_streamed=bool(body.stream), sender=sender_of(request), on_result=on_result
     )
     group = await while_connected(request.receive, submitting)
-    note_description(request.state, partial(described, builder, group))
+    request.state.described = partial(described, builder, group)
     serving.requests.groups[builder.id] = group
     try:
         await while_connected(request.receive, group.started() if body.stream else group.ended())
@@ -233,7 +232,7 @@ async def count_message_tokens(body: CountTokensRequest, request: Request, servi
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, given as items or continued from a stored response."""
-    tenant = _tenant(request)
+    tenant = request.scope[CALLER].tenant
     conversation = conversation_of(body, serving.response_store, tenant)
     chat = body.chat_request(conversation.messages)
     try:
@@ -273,7 +272,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
 async def count_input_tokens(body: ResponsePrompt, request: Request, serving: ServerDependency) -> dict[str, object]:
     """Return the number of tokens of a conversation, and with `return_token_ids` the tokens."""
     serving.check_name(body.model)
-    conversation = conversation_of(body, serving.response_store, _tenant(request))
+    conversation = conversation_of(body, serving.response_store, request.scope[CALLER].tenant)
     chat = await serving.chat_prompt(request, body.chat_request(conversation.messages))
     tokens = list(chat.ids)
     shown = {"prompt_token_ids": tokens} if body.return_token_ids else {}
@@ -283,14 +282,14 @@ async def count_input_tokens(body: ResponsePrompt, request: Request, serving: Se
 @router.get("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
 async def retrieve_response(response_id: ShortPath, request: Request, serving: ServerDependency) -> Response:
     """Return a stored response."""
-    stored = serving.response_store.get((_tenant(request), response_id), "response_id")
+    stored = serving.response_store.get((request.scope[CALLER].tenant, response_id), "response_id")
     return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
 async def delete_response(response_id: ShortPath, request: Request, serving: ServerDependency) -> dict[str, object]:
     """Delete a stored response; responses that continue it keep its turn."""
-    serving.response_store.delete((_tenant(request), response_id))
+    serving.response_store.delete((request.scope[CALLER].tenant, response_id))
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -300,12 +299,6 @@ def _warning(kinds: Sequence[str]) -> str:
     for kind in kinds:
         note_ignored(f"tools and items of type {kind}")
     return f'299 - "left out, since this server does not have them: {shown}"'
-
-
-def _tenant(request: Request) -> str:
-    """Return the tenant of a request's key; empty without keys."""
-    caller: Caller = request.scope[CALLER]
-    return caller.tenant
 
 
 def _fields(body: ResponsesRequest, params: RequestParams, model: str, *, is_stored: bool) -> dict[str, object]:

@@ -268,10 +268,10 @@ class TestRequestLimits:
     @pytest.mark.parametrize(
         ("fields", "named"),
         [
-            ({"prompt": [[1]] * 9}, "9 prompts in one request; this server accepts at most 8"),
-            ({"prompt": ["<1>"] * 9}, "9 prompts in one request"),
-            ({"prompt": [[1]] * 3, "n": 4}, "3 prompts with 4 choices (n) each, 12"),
-            ({"prompt": "<1>", "n": 9}, "9 choices (n) of a prompt; this server accepts at most 8"),
+            ({"prompt": [[1]] * 9}, "9 requests (prompts: 9, n: 1); this server accepts at most 8"),
+            ({"prompt": ["<1>"] * 9}, "(prompts: 9, n: 1)"),
+            ({"prompt": [[1]] * 3, "n": 4}, "12 requests (prompts: 3, n: 4)"),
+            ({"prompt": "<1>", "n": 9}, "9 requests (prompts: 1, n: 9); this server accepts at most 8"),
         ],
         ids=["ids", "texts", "both", "choices"],
     )
@@ -284,7 +284,7 @@ class TestRequestLimits:
     def test_choices_of_a_chat(self, small, monkeypatch):
         monkeypatch.setattr(small.serving.text_encoder, "encode", None)
         body = {"messages": [{"role": "user", "content": "a"}], "n": 9}
-        assert "9 choices (n)" in check_error(small.http.post(CHAT, json=body), 400)["message"]
+        assert "n: 9" in check_error(small.http.post(CHAT, json=body), 400)["message"]
 
     @pytest.mark.parametrize(
         ("stop", "named"),
