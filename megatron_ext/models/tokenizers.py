@@ -27,7 +27,7 @@ from megatron_ext.text.library_tokenizers import (
     SentencePieceTokenizer,
     TikTokenizer,
 )
-from megatron_ext.text.tokenizer import MissingTokenizer, NullTokenizer, TextTokenizer, Tokenizer
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, Tokenizer
 from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, has_tokenizer, no_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def choose_tokenizer(
     """
     tokenizer = _chosen(source, directory, ids, trained)
     if source.chat_template is not None and not isinstance(tokenizer, TextTokenizer):
-        found = "has none" if isinstance(tokenizer, MissingTokenizer) else f"has a {type(tokenizer).__name__}"
+        found = "has none" if getattr(tokenizer, "problem", "") else f"has a {type(tokenizer).__name__}"
         raise ConfigError(
             f"--chat-template {source.chat_template} needs a tokenizer of Hugging Face, the model {found}; "
             "give --tokenizer-model, or leave it out"
@@ -115,7 +115,7 @@ def _missing(directory: Path, ids: Ids) -> Tokenizer:
         "prompts of token ids need none"
     )
     _say(problem, logging.WARNING)
-    return MissingTokenizer(_size(ids), problem)
+    return NullTokenizer(_size(ids), problem)
 
 
 def _kind_of_file(source: SourceConfig, trained: TrainingFacts | None) -> str | None:

@@ -210,13 +210,7 @@ class Serving:
     async def chat_prompt(self, request: Request, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
         """Return the prompt of a request's conversation: as a router has handed it on, or else tokenized here.
 
-        Args:
-            request: HTTP request.
-            body: The conversation with its template options.
-
-        Raises:
-            ApiError: See `conversation` and `read_chat`.
-            ConfigError: See `conversation` and `read_chat`.
+        Errors are as of `conversation` and `read_chat`.
         """
         handed_on = handed_on_to(request.scope).chat
         if handed_on is not None:
@@ -278,9 +272,7 @@ class Serving:
             conversation: The conversation.
             known: Answers that it may continue, by their keys; by default all answers that this server remembers.
 
-        Raises:
-            ApiError: See `TextEncoder.encode`.
-            ConfigError: See `Conversation.tokenize`.
+        Errors are as of `TextEncoder.run` and `Conversation.tokenize`.
         """
         answers = self.answers.find(conversation.places.values()) if known is None else known
         prompt = await self.text_encoder.run(conversation.chat.text, lambda _: conversation.tokenize(answers))

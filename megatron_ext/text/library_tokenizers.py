@@ -109,8 +109,9 @@ class SentencePieceTokenizer:
         self.vocab_size = pieces.get_piece_size()
         self.token_ids = range(self.vocab_size)
         self._control = {token: pieces.id_to_piece(token) for token in self.token_ids if pieces.is_control(token)}
-        self.eod: int | None = _token_or_none(pieces.eos_id())
-        self.bos: int | None = _token_or_none(pieces.bos_id())
+        eos, bos = pieces.eos_id(), pieces.bos_id()  # -1 without such a token
+        self.eod: int | None = eos if eos >= 0 else None
+        self.bos: int | None = bos if bos >= 0 else None
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, without a beginning of document."""
@@ -205,10 +206,6 @@ def _entries(path: Path) -> int:
     if not isinstance(listed, Sequence) or isinstance(listed, str):
         raise ConfigError(f"{path} is not a vocabulary for a TikTokenizer: not a list of tokens")
     return len(listed)
-
-
-def _token_or_none(token: int) -> int | None:
-    return token if token >= 0 else None
 
 
 def _reason(error: BaseException) -> str:

@@ -179,22 +179,27 @@ class NullTokenizer:
 
     Args:
         vocab_size: Exclusive upper bound of ids.
+        problem: Error of each text, where a model's folder has no tokenizer: which files are missing, and what to do.
+            Prompts are token ids then. Empty if texts with ids are read.
     """
 
     eod: int | None = None
     bos: int | None = None
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, problem: str = "") -> None:
         if vocab_size <= 0:
             raise ConfigError(f"vocabulary size {vocab_size} must be positive")
+        self.problem = problem
         self.vocab_size, self.token_ids = vocab_size, range(vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text such as "17 4 4".
 
         Raises:
-            ConfigError: A word is not an id of the vocabulary.
+            ConfigError: A word is not an id of the vocabulary, or no text is read.
         """
+        if self.problem:
+            raise ConfigError(self.problem)
         for word in text.split():
             if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
                 raise ConfigError(
@@ -206,27 +211,6 @@ class NullTokenizer:
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return ids as text; no id is special."""
         return " ".join(str(token_id) for token_id in ids)
-
-
-class MissingTokenizer(NullTokenizer):
-    """Tokenizer of a model whose folder has none: prompts are token ids, and texts are refused.
-
-    Args:
-        vocab_size: Exclusive upper bound of ids.
-        problem: Error of each text: which files are missing, and what to do.
-    """
-
-    def __init__(self, vocab_size: int, problem: str) -> None:
-        super().__init__(vocab_size)
-        self.problem = problem
-
-    def tokenize(self, text: str) -> list[int]:
-        """Refuse any text.
-
-        Raises:
-            ConfigError: In any case.
-        """
-        raise ConfigError(self.problem)
 
 
 class TextTokenizer:

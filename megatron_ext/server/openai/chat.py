@@ -13,7 +13,7 @@ from megatron_ext.server.openai.protocol import Message
 from megatron_ext.text import reasoning
 from megatron_ext.text.chat_template import ChatOptions, takes_tools
 from megatron_ext.text.chat_tokens import RenderedChat
-from megatron_ext.text.tokenizer import MissingTokenizer, TextTokenizer, Tokenizer, ends_of
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, Tokenizer, ends_of
 from megatron_ext.text.tool_calls import formats
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class ChatFormat:
         Raises:
             ConfigError: There is no template, or it refuses the messages or the tools.
         """
-        if isinstance(self.tokenizer, MissingTokenizer):
+        if isinstance(self.tokenizer, NullTokenizer) and self.tokenizer.problem:
             raise ConfigError(self.tokenizer.problem)
         if not isinstance(self.tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
