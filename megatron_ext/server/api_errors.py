@@ -140,12 +140,6 @@ def no_such_response(identifier: str, param: str, *, is_on: bool) -> ApiError:
     return ApiError(404, message, param=param, code="response_not_found")
 
 
-def not_explained(why: str) -> ApiError:
-    """400: the client asks for an explanation of its cached prefix, which this server does not give."""
-    message = f"explain_prefix_cache: {why}; leave it out"
-    return ApiError(400, message, param="explain_prefix_cache", code="not_explained")
-
-
 class ContextExceeded(ApiError):
     """400: prompt and output exceed the model's context. Frameworks look for the first words, and for the code.
 
@@ -162,21 +156,6 @@ class ContextExceeded(ApiError):
         message = f"This model's maximum context length is {limit} tokens. However, {excess} ({code})"
         super().__init__(400, message, param=param, code=code)
         self.prompt, self.generated, self.limit = prompt, generated, limit
-
-
-def context_exceeded(prompt: int, generated: int, limit: int) -> ContextExceeded:
-    """400: prompt and output exceed the model's context."""
-    excess = f"{prompt} tokens of prompt and {generated} to generate are {prompt + generated}"
-    remedy = "shorten the prompt" if prompt >= limit else f"shorten the prompt, or generate at most {limit - prompt}"
-    param = "max_tokens" if prompt < limit else None
-    return ContextExceeded(f"{excess}; {remedy}", prompt, generated, limit, param)
-
-
-def text_too_long(characters: int, max_characters: int, limit: int) -> ContextExceeded:
-    """400: a text is too long for the model's context under any tokenization."""
-    most = f"the limit of {limit} tokens has at most {max_characters} characters"
-    excess = f"a prompt of {characters} characters is too long; {most}"
-    return ContextExceeded(excess, -(-characters * limit // max_characters), 0, limit, "prompt")
 
 
 def install_error_handlers(app: FastAPI) -> None:

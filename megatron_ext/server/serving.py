@@ -25,7 +25,7 @@ from megatron_ext.models.identity import weights_hash
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.api_errors import not_explained, text_too_long, unknown_model
+from megatron_ext.server.api_errors import ApiError, ContextExceeded, unknown_model
 from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import handed_on_to
@@ -95,7 +95,9 @@ class TextEncoder:
             ConfigError: The tokenizer cannot read the text.
         """
         if self._max is not None and len(text) > self._max:
-            raise text_too_long(len(text), self._max, self._sequence)
+            most = f"the limit of {self._sequence} tokens has at most {self._max} characters"
+            excess = f"a prompt of {len(text)} characters is too long; {most}"
+            raise ContextExceeded(excess, -(-len(text) * self._sequence // self._max), 0, self._sequence, "prompt")
         if len(text) <= SHORT_TEXT:
             return tokenize(text)
         if len(text) <= LONG_TEXT:
@@ -333,10 +335,12 @@ class Serving:
         Raises:
             ApiError: Explanations are off, or hidden.
         """
+        why = "" if self.engine.limits.explains else "the server was started without --explain-prefix-cache"
         if self.settings.hide_cache_counts:
-            raise not_explained("--hide-cache-counts hides it")
-        if not self.engine.limits.explains:
-            raise not_explained("the server was started without --explain-prefix-cache")
+            why = "--hide-cache-counts hides it"
+        if why:
+            message, name = f"explain_prefix_cache: {why}; leave it out", "explain_prefix_cache"
+            raise ApiError(400, message, param=name, code="not_explained")
         return self.vocabulary.detokenize
 
     def check_name(self, name: str | None) -> None:

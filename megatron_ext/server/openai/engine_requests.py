@@ -12,7 +12,7 @@ from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.request import MAX_CHECKPOINTS, ResponseFormat
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.server.api_errors import ApiError, context_exceeded
+from megatron_ext.server.api_errors import ApiError, ContextExceeded
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
@@ -123,8 +123,11 @@ def _choices(
     limits: SchedulerLimits,
     retokenized: tuple[int, int] | None = None,
 ) -> list[RequestInputs]:
-    if len(prompt) > limits.max_model_len or len(prompt) + count > limits.max_sequence_length:
-        raise context_exceeded(len(prompt), count, limits.max_model_len)
+    length, limit = len(prompt), limits.max_model_len
+    if length > limit or length + count > limits.max_sequence_length:
+        excess = f"{length} tokens of prompt and {count} to generate are {length + count}; shorten the prompt"
+        remedy, param = (f", or generate at most {limit - length}", "max_tokens") if length < limit else ("", None)
+        raise ContextExceeded(excess + remedy, length, count, limit, param)
     seeds = [None if body.seed is None else body.seed + choice for choice in range(body.n or 1)]
     tokens = tuple(prompt)
     params = [RequestParams(**{**settings, "num_tokens_to_generate": count, "seed": seed}) for seed in seeds]
