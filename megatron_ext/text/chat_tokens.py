@@ -81,7 +81,7 @@ class ControlTokens:
         """
         for message in messages:
             role = str(message["role"])
-            if not role.isidentifier() and self._finds(role):
+            if not role.isidentifier() and self.count(role):
                 raise ConfigError(f"the role {role!r} spells a special token; roles are words such as 'user'")
         stand_ins = _StandIns(messages)
         protected = [
@@ -106,9 +106,6 @@ class ControlTokens:
     def rename(self, text: str, names: Mapping[str, str]) -> str:
         """Return the text with special tokens under other names."""
         return self._pattern.sub(lambda match: names.get(match.group(), match.group()), text)
-
-    def _finds(self, text: str) -> bool:
-        return any(match.group() in self.special for match in self._pattern.finditer(text))
 
     def _protect(self, value: Any, stand_ins: _StandIns) -> Any:
         if isinstance(value, str):

@@ -113,7 +113,8 @@ class Grammars:
             if response_format.kind == REGEX:
                 grammar = LLMatcher.grammar_from_regex(response_format.source)
             elif response_format.kind == CHOICE:
-                grammar = LLMatcher.grammar_from_lark(_alternatives(json.loads(response_format.source)))
+                texts = map(json.dumps, json.loads(response_format.source))  # strings are written as in JSON
+                grammar = LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
             elif response_format.kind == LARK:
                 grammar = LLMatcher.grammar_from_lark(response_format.source)
             else:
@@ -169,11 +170,6 @@ def _refused(response_format: ResponseFormat, reason: str) -> ConfigError:
         shown = short_reason(compilation_reason(reason).partition("\n")[0])
         return ConfigError(f"tools: the grammar of the calls is not supported: {shown}")
     return ConfigError(f"response_format: the {response_format.kind} is not supported: {shown}")
-
-
-def _alternatives(texts: Sequence[str]) -> str:
-    """Return the grammar of one of several texts; its strings are written as in JSON."""
-    return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 
 def compilation_reason(text: str) -> str:

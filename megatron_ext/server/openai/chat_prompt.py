@@ -303,7 +303,9 @@ class Conversation:
         found = next((one for one in prompts if one is not None), None)
         if found is None:
             found = self._prompt(begin_once(self.chat.ids(), self._tokenizer.bos))
-        return replace(found, retokenized=_retokenized(found.ids, answered[0][1])) if answered else found
+        before = answered[0][1].ids if answered else array("i")
+        start = common_length(array("i", found.ids), before)
+        return replace(found, retokenized=(start, len(before))) if start < len(before) else found
 
     def _prompt(self, ids: Sequence[int], answer: bytes | None = None, read: str | None = None) -> ChatPrompt:
         """Return the prompt of ids that decode to a text, by default the rendered one."""
@@ -356,7 +358,8 @@ class Conversation:
         text = self._tokenizer.detokenize(list(generated), skip_special_tokens=not is_read_whole)
         message = self._messages[index]
         content, calls = content_and_calls(message)
-        functions = tuple(map(_function_of, self._options.tools))
+        tools: list[Any] = [tool["function"] for tool in self._options.tools]
+        functions = tuple(Function(one["name"], one.get("parameters") or ANY_OBJECT) for one in tools)
         inside = self._format.ends_inside_thinking(prompt)
         for reasoning in dict.fromkeys((self._format.reasoning, None)):  # with and without `separate_reasoning`
             form = AnswerFormat(self._format.tool_calls, functions, len(functions) and MAX_CALLS, reasoning, inside)
@@ -415,17 +418,6 @@ class Conversation:
             return text
         spelled = self._tokenizer.detokenize([bos], skip_special_tokens=False)
         return text if self.chat.text.startswith(spelled) else text.removeprefix(spelled)
-
-
-def _function_of(tool: Mapping[str, Any]) -> Function:
-    function = tool["function"]
-    return Function(function["name"], function.get("parameters") or ANY_OBJECT)
-
-
-def _retokenized(ids: Sequence[int], known: AnsweredChat) -> tuple[int, int] | None:
-    """Return the range of an answered conversation's tokens that a prompt has as other tokens."""
-    start = common_length(array("i", ids), known.ids)
-    return (start, len(known.ids)) if start < len(known.ids) else None
 
 
 def common_length(one: array[int], other: array[int]) -> int:
