@@ -2,9 +2,4 @@
 
 from arguments.parser import build_parser, build_server_parser, parse_arguments, parse_server_arguments
 
-__all__ = [
-    "build_parser",
-    "build_server_parser",
-    "parse_arguments",
-    "parse_server_arguments",
-]
+__all__ = ["build_parser", "build_server_parser", "parse_arguments", "parse_server_arguments"]

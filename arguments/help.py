@@ -104,10 +104,7 @@ def _name(group: FlagGroup) -> str:
 
 
 def _help_of(
-    parser: argparse.ArgumentParser,
-    sections: Mapping[str, Iterable[Flag]],
-    *,
-    with_description: bool = False,
+    parser: argparse.ArgumentParser, sections: Mapping[str, Iterable[Flag]], *, with_description: bool = False
 ) -> str:
     """Return the help of a parser with these flags only."""
     description = parser.description if with_description else None

@@ -112,11 +112,7 @@ def build_server_parser(prog: str | None = None) -> CommandLine:
         "Megatron's. Without flags: the embedded model on the loopback address.",
         "SIGINT or SIGTERM: no new requests are admitted and running ones finish; a second signal cancels them. "
         "Exit codes: 0 stopped, 2 bad usage.",
-        (
-            "DIR",
-            "DIR --host 0.0.0.0 --api-key-file keys.txt",
-            "DIR --prefix-cache-dir /var/cache/prefixes",
-        ),
+        ("DIR", "DIR --host 0.0.0.0 --api-key-file keys.txt", "DIR --prefix-cache-dir /var/cache/prefixes"),
     )
 
 
@@ -217,10 +213,7 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
 
 
 def _given(
-    parser: CommandLine,
-    argv: Sequence[str] | None,
-    groups: Sequence[FlagGroup],
-    table: Sequence[MegatronGroup],
+    parser: CommandLine, argv: Sequence[str] | None, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]
 ) -> ParsedFlags:
     """Return the flags from the command line, else from the YAML file."""
     given = _parse(parser, argv, takes_folder=True)

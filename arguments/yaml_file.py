@@ -28,10 +28,7 @@ _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in "str int float bool null 
 
 
 def read_flags(
-    path: str,
-    known: Mapping[str, Flag],
-    megatrons: Mapping[str, MegatronFlag],
-    parse: yaml_form.Parse,
+    path: str, known: Mapping[str, Flag], megatrons: Mapping[str, MegatronFlag], parse: yaml_form.Parse
 ) -> ParsedFlags:
     """Read the flags of a YAML file.
 

@@ -160,8 +160,7 @@ class KvEventsConfig:
             require(bound, f"{flag} {texts[flag]} must be this machine's: a loopback address, * or ipc://")
         length = len(os.fsencode(self.kv_events_topic))
         require(
-            length <= MAX_TOPIC_BYTES,
-            f"--kv-events-topic has {length} bytes and must have at most {MAX_TOPIC_BYTES}",
+            length <= MAX_TOPIC_BYTES, f"--kv-events-topic has {length} bytes and must have at most {MAX_TOPIC_BYTES}"
         )
 
     def _texts(self) -> dict[str, str | None]:

@@ -157,10 +157,7 @@ def check_moe(config: ModelFields) -> None:
     if experts is None:
         raise ConfigError(f"pattern {pattern!r} has MoE layers (E), which need --num-experts")
     layers, limit = pattern.count("E"), MAX_EXPERTS // pattern.count("E")
-    require(
-        experts <= limit,
-        f"--num-experts {experts} in each of {layers} layers must be at most {limit}",
-    )
+    require(experts <= limit, f"--num-experts {experts} in each of {layers} layers must be at most {limit}")
     require(
         chosen <= experts,
         f"--moe-router-topk {chosen} experts of --num-experts {experts} cannot be chosen; give at most {experts}",

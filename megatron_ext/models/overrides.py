@@ -213,12 +213,7 @@ def _check_layer_freqs(source: SourceConfig, saved: ModelConfig, directory: Path
 
 
 def _check_layer_freq(
-    source: SourceConfig,
-    saved: ModelConfig,
-    directory: Path,
-    flag: str,
-    text: str,
-    fits: _Fits,
+    source: SourceConfig, saved: ModelConfig, directory: Path, flag: str, text: str, fits: _Fits
 ) -> None:
     with contextlib.suppress(ValueError):
         if fits(parse_layer_freq(text, flag)):

@@ -24,10 +24,7 @@ _MAX_READ = 4000  # characters of a text that are read
 
 
 def print_requests(
-    records: Sequence[RequestRecord],
-    console: Console,
-    where: str | None,
-    prompt_text: PromptText = submitted_text,
+    records: Sequence[RequestRecord], console: Console, where: str | None, prompt_text: PromptText = submitted_text
 ) -> None:
     """Print the table.
 

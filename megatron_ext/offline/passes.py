@@ -81,11 +81,7 @@ class _PassRun:
     """One pass: submit in order, step, and collect the records."""
 
     def __init__(
-        self,
-        engine: LLMEngine,
-        prompts: Sequence[RequestInputs],
-        run: RunConfig,
-        on_step: Callable[[StepOutput], None],
+        self, engine: LLMEngine, prompts: Sequence[RequestInputs], run: RunConfig, on_step: Callable[[StepOutput], None]
     ) -> None:
         self._engine, self._client = engine, engine.client
         self._prompts = prompts

@@ -202,11 +202,7 @@ class _Offline:
 
         with self._hint_of_a_crash(), progress_bar(self._expected * run.inference_repeat_n, description) as bar:
             return run_passes(
-                engine,
-                self._prompts,
-                run,
-                lambda output: after_step(output, bar),
-                lambda: self._interruption.is_asked,
+                engine, self._prompts, run, lambda output: after_step(output, bar), lambda: self._interruption.is_asked
             )
 
     @contextmanager

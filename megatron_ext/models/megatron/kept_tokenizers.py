@@ -11,12 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ext.config.source import (
-    GPT2_TOKENIZER,
-    SENTENCEPIECE_TOKENIZERS,
-    TIKTOKEN_PATTERNS,
-    TIKTOKEN_TOKENIZER,
-)
+from megatron_ext.config.source import GPT2_TOKENIZER, SENTENCEPIECE_TOKENIZERS, TIKTOKEN_PATTERNS, TIKTOKEN_TOKENIZER
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
 from megatron_ext.text.library_tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, TikTokenizer
