@@ -12,6 +12,8 @@ first guess was right; so a text that begins to repeat itself has drafts after a
 is tried: a request whose drafts do not pay gets one draft, and again after 32, 64, ... steps. Trials of all requests
 together cost at most a hundredth of the steps, plus their own gains: they are postponed until that much is saved, so
 that a large batch pays no more for them than a small one.
+
+Looking for drafts takes time, too: after calls in a row that led to nothing the drafter is idle for some steps.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _UNVERIFIED_WEIGHT = 0.25  # of a guess that no step verified: a chance hit alon
 _ASSUMED, _ASSUMED_WEIGHT = 0.5, 1.0  # prior probability of acceptance, and its weight
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 TRIAL_SHARE = 0.01  # maximum share of all steps that trials may cost
+CALLS_PER_IDLE_STEP, MAX_IDLE_STEPS = 8, 7  # calls in a row without drafts that add an idle step; steps after a call
 _BEST_DEPTHS = 2.0  # steps, or the cost of a trial of all requests; initial savings
 
 
@@ -206,20 +209,31 @@ class AdaptiveDrafter(Drafter):
         self._all_requests = Acceptance()  # over the latest results of all requests
         self._saved = _BEST_DEPTHS  # steps, for trials
         self._requests = 1  # of the last proposal
-        self._now = 0  # proposals so far
+        self._now = 0  # steps so far
+        self._fruitless_calls = 0  # in a row, without drafts to verify and without a guess that came true
+        self.idle_steps = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`. The number for one request depends on the acceptance of others, too."""
-        self._now += 1
+        elapsed = 1 + self.idle_steps
+        self._now += elapsed
         self._requests = max(1, len(requests))
         for request in requests:
             if request.request_id not in self._known:
                 self._known[request.request_id] = self._all_requests.as_assumption(self._now)
-        return self._cut_guesses(requests) if self._guesses_are_free else self._asked_for_less(requests)
+        self._fruitless_calls += 1
+        drafts = self._cut_guesses(requests) if self._guesses_are_free else self._asked_for_less(requests, elapsed)
+        if drafts:
+            self._fruitless_calls = 0
+        self.idle_steps = min(MAX_IDLE_STEPS, self._fruitless_calls // CALLS_PER_IDLE_STEP)
+        return drafts
 
     def _cut_guesses(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        for request in requests:
-            self._compare(request)
+        row = self._costs.at(len(requests))
+        can_pay = sum(request.limit for request in requests) * (1 - row.each) > len(requests) * row.fixed
+        came_true = [self._compare(request) for request in requests]
+        if can_pay and any(came_true):
+            self._fruitless_calls = 0
         guesses = self._drafter.propose(requests)
         found = [guesses.get(request.request_id, ())[: request.limit] for request in requests]
         likelihoods = [self._known[request.request_id].likelihood for request in requests]
@@ -233,17 +247,19 @@ class AdaptiveDrafter(Drafter):
                 self._unverified[request.request_id] = len(request.tokens), guess[0]
         return drafts
 
-    def _compare(self, request: DraftRequest) -> None:
-        """Compare the guess before the last token with that token, if no step verified the guess."""
+    def _compare(self, request: DraftRequest) -> bool:
+        """Compare the last guess with the token that came, if no step verified it; return whether it came true."""
         name = request.request_id
         position, token = self._unverified.pop(name, (len(request.tokens), 0))
-        if position < len(request.tokens):
-            is_right = request.tokens[position] == token
-            self._known[name] = self._known[name].compared(is_right)
-            self._all_requests = self._all_requests.compared(is_right)
+        if position >= len(request.tokens):
+            return False
+        is_right = request.tokens[position] == token
+        self._known[name] = self._known[name].compared(is_right)
+        self._all_requests = self._all_requests.compared(is_right)
+        return is_right
 
-    def _asked_for_less(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
-        self._save(TRIAL_SHARE)
+    def _asked_for_less(self, requests: Sequence[DraftRequest], elapsed: int) -> dict[int, tuple[int, ...]]:
+        self._save(TRIAL_SHARE * elapsed)
         counts = zip(requests, self._counts(requests), strict=True)
         cut = [replace(request, limit=count) for request, count in counts if count]
         return dict(self._drafter.propose(cut)) if cut else {}

@@ -31,7 +31,12 @@ class Drafter:
     """Source of drafts; one request's drafts may depend on that request's own tokens only.
 
     A drafter may have pools of its own, which are freed and allocated together with the engine's.
+
+    Attributes:
+        idle_steps: Steps after the last call in which another one is not worth its time.
     """
+
+    idle_steps: int = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Return, by request id, the tokens predicted to come next, in order; empty or no entry without a prediction.

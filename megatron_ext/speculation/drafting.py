@@ -48,7 +48,9 @@ class Drafting(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`."""
-        return self._drafter.propose(requests)
+        drafts = self._drafter.propose(requests)
+        self.idle_steps = self._drafter.idle_steps
+        return drafts
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
         """Pass on the result of a verification; see `Drafter`."""
@@ -62,6 +64,7 @@ class Drafting(Drafter):
         """Forget all requests, and their acceptance of drafts."""
         self._guesser.reset()
         self._drafter = self._limited()
+        self.idle_steps = 0
 
     def notice_new_weights(self) -> None:
         """Forget results of old weights; see `Drafter`."""

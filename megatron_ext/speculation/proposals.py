@@ -47,16 +47,17 @@ class Proposals:
         Returns:
             Valid drafts by request id, and the errors of invalid ones.
         """
-        requests = _draft_requests(scheduler)
-        if not requests:
-            return {}, []
         if self._paused_steps:
             self._paused_steps -= 1
+            return {}, []
+        requests = _draft_requests(scheduler)
+        if not requests:
             return {}, []
         errors: list[DraftError] = []
         started = self._clock()
         answers = self._drafter.propose(requests)
         seconds = self._clock() - started
+        self._paused_steps = self._drafter.idle_steps
         if seconds > PATIENCE:
             self._paused_steps, self._next_pause = self._next_pause, min(LONGEST_PAUSE, 2 * self._next_pause)
             late = (

@@ -19,7 +19,7 @@ from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
-from megatron_ext.speculation.drafter import DraftRequest
+from megatron_ext.speculation.drafter import Drafter, DraftRequest
 from megatron_ext.speculation.proposals import Proposals
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -51,7 +51,7 @@ def drawn_behind(chunk: ScheduledChunk) -> list[int]:
     return [following(token, chunk.start + 1 + i) for i, token in enumerate(chunk.token_ids)]
 
 
-class Guesses:
+class Guesses(Drafter):
     """Drafter that is right for a few tokens, then wrong; now and then it raises, or returns invalid drafts."""
 
     def propose(self, asks: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from megatron_ext.speculation.adaptive import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
+    MAX_IDLE_STEPS,
     Acceptance,
     AdaptiveDrafter,
     CostRow,
@@ -116,10 +117,17 @@ class Text:
 
     def __init__(self) -> None:
         self.tokens = [1]
+        self.calls = 0
+        self._idle_steps = 0
 
     def step(self, drafter: AdaptiveDrafter, comes: bool, limit: int = 7) -> int:
         """Take one step; return the number of drafts."""
-        drafts = drafter.propose([DraftRequest(0, tuple(self.tokens), limit)]).get(0, ())
+        if self._idle_steps:
+            self._idle_steps, drafts = self._idle_steps - 1, ()
+        else:
+            self.calls += 1
+            drafts = drafter.propose([DraftRequest(0, tuple(self.tokens), limit)]).get(0, ())
+            self._idle_steps = drafter.idle_steps
         accepted = len(drafts) if comes else 0
         if drafts:
             drafter.accepted(0, len(drafts), accepted)
@@ -133,9 +141,14 @@ def test_unverified_guesses_are_compared():
     new = [text.step(drafter, comes=False) for _ in range(200)]
     assert sum(count > 0 for count in new[:16]) <= 4
     assert not any(new[16:])
-    repeated = [text.step(drafter, comes=True) for _ in range(12)]
+    assert 25 <= text.calls <= 80  # a call in each step of the first eight, and later in every eighth step
+    repeated = [text.step(drafter, comes=True) for _ in range(2 * (1 + MAX_IDLE_STEPS) + 8)]
     assert repeated[:3] == [0, 0, 0]  # a chance hit is none
     assert repeated[-1] == 7
+    calls = text.calls
+    for _ in range(20):
+        text.step(drafter, comes=True)
+    assert text.calls == calls + 20
     drafter.forget(0)
     assert drafter._unverified == drafter._known == {}
 

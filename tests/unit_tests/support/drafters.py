@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.speculation.drafter import DraftRequest
+from megatron_ext.speculation.drafter import Drafter, DraftRequest
 from tests.unit_tests.support.driver import Driver, assert_logits_close, assert_states_close
 from tests.unit_tests.support.models import VOCABULARY
 
@@ -53,7 +53,7 @@ ANSWERS: Mapping[str, PendingOutput] = {
 }
 
 
-class Knowing:
+class Knowing(Drafter):
     """Drafter that knows what its requests will generate.
 
     Args:

@@ -15,6 +15,7 @@ from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode.verification import DraftSlots, accepted_tokens, max_drafts
 from megatron_ext.scheduling.step import describe_step
+from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.speculation.proposals import DraftError, Proposals
 from tests.unit_tests.scheduling.builders import make_limits
 
@@ -239,7 +240,7 @@ class TestStates:
         assert {index.reserve(BlockHash(bytes([i]) * 32)) for i in range(2)} == {9, 1 - slot}
 
 
-class Saying:
+class Saying(Drafter):
     """A drafter with one answer."""
 
     def __init__(self, answer: object) -> None:
