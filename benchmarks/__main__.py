@@ -216,14 +216,15 @@ class Runner:
         """Run a case to its end or until its time is over, and return its page."""
         python = os.environ.get(one.interpreter) if one.interpreter else sys.executable
         packages = os.environ.get(one.packages) if one.packages else None
-        for variable in (one.interpreter if not python else None, one.packages if not packages else None):
-            if variable:
+        published = os.environ.get(one.published) if one.published else None
+        for variable, value in ((one.interpreter, python), (one.packages, packages), (one.published, published)):
+            if variable and not value:
                 return {**empty_page(), "left_out": [f"all of it: {variable} is not set"]}
         if seconds < LEAST_SECONDS:
             return {**empty_page(), "left_out": ["all of it"]}
         settings = dict(self._settings)
         if one.model is not None:
-            settings["model"] = str(_shared_model(folder, one.model, quick=self._options.quick))
+            settings["model"] = str(_shared_model(folder, one.model, published, quick=self._options.quick))
         figures, size = folder / f"{one.name}.json", "quick" if self._options.quick else "full"
         command = [str(python), "-m", "benchmarks.worker", one.measure.__module__, one.name, str(figures), str(seconds)]
         command += [size, *(f"{name}={value}" for name, value in settings.items())]
@@ -259,10 +260,15 @@ def run_process(command: Sequence[str], figures: Path, seconds: float, environme
     return page
 
 
-def _shared_model(folder: Path, size: str, *, quick: bool) -> Path:
-    """Write the model of a size that peers share, once."""
+def _shared_model(folder: Path, size: str, published: str | None, *, quick: bool) -> Path:
+    """Write the model of a size that peers share, or link the files of a published one, once."""
     path = folder / f"model-{size}"
-    if not path.exists():
+    if published is not None and not path.exists():
+        path.mkdir()
+        for pattern in ("model/*", "site/*/*.gguf"):
+            for found in Path(published).resolve().glob(pattern):
+                (path / found.name).symlink_to(found)
+    elif not path.exists():
         command = [sys.executable, "-m", "benchmarks.models", str(path), size, *(["quick"] if quick else [])]
         subprocess.run(command, cwd=ROOT, env={**ENVIRONMENT, **os.environ}, check=True)
     return path

@@ -135,6 +135,7 @@ class Case:
         interpreter: Environment variable with the Python that runs it; by default this one does.
         packages: Environment variable with a folder that comes first on its PYTHONPATH.
         preloads: Environment variable with libraries that its process is started with.
+        published: Environment variable with the folder of the published model that it measures.
     """
 
     name: str
@@ -148,6 +149,7 @@ class Case:
     interpreter: str | None = None
     packages: str | None = None
     preloads: str | None = None
+    published: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -83,6 +83,11 @@ def _of_5m() -> Iterator[Goal]:
     for turn in range(1, TURNS + 1):
         yield Goal(f"chat, turn {turn}: median ttft / vLLM's", ours, f"chat, turn {turn}", TTFT, 0.9, over=vllm)
     yield Goal("chat: prompt tokens computed", ours, "chat, all turns", "computed tokens", CHAT_TOKENS, must_hold=True)
+    one = shared_row(2_048)
+    yield Goal(f"5 M, {one}: warm ttft / floor", ours, one, "later / floor", 2.0)
+    for requests, bound in ((1, 1.2), (4, 0.8)):
+        row = decode_row(requests)
+        yield Goal(f"5 M, {row}: step / llama.cpp's, f32", ours, row, STEP, bound, over="standard.llama_f32_5m")
 
 
 def _of_250m() -> Iterator[Goal]:
@@ -91,17 +96,33 @@ def _of_250m() -> Iterator[Goal]:
     yield Goal(f"0.25 B, {one}: cold ttft / vLLM's", ours, one, FIRST, 0.7, over=vllm)
     yield Goal(f"0.25 B, {one}: warm ttft / vLLM's", ours, one, LATER, 0.5, over=vllm)
     yield Goal(f"0.25 B, {eight}: tokens/s / vLLM's", ours, eight, RATE, 1.2, False, over=vllm)
-    for requests in (1, 4, 8, 16):
+    for requests, bound in ((1, 0.85), (4, 0.7), (8, 0.65), (16, 0.75)):
         row = decode_row(requests)
-        yield Goal(f"0.25 B, {row}: step / vLLM's", ours, row, STEP, 0.9, over=vllm)
-    for requests, bound in ((1, 1.25), (8, 1.5)):
+        yield Goal(f"0.25 B, {row}: step / vLLM's", ours, row, STEP, bound, over=vllm)
+    for requests, bound in ((1, 1.2), (8, 1.5)):
         row = decode_row(requests)
         yield Goal(f"0.25 B, {row}: {READ_ONCE}", ours, row, read_once, bound)
+    yield from _of_one_request("0.25 B", "250m", 1.2, 1.0)
+    for requests, bound in ((4, 0.45), (8, 0.55)):
+        row = decode_row(requests)
+        yield Goal(f"0.25 B, {row}: int8 / fp32", "standard.ours_int8_250m", row, STEP, bound, over=ours)
+
+
+def _of_one_request(title: str, size: str, in_fp32: float, in_int8: float) -> Iterator[Goal]:
+    """Yield the goals of a decode of one request over llama.cpp's, in fp32 and of int8 over Q8_0."""
+    row = decode_row(1)
+    for types, ours, theirs, bound in (
+        ("f32", "ours", "llama_f32", in_fp32),
+        ("int8 / Q8_0", "ours_int8", "llama_q8_0", in_int8),
+    ):
+        name = f"{title}, {row}: step / llama.cpp's, {types}"
+        yield Goal(name, f"standard.{ours}_{size}", row, STEP, bound, over=f"standard.{theirs}_{size}")
 
 
 def _all() -> Iterator[Goal]:
     yield from _of_5m()
     yield from _of_250m()
+    yield from _of_one_request("SmolLM2-135M", "smollm2", 1.1, 1.0)
     on_off, context = "latency.unique_prompts", "latency.decode_context"
     yield Goal("unique prompts: tokens/s, cache on / off", on_off, "8 of 2,176", "cache on / off", 0.99, False)
     yield Goal("decode step of 8 at 8,192 tokens / at 128", context, "8,192 tokens", "over the shortest", 1.5)

@@ -8,6 +8,7 @@ document, which are lines of their own: `<!-- benchmarks: standard -->` or `<!--
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from benchmarks.peers.work import (
     FIRST,
     LATER,
     OURS,
+    OURS_INT8,
     PRELOADED,
     PROBE,
     RATE,
@@ -71,22 +73,28 @@ def standard_table(pages: Pages, machine: str) -> str:
         pages: Pages by case.
         machine: Processor, threads and the like.
     """
-    peers = [peer for peer in PEERS if any(_page(pages, peer, size) for size in SIZES)]
+    measured = {peer for peer in (OURS_INT8, *PEERS) for size in SIZES if _page(pages, peer, size)}
+    others = [peer for peer in PEERS if peer in measured]
     head = [
-        f"{machine}, fp32, one run of `make bench`",
+        f"{machine}, one run of `make bench`",
         *("ours", "over the floor"),
-        *(f"over {PEERS[one]}{_preloads(pages, one)}" for one in peers),
+        *(["over ours in fp32"] if OURS_INT8 in measured else []),
+        *(f"over {PEERS[one]}{_preloads(pages, one)}" for one in others),
     ]
     lines = [head, ["---"] * len(head)]
-    for key, size in SIZES.items():
-        ours = _page(pages, OURS, key)
+    for (key, size), (own, types) in itertools.product(SIZES.items(), ((OURS, "fp32"), (OURS_INT8, "int8"))):
+        ours = _page(pages, own, key)
         for name, column, floor, rows in _work(size) if ours else ():
             values = [_value(ours, row, column) for row in rows]
             if any(value is None for value in values):
                 continue
-            ratios = [_ratios(values, _page(pages, peer, key), rows, column) for peer in peers]
+            beside = {Q8_0} & measured | {OURS} if own == OURS_INT8 else measured - {OURS_INT8, Q8_0}
+            ratios = [
+                _ratios(values, _page(pages, peer, key), rows, column) if peer in beside else ""
+                for peer in ([OURS] if OURS_INT8 in measured else []) + others
+            ]
             floors = _listed([_value(ours, row, floor) for row in rows]) if floor else ""
-            lines.append([f"{size.title}: {name}", _listed(values), floors, *ratios])
+            lines.append([f"{size.title}, {types}: {name}", _listed(values), floors, *ratios])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

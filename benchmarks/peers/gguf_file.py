@@ -1,4 +1,4 @@
-"""GGUF files of a NemotronH checkpoint of transformers, for llama.cpp; needs the package gguf."""
+"""GGUF files for llama.cpp: of a NemotronH checkpoint of transformers, or of a published model; needs gguf."""
 
 from __future__ import annotations
 
@@ -29,27 +29,39 @@ NAMES = {  # of tensors that are stored as they are, by kind of layer
 
 
 def gguf_of(model: Path, size: Size) -> Path:
-    """Return the GGUF file of a checkpoint in fp32, which is written into its folder, once."""
+    """Return the GGUF file of a checkpoint in fp32, which is written into its folder, once.
+
+    A published model's folder has its own GGUF file, whose quantized weights are written as their values in fp32.
+    """
     path = model / "f32.gguf"
     if not path.exists():
-        _write(model, size.shape, path)
+        if size.published:
+            (source,) = model.glob("*.gguf")
+            _convert(source, path, "LLAMA_FTYPE_ALL_F32")
+        else:
+            _write(model, size.shape, path)
     return path
 
 
 def quantized(path: Path) -> Path:
     """Return a file of the same model in Q8_0, by llama.cpp's own tool; written beside it, once."""
-    import llama_cpp
-
     found = path.with_name("q8_0.gguf")
     if not found.exists():
-        quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(quiet, None)
-        options = llama_cpp.llama_model_quantize_default_params()
-        options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
-        code = llama_cpp.llama_model_quantize(str(path).encode(), str(found).encode(), options)
-        if code != 0:
-            raise RuntimeError(f"llama_model_quantize of {path} returned {code}")
+        _convert(path, found, "LLAMA_FTYPE_MOSTLY_Q8_0")
     return found
+
+
+def _convert(source: Path, target: Path, ftype: str) -> None:
+    """Write a GGUF file's model with weights of another type."""
+    import llama_cpp
+
+    quiet = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(quiet, None)
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.allow_requantize = getattr(llama_cpp, ftype), True
+    code = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options)
+    if code != 0:
+        raise RuntimeError(f"llama_model_quantize of {source} returned {code}")
 
 
 def _write(model: Path, shape: Shape, path: Path) -> None:

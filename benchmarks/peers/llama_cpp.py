@@ -179,13 +179,13 @@ def _measure(run: Run, path: Path, size: Size) -> None:
     StandardRows(run, Llama(path, size), size).measure()
 
 
-@standard(interpreter="LLAMA_PYTHON")
+@standard(interpreter="LLAMA_PYTHON", reads_published=True)
 def llama_f32(run: Run, model: str, size: Size) -> None:
     """Standard rows, served by llama.cpp in fp32; needs LLAMA_PYTHON."""
     _measure(run, gguf_of(Path(model), size), size)
 
 
-@standard(interpreter="LLAMA_PYTHON")
+@standard(interpreter="LLAMA_PYTHON", reads_published=True)
 def llama_q8_0(run: Run, model: str, size: Size) -> None:
     """Standard rows, served by llama.cpp with weights in Q8_0, which people pick on CPUs; needs LLAMA_PYTHON."""
     _measure(run, quantized(gguf_of(Path(model), size)), size)

@@ -61,8 +61,8 @@ class OursBesideRates(Ours):
         rates: Operations a second of products by torch and by oneDNN, and bytes read a second.
     """
 
-    def __init__(self, loaded: LoadedModel, size: Size) -> None:
-        super().__init__(loaded, slots=size.work.slots, block_count=size.work.blocks)
+    def __init__(self, loaded: LoadedModel, size: Size, **batching: object) -> None:
+        super().__init__(loaded, slots=size.work.slots, block_count=size.work.blocks, **batching)
         self.rates: defaultdict[str, list[float]] = defaultdict(list)
         self._bytes = size.shape.step_bytes
 
@@ -76,16 +76,28 @@ class OursBesideRates(Ours):
         self.rates[WEIGHTS].append(read_rate(self._bytes))
 
 
-@standard()
+@standard(reads_published=True)
 def ours(run: Run, model: str, size: Size) -> None:
     """Standard rows, served by this engine, and times over the floors."""
+    peer = _measured(run, model, size, "fp32")
+    _report_floors(run, size, {name: statistics.median(found) for name, found in peer.rates.items()})
+
+
+@standard(reads_published=True)
+def ours_int8(run: Run, model: str, size: Size) -> None:
+    """Standard rows, served by this engine with linear layers quantized to int8."""
+    _measured(run, model, size, "fp32 and int8", cpu_weight_quantization="int8")
+
+
+def _measured(run: Run, model: str, size: Size, types: str, **batching: object) -> OursBesideRates:
+    """Measure the standard rows; return the engine that served them."""
     platform.initialize()
     loaded = load_model(SourceConfig(load_hf=model), {}, device=CPU)
     capability = torch.backends.cpu.get_cpu_capability()
-    run.remark(f"{capability} of {cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, fp32")
-    peer = OursBesideRates(loaded, size)
+    run.remark(f"{capability} of {cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {types}")
+    peer = OursBesideRates(loaded, size, **batching)
     StandardRows(run, peer, size).measure()
-    _report_floors(run, size, {name: statistics.median(found) for name, found in peer.rates.items()})
+    return peer
 
 
 def _report_floors(run: Run, size: Size, rates: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Standard sizes: a hybrid of 5 million parameters and one of 0.25 billion, and the work that is measured with each.
+"""Standard sizes: hybrids of 5 million and 0.25 billion parameters, a published model, and the work measured with each.
 
 Standard library only: peers read it in environments of their own.
 """
@@ -15,10 +15,10 @@ CHATS, TURNS, SAID, ANSWERED = 8, 4, 200, 64
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a NemotronH model in fp32.
+    """Shape of a NemotronH or Llama model in fp32.
 
     Attributes:
-        pattern: A letter for each layer: M Mamba-2, * attention, - MLP.
+        pattern: A letter for each layer: M Mamba-2, * attention, - MLP, G gated MLP.
         groups: Groups of B and C of a Mamba layer.
         state: State size of a Mamba layer.
         chunk: Tokens of a chunk of transformers' scan.
@@ -31,11 +31,11 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    mamba_heads: int
-    mamba_head_dim: int
-    groups: int
-    state: int
-    chunk: int
+    mamba_heads: int = 0
+    mamba_head_dim: int = 0
+    groups: int = 0
+    state: int = 0
+    chunk: int = 0
 
     @property
     def layer_matrices(self) -> int:
@@ -45,6 +45,7 @@ class Shape:
             "M": self.hidden * (3 * inner + 2 * self.groups * self.state + self.mamba_heads),
             "*": 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads),
             "-": 2 * self.hidden * self.mlp,
+            "G": 3 * self.hidden * self.mlp,
         }
         return sum(of_layer[layer] for layer in self.pattern)
 
@@ -110,12 +111,14 @@ class Size:
     Attributes:
         title: Name in tables.
         piece: Tokens that transformers prefills at a time; its scan keeps every weight of a chunk.
+        published: Environment variable with the folder of a published model; None for random weights.
     """
 
     title: str
     shape: Shape
     work: Work
     piece: int
+    published: str | None = None
 
     def quick(self) -> Size:
         """Return the size for a run that only shows errors: fewer layers, and little work."""
@@ -132,9 +135,23 @@ class Size:
             steps=2,
             chats=min(self.work.chats, 1),
         )
-        return replace(self, shape=replace(self.shape, pattern="M-*"), work=work)
+        return replace(self, shape=self.shape if self.published else replace(self.shape, pattern="M-*"), work=work)
 
 
+_OF_LARGE = Work(
+    prefixes=(2_048,),
+    cold=2,
+    alone=5,
+    together=16,
+    unrelated=8,
+    unique=544,
+    generated=16,
+    batches=(1, 4, 8, 16),
+    steps=12,
+    chats=0,
+    blocks=400,
+    slots=24,
+)
 SIZES: Mapping[str, Size] = MappingProxyType(
     {
         "5m": Size(
@@ -185,21 +202,23 @@ SIZES: Mapping[str, Size] = MappingProxyType(
                 state=128,
                 chunk=256,
             ),
-            work=Work(
-                prefixes=(2_048,),
-                cold=2,
-                alone=5,
-                together=16,
-                unrelated=8,
-                unique=544,
-                generated=16,
-                batches=(1, 4, 8, 16),
-                steps=12,
-                chats=0,
-                blocks=400,
-                slots=24,
-            ),
+            work=_OF_LARGE,
             piece=512,
+        ),
+        "smollm2": Size(
+            title="SmolLM2-135M",
+            shape=Shape(
+                vocabulary=49_152,
+                hidden=576,
+                pattern="*G" * 30,
+                mlp=1_536,
+                heads=9,
+                kv_heads=3,
+                head_dim=64,
+            ),
+            work=_OF_LARGE,
+            piece=512,
+            published="SMOLLM2",
         ),
     }
 )

@@ -233,22 +233,25 @@ class StandardRows:
 Measure = Callable[[Run, str, Size], None]
 
 
-def standard(name: str = "", **attributes: object) -> Callable[[Measure], Measure]:
-    """Register a function of a run, a model's directory and a size as the case `standard.NAME_SIZE` of each size.
+def standard(*, reads_published: bool = False, **attributes: object) -> Callable[[Measure], Measure]:
+    """Register a function of a run, a model's directory and a size as the case `standard.FUNCTION_SIZE` of each size.
 
     Args:
-        name: Name of the peer; by default the function's.
+        reads_published: True to measure published models, too.
         attributes: Attributes of the cases.
     """
 
     def register(measure: Measure) -> Measure:
         for key, size in SIZES.items():
-            peer = name or measure.__name__
-            CASES[f"standard.{peer}_{key}"] = Case(
-                f"standard.{peer}_{key}",
+            if size.published and not reads_published:
+                continue
+            name = f"standard.{measure.__name__}_{key}"
+            CASES[name] = Case(
+                name,
                 _of_size(measure, size),
                 in_bench=True,
                 model=key,
+                published=size.published,
                 **attributes,  # type: ignore[arg-type]
             )
         return measure
@@ -256,7 +259,7 @@ def standard(name: str = "", **attributes: object) -> Callable[[Measure], Measur
     return register
 
 
-OURS = "ours"
+OURS, OURS_INT8 = "ours", "ours_int8"
 
 
 def _of_size(measure: Measure, size: Size) -> Callable[[Run, str], None]:
