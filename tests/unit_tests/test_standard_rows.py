@@ -76,7 +76,7 @@ def test_sizes_are_those_of_the_models(key: str, parameters: int) -> None:
 
 
 def test_the_published_size_is_that_of_its_model() -> None:
-    """The bytes of a decode step are those of all matrices of SmolLM2-135M, whose embedding is its output layer, too."""
+    """The bytes of a decode step are those of all matrices of SmolLM2-135M, whose output layer is its embedding."""
     shape = SIZES["smollm2"].shape
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -321,7 +321,9 @@ def test_int8_is_beside_int8_and_ours_in_fp32() -> None:
     measured["standard.ours_int8_250m"]["rows"] |= {decode_row(one): {STEP: 33.0} for one in (4, 8, 16)}
     lines = standard_table(measured, "CPU").splitlines()
     assert lines[0].endswith("| ours | over the floor | over ours in fp32 | over vLLM's | over llama.cpp's, Q8_0 |")
-    decode = {line.split(":")[0]: [cell.strip() for cell in line.split("|")[2:-1]] for line in lines if "decode" in line}
+    decode = {
+        line.split(":")[0]: [cell.strip() for cell in line.split("|")[2:-1]] for line in lines if "decode" in line
+    }
     assert decode == {
         "| 0.25 B, fp32": ["61 / 64 / 68 / 76", "", "", "0.5 / - / - / -", ""],
         "| 0.25 B, int8": ["30 / 33 / 33 / 33", "", "0.492 / 0.516 / 0.485 / 0.434", "", "1.5 / - / - / -"],
@@ -367,5 +369,5 @@ def test_the_results_have_places_for_the_tables() -> None:
     path = ROOT / "benchmarks/RESULTS.md"
     assert re.findall(r"<!-- benchmarks: (\w+) -->", path.read_text("utf-8")) == ["standard", "end", "goals", "end"]
     text = updated(path, pages(), "CPU")
-    assert "| CPU, fp32, one run of `make bench` |" in text
+    assert "| CPU, one run of `make bench` |" in text
     assert "| 0.25 B, decode of 1: step / vLLM's | 0.5 |" in text

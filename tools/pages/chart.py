@@ -63,7 +63,7 @@ def read(text: str) -> tuple[str, list[Row]]:
         for peer, name in PEERS.items()
     }
     rows = [Row(line[0], numbers(line[1]), {one: numbers(line[at]) for one, at in columns.items()}) for line in lines]
-    return head[0].split("; [")[0], rows
+    return head[0].split("; [")[0].replace(", one run", ", fp32, one run"), rows
 
 
 def row_of(rows: list[Row], beginning: str) -> Row:
@@ -84,7 +84,7 @@ def table() -> str:
     lines = [f"| {size.replace(' B', ' billion parameters')}, {machine.split(', one run')[0]} | {' | '.join(names)} |"]
     lines.append("|---" * (1 + len(names)) + "|")
     for words, beginning, at, unit in TABLE:
-        found = figures(row_of(rows, f"{size}: {beginning}"), at)
+        found = figures(row_of(rows, f"{size}, fp32: {beginning}"), at)
         cells = (f"{shown(found[name])} {unit}" if name in found else "" for name in names)
         lines.append(f"| {words} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -102,7 +102,7 @@ def chart() -> Drawing:
         top = _TOP + 116 * line
         drawing.text(16, top + 50, size, size=14)
         for column, (title, beginning, at) in enumerate(PANELS):
-            panel(drawing, _LEFT + (_WIDTH + 8) * column, top, title, row_of(rows, f"{size}: {beginning}"), at)
+            panel(drawing, _LEFT + (_WIDTH + 8) * column, top, title, row_of(rows, f"{size}, fp32: {beginning}"), at)
     drawing.note(16, 306, machine.replace("`", ""))
     return drawing
 
