@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_ext.scheduling.record import RequestRecord as RequestRecord
     from megatron_ext.scheduling.record import Status as Status
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _NAMES = {
     "api.engine": ("AttachedEngine", "EngineFollower", "LoadedEngine"),
