@@ -33,7 +33,7 @@ TP_2, PP_2 = ParallelConfig(tensor_model_parallel_size=2), ParallelConfig(pipeli
 LAYOUTS = {"one rank": ONE, "TP 2": TP_2, "PP 2": PP_2}
 DECODING = 8  # requests
 TIMEOUT = 600  # seconds, of everything that the ranks do
-SENDS = {"commands": (commands.Link, "send"), "results": (shared_results.Results, "share")}
+SENDS = {"commands": (commands.Link, "send"), "results": (shared_results.SharedExecutor, "share")}
 
 
 @case("throughput", quick={"steps": 5})

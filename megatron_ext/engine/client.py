@@ -59,6 +59,9 @@ class EngineClient:
         listener: Observer of steps and deliveries.
         steps_itself: True if the client steps as long as there are requests. Otherwise `step` takes each step and
             raises its errors.
+
+    Attributes:
+        pausing: Current pause; None while the client steps.
     """
 
     def __init__(self, core: EngineCore, listener: ClientListener | None = None, *, steps_itself: bool = True) -> None:
@@ -76,7 +79,7 @@ class EngineClient:
         self._pending: dict[int, EngineRequest] = {}  # by request id
         self._is_step_submitted = False
         self._failures = 0  # failed steps in a row
-        self._pausing: Pause | None = None
+        self.pausing: Pause | None = None
         if core.workers.heartbeat is not None:
             beat = threading.Thread(target=self._beat, args=(core.workers.heartbeat,), name="heartbeat", daemon=True)
             beat.start()
@@ -134,11 +137,6 @@ class EngineClient:
     def unpause(self) -> None:
         """Continue to step, and wait for the engine's thread to know that; does nothing without a pause."""
         self.call(self._unpause).result()
-
-    @property
-    def pausing(self) -> Pause | None:
-        """Current pause; None while the client steps."""
-        return self._pausing
 
     def listen(self, listener: ClientListener | None) -> None:
         """Replace the listener, between two steps; None for one that does nothing."""
@@ -203,7 +201,7 @@ class EngineClient:
             return function(*arguments)
         finally:
             self._listener.on_call()
-            if self._pausing is not None or self._core.is_suspended:
+            if self.pausing is not None or self._core.is_suspended:
                 self._report_ended()
             self._submit_step()
 
@@ -267,7 +265,7 @@ class EngineClient:
 
     def _pause(self, pause: Pause) -> int:
         self._unpause()
-        self._pausing = pause
+        self.pausing = pause
         pause.start(partial(self.call, self._time_out, pause))
         self._core.synchronize()
         if pause.mode == "keep":
@@ -275,12 +273,12 @@ class EngineClient:
         return sum([self._core.abort(one.request, ABORT) for one in self._pending.values() if one.request is not None])
 
     def _unpause(self) -> None:
-        if self._pausing is not None:
-            self._pausing.cancel()
-            self._pausing = None
+        if self.pausing is not None:
+            self.pausing.cancel()
+            self.pausing = None
 
     def _time_out(self, pause: Pause) -> None:
-        if self._pausing is pause:  # no other one has replaced it
+        if self.pausing is pause:  # no other one has replaced it
             logger.warning("generation resumes by itself: it was paused for %g s at most", pause.max_seconds)
             self._unpause()
 
@@ -296,7 +294,7 @@ class EngineClient:
     def _submit_step(self) -> None:
         """Submit the next step if there is something to compute or to report."""
         self._open_gate()
-        is_stuck = self._failures > FAILED_STEPS or not self._steps_itself or self._pausing is not None
+        is_stuck = self._failures > FAILED_STEPS or not self._steps_itself or self.pausing is not None
         if self._is_step_submitted or is_stuck or self._core.is_suspended or not self._core.is_busy:
             return
         with contextlib.suppress(RuntimeError):  # the client is being closed, or the interpreter ends
@@ -307,7 +305,7 @@ class EngineClient:
         """Take one step, deliver its output, and submit the next step after the calls submitted meanwhile."""
         self._is_step_submitted = False
         self._drop_abandoned()
-        if self._is_closed or self._pausing is not None or self._core.is_suspended or not self._core.is_busy:
+        if self._is_closed or self.pausing is not None or self._core.is_suspended or not self._core.is_busy:
             return
         try:
             self._step()

@@ -180,11 +180,10 @@ def plan_engine(
     agreed = agree(capacities, slots_within_blocks=cache.snapshot_slots is None)
     world = world_kv_cache_config([capacity.geometry for capacity in agreed], peers.replica)
     costs = entry_costs(config, world.block_size_tokens, world.cached_block_bytes, world.snapshot_bytes)
-    limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
-    limits = replace(limits, max_drafts=speculative_tokens, slabs=world.slabs)
+    limits = replace(_limits(agreed[peers.rank], batching, cache, longest, device_type, costs), slabs=world.slabs)
+    ahead = async_states(world.live_states, limits.max_requests) if batching.has_input_buffers else 0
+    limits = replace(limits, max_drafts=speculative_tokens, draft_states=world.draft_states, async_states=ahead)
     world = replace(world, max_model_len=limits.max_model_len)
-    if config.is_hybrid:
-        limits = _with_states(limits, world, batching)
     if limits.aligned_chunks:
         check_aligned(limits)
     plan = EnginePlan(
@@ -231,12 +230,6 @@ def _why_fixed(capacities: Sequence[Capacity]) -> str:
     else:
         why = "too few of them fit"
     return f"KV blocks and snapshots have pools of fixed sizes, since {why}"
-
-
-def _with_states(limits: SchedulerLimits, world: KVCacheConfig, batching: BatchingConfig) -> SchedulerLimits:
-    """Add the slots for states after drafts, and for the snapshots of steps launched asynchronously, to `limits`."""
-    ahead = async_states(world.live_states, limits.max_requests) if batching.has_input_buffers else 0
-    return replace(limits, draft_states=world.draft_states, async_states=ahead)
 
 
 def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConfig, linear: str) -> bytes:

@@ -16,7 +16,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.cache_ranks import CacheRanks
 from megatron_ext.parallel.commands import Link
 from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
-from megatron_ext.parallel.shared_results import CheckedExecutor, Results, SharedExecutor
+from megatron_ext.parallel.shared_results import SharedExecutor
 from megatron_ext.speculation.drafter import Drafter
 
 T = TypeVar("T")
@@ -97,8 +97,9 @@ class ParallelContext:
 
     def executor(self, replica: int, own: Executor) -> Executor:
         """Return the executor of a replica, of which `own` computes this rank's part if it is this rank's replica."""
-        shared = SharedExecutor(own if replica == self.here.replica else None, self._results(replica))
-        return CheckedExecutor(shared, self._groups[replica]) if self._checks else shared
+        part, ranks = own if replica == self.here.replica else None, (self.here.rank, self._source(replica))
+        routing = self.records_routing
+        return SharedExecutor(part, self._groups[replica], *ranks, has_routing=routing, checks=self._checks)
 
     def drafter(self, replica: int, layer: Drafter | None) -> RankDrafter:
         """Return the drafter for the commands of a replica that concerns this rank.
@@ -122,9 +123,6 @@ class ParallelContext:
     def _source(self, replica: int) -> int:
         (source,) = (one.rank for one in self.places if one.replica == replica and one.samples)
         return source
-
-    def _results(self, replica: int) -> Results:
-        return Results(self._groups[replica], self.here.rank, self._source(replica), has_routing=self.records_routing)
 
     def cache_ranks(self, replica: int) -> CacheRanks:
         """Return the ranks that keep the cache of a replica, on each of them and on rank 0.

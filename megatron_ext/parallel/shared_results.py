@@ -26,23 +26,47 @@ DIGEST_BYTES = 16
 _LONGEST_VALUE = 200  # characters, in the message
 
 
-class Results:
-    """Results of one replica's steps. All ranks know from the step's message what follows, so it is not announced.
+class SharedExecutor:
+    """Executor that computes this rank's part of a step, if it has one, and returns the whole replica's result.
 
-    m tokens are 8 m bytes; scores are pickled, and sent only if a request asked for them or routing is recorded.
+    All ranks know from the step's message what follows, so it is not announced. m tokens are 8 m bytes; scores are
+    pickled, and sent only if a request asked for them or routing is recorded. A check sends 16 bytes to each other
+    rank, and the messages themselves if these digests differ.
 
     Args:
+        part: Executor of this rank's part of the model, whose result has tokens on the rank that samples only; None on
+            rank 0 for another replica, whose results it receives.
         group: The replica's ranks, and rank 0.
         rank: This rank.
         source: The rank that samples.
         has_routing: Whether results have routing indices.
+        checks: Whether ranks compare each step's message, idle steps included; a difference is a `RankError`.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, source: int, *, has_routing: bool = False) -> None:
-        self._group = group
-        self._rank = rank
-        self._source = source
-        self._has_routing = has_routing
+    def __init__(
+        self,
+        part: Executor | None,
+        group: ProcessGroup,
+        rank: int,
+        source: int,
+        *,
+        has_routing: bool = False,
+        checks: bool = False,
+    ) -> None:
+        self._part, self._group, self._rank, self._source = part, group, rank, source
+        self._has_routing, self._checks = has_routing, checks
+        self._count = 0
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        """Compute and share a step; see `Executor.execute`."""
+        self._compare(step)
+        return self.share(step, StepResult() if self._part is None else self._part.execute(step))
+
+    def idle(self) -> None:
+        """Idle for one step, which has no result; see `Executor.idle`."""
+        self._compare(None)
+        if self._part is not None:
+            self._part.idle()
 
     def share(self, step: ScheduledStep, result: StepResult) -> StepResult:
         """Return the result of a step on every rank; scores on the source and rank 0 only.
@@ -110,67 +134,9 @@ class Results:
             given = pickle.loads(received.numpy().tobytes())
         return given
 
-
-def _wants_scores(step: ScheduledStep) -> bool:
-    asked = any(one.sampling is not None and one.sampling.top_n is not None for one in step.yielding)
-    return asked or any(one.scoring is not None for one in step.chunks)
-
-
-class SharedExecutor:
-    """Executor that computes this rank's part of a step, if it has one, and returns the whole replica's result.
-
-    Args:
-        part: Executor of this rank's part of the model, whose result has tokens on the rank that samples only; None on
-            rank 0 for another replica, whose results it receives.
-        results: Results of the replica.
-    """
-
-    def __init__(self, part: Executor | None, results: Results) -> None:
-        self._part = part
-        self._results = results
-
-    def execute(self, step: ScheduledStep) -> StepResult:
-        """Compute and share a step; see `Executor.execute`."""
-        return self._results.share(step, StepResult() if self._part is None else self._part.execute(step))
-
-    def idle(self) -> None:
-        """Idle for one step, which has no result; see `Executor.idle`."""
-        if self._part is not None:
-            self._part.idle()
-
-
-def digest(step: ScheduledStep | None) -> bytes:
-    """Return the digest of a step's message: equal messages have equal digests in every process."""
-    return blake2b(repr(step).encode(), digest_size=DIGEST_BYTES).digest()
-
-
-class CheckedExecutor:
-    """Executor that compares digests of each step's message over the replica's ranks, idle steps included.
-
-    Each rank sends 16 bytes to each other one, and the messages themselves if the digests differ, which is a
-    `RankError`.
-
-    Args:
-        executor: Computes the step after the check.
-        group: The replica's ranks, and rank 0.
-    """
-
-    def __init__(self, executor: Executor, group: dist.ProcessGroup) -> None:
-        self._executor = executor
-        self._group = group
-        self._count = 0
-
-    def execute(self, step: ScheduledStep) -> StepResult:
-        """Check and compute a step; see `Executor.execute`."""
-        self._compare(step)
-        return self._executor.execute(step)
-
-    def idle(self) -> None:
-        """Check an idle step; see `Executor.idle`."""
-        self._compare(None)
-        self._executor.idle()
-
     def _compare(self, step: ScheduledStep | None) -> None:
+        if not self._checks:
+            return
         self._count += 1
         own = torch.frombuffer(bytearray(digest(step)), dtype=torch.uint8)
         digests = [torch.empty_like(own) for _ in range(self._group.size())]
@@ -189,6 +155,16 @@ class CheckedExecutor:
                 name, here, there = found
                 return f"{name} is {here} on rank {ranks[0]} and {there} on rank {rank} (--check-ranks)"
         raise AssertionError("digests differ, and no field does")
+
+
+def _wants_scores(step: ScheduledStep) -> bool:
+    asked = any(one.sampling is not None and one.sampling.top_n is not None for one in step.yielding)
+    return asked or any(one.scoring is not None for one in step.chunks)
+
+
+def digest(step: ScheduledStep | None) -> bytes:
+    """Return the digest of a step's message: equal messages have equal digests in every process."""
+    return blake2b(repr(step).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def fields(value: object, name: str = "the step") -> Iterator[tuple[str, str]]:

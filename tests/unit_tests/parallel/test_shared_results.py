@@ -34,7 +34,7 @@ def test_target_tokens_reach_their_requests(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(shared_results, "broadcast", broadcast)
     pair = SimpleNamespace(size=lambda: 2)
-    source, follower = (shared_results.Results(pair, rank, source=0) for rank in (0, 1))
+    source, follower = (shared_results.SharedExecutor(None, pair, rank, source=0) for rank in (0, 1))
     for got in (source.share(step, sampled), follower.share(step, StepResult())):
         assert (got.tokens, got.target_tokens) == (sampled.tokens, sampled.target_tokens)
     assert sent[1].shape == sent[0].shape
