@@ -105,7 +105,7 @@ def test_a_full_queue_is_429_with_retry_after(serve, stream):
     server.check_idle()
     assert server.client().completions.create(model="tiny", prompt=[1], max_tokens=3).usage.completion_tokens == 3
     never = server.http.post("/v1/completions", json={"prompt": [1], "n": 4})
-    assert (never.status_code, never.json()["error"]["message"][:9]) == (400, "4 choices")
+    assert (never.status_code, never.json()["error"]["message"][:10]) == (400, "4 requests")
 
 
 def test_choices_are_taken_all_or_none(tiny):
