@@ -240,15 +240,14 @@ class TextTokenizer:
         self._backend = FastBackend.read(file) if os.path.lexists(file) else AutoBackend(path)
         self.vocab_size, self.token_ids = self._backend.vocab_size, self._backend.token_ids
         self.longest_token = self._backend.longest_token
-        special = special_ids(directory, self._backend.id_of)
-        labelled = [("end", special.eod), ("beginning", special.bos), *(("end", other) for other in special.ends)]
-        for label, token_id in labelled:
+        self.bos, self.ends = special_ids(directory, self._backend.id_of)
+        self.eod = next(iter(self.ends), None)
+        for label, token_id in (("beginning", self.bos), *(("end", token) for token in self.ends)):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise ConfigError(
                     f"{directory}: the {label} of a document is token {token_id}, "
                     f"outside the tokenizer's {self.vocab_size} ids"
                 )
-        self.eod, self.bos, self.ends = special.eod, special.bos, special.ends
         # Read now: the directory may later hold another tokenizer.
         self._special_tokens = read_special_tokens(directory)
         if template_file is not None:

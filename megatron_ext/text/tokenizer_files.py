@@ -231,20 +231,11 @@ _ID_FILES = (GENERATION_FILE, "config.json")
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<eod>")
 
 
-@dataclass(frozen=True)
-class SpecialIds:
-    """Ids of the tokens around a document; None if absent. `ends` are all that end one, `eod` first."""
+def special_ids(directory: Path, id_of: IdOf) -> tuple[int | None, tuple[int, ...]]:
+    """Return the token that begins a document, and all that end one, from the tokenizer's files, else from the model's.
 
-    eod: int | None = None
-    bos: int | None = None
-    ends: tuple[int, ...] = ()
-
-
-def special_ids(directory: Path, id_of: IdOf) -> SpecialIds:
-    """Return end and beginning of a document, from the tokenizer's files, else from the model's.
-
-    If the model's files list several ends, all of them end a document, and if the tokenizer names none, the first one
-    is `eod`. If no file names the end, a special token with a usual name is the end.
+    If the model's files list several ends, all of them end a document; an end that the tokenizer names is the first. If
+    no file names the end, a special token with a usual name is the end.
 
     Args:
         directory: Directory of the files.
@@ -257,7 +248,7 @@ def special_ids(directory: Path, id_of: IdOf) -> SpecialIds:
     if eod is None:
         eod = next((found for name in _USUAL_ENDS if (found := id_of(name)) is not None), None)
     ends = () if eod is None else tuple(dict.fromkeys((eod, *_listed_ids(directory, "eos"))))
-    return SpecialIds(eod, _named_id(directory, "bos", id_of), ends)
+    return _named_id(directory, "bos", id_of), ends
 
 
 def _named_id(directory: Path, role: str, id_of: IdOf) -> int | None:
