@@ -52,7 +52,7 @@ class FieldType:
             (annotation,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
         if typing.get_origin(annotation) is not tuple:
             assert isinstance(annotation, type), annotation
-            assert annotation in _SINGULAR or _has_own_form(annotation), annotation
+            assert annotation in _SINGULAR or _is_custom(annotation), annotation
             return cls(annotation, is_optional=is_optional)
         items = typing.get_args(annotation)
         length = None if items[-1] is Ellipsis else len(items)
@@ -62,7 +62,7 @@ class FieldType:
     def expected(self) -> str:
         """Description of the expected value in words, to follow "is not"."""
         if not self.is_tuple:
-            return self.item.expected if _has_own_form(self.item) else _SINGULAR[self.item]
+            return self.item.expected if _is_custom(self.item) else _SINGULAR[self.item]
         return f"a list of {_COUNTS[self.length]}{_PLURAL[self.item]}"
 
     @property
@@ -89,7 +89,7 @@ class FieldType:
     def _convert_item(self, value: object) -> object:
         if type(value) is self.item:
             return value
-        if _has_own_form(self.item):
+        if _is_custom(self.item):
             return self._made(self.item.of, value)
         if self.item is float and type(value) is int:
             try:
@@ -105,7 +105,7 @@ class FieldType:
             MismatchError: The text is not a valid item.
         """
         assert self.item is not bool, "a flag of its own, without a value"
-        if _has_own_form(self.item):
+        if _is_custom(self.item):
             return self._made(self.item.parse, text)
         try:
             parsed: object = self.item(text)
@@ -120,7 +120,7 @@ class FieldType:
             raise MismatchError(str(error)) from None
 
 
-class OwnForm(Protocol):
+class CustomParser(Protocol):
     """Class that parses its own values; both methods raise ValueError for any other input.
 
     The error's text follows "is not".
@@ -140,7 +140,7 @@ class OwnForm(Protocol):
         """Parse command-line text."""
 
 
-def _has_own_form(item: type) -> TypeGuard[type[OwnForm]]:
+def _is_custom(item: type) -> TypeGuard[type[CustomParser]]:
     return hasattr(item, "of") and hasattr(item, "parse")
 
 

@@ -105,7 +105,7 @@ EMBEDDED_CONFIG = ModelConfig(  # a copy of its config file, so that flags are c
 )
 
 
-def with_harmless(model: ModelConfig, overrides: FieldValues) -> ModelConfig:
+def with_runtime_overrides(model: ModelConfig, overrides: FieldValues) -> ModelConfig:
     """Return `model` with the overrides that do not affect its weights; the others must be equal to its fields."""
     return dataclasses.replace(model, **{name: value for name, value in overrides.items() if name in HARMLESS})
 
@@ -119,4 +119,4 @@ def check_flags(overrides: FieldValues) -> None:
     if differences(EMBEDDED_CONFIG, overrides):
         ModelConfig(**overrides)
     else:
-        with_harmless(EMBEDDED_CONFIG, overrides)
+        with_runtime_overrides(EMBEDDED_CONFIG, overrides)

@@ -11,7 +11,13 @@ import torch
 
 from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.differences import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
+from megatron_ext.config.differences import (
+    EMBEDDED_CONFIG,
+    EMBEDDED_MODEL_DIR,
+    as_flag,
+    differences,
+    with_runtime_overrides,
+)
 from megatron_ext.config.model_folder import require_model_folder
 from megatron_ext.config.source import AUTO_TYPE, HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
@@ -203,7 +209,7 @@ def checkpoint_config(
     elif source.load is None:
         saved = with_prediction(saved, directory, source.hf_overrides)
     if source.load is None and source.load_hf is None:
-        return with_harmless(saved, overrides), None
+        return with_runtime_overrides(saved, overrides), None
     config = with_overrides(saved, fitting_overrides(source, saved, overrides, directory, trained))
     require_layout(saved, config, directory)
     return config, trained

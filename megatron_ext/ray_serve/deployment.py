@@ -121,7 +121,7 @@ class _Caller:
     watching: asyncio.Task[None] | None = None
 
 
-class Callers:
+class CallerWatch:
     """Ingresses with requests in flight; requests of a lost one have no reader, and end. Used in one event loop.
 
     Ray does not tell an actor that the caller of its method has ended, so each ingress is asked for a sign of life.
@@ -295,7 +295,7 @@ class RoutedReplica(Replica):
         from megatron_ext.ray_serve.replica_status import ADMIN_PATHS, status_router
 
         super().__init__(words, ranks, timeout)
-        self._callers = Callers()
+        self._callers = CallerWatch()
         engine = self._serving.engine
         size = engine.limits.block_size
         self._logs = [CacheLog(Mirror(size, has_states=engine.is_hybrid)) for _ in range(engine.replicas)]

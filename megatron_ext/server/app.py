@@ -29,7 +29,7 @@ ROUTERS = (
 ADMIN_ROUTERS = (admin.router,)  # with --enable-admin-routes
 
 
-class UnbegunAnswers:
+class PendingResponses:
     """Requests whose answers have not begun, wherever they wait: for their body, a tokenizer, or the engine."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ def create_app(
             allow_headers=("*",),
             max_age=CORS_SECONDS,
         )
-    build, app.state.unbegun = app.build_middleware_stack, UnbegunAnswers()
+    build, app.state.unbegun = app.build_middleware_stack, PendingResponses()
 
     def build_stack() -> ASGIApp:
         """Return all middleware, with ids and log lines around the handler of unexpected errors, too."""

@@ -38,7 +38,7 @@ from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.server.api_keys import Keys, load_keys
-from megatron_ext.server.app import UnbegunAnswers, create_app
+from megatron_ext.server.app import PendingResponses, create_app
 from megatron_ext.server.http.connections import (
     ACCEPT_BATCH,
     LISTEN_BACKLOG,
@@ -306,7 +306,7 @@ class _Server(uvicorn.Server):
             lifespan="on",
         )
         super().__init__(config)
-        self._unbegun: UnbegunAnswers = app.state.unbegun
+        self._unbegun: PendingResponses = app.state.unbegun
         self._serving, self._on_ready = serving, on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grace_is_over = asyncio.Event()

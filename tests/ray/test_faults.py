@@ -224,13 +224,13 @@ async def test_the_loss_of_a_caller_is_seen(nodes: Cluster):
     """RP-6: a replica learns that an ingress is lost while requests of it run."""
     import ray
 
-    from megatron_ext.ray_serve.deployment import Callers
+    from megatron_ext.ray_serve.deployment import CallerWatch
 
     @ray.remote(num_cpus=0)
     class Caller:
         pass
 
-    caller, callers = Caller.remote(), Callers()
+    caller, callers = Caller.remote(), CallerWatch()
     with callers.answering(caller) as first, callers.answering(caller) as second:
         await caller.__ray_ready__.remote()
         assert not first.is_set()

@@ -85,14 +85,14 @@ def shards(sharded: Sharded) -> list[ShardedTensor]:
 
 
 @dataclass(frozen=True)
-class RankInfo:
+class StoredKey:
     """Key, and the row in a stack of layers if the key is a stack's."""
 
     key: str
     row: int | None = None
 
 
-def places(key: str, in_gpt: bool) -> Iterator[RankInfo]:
+def places(key: str, in_gpt: bool) -> Iterator[StoredKey]:
     """Yield the possible locations of a parameter of ours, the likeliest first.
 
     Args:
@@ -101,7 +101,7 @@ def places(key: str, in_gpt: bool) -> Iterator[RankInfo]:
     """
     for name in (key, _other_norm(key)):
         if name is not None:
-            yield from _gpt_places(name) if in_gpt else (RankInfo(name),)
+            yield from _gpt_places(name) if in_gpt else (StoredKey(name),)
 
 
 def given_name(name: str, given: Container[str], in_gpt: bool) -> str:
@@ -135,23 +135,23 @@ def _other_norm(key: str) -> str | None:
     return None
 
 
-def _gpt_places(key: str) -> Iterator[RankInfo]:
+def _gpt_places(key: str) -> Iterator[StoredKey]:
     layer = _LAYER.fullmatch(key)
     if layer is None:
-        yield RankInfo(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
+        yield StoredKey(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
         return
     stack, number, rest = layer[1], int(layer[2]) // 2, layer[3]
     for ours, theirs in _GPT_NAMES:
         if rest.startswith(ours):
             rest = theirs + rest.removeprefix(ours)
     if is_prediction(stack):
-        yield RankInfo(f"{stack.removesuffix(_OUR_PREDICTION)}{_GPT_PREDICTION}.{rest}")
+        yield StoredKey(f"{stack.removesuffix(_OUR_PREDICTION)}{_GPT_PREDICTION}.{rest}")
         return
-    yield RankInfo(f"{stack}.layers.{number}.{rest}")
-    yield RankInfo(f"{stack}.layers.{rest}", row=number)
+    yield StoredKey(f"{stack}.layers.{number}.{rest}")
+    yield StoredKey(f"{stack}.layers.{rest}", row=number)
 
 
-def _at(sharded: Sharded, place: RankInfo, layers: int | None) -> Sharded:
+def _at(sharded: Sharded, place: StoredKey, layers: int | None) -> Sharded:
     """Return the parameter, requested at another location."""
 
     def moved(shard: ShardedTensor) -> ShardedTensor:

@@ -40,7 +40,7 @@ FIRST_PROBE, LONGEST_PROBE = 0.005, 60.0
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class PatientTransport:
+class LingeringTransport:
     """Wrapper of asyncio's transport, which does whatever is not defined here.
 
     A connection that is closed with unread bytes is reset, and the reset can overtake the answer. So `close` only ends
@@ -203,7 +203,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit the connection of a client, or refuse it."""
-        self._patient = PatientTransport(transport, self._may_receive)
+        self._patient = LingeringTransport(transport, self._may_receive)
         super().connection_made(self._patient)  # type: ignore[arg-type]  # it has all methods of one
         if not self._guard.admit(self):
             message = f"all {self._guard.limit} connections of this server are in use; try again"
