@@ -46,7 +46,7 @@ class LoadPlacing:
         """Obey a command of the rank that decides; with the request that it names."""
         if isinstance(command, BeginLoad):
             assert request is not None, "a request begins the load"
-            self._begin(command, request)
+            self._follow_begin(command, request)
         elif isinstance(command, NoteRun):
             assert request is not None, "the run is one of a request's prefix"
             self._scheduler.disk_loads.note_run(request, command.end)
@@ -57,7 +57,7 @@ class LoadPlacing:
         else:
             self.place(command.number)
 
-    def _begin(self, command: BeginLoad, request: Request) -> None:
+    def _follow_begin(self, command: BeginLoad, request: Request) -> None:
         if request.unhashed_tokens:  # the rank that decides has hashed them ahead
             self._scheduler.hash_ahead()
         loads, tier, size = self._scheduler.disk_loads, self._tier, self._scheduler.limits.block_size
@@ -92,18 +92,11 @@ class LoadPlacing:
             self._memory.write_snapshot(places.slot, places.block_hash, contents[-1])
 
 
-class DiskLoading:
-    """Loads of one scheduler's waiting requests. For the engine's thread.
-
-    Args:
-        scheduler: The scheduler.
-        tier: Disk tier of its cache.
-        memory: Memory of its cache.
-    """
+class DiskLoading(LoadPlacing):
+    """Loads of one scheduler's waiting requests, on the rank that decides about them. For the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, tier: DiskTier, memory: LoadTarget) -> None:
-        self._scheduler, self._tier = scheduler, tier
-        self._placing = LoadPlacing(scheduler, tier, memory)
+        super().__init__(scheduler, tier, memory)
         self._attempts: dict[Request, int] = {}
 
     def follow(self) -> None:
@@ -157,7 +150,7 @@ class DiskLoading:
         room is given up once its deadline is over, since others overtake its requests.
         """
         for number in self._tier.complete():
-            if self._placing.place(number):
+            if self.place(number):
                 return
             if self._tier.is_late(number):
                 self._tier.counts.loads_late += 1

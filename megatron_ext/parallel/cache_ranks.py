@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.parallel.failure import is_lost_peer
-from megatron_ext.prefix_cache.disk.restore import Agreement, LostRanksError
+from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.slot import (
     DiskUnavailableError,
     SlotDirectory,
@@ -47,43 +45,28 @@ class CacheRanks(Agreement):
     def from_leader(self, value: T | None) -> T:
         """Return the leader's value, which can be pickled; see `Agreement`."""
         found = [value]
-        with _lost_ranks():
-            dist.broadcast_object_list(found, self._leader, group=self._group)
+        dist.broadcast_object_list(found, self._leader, group=self._group)
         return found[0]  # type: ignore[return-value]  # the leader gives one
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """Return the least numbers of all ranks; see `Agreement`."""
         row = torch.tensor(numbers, dtype=torch.int64)
-        with _lost_ranks():
-            dist.all_reduce(row, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(row, dist.ReduceOp.MIN, group=self._group)
         return [int(one) for one in row.tolist()]
 
     def report(self, numbers: Sequence[int]) -> Callable[[], list[int] | None]:
         """Give numbers without waiting; see `Agreement`."""
         row = torch.tensor(numbers, dtype=torch.int64)
-        with _lost_ranks():
-            work = dist.all_reduce(row, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        work = dist.all_reduce(row, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None, "the call is asynchronous"
 
         def found() -> list[int] | None:
             if not work.is_completed():
                 return None
-            with _lost_ranks():
-                work.wait()
+            work.wait()
             return [int(one) for one in row.tolist()]
 
         return found
-
-
-@contextmanager
-def _lost_ranks() -> Iterator[None]:
-    """Raise the loss of a rank as `LostRanksError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_lost_peer(error):
-            raise
-        raise LostRanksError("another rank has failed, or does not answer") from error
 
 
 def open_beside_others(

@@ -368,12 +368,22 @@ class PrefixCache:
         return self._index.hottest(count)
 
     def by_worth(self) -> Iterator[tuple[BlockHash, bool]]:
-        """Return block hashes and whether each stands for a snapshot, by falling worth, a block after its parents.
+        """Yield block hashes and whether each stands for a snapshot, by falling worth, a block after its parents.
 
         A snapshot follows its block. Blocks that no snapshot needs come last, as far as there are snapshots.
         """
+        index, yielded = self._index, set[BlockHash]()
         snapshots = [] if self.states is None else self.states.by_priority()[::-1]
-        return by_worth(self._index, self._unused, snapshots)
+        in_use = [block for block in index if block not in self._unused]
+        blocks = [index.hash_of(block) for block in (*in_use, *reversed(list(self._unused)))]
+        for ends, has_snapshot in ((snapshots, True), (blocks, False)):
+            for end in ends:
+                chain = takewhile(lambda one: one not in yielded, (end, *index.ancestors(end)))
+                for block_hash in reversed(list(chain)):
+                    yielded.add(block_hash)
+                    yield block_hash, False
+                if has_snapshot:
+                    yield end, True
 
     def use(self) -> CacheUse:
         """Return the statistics of the cache, for monitoring."""
@@ -432,26 +442,3 @@ class PrefixCache:
         assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
         if not self._keeps_unused:
             assert all(map(self._is_needed, self._unused)), "a block is kept without a request that wants it"
-
-
-def by_worth(
-    index: BlockIndex, unused: LeafFirstLru, snapshots: Sequence[BlockHash]
-) -> Iterator[tuple[BlockHash, bool]]:
-    """Yield block hashes and whether each stands for a snapshot; see `PrefixCache.by_worth`.
-
-    Args:
-        index: Index of the cached blocks.
-        unused: Blocks that no request uses.
-        snapshots: Snapshots, by falling worth.
-    """
-    yielded: set[BlockHash] = set()
-    in_use = [block for block in index if block not in unused]
-    blocks = [index.hash_of(block) for block in (*in_use, *reversed(list(unused)))]
-    for ends, has_snapshot in ((snapshots, True), (blocks, False)):
-        for end in ends:
-            chain = takewhile(lambda one: one not in yielded, (end, *index.ancestors(end)))
-            for block_hash in reversed(list(chain)):
-                yielded.add(block_hash)
-                yield block_hash, False
-            if has_snapshot:
-                yield end, True

@@ -20,10 +20,6 @@ T = TypeVar("T")
 WINDOW = 1024  # entries that the leader names at a time
 
 
-class LostRanksError(Exception):
-    """Another rank has failed, or does not answer. The message is one line."""
-
-
 class Agreement:
     """Ranks that keep one cache; each makes the same calls in the same order. This base class serves a single rank.
 
@@ -34,11 +30,7 @@ class Agreement:
     leads = True
 
     def from_leader(self, value: T | None) -> T:
-        """Return the value that the leader has given, also on a rank that only plans; other values are ignored.
-
-        Raises:
-            LostRanksError: A rank has failed, or does not answer; also the next two.
-        """
+        """Return the value that the leader has given, also on a rank that only plans; other values are ignored."""
         assert value is not None, "the leader gives one"
         return value
 

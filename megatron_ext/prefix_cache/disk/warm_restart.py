@@ -143,9 +143,6 @@ class WarmRestart:
 
         Returns:
             Tiers and memories of the caches; none if the weights were changed.
-
-        Raises:
-            LostRanksError: Another rank has failed; the caches must not be used.
         """
         if not self._is_current:
             return []
