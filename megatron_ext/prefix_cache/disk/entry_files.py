@@ -85,9 +85,8 @@ class EntryFiles:
         with self._opened(entry) as file:
             head = file.read(entry.head_bytes)
             counts = [file.readinto(buffer) for buffer in into]  # type: ignore[attr-defined]
-            is_whole = counts == [memoryview(buffer).nbytes for buffer in into] and not file.read(1)
         tokens = _tokens(entry, head)
-        if not is_whole:
+        if counts != [memoryview(buffer).nbytes for buffer in into]:
             raise DamagedEntryError(TOO_SHORT)
         if head != _head(entry, head[CHECKSUM_BYTES:], into):
             raise DamagedEntryError(BAD_BYTES)

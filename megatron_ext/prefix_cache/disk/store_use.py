@@ -13,7 +13,7 @@ from megatron_ext.prefix_cache.disk.entry import PAGE_BYTES, EntryKind, StoredEn
 # Reasons why entries are dropped, or not taken.
 BAD_BYTES = "checksum"
 BAD_TOKENS = "tokens"  # its tokens contradict its block hash, or differ from the requested tokens
-TOO_SHORT = "short"  # its file is gone or lacks some bytes, or it has another size than requested
+TOO_SHORT = "short"  # its file is gone, or has fewer bytes than requested
 EVICTED = "evicted"  # for entries used later, or because the budget is smaller now
 OTHER_IDENTITY = "other_identity"  # evicted, and of another model or setting
 LESS_WORTH = "less_worth"  # not taken: only entries used later could make room

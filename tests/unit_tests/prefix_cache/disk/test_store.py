@@ -263,6 +263,7 @@ def test_a_file_that_is_cut_or_gone_is_counted(store, directory, rest):
         path.write_bytes(rest)
         path.chmod(0o600)
         store = reopened(store, directory)
+        assert len(store) == 1 + (len(rest) >= 8), "an entry without its head is dropped at once"
         assert not is_read_page(store, 1)
         assert len(faults(store)) == 1
     assert not path.exists()
@@ -312,6 +313,7 @@ def test_no_room_on_the_device_ends_the_use_of_the_store(directory, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert stored == [True, True, False, False]
+    assert len(os.listdir(directory / "slot-0")) == 3, "the room of what was not written is free again"
     assert len(caplog.records) == 1
     assert not store.use.is_on
     store.close()
