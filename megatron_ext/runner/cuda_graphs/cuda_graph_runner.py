@@ -286,7 +286,7 @@ class CudaGraphRunner:
         if needs.is_processed:
             used = write_logits_inputs(_sampling(chunks), self._vocabulary, arrays)
             unused = 0 if needs.has_mask else unsent_entries(room_for(bucket.rows), used)
-        self._tables.send()
+        self._tables.send_rows()
         self._buffers.send(layout, unused=unused)
         self._chunks = chunks
         return chunks

@@ -101,7 +101,7 @@ class BlockTables:
         self._staged = torch.zeros(count, dtype=torch.int64, device=device)
         self._host = [HostBuffer(count, device) for _ in range(2)]
 
-    def send(self) -> int:
+    def send_rows(self) -> int:
         """Enqueue the copy of the rows that were written since the last call; return its bytes."""
         slots, rows = self.rows.changed(self._tables.shape[1])
         if not slots:

@@ -28,7 +28,7 @@ def test_rows_on_the_device_are_the_tables_of_the_slots():
             is_new = source.random() < 0.3 or len(known[slot]) == WIDTH
             known[slot] = (*(() if is_new else known[slot]), BlockId(source.randrange(90)))
         tables.rows.of(slots, [known[slot] for slot in slots])
-        tables.send()
+        tables.send_rows()
         found = tables.gather(torch.tensor(slots), WIDTH)
         for row, slot in zip(found.tolist(), slots, strict=True):
             assert row == [*known[slot], *[PADDING] * (WIDTH - len(known[slot]))]
@@ -39,11 +39,11 @@ def test_bytes():
     tables = BlockTables(SLOTS, 2, PADDING, torch.device("cpu"))
     one, other = (BlockId(1), BlockId(2)), (BlockId(3),)
     tables.rows.of([0, 1], [one, other])
-    assert tables.send() == 2 * (8 + 2 * 4)
+    assert tables.send_rows() == 2 * (8 + 2 * 4)
     tables.rows.of([1, 0], [other, one])
-    assert tables.send() == 0
+    assert tables.send_rows() == 0
     tables.rows.of([0, 1], [one, (*other, BlockId(4))])
-    assert tables.send() == 8 + 2 * 4
+    assert tables.send_rows() == 8 + 2 * 4
 
 
 def test_tables_are_sent_and_gathered_as_they_are_read():
@@ -51,7 +51,7 @@ def test_tables_are_sent_and_gathered_as_they_are_read():
     tables = BlockTables(SLOTS, WIDTH, PADDING, torch.device("cpu"))
     tables.rows.of([0, 3], [(BlockId(1), BlockId(2)), (BlockId(2**31 - 1),)])
     with LaunchCounter() as beside:
-        tables.send()
+        tables.send_rows()
     with LaunchCounter() as captured:
         found = tables.gather(torch.tensor([3]), 2)
     assert found.dtype == torch.int32
@@ -62,8 +62,8 @@ def test_tables_are_sent_and_gathered_as_they_are_read():
 @pytest.fixture
 def sent(monkeypatch) -> list[int]:
     """Bytes of tables that each step has sent."""
-    found, send = [], BlockTables.send
-    monkeypatch.setattr(BlockTables, "send", lambda self: found.append(send(self)) or found[-1])
+    found, send = [], BlockTables.send_rows
+    monkeypatch.setattr(BlockTables, "send_rows", lambda self: found.append(send(self)) or found[-1])
     return found
 
 
