@@ -246,7 +246,7 @@ def _at_least(kind: type[Number], minimum: int, *, is_open: bool = False) -> Cal
 
     def number(text: str) -> Number:
         value = kind(text)
-        if not math.isfinite(value) or value < minimum or (is_open and value == minimum):
+        if (isinstance(value, float) and not math.isfinite(value)) or value < minimum or (is_open and value == minimum):
             bound = f"more than {minimum}" if is_open else f"{minimum} or more"
             raise argparse.ArgumentTypeError(f"{text} must be {bound}")
         return value

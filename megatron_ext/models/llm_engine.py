@@ -38,7 +38,7 @@ class LLMEngine:
     Attributes:
         client: Client through which all requests and calls reach the engine.
         inference_engine: Engine under Megatron's names; only calls through `client` may use it.
-        tokenizer: Tokenizer of the model; a chat model's has `apply_chat_template` and `tokenize_chat`.
+        tokenizer: Tokenizer of the model; a chat model's has `apply_chat_template`.
         vocabulary: Tokens as text, and the width of the logits.
         geometry: Numbers and sizes of blocks and snapshots.
         cache_policy: Eviction policy of the prefix cache; None if it is off.

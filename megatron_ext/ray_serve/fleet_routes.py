@@ -123,12 +123,13 @@ def _metrics(answers: Answers) -> Response:
     """Return the metrics of all replicas for Prometheus, with the label `replica`."""
     families: dict[str, Metric] = {}
     for replica, one in answers.items():
-        for family in text_string_to_metric_families(one.body.decode()) if isinstance(one, WholeAnswer) else ():
+        text = one.body.decode() if isinstance(one, WholeAnswer) and one.status == 200 else ""
+        for family in text_string_to_metric_families(text):
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 merged.add_sample(sample.name, {"replica": replica} | sample.labels, sample.value)
-    text = generate_latest(SimpleNamespace(collect=families.values))  # it only collects
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    whole = generate_latest(SimpleNamespace(collect=families.values))  # it only collects
+    return Response(whole, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _by_replica(answers: Answers, *, needs_all: bool = True) -> Response:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.text.template_worker import ENCODING, MEMORY, NO_MEMORY, REFUSED, Rendering
+from megatron_ext.text.template_worker import ENCODING, LONGEST_TEXT, MEMORY, NO_MEMORY, REFUSED, Rendering
 
 MOST = 4  # processes; more conversations wait
 _START = (
@@ -67,7 +67,9 @@ class TemplateProcess:
         try:
             answer = self._ask(request)
             is_whole = answer[0] != NO_MEMORY
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            if isinstance(error, OSError):  # an answer above the limit: the process may be running
+                self._process.kill()
             raise CheckpointError(_ended(self._process.wait(), cpu_seconds)) from None
         finally:
             if not is_whole:  # also if a signal interrupts this thread: the next request would get this answer
@@ -82,7 +84,7 @@ class TemplateProcess:
     def _ask(self, request: bytes) -> bytes:
         """Return the answer; raises EOFError or OSError if the process has ended."""
         self._connection.send_bytes(request)
-        return self._connection.recv_bytes()
+        return self._connection.recv_bytes(1 + LONGEST_TEXT)
 
     def close(self) -> None:
         """Kill the process."""
@@ -115,7 +117,11 @@ class TemplateRenderer:
     def start(self) -> None:
         """Start a process unless one is idle, without waiting for it."""
         with suppress(queue.Empty):
-            self._idle.put(self._idle.get_nowait() or TemplateProcess())
+            process = self._idle.get_nowait()
+            try:
+                process = process or TemplateProcess()
+            finally:
+                self._idle.put(process)
 
     def render(self, request: Rendering) -> str:
         """Render a conversation.
@@ -147,7 +153,11 @@ class TemplateRenderer:
 
     def close(self) -> None:
         """Kill the idle processes."""
-        for process in [self._idle.get() for _ in range(self._idle.qsize())]:
+        taken: list[TemplateProcess | None] = []
+        with suppress(queue.Empty):
+            while True:
+                taken.append(self._idle.get_nowait())
+        for process in taken:
             if process is not None:
                 process.close()
             self._idle.put(None)

@@ -16,7 +16,8 @@ from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
 from megatron_ext.ops.triton.launching import rowed, rows_of
 
 LOWEST = tl.constexpr(-3.0e38)
-SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL, SIGMOID = (tl.constexpr(number) for number in range(3))  # see `reference.Function`
+# See `megatron_ext.ops.experts.Function`.
+SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL, SIGMOID = (tl.constexpr(number) for number in range(3))
 TYPES = [{"T": name} for name in FLOATS]
 
 

@@ -34,13 +34,15 @@ class CacheView:
         self._metrics = metrics
         self._hottest: list[dict[str, object]] | None = None
         self._taken = 0.0  # time of the last search, by the monotonic clock
+        self._search: asyncio.Task[None] | None = None  # shared by all callers that wait for it
 
     async def describe(self) -> dict[str, object]:
         """Return geometry, occupancy, and the hottest prefixes as public hashes, never as text."""
         is_recent = self._hottest is not None and time.monotonic() - self._taken < KEPT
         if not self._requests.living or not is_recent:  # while idle, a search waits for no step
-            found = await asyncio.wrap_future(self._engine.hottest_prefixes(HOTTEST_PREFIXES))
-            self._hottest, self._taken = [self._shown(one) for one in found], time.monotonic()
+            if self._search is None or self._search.done():
+                self._search = asyncio.ensure_future(self._look())
+            await asyncio.shield(self._search)
         state = self._metrics.state
         return {
             "geometry": self._engine.geometry.shown(),
@@ -72,6 +74,10 @@ class CacheView:
         occupancy = await self._requests.reset_prefix_cache()
         self._hottest = None
         return {"occupancy": occupancy}
+
+    async def _look(self) -> None:
+        found = await asyncio.wrap_future(self._engine.hottest_prefixes(HOTTEST_PREFIXES))
+        self._hottest, self._taken = [self._shown(one) for one in found], time.monotonic()
 
     def _shown(self, prefix: CachedPrefix) -> dict[str, object]:
         tokens = prefix.blocks * self._engine.geometry.block_size_tokens

@@ -114,6 +114,30 @@ def test_the_longest_text():
     assert len(longest) == LONGEST_TEXT
 
 
+def test_an_answer_above_the_limit_is_not_read(watched, monkeypatch):
+    """SE-9: a process that sends more than it may, as foreign code in it could, is killed and replaced."""
+    monkeypatch.setattr(template_rendering, "LONGEST_TEXT", 3)
+    with pytest.raises(CheckpointError, match="ended with signal 9"):
+        watched.render(PLAIN)
+    monkeypatch.undo()
+    assert watched.render(PLAIN) == "Hello!"
+    assert len(set(watched.used)) == 2
+
+
+def test_a_process_that_does_not_start_is_tried_again(monkeypatch):
+    def fail() -> TemplateProcess:
+        raise BlockingIOError("no more processes")
+
+    renderer = TemplateRenderer()
+    monkeypatch.setattr(template_rendering, "TemplateProcess", fail)
+    for _ in range(2 * template_rendering.MOST):
+        with pytest.raises(BlockingIOError):
+            renderer.start()
+    monkeypatch.undo()
+    assert renderer.render(PLAIN) == "Hello!"
+    renderer.close()
+
+
 def test_one_process_serves_until_a_template_breaks_it(watched):
     for _ in range(3):
         assert watched.render(PLAIN) == "Hello!"

@@ -237,7 +237,7 @@ def messages_of(items: Sequence[InputItem], instructions: str | None = None) -> 
             turns.append({"role": "system" if item.role in _SYSTEM else item.role, "content": item.content})
         else:
             if last is None or not _continues(turns[-1], item, last):
-                turns.append({"role": "assistant", "content": None, "tool_calls": None, "reasoning_content": None})
+                turns.append({"role": "assistant", "content": [], "tool_calls": [], "reasoning_content": []})
             last = item
             _add(turns[-1], item)
             if isinstance(item, FunctionCallItem):
@@ -250,25 +250,25 @@ def messages_of(items: Sequence[InputItem], instructions: str | None = None) -> 
 def _continues(turn: Mapping[str, Any], item: InputItem, last: InputItem) -> bool:
     """Return whether an item belongs to the same answer as the last: thinking comes first, and no two texts follow."""
     if isinstance(item, ReasoningItem):
-        return turn["content"] is None and turn["tool_calls"] is None
+        return not turn["content"] and not turn["tool_calls"]
     return not (isinstance(item, MessageItem) and isinstance(last, MessageItem))
 
 
 def _add(turn: dict[str, Any], item: InputItem) -> None:
-    """Add an item to the message of its answer."""
+    """Add an item to the message of its answer, whose texts are lists of parts so far."""
     if isinstance(item, MessageItem):
-        turn["content"] = (turn["content"] or "") + item.content
+        turn["content"].append(item.content)
     elif isinstance(item, ReasoningItem):
-        turn["reasoning_content"] = (turn["reasoning_content"] or "") + (item.content or item.summary or "")
+        turn["reasoning_content"].append(item.content or item.summary or "")
     elif isinstance(item, FunctionCallItem):
         function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        turn["tool_calls"] = [*(turn["tool_calls"] or ()), call]
+        turn["tool_calls"].append({"id": item.call_id, "type": "function", "function": function})
 
 
 def _without_empty(turn: dict[str, Any]) -> dict[str, Any]:
     """Return a message's fields; the text of an answer is missing where there are only calls."""
     if turn["role"] != "assistant":
         return turn
-    content = turn["content"] or (None if turn["tool_calls"] else "")
-    return turn | {"content": content, "reasoning_content": turn["reasoning_content"] or None}
+    content = "".join(turn["content"]) or (None if turn["tool_calls"] else "")
+    thinking = "".join(turn["reasoning_content"]) or None
+    return turn | {"content": content, "tool_calls": turn["tool_calls"] or None, "reasoning_content": thinking}
