@@ -18,6 +18,7 @@ from typing import BinaryIO
 from megatron_ext.prefix_cache.disk.entry import CHECKSUM_BYTES, Buffer, StoredEntry, from_file
 from megatron_ext.prefix_cache.disk.slot import require_own_file
 from megatron_ext.prefix_cache.disk.store_use import BAD_BYTES, BAD_TOKENS, TOO_SHORT
+from megatron_ext.trusted_path import UntrustedPathError
 
 UNFINISHED = "new"  # name of the file that is being written
 _USELESS = re.compile(rf"{UNFINISHED}|data|index\.sqlite(-wal|-shm|-journal)?")  # also the files of an earlier format
@@ -55,6 +56,30 @@ class EntryFiles:
                 elif _USELESS.fullmatch(file.name):
                     os.unlink(file.name, dir_fd=self._folder)
         return found
+
+    def erase(self) -> int:
+        """Remove the files of all entries, from the medium too when this returns; return their number.
+
+        Raises:
+            UntrustedPathError: A file is left, see `entries`; all others are gone.
+            OSError: A file cannot be removed; all others are gone.
+        """
+        count = 0
+        errors: list[Exception] = []
+        for name in os.listdir(self._folder):
+            is_entry = from_file(name, 0.0, 0) is not None
+            try:
+                if is_entry:
+                    require_own_file(self._folder, name, os.stat(name, dir_fd=self._folder, follow_symlinks=False))
+                if is_entry or _USELESS.fullmatch(name):
+                    os.unlink(name, dir_fd=self._folder)
+                    count += is_entry
+            except (OSError, UntrustedPathError) as error:
+                errors.append(error)
+        self.sync()
+        if errors:
+            raise errors[0]
+        return count
 
     def write(self, entry: StoredEntry, tokens: array[int], buffers: Sequence[Buffer]) -> None:
         """Write the file of an entry.

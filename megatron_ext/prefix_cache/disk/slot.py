@@ -12,6 +12,7 @@ Files belong to this user alone. No other file is ever made, written or removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -69,6 +70,15 @@ class SlotDirectory:
         self.path = Path(name_of(handle))
         found = _SLOT_NAME.fullmatch(self.path.name)
         self.number = 0 if found is None else int(found[1])
+
+    def check(self) -> None:
+        """Check that the lock file is still the one that this process has locked.
+
+        Raises:
+            OSError: It is not, so another process may hold the slot.
+        """
+        if not os.path.samestat(os.stat(LOCK, dir_fd=self.handle), os.fstat(self._lock)):
+            raise OSError(errno.ESTALE, "the lock was replaced", f"{self.path}/{LOCK}")
 
     def close(self) -> None:
         """Give the slot up."""

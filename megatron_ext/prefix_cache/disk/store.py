@@ -3,12 +3,13 @@
 Each entry is a file, see `entry_files.py`. What a fault changes is noticed at the next read: such an entry is dropped,
 counted, and is a miss. What the store forgets is gone from the medium before the call returns.
 
-A failure of the directory itself (no room on the device, a folder that is gone) ends the use of the store: it says so
-once, and from then on finds and takes nothing.
+An entry for which the device has no room is not taken. A failure of the directory itself (an error of the device, a
+folder that is gone) ends the use of the store: it says so once, and from then on finds and takes nothing.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 from array import array
 from collections import Counter
@@ -27,6 +28,7 @@ from megatron_ext.prefix_cache.disk.store_use import (
     BAD_TOKENS,
     EVICTED,
     LESS_WORTH,
+    NO_ROOM,
     OTHER_IDENTITY,
     TOO_SHORT,
     StoreUse,
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 MIN_HEAP = 64  # places below which old ones are left
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE  # errors that may pass
 
 
 class StoreObserver(Protocol):
@@ -86,6 +89,10 @@ class DiskStore:
         self._use = StoreUse(self._limit_pages * PAGE_BYTES)
         self.drops = self._use.drops
         for entry in self._files.entries():
+            if (entry.identity, entry.key) in self._entries:  # one of the two is wrong
+                self._files.remove(entry)
+                self.drops[BAD_TOKENS] += 1
+                continue
             self._keep(entry)
             if entry.size < entry.head_bytes:
                 self._remove(entry, TOO_SHORT)
@@ -144,7 +151,16 @@ class DiskStore:
         if not self._make_room(stored.pages, stored):
             self.drops[LESS_WORTH] += 1
             return False
-        self._files.write(stored, tokens, buffers)
+        try:
+            self._files.write(stored, tokens, buffers)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not self.drops[NO_ROOM]:
+                reason = failure_reason(error)
+                logger.warning("prefix cache on disk: %s: %s; entries are left out", self.slot.path, reason)
+            self.drops[NO_ROOM] += 1
+            return False
         self._is_changed = True
         self._keep(stored)
         for observer in self.observers:
@@ -236,11 +252,17 @@ class DiskStore:
         self._pages -= entry.pages
         self._is_changed = True
         if entry.identity == self._identity:
+            self._touched.discard(entry.key)
             self._use.add(entry, -1)
             for observer in self.observers:
                 observer.on_removed([entry.key])
         if reason is not None:
             self.drops[reason] += 1
+
+    @property
+    def has_changes(self) -> bool:
+        """True if there is something to commit."""
+        return self._is_changed or bool(self._touched)
 
     def commit(self) -> None:
         """Pass times of use to the files, and return when no removed entry is on the medium any more."""
@@ -248,10 +270,9 @@ class DiskStore:
             self._guarded(self._commit, None)
 
     def _commit(self) -> None:
+        self.slot.check()
         for key in self._touched:
-            known = self.find(key)
-            if known is not None:
-                self._files.set_used(known)
+            self._files.set_used(self._entries[self._identity, key])
         self._touched.clear()
         if self._is_changed:
             self._files.sync()
@@ -282,9 +303,7 @@ class DiskStore:
         self.problem = self.problem or "its files were removed"
         self._forget_all()
         try:
-            for entry in self._files.entries():
-                self._files.remove(entry)
-            self._files.sync()
+            self._files.erase()
         except (OSError, UntrustedPathError) as error:
             reason = failure_reason(error)
             logger.warning("prefix cache on disk: %s: files cannot be removed: %s", self.slot.path, reason)
@@ -339,6 +358,7 @@ class DiskStore:
         if self.problem is None:
             known = self._entries.values()
             names = sorted(entry.name for entry in known)
+            assert all(key in self for key in self._touched), "uses of entries that are gone"
             assert names == sorted(entry.name for entry in self._files.entries()), "not the entries of the files"
             assert self._pages == sum(entry.pages for entry in known) <= self._limit_pages, "pages miscounted"
             own = self.entries()
@@ -398,7 +418,7 @@ class VictimOrder:
         while found < pages and self._heap and (limit is None or self._heap[0] < limit):
             victim = heappop(self._heap)
             entry = self._entries.get((victim.identity, victim.key))
-            if entry is not None and self._place(entry) == victim:
+            if entry is not None and self._place(entry) == victim and chosen[-1:] != [entry]:  # places may be equal
                 chosen.append(entry)
                 found += entry.pages
         if found >= pages:

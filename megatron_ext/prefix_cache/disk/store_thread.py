@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 QUEUE_BYTES = 256 * 1024**2  # that wait to be written, at most; one larger entry may wait alone
 COMMIT_SECONDS = 2.0  # without other work, after which written entries are committed
+BUSY_FACTOR = 5  # times as many seconds may pass between two commits while there is work
 STOP_SECONDS = 5.0  # for work that cannot be interrupted, after the time to stop is over
 
 Job = Callable[[], object]
@@ -49,6 +50,7 @@ class StoreThread(TierStorage):
         self._touched: dict[EntryKey, float] = {}  # what the store is to be told
         self._is_off = False
         self._stop_at: float | None = None
+        self._commit_at = time.monotonic() + BUSY_FACTOR * COMMIT_SECONDS  # although there is work
         self.use: StoreUse = store.use  # after the last change
         store.observers.append(self)
         store.evicting = self._evicting
@@ -109,6 +111,7 @@ class StoreThread(TierStorage):
     def load(self, load: TierLoad) -> None:
         """Queue a load."""
         with self._changed:
+            self._loads = deque(one for one in self._loads if not one.is_given_up)
             self._loads.append(load)
             self._changed.notify_all()
 
@@ -119,8 +122,8 @@ class StoreThread(TierStorage):
             return None if self._is_off else gone
 
     def wait(self, loads: Iterable[TierLoad], seconds: float) -> None:
-        """Wait for the end of a load."""
-        waiting = [load for load in loads if load.loaded is None]
+        """Wait for the end of a load, unless one has ended that is not reported yet."""
+        waiting = [load for load in loads if load.found is None]
         with self._changed:
             self._changed.wait_for(lambda: any(load.loaded is not None for load in waiting), seconds)
 
@@ -219,6 +222,9 @@ class StoreThread(TierStorage):
         """Wait for something to do, and return it; None at the end."""
         with self._changed:
             has_work = self._changed.wait_for(self._has_work, COMMIT_SECONDS)
+            if not has_work or (self._store.has_changes and time.monotonic() >= self._commit_at):
+                self._commit_at = time.monotonic() + BUSY_FACTOR * COMMIT_SECONDS
+                return self._store.commit
             if self._touched:
                 return self._pass_touches
             if self._jobs:
@@ -228,12 +234,9 @@ class StoreThread(TierStorage):
                 return lambda: self._load(load)
             if self._stop_at is not None and (not self._writes or time.monotonic() >= self._stop_at):
                 return None
-            if self._writes:
-                key, content = self._writes.popitem(last=False)
-                self._waiting_bytes -= _size(content[1])
-                return lambda: self._write(key, content)
-        assert not has_work, "there was something to do"
-        return self._store.commit
+            key, content = self._writes.popitem(last=False)
+            self._waiting_bytes -= _size(content[1])
+            return lambda: self._write(key, content)
 
     def _has_work(self) -> bool:
         return bool(self._touched or self._jobs or self._loads or self._writes or self._stop_at is not None)

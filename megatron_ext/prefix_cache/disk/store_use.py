@@ -17,6 +17,7 @@ TOO_SHORT = "short"  # its file is gone, or has fewer bytes than requested
 EVICTED = "evicted"  # for entries used later, or because the budget is smaller now
 OTHER_IDENTITY = "other_identity"  # evicted, and of another model or setting
 LESS_WORTH = "less_worth"  # not taken: only entries used later could make room
+NO_ROOM = "no_room"  # not taken: the device has no room, or the process too many open files
 QUEUE_FULL = "queue_full"  # not taken: too many bytes wait for the disk
 INCOMPLETE = "incomplete"  # another rank lacks its part, or cannot read it
 QUARANTINED = "quarantined"  # an audit found it wrong, or it was computed from such an entry, or may have been
@@ -27,6 +28,7 @@ REASONS = (
     EVICTED,
     OTHER_IDENTITY,
     LESS_WORTH,
+    NO_ROOM,
     QUEUE_FULL,
     INCOMPLETE,
     QUARANTINED,

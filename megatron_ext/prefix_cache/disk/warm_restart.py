@@ -227,8 +227,11 @@ class WarmRestart:
         def announce(store: DiskStore) -> None:
             announcer = DiskAnnouncer(observer, root)
             store.observers.append(announcer)
-            for described in filter(None, map(store.describe, store.entries())):
-                announcer.on_stored(described)
+            for entry in store.entries():
+                if entry.key.kind is EntryKind.SNAPSHOT:  # its hash is enough
+                    observer.on_snapshot_stored(entry.key.block_hash)
+                elif (described := store.describe(entry)) is not None:
+                    announcer.on_stored(described)
 
         self._thread.run(announce)
 

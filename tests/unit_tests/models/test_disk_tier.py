@@ -366,9 +366,9 @@ def test_an_error_of_the_tier_ends_its_use_and_costs_no_request(get_driver, tmp_
     driver.engine.close()
 
 
-def no_room(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
+def break_down(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
     def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(EntryFiles, "write", fail)
 
@@ -384,7 +384,7 @@ def become_read_only(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
     monkeypatch.setattr(EntryFiles, "sync", fail)
 
 
-@pytest.mark.parametrize("trouble", [no_room, vanish, become_read_only])
+@pytest.mark.parametrize("trouble", [break_down, vanish, become_read_only])
 def test_a_directory_that_fails_while_the_engine_serves(get_driver, tmp_path, monkeypatch, caplog, trouble):
     """DC-3: one line, and every request is served, those that wait for a load included."""
     driver = small(get_driver, tmp_path / "cache")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import resource
@@ -126,6 +127,7 @@ def test_observers_know_what_is_stored(store, end):
     for one in entries:
         fill(store, one)
         store.touch(one.key, 100.0 - one.used)
+    store.check()
     assert seen.keys == {one.key for one in entries if one.key in store}
     assert len(seen.keys) == PAGES
     end(store)
@@ -302,8 +304,8 @@ def test_a_folder_that_vanishes_ends_the_use_of_the_store(store, directory, capl
     assert (len(store), store.entries(), store.find(page(1).key)) == (0, [], None)
 
 
-def test_no_room_on_the_device_ends_the_use_of_the_store(directory, caplog):
-    """DC-3: a limit on the size of files stands for a full device."""
+def test_an_entry_without_room_on_the_device_is_left_out(directory, caplog):
+    """DC-3: a limit on the size of files stands for a full device; what fits is still stored."""
     store = open_directory_store(directory, IDENTITY, LIMIT)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -312,14 +314,43 @@ def test_no_room_on_the_device_ends_the_use_of_the_store(directory, caplog):
             stored = [store.put(page(number), [bytes(LIMIT // size)]) for number, size in enumerate((8, 8, 2, 8))]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert stored == [True, True, False, False]
-    assert len(os.listdir(directory / "slot-0")) == 3, "the room of what was not written is free again"
-    assert len(caplog.records) == 1
+    assert stored == [True, True, False, True]
+    assert len(os.listdir(directory / "slot-0")) == 4, "the room of what was not written is free again"
+    assert (len(caplog.records), store.use.is_on, store.use.drops) == (1, True, {"no_room": 1})
+    store.check()
+    store.close()
+
+
+def test_equal_places_in_the_order_are_one_entry(store):
+    """An entry used twice at the same time was evicted twice, which ended the use of the store."""
+    for number in range(PAGES):
+        fill(store, page(number))
+    store.touch(page(3).key, -1.0)
+    store.touch(page(3).key, -1.0)
+    assert store.put(page(100, used=9.0), [bytes(CONTENT + PAGE_BYTES)])
+    assert (len(store), store.problem) == (PAGES - 1, None)
+    store.check()
+
+
+def test_of_two_files_of_one_entry_one_is_removed(store, directory):
+    """DC-3: its bytes would be in no count, and a `clear` would leave it."""
+    fill(store, page(1))
+    path = file_of(directory, page(1).key)
+    shutil.copy(path, path.with_name(path.name.replace("-1-1.kv", "-2-1.kv")))
+    store = reopened(store, directory)
+    assert faults(store) == {"tokens": 1}
+    store.check()
+    store.close()
+
+
+def test_a_lock_that_was_replaced_ends_the_use_of_the_store(store, directory, caplog):
+    """DC-4: another process may have locked the new one."""
+    fill(store, page(1))
+    (directory / "slot-0" / "lock").unlink()
+    (directory / "slot-0" / "lock").touch(0o600)
+    store.commit()
+    assert "the lock was replaced" in caplog.text
     assert not store.use.is_on
-    store.close()
-    store = open_directory_store(directory, IDENTITY, LIMIT)
-    assert (store.use.is_on, len(store), len(os.listdir(directory / "slot-0"))) == (True, 2, 3)
-    store.close()
 
 
 def test_files_are_this_users_alone(store, directory):
@@ -340,3 +371,21 @@ def test_erase_removes_the_files_of_the_slot_alone(store, directory):
     store.erase()
     assert sorted(os.listdir(directory / "slot-0")) == ["lock", "notes.txt"]
     assert not store.use.is_on
+
+
+@pytest.mark.parametrize("removes", [DiskStore.erase, DiskStore.clear])
+def test_one_file_that_stays_keeps_no_other(store, directory, monkeypatch, caplog, removes):
+    """DC-4: what can be forgotten is, and the log names the rest."""
+    for number in range(PAGES):
+        fill(store, page(number))
+    kept, unlink = file_of(directory, page(7).key), os.unlink
+
+    def fail_once(name: str, **where: int) -> None:
+        if name == kept.name:
+            raise OSError(errno.EPERM, "Operation not permitted", name)
+        unlink(name, **where)
+
+    monkeypatch.setattr(os, "unlink", fail_once)
+    removes(store)
+    assert sorted(os.listdir(directory / "slot-0")) == sorted([kept.name, "lock"])
+    assert f"files cannot be removed: {kept.name}: Operation not permitted" in caplog.text

@@ -197,6 +197,43 @@ def test_uses_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
     assert store.find(entry.key).used == 8.0
 
 
+def test_a_busy_store_commits(store, monkeypatch):
+    """EX-11: uses and removals would reach the medium with the end of the traffic alone."""
+    monkeypatch.setattr(store_thread, "BUSY_FACTOR", 0, raising=False)
+    gate, entries, left = Gate(monkeypatch), chain(3), []
+    thread, commit = StoreThread(store), store.commit
+    monkeypatch.setattr(store, "commit", lambda: (left.append(thread.left_out), commit()))
+    for entry in entries:
+        give(thread, entry)
+    gate.is_open.set()
+    assert thread.stop(PATIENCE)
+    assert {1, 2} <= set(left)
+
+
+def test_loads_that_are_given_up_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
+    """EX-11."""
+    gate, (entry,) = Gate(monkeypatch), chain(1)
+    thread = StoreThread(store)
+    give(thread, entry)
+    assert gate.is_reached.wait(PATIENCE)
+    for _ in range(9):
+        begin(thread, item(entry)).is_given_up = True
+    assert len(thread._loads) == 1
+    gate.is_open.set()
+    assert thread.stop(PATIENCE)
+
+
+def test_a_load_that_has_ended_is_not_waited_for(store, monkeypatch):
+    """EX-11: the engine would be idle for as long as it may wait."""
+    thread, (entry,) = StoreThread(store), chain(1)
+    load = begin(thread, item(entry))
+    settle(thread)
+    read(thread, load)
+    assert thread.stop(PATIENCE)
+    monkeypatch.setattr(thread._changed, "wait", lambda *_: pytest.fail("it waits"))
+    thread.wait([load], PATIENCE)
+
+
 def test_no_job_follows_a_stop(store):
     """EX-11: its caller would wait for ever."""
     thread = StoreThread(store)
@@ -344,7 +381,7 @@ def test_a_failure_of_the_directory_ends_loads_and_is_told(store, monkeypatch):
 
     def fail(*_: object) -> None:
         thread.load(load)
-        raise OSError(28, "No space left on device")
+        raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(EntryFiles, "write", fail)
     give(thread, entries[0])
@@ -368,7 +405,7 @@ def test_a_failure_of_the_directory_holds_up_no_caller(store, monkeypatch, forge
         while not thread._jobs and asking.is_alive():
             pass
         has_begun.set()
-        raise OSError(28, "No space left on device")
+        raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(EntryFiles, "write", fail)
     give(thread, chain(1)[0])
