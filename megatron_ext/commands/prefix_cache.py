@@ -15,8 +15,10 @@ from pathlib import Path
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.disk.entry import EntryKind, StoredEntry
-from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError, SlotHeldError, take_all_slots
+from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
+from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError, SlotDirectory, failure_reason, take_all_slots
 from megatron_ext.prefix_cache.disk.store import DiskStore, open_store
+from megatron_ext.trusted_path import UntrustedPathError
 
 PROGRAM = "megatron-ext prefix-cache"
 DONE, FOUND_DAMAGE, BAD_USAGE = 0, 1, 2
@@ -38,40 +40,22 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("action", choices=("list", "verify", "erase"))
     arguments = parser.parse_args(argv)
-    act = {"list": list_prefixes, "verify": verify, "erase": erase}[arguments.action]
     try:
         with ExitStack() as opened:
-            stores, held = open_stores(arguments.directory, opened)
-            result = act(stores)
+            slots, held = take_all_slots(arguments.directory, erases=arguments.action == "erase")
+            for taken in slots:
+                opened.callback(taken.close)
+            if arguments.action == "erase":
+                result = erase(slots)
+            else:
+                stores = {slot.path.name: open_store(slot, NO_IDENTITY, NO_LIMIT) for slot in slots}
+                result = (list_prefixes if arguments.action == "list" else verify)(stores)
     except (ConfigError, DiskUnavailableError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return BAD_USAGE
     for slot in held:
         print(f"{program}: error: {slot}; {REMEDY}", file=sys.stderr)
     return BAD_USAGE if held else result
-
-
-def open_stores(directory: Path, opened: ExitStack) -> tuple[dict[str, DiskStore], list[SlotHeldError]]:
-    """Open the stores of all free slots, by the names of the slots; they are closed with `opened`.
-
-    Returns:
-        The stores, and an error for each slot that a process holds.
-
-    Raises:
-        ConfigError: The directory is not one of a prefix cache.
-        DiskUnavailableError: The directory cannot be read or written.
-    """
-    slots, held = take_all_slots(directory)
-    with ExitStack() as unopened:
-        for slot in slots:
-            unopened.callback(slot.close)
-        stores = {}
-        for slot in slots:
-            stores[slot.path.name] = open_store(slot, NO_IDENTITY, NO_LIMIT)
-        unopened.pop_all()
-    for store in stores.values():
-        opened.callback(store.close)
-    return stores, held
 
 
 def list_prefixes(stores: dict[str, DiskStore]) -> int:
@@ -119,13 +103,16 @@ def verify(stores: dict[str, DiskStore]) -> int:
     return FOUND_DAMAGE if damaged else DONE
 
 
-def erase(stores: dict[str, DiskStore]) -> int:
+def erase(slots: Sequence[SlotDirectory]) -> int:
     """Remove the files of every slot; marker, locks and directories stay."""
-    for name, store in stores.items():
-        count = len(store.all_entries())
-        store.erase()
-        print(f"{name}: {count} entries erased")
-    return DONE
+    result = DONE
+    for slot in slots:
+        try:
+            print(f"{slot.path.name}: {EntryFiles(slot.handle).erase()} entries erased")
+        except (OSError, UntrustedPathError) as error:
+            print(f"{PROGRAM}: error: {failure_reason(error)}; all other entries were erased", file=sys.stderr)
+            result = BAD_USAGE
+    return result
 
 
 @dataclass(frozen=True)
@@ -159,7 +146,9 @@ def prefixes_of(entries: Sequence[StoredEntry]) -> list[Prefix]:
     for identity, end in by_end.keys() - continued:
         chain: list[StoredEntry] = []
         here = end
-        while (identity, here) in by_end:
+        seen: set[bytes] = set()
+        while (identity, here) in by_end and here not in seen:  # files of damaged names may form a circle
+            seen.add(here)
             chain += by_end[identity, here]
             here = by_end[identity, here][0].parent
         last = by_end[identity, end][0]

@@ -146,8 +146,12 @@ def take_slot_of_rank(directory: Path, number: int, rank: int) -> SlotDirectory:
         return _lock_slot(root, slot_name(number, rank), creates=True)
 
 
-def take_all_slots(directory: Path) -> tuple[list[SlotDirectory], list[SlotHeldError]]:
+def take_all_slots(directory: Path, *, erases: bool = False) -> tuple[list[SlotDirectory], list[SlotHeldError]]:
     """Take every free slot of a directory, for tools; nothing is created.
+
+    Args:
+        directory: The directory.
+        erases: Whether all entries are to be erased; otherwise a damaged marker or an earlier format is refused.
 
     Returns:
         The slots that were free, which the caller closes, and an error for each one that is held.
@@ -156,7 +160,7 @@ def take_all_slots(directory: Path) -> tuple[list[SlotDirectory], list[SlotHeldE
         ConfigError: See `take_slot`, also the next one.
         DiskUnavailableError: See `take_slot`.
     """
-    with contextlib.ExitStack() as taken, _marked_directory(directory, creates=False) as root:
+    with contextlib.ExitStack() as taken, _marked_directory(directory, creates=False, rewrites=erases) as root:
         slots: list[SlotDirectory] = []
         held: list[SlotHeldError] = []
         for name in sorted(filter(_SLOT_NAME.fullmatch, os.listdir(root)), key=_place):
@@ -177,7 +181,7 @@ def _place(name: str) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _marked_directory(directory: Path, *, creates: bool) -> Iterator[int]:
+def _marked_directory(directory: Path, *, creates: bool, rewrites: bool = True) -> Iterator[int]:
     """Open a directory that has our marker, or is empty and gets it; others that do so wait meanwhile."""
     try:
         if not creates:
@@ -188,7 +192,7 @@ def _marked_directory(directory: Path, *, creates: bool) -> Iterator[int]:
             if network is not None:
                 raise DiskUnavailableError(f"{directory} is on a network file system ({network}); name a local one")
             fcntl.flock(root, fcntl.LOCK_EX)
-            _require_marker(root, directory, creates=creates)
+            _require_marker(root, directory, creates=creates, rewrites=rewrites)
             yield root
         finally:
             os.close(root)
@@ -198,8 +202,8 @@ def _marked_directory(directory: Path, *, creates: bool) -> Iterator[int]:
         raise DiskUnavailableError(f"{directory}: {error.strerror}") from None
 
 
-def _require_marker(root: int, directory: Path, *, creates: bool) -> None:
-    """Check the marker, or write it: in a new directory, and in place of a damaged one beside slots alone."""
+def _require_marker(root: int, directory: Path, *, creates: bool, rewrites: bool) -> None:
+    """Check the marker, or write it: in a new directory, over an earlier format, and over damage beside slots alone."""
     names = os.listdir(root)
     if MARKER not in names and (names or not creates):
         why = f"has other files and no {MARKER}" if names else f"has no {MARKER}"
@@ -217,15 +221,16 @@ def _require_marker(root: int, directory: Path, *, creates: bool) -> None:
                 "directory"
             )
         is_damaged = bool(slots) and set(names) <= {MARKER, REPORTS, *slots}
-        if not is_damaged and (text or len(names) > 1):  # one that is empty and alone was not finished
+        if not (version or is_damaged) and (text or len(names) > 1):  # one that is empty and alone was not finished
             raise ConfigError(f"{directory}/{MARKER} is not the marker of a prefix cache; name another directory")
-        if is_damaged:
-            logger.warning(
-                "prefix cache on disk: %s/%s is damaged, or of an earlier version, whose entries are erased; it is "
-                "written again",
-                directory,
-                MARKER,
-            )
+        if version or is_damaged:
+            what = f"has the format {version} of an earlier version" if version else f"has a damaged {MARKER}"
+            if not rewrites:
+                raise ConfigError(
+                    f"{directory} {what}; `erase` removes its entries, and a start writes the marker again"
+                )
+            remedy = "; entries of that version are erased in each slot that is taken" if version else ""
+            logger.warning("prefix cache on disk: %s %s; the marker is written again%s", directory, what, remedy)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"megatron_ext prefix cache, format {FORMAT}\n".encode(), 0)
         os.fsync(handle)

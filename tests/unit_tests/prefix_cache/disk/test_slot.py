@@ -110,7 +110,9 @@ def test_a_damaged_marker_is_written_again(directory, caplog):
         marker.write_bytes(damaged)
         take_slot(directory).close()
         assert marker.read_bytes() == text
-    assert sum(f"{directory}/{MARKER} is damaged" in one for one in caplog.messages) == len(flips) + 2
+    messages = [one for one in caplog.messages if "the marker is written again" in one]
+    assert len(messages) == len(flips) + 2
+    assert sum("has a damaged" in one for one in messages) == len(messages) - 3, "7 becomes 3, 5 or 6"
     marker.write_bytes(text[:-1])
     (directory / "thesis.txt").write_text("words")
     with pytest.raises(ConfigError, match="is not the marker of a prefix cache"):
@@ -143,7 +145,21 @@ def test_files_of_an_earlier_format_are_erased_and_said(directory, caplog):
     assert sorted(os.listdir(directory / "slot-0")) == sorted([file_of(directory, entry.key).name, "lock", "notes"])
     assert is_read(store, entry.key)
     store.close()
-    assert ["of an earlier version, whose entries are erased" in one for one in caplog.messages] == [True]
+    assert ["format 1 of an earlier version; the marker is" in one for one in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("others", [[], ["thesis.txt"]])
+def test_an_earlier_format_costs_no_start(directory, others):
+    """DC-2: without a slot, and beside files of others, too."""
+    directory.mkdir()
+    for name in others:
+        (directory / name).touch()
+    (directory / MARKER).write_text("megatron_ext prefix cache, format 6\n")
+    with pytest.raises(ConfigError, match="has the format 6 of an earlier version; `erase` removes"):
+        take_all_slots(directory)
+    take_slot(directory).close()
+    assert sorted(os.listdir(directory)) == sorted([MARKER, "slot-0", *others])
+    assert (directory / MARKER).read_text().endswith("format 7\n")
 
 
 def kept_entry(directory: Path) -> NewEntry:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
-from megatron_ext.commands.prefix_cache import BAD_USAGE, DONE, FOUND_DAMAGE, main
-from megatron_ext.prefix_cache.disk.entry import EntryKind
+from megatron_ext.commands.prefix_cache import BAD_USAGE, DONE, FOUND_DAMAGE, main, prefixes_of
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, StoredEntry
 from megatron_ext.prefix_cache.disk.store import open_directory_store
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, put
 
@@ -72,6 +73,29 @@ def test_only_our_files_are_erased(tmp_path, capsys):
     assert "0 entries" in capsys.readouterr().out
 
 
+def test_files_of_an_earlier_format_are_erased_on_demand_alone(tmp_path, capsys):
+    """DC-4: another version may still use them."""
+    directory = tmp_path / "cache"
+    filled(directory)
+    marker, data = directory / "prefix_cache_marker", directory / "slot-0" / "data"
+    marker.write_text("megatron_ext prefix cache, format 6\n")
+    data.touch(0o600)
+    for action in ("list", "verify"):
+        assert main([str(directory), action]) == BAD_USAGE
+        assert "has the format 6 of an earlier version; `erase` removes its entries" in capsys.readouterr().err
+    assert (data.exists(), marker.read_text()[-2:]) == (True, "6\n")
+    assert main([str(directory), "erase"]) == DONE
+    assert os.listdir(directory / "slot-0") == ["lock"]
+
+
+def test_a_circle_of_files_is_listed():
+    """DC-3: names that are damaged, or were made up, end no command."""
+    first = StoredEntry(bytes(32), EntryKey(EntryKind.BLOCK, b"a" * 32), b"b" * 32, 1, 0.0, 4, 100)
+    circle = [first, replace(first, key=EntryKey(EntryKind.BLOCK, b"b" * 32), parent=b"a" * 32)]
+    end = replace(first, key=EntryKey(EntryKind.BLOCK, b"c" * 32))
+    assert [one.blocks for one in prefixes_of([*circle, end])] == [3]
+
+
 @pytest.mark.parametrize("pattern", ["slot-0", "slot-0/*.kv", "slot-0/*.states"])
 def test_erase_follows_no_link(tmp_path, pattern):
     """DC-4: what a link in the directory points to stays as it is."""
@@ -84,6 +108,7 @@ def test_erase_follows_no_link(tmp_path, pattern):
     before = [one.read_bytes() for one in files]
     assert main([str(directory), "erase"]) == BAD_USAGE
     assert (directory / name).is_symlink()
+    assert pattern == "slot-0" or sorted(os.listdir(directory / "slot-0")) == sorted([name.name, "lock"])
     assert [one.read_bytes() for one in files] == before
 
 
