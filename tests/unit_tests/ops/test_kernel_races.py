@@ -23,7 +23,7 @@ SHOWN = {
     *("paged_decode_split", "merge_splits", "paged_prefill", "rotate_and_write", "copy_states", "draw_rows"),
     *("conv_prefill", "conv_states", "conv_decode", "ssd_decode", "chunk_cumsum", "state_passing", "chunk_scan"),
     *("delta_tiles", "delta_prefill", "delta_decode", "step_sizes", "delta_decays", "norm_rows", "add_norm_rows"),
-    *("relu_squared", "choose_experts", "sort_by_expert", "combine"),
+    *("relu_squared", "gate_rows", "choose_experts", "sort_by_expert", "combine"),
 }
 
 
