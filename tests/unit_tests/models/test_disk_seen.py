@@ -15,6 +15,7 @@ from megatron_ext.kv_events.changes import Changes, Delta
 from megatron_ext.mcore.warm_restart_setup import write_audit_reports
 from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.disk.entry import CHECKSUM_BYTES, EntryKind
+from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from tests.unit_tests.models.test_disk_tier import push_out, serve, settle, small
 from tests.unit_tests.models.test_durable_cache import started
@@ -68,7 +69,7 @@ def test_tokens_that_the_tier_brought_back_count_as_from_disk(get_driver, tmp_pa
     driver.engine.close()
 
 
-def test_what_is_on_disk_is_announced(get_driver, tmp_path):
+def test_what_is_on_disk_is_announced(get_driver, tmp_path, monkeypatch):
     """RP-1: found at the start, written when it leaves memory and at the end, removed by a reset."""
     driver = small(get_driver, tmp_path / "cache")
     changes, disk = Changes(), driver.engine.core.disk
@@ -89,9 +90,13 @@ def test_what_is_on_disk_is_announced(get_driver, tmp_path):
     driver = small(get_driver, tmp_path / "cache")
     driver.engine.core.disk.announce_disk(changes.disk, driver.scheduler.root_of(None))
     assert changes.take() is None, "the same entries are there"
-    later = Changes()
+    later, read, read_tokens = Changes(), set(), EntryFiles.read_tokens
+    monkeypatch.setattr(
+        EntryFiles, "read_tokens", lambda files, entry: (read.add(entry.key.kind), read_tokens(files, entry))[1]
+    )
     driver.engine.core.disk.announce_disk(later.disk, driver.scheduler.root_of(None))
     found = later.take().disk
+    assert read == {EntryKind.BLOCK}, "the hash of a snapshot is enough"
     assert (set(found.stored), set(found.states_stored)) == (blocks, states)
     driver.engine.reset_prefix_cache()
     gone = later.take().disk

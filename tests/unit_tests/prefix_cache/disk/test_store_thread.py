@@ -227,7 +227,6 @@ def test_a_load_that_has_ended_is_not_waited_for(store, monkeypatch):
     """EX-11: the engine would be idle for as long as it may wait."""
     thread, (entry,) = StoreThread(store), chain(1)
     load = begin(thread, item(entry))
-    settle(thread)
     read(thread, load)
     assert thread.stop(PATIENCE)
     monkeypatch.setattr(thread._changed, "wait", lambda *_: pytest.fail("it waits"))
