@@ -182,7 +182,7 @@ def test_vllm_runs_in_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyP
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec {sys.executable} "$@"\n', "utf-8")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr("benchmarks.__main__._shared_model", lambda folder, size, quick: folder)
+    monkeypatch.setattr("benchmarks.__main__._shared_model", lambda folder, size, published, quick: folder)
     runner = Runner(Namespace(quick=True, threads=1), {})
     case = CASES["standard.vllm_5m"]
     monkeypatch.delenv("VLLM_PYTHON", raising=False)
