@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import NamedTuple
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -17,7 +18,20 @@ from megatron_ext.scheduling.request import Request
 
 _WINDOW = 5.0  # seconds over which rates are measured
 _FORMAT = "{desc}{percentage:3.0f}%|{bar}| {remaining} left{postfix}"
-Tokens = Counter[str]  # computed (prompt tokens, not counting recomputation), recomputed, skipped and generated
+
+
+class Tokens(NamedTuple):
+    """Progress of requests, in tokens."""
+
+    computed: int = 0  # prompt tokens, not counting recomputation
+    recomputed: int = 0
+    skipped: int = 0
+    generated: int = 0
+
+    @property
+    def done(self) -> int:
+        """Tokens that count as progress."""
+        return self.computed + self.skipped + self.generated
 
 
 class Progress:
@@ -36,14 +50,9 @@ class Progress:
         self.ended = 0
 
     @property
-    def tokens(self) -> Tokens:
-        """Tokens of all requests together."""
-        return sum(self._living.values(), self._finished)
-
-    @property
     def done(self) -> int:
-        """Tokens that count as progress."""
-        return _done(self.tokens)
+        """Tokens of all requests that count as progress."""
+        return self._seen[-1][1].done
 
     def update(self, step: StepOutput) -> None:
         """Add the output of a step."""
@@ -52,11 +61,11 @@ class Progress:
         for record in step.records:
             self._living.pop(record.request_id, None)
             done = _of_record(record)
-            self._finished = self._finished + done
-            self.total += _done(done) - self._expected[record.request_id]
+            self._finished = _total(self._finished, done)
+            self.total += done.done - self._expected[record.request_id]
             self.ended += 1
         now = time.monotonic()
-        self._seen.append((now, self.tokens))
+        self._seen.append((now, _total(self._finished, *self._living.values())))
         while len(self._seen) > 2 and self._seen[1][0] < now - _WINDOW:
             self._seen.popleft()
 
@@ -64,29 +73,25 @@ class Progress:
         """Return ended requests, both rates over the last seconds, and the share of skipped prompt tokens."""
         (then, before), (now, tokens) = self._seen[0], self._seen[-1]
         seconds = max(now - then, 1e-9)
-        prefilled = sum(tokens[kind] - before[kind] for kind in ("computed", "recomputed"))
-        generated = tokens["generated"] - before["generated"]
-        share = tokens["skipped"] / max(1, tokens["skipped"] + tokens["computed"])
+        prefilled = tokens.computed + tokens.recomputed - before.computed - before.recomputed
+        generated = tokens.generated - before.generated
+        share = tokens.skipped / max(1, tokens.skipped + tokens.computed)
         rates = f"prefill {_rate(prefilled / seconds)}, decode {_rate(generated / seconds)} tok/s"
         return f"{self.ended}/{len(self._expected)}, {rates}, {share:.0%} skipped"
 
 
-def _done(tokens: Tokens) -> int:
-    return tokens.total() - tokens["recomputed"]
-
-
-def _tokens(computed: int, recomputed: int, skipped: int, generated: int) -> Tokens:
-    return Counter(computed=computed, recomputed=recomputed, skipped=skipped, generated=generated)
+def _total(*tokens: Tokens) -> Tokens:
+    return Tokens(*map(sum, zip(*tokens, strict=True)))
 
 
 def _of_request(request: Request) -> Tokens:
     ledger = request.ledger
-    return _tokens(ledger.computed, ledger.recomputed, ledger.skipped, request.generated_count)
+    return Tokens(ledger.computed, ledger.recomputed, ledger.skipped, request.generated_count)
 
 
 def _of_record(record: RequestRecord) -> Tokens:
     computed, recomputed = record.computed_prefill_token_count, record.recomputed_token_count
-    return _tokens(computed, recomputed, record.skipped_prefill_token_count, len(record.generated_tokens))
+    return Tokens(computed, recomputed, record.skipped_prefill_token_count, len(record.generated_tokens))
 
 
 def _rate(tokens: float) -> str:
