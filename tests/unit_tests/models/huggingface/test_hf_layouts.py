@@ -29,7 +29,7 @@ SHAPES = {
         "mambas": ("mamba, tied", "falcon", "jamba", "jamba, experts"),
         "qwens": ("dense", "experts"),
         "denses": ("llama, biases of attention, yarn", "llama, biases of MLPs, tied", "qwen2", "qwen3 moe"),
-        "hybrids": ("mamba2", "granite, dense", "lfm2, tied", "falcon_h1, norm first"),
+        "hybrids": ("mamba2", "granite, dense", "lfm2, tied", "falcon_h1, norm first", "qwen3_5 moe"),
     },
     "PP 2": {
         "oracles": ("mha", "gqa, groups, wide heads, tied", "MoE"),
