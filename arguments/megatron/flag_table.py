@@ -65,7 +65,7 @@ class MegatronFlag:
         return option.startswith(self.name[:-1]) if self.is_family else option == self.name
 
     def check(self, words: Sequence[str], option: str | None = None) -> None:
-        """Check whether the flag may be given with these values.
+        """Refuse the flag, or values that it does not accept.
 
         Args:
             option: Flag as typed; its name if missing.
@@ -151,7 +151,7 @@ class WithoutEffect:
     warnings: list[str] = field(default_factory=list)
 
     def add(self, flag: MegatronFlag, words: Sequence[str]) -> None:
-        """Add a given flag."""
+        """Check and add a given flag."""
         flag.check(words)
         self.note(flag.name)
         for value, text in flag.warned_values.items():

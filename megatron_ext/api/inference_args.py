@@ -50,7 +50,7 @@ _DTYPES = dict(zip(("torch.float32", "torch.bfloat16", "torch.float16"), DTYPES,
 
 
 def add_inference_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of the engine to a parser; an `extra_args_provider` of Megatron-LM.
+    """Add the flags of the engine to a parser, and return it; an `extra_args_provider` of Megatron-LM.
 
     >>> arguments = add_inference_args(argparse.ArgumentParser()).parse_args(["--load-hf", "model"])
     >>> settings_from_args(arguments)

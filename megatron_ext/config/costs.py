@@ -41,7 +41,7 @@ NEUTRAL_COSTS = EntryCosts()  # equal cost of all tokens and of all bytes
 
 
 def entry_costs(config: ModelConfig, block_size: int, block_bytes: int, state_bytes: int) -> EntryCosts:
-    """Return the costs of a model with blocks and states of these sizes."""
+    """Return the costs of a model with blocks of `block_size` tokens; `state_bytes` is 0 without recurrent layers."""
     pattern = config.hybrid_override_pattern
     per_key = 4.0 * config.num_attention_heads * config.head_channels  # a score and a weighted sum
     growing = sum(is_attention(letter) and letter != "W" for letter in pattern)

@@ -60,7 +60,7 @@ class TcpEndpoint:
 
 @dataclass(frozen=True)
 class IpcEndpoint:
-    """Socket file such as `ipc:///run/user/1000/events`; the permissions of its directory control access."""
+    """Socket file at an absolute path: `ipc:///run/user/1000/events`; its directory's permissions control access."""
 
     path: str
 

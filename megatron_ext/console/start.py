@@ -52,7 +52,7 @@ def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:
 
 
 def check_machine(parallel: ParallelConfig) -> Layout:
-    """Check that the processes match the settings; log if ranks communicate over another backend than requested."""
+    """Return the layout of the ranks, which must match the settings; log a backend other than the requested one."""
     import torch  # after `limit_spinning`
 
     world = world_of_environment()

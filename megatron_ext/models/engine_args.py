@@ -136,7 +136,7 @@ def follow(
 def build_follower(
     settings: EngineSettings, parallel_context: ParallelContext, weight_writer: WeightWriter, cache: CacheConfig
 ) -> Worker:
-    """Build the worker of a rank other than 0; its pools are allocated."""
+    """Build the worker of a rank other than 0, from rank 0's settings and cache; its pools are allocated."""
     loaded, opener = weight_writer.loaded, None
     if cache.is_durable:  # before anything packs the weights
         facts = cache_facts(loaded, weights_digest(loaded), settings.parallel, parallel_context)

@@ -186,7 +186,7 @@ class LLMEngine:
     # Memory
 
     def suspend(self, level: SuspendLevel | None = None) -> SuspendLevel:
-        """Stop until `resume`. Requests in flight wait and keep their tokens; new ones are refused.
+        """Stop until `resume`; return the level. Requests in flight wait and keep their tokens; new ones are refused.
 
         Args:
             level: "drop" frees the pools' memory, and the cache is empty; "offload" moves the pools to host memory, and

@@ -74,7 +74,7 @@ def _experts(config: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: int, share: Share | None = None) -> None:
-    """Check that the parameters fit the available memory, before they are allocated.
+    """Check that this rank's parameters fit the memory available to it, before they are allocated.
 
     Args:
         config: Configuration of the whole model.

@@ -57,6 +57,7 @@ class SharedModel:
 
     Attributes:
         model: Our model, in eval mode.
+        dtype: Dtype of its matrices.
         source: The model of Megatron, unwrapped.
         names: Name of each tensor of ours -> its name in `source`.
     """

@@ -95,6 +95,7 @@ def chosen_recipes(recipes: Mapping[str, Recipe], shapes: Mapping[str, Shape], *
 
     Args:
         shapes: Shapes of the given tensors, by name.
+        partial: Allow missing tensors, but all parts of a tensor or none.
 
     Raises:
         ConfigError: A name is unknown or missing, or a shape is wrong.
