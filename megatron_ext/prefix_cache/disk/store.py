@@ -3,8 +3,9 @@
 Each entry is a file, see `entry_files.py`. What a fault changes is noticed at the next read: such an entry is dropped,
 counted, and is a miss. What the store forgets is gone from the medium before the call returns.
 
-An entry for which the device has no room is not taken. A failure of the directory itself (an error of the device, a
-folder that is gone) ends the use of the store: it says so once, and from then on finds and takes nothing.
+Without room on the device, or with too many open files, an entry is not taken, or is dropped and is a miss. A failure
+of the directory itself (an error of the device, a folder that is gone) ends the use of the store: it says so once, and
+from then on finds and takes nothing.
 """
 
 from __future__ import annotations
@@ -154,11 +155,7 @@ class DiskStore:
         try:
             self._files.write(stored, tokens, buffers)
         except OSError as error:
-            if error.errno not in FULL:
-                raise
-            if not self.drops[NO_ROOM]:
-                reason = failure_reason(error)
-                logger.warning("prefix cache on disk: %s: %s; entries are left out", self.slot.path, reason)
+            self._say_full(error)
             self.drops[NO_ROOM] += 1
             return False
         self._is_changed = True
@@ -211,12 +208,23 @@ class DiskStore:
         return found
 
     def _unless_damaged(self, entry: StoredEntry, read: Callable[[StoredEntry], array[int]]) -> array[int] | None:
-        """Return the token ids of an entry; if they or its bytes are damaged, drop it and return None."""
+        """Return the token ids of an entry; if it is damaged, or cannot be opened, drop it and return None."""
         try:
             return read(entry)
         except DamagedEntryError as error:
             self._remove(entry, str(error))
-            return None
+        except OSError as error:
+            self._say_full(error)
+            self._remove(entry, NO_ROOM)
+        return None
+
+    def _say_full(self, error: OSError) -> None:
+        """Log once that entries are lost for want of room or of open files; raise any other error again."""
+        if error.errno not in FULL:
+            raise error
+        if not self.drops[NO_ROOM]:
+            reason = failure_reason(error)
+            logger.warning("prefix cache on disk: %s: %s; entries are left out", self.slot.path, reason)
 
     def describe(self, entry: StoredEntry) -> NewEntry | None:
         """Return the description that the cache gave of a stored entry; None if it is damaged, and dropped."""

@@ -321,6 +321,23 @@ def test_an_entry_without_room_on_the_device_is_left_out(directory, caplog):
     store.close()
 
 
+def test_too_many_open_files_cost_single_entries(store, caplog):
+    """DC-3: what cannot be opened is a miss, or is left out, and the store goes on."""
+    for number in (1, 2):
+        fill(store, page(number))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        assert not is_read_page(store, 1)
+        assert not fill(store, page(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert ["Too many open files" in one for one in caplog.messages] == [True]
+    assert (numbers(store), store.problem, store.use.drops) == ([2], None, {"no_room": 2})
+    assert is_read_page(store, 2)
+    store.check()
+
+
 def test_equal_places_in_the_order_are_one_entry(store):
     """An entry used twice at the same time was evicted twice, which ended the use of the store."""
     for number in range(PAGES):
