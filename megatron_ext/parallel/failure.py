@@ -145,7 +145,7 @@ def _may_say(ending: BaseException) -> bool:
 def _failure_report(registry: RankRegistry, error: Exception, minutes: float) -> FailureReport:
     """Return the failure report that counts, by this rank or by another one."""
     root = _root(error)
-    if is_lost_peer(root):
+    if _is_lost_peer(root):
         return _after_others(registry, root, minutes)
     if isinstance(root, ConfigError):
         # Most mistakes occur on all ranks alike, and the first rank reports them.
@@ -159,7 +159,7 @@ def _failure_report(registry: RankRegistry, error: Exception, minutes: float) ->
 def _without_registry(rank: int, error: Exception) -> FailureReport:
     """Return a report if the store is lost, too: without torchrun it lives in rank 0's process."""
     root = _root(error)
-    if not is_lost_peer(root):
+    if not _is_lost_peer(root):
         return FailureReport(rank, FAILED, f"rank {rank}: {describe(root)}")
     return FailureReport(1, FAILED, "rank 0, which stores the failure reports, ended without a message")
 
@@ -201,7 +201,7 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-def is_lost_peer(error: BaseException) -> bool:
+def _is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means only that another rank is gone or silent."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None

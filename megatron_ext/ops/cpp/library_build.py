@@ -208,7 +208,7 @@ def open_library(say: Callable[[str], None]) -> Library:
 
 
 def toolchain() -> Toolchain:
-    """Return the compiler of this machine, and what it says about its version.
+    """Return the command of this machine's C++ compiler, and its output about its version.
 
     Raises:
         BuildError: This machine has no compiler.

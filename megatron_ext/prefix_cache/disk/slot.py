@@ -72,10 +72,10 @@ class SlotDirectory:
         self.number = 0 if found is None else int(found[1])
 
     def check(self) -> None:
-        """Check that the lock file is still the one that this process has locked.
+        """Check that this process still holds the slot.
 
         Raises:
-            OSError: It is not, so another process may hold the slot.
+            OSError: The lock file was replaced, so another process may hold the slot.
         """
         if not os.path.samestat(os.stat(LOCK, dir_fd=self.handle), os.fstat(self._lock)):
             raise OSError(errno.ESTALE, "the lock was replaced", f"{self.path}/{LOCK}")
