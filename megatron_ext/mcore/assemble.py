@@ -31,6 +31,7 @@ from megatron_ext.memory.budget import NO_DRAFT_LAYERS, DraftMemory
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.engine_plan import EnginePlan, plan_engine
 from megatron_ext.ops import backend_selection, cpp
+from megatron_ext.ops.backends import AUTO
 from megatron_ext.ops.linear import onednn
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
@@ -216,7 +217,7 @@ def build_worker(
 
 def compile_operators(model: HybridModel, batching: BatchingConfig) -> None:
     """Compile the operators for this CPU if that is to be done, rather than while the first request waits."""
-    uses_cpp = batching.operator_backend in (backend_selection.AUTO, onednn.NAME)
+    uses_cpp = batching.operator_backend in (AUTO, onednn.NAME)
     if uses_cpp and next(model.parameters()).device.type == "cpu":
         cpp.are_used()
 
@@ -271,7 +272,7 @@ def _build_controller(
     context.suspend_level = batching.suspend_level
     assert config.vocab_size is not None, "the model was built with one"
     controller = InferenceController(wrap(model.eval(), context, config.vocab_size), tokenizer, config.vocab_size)
-    controller.operators = backend_selection.preferred(batching.operator_backend)
+    controller.operators = batching.operator_backend
     controller.packed = packed
     controller.has_processed_log_probs = batching.has_processed_log_probs
     if batching.moe_enable_routing_replay:

@@ -239,7 +239,7 @@ class InferenceContext(Context):
         self,
         step: ScheduledStep,
         forward: Callable[[ScheduledStep, StepStates], Callable[[], Sampled]],
-        operators: str | None,
+        operators: str,
     ) -> Sampled:
         """Compute a step: restore states, run its forward, keep states, sample.
 
@@ -248,7 +248,7 @@ class InferenceContext(Context):
         Args:
             step: Scheduled step.
             forward: Restores the states, computes logits, and returns the function that samples them.
-            operators: Backend name of the operators, which restores and snapshots are, too; or None.
+            operators: Backend name of the operators, which restores and snapshots are, too; or AUTO.
 
         Raises:
             RestoreError: A slot does not hold the snapshot that a request needs.

@@ -25,7 +25,7 @@ from megatron_ext.mcore.versions import Controller, inference_mode
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.pools import Pools
 from megatron_ext.ops import backend_selection, cpp
-from megatron_ext.ops.backends import preferring
+from megatron_ext.ops.backends import AUTO, preferring
 from megatron_ext.ops.linear.few_rows import rows_are_independent
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.parallel.rank_drafters import LeadingDrafter
@@ -71,7 +71,7 @@ class InferenceController(Controller):
     Attributes:
         vocabulary_size: V.
         drafter: Proposes draft tokens for engines around the model; None disables drafts.
-        operators: Backend name of the operators, or None; see `ops.backend_selection`.
+        operators: Backend name of the operators, or AUTO; see `ops.backend_selection`.
         packed: Packed weights of the model's linear layers; None to compute with its parameters.
         has_processed_log_probs: Whether log-probs of generated tokens are of the distributions that they were drawn
             from; else of the model's logits.
@@ -85,7 +85,7 @@ class InferenceController(Controller):
         self.vocabulary_size = vocabulary_size
         self.vocabulary = Vocabulary(tokenizer, vocabulary_size)
         self.drafter: Drafter | None = None
-        self.operators: str | None = None
+        self.operators = AUTO
         self.packed: PackedWeights | None = None
         self.has_processed_log_probs = False
         self.records_routing = False
@@ -192,7 +192,7 @@ class InferenceController(Controller):
         """Return the chosen operators of each backend; see `ops.backend_selection.chosen`."""
         parameter = next(self.inference_wrapped_model.model.parameters())
         linear = None if self.packed is None else self.packed.backend
-        return backend_selection.chosen(self.operators or backend_selection.AUTO, parameter.detach(), linear)
+        return backend_selection.chosen(self.operators, parameter.detach(), linear)
 
     @property
     def bytes_held_twice(self) -> int:

@@ -22,7 +22,8 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.layers.dense_moe import problem_of
-from megatron_ext.ops import backend_selection, cpp
+from megatron_ext.ops import cpp
+from megatron_ext.ops.backends import AUTO
 from megatron_ext.ops.linear import onednn
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
@@ -161,7 +162,7 @@ def recorded_steps_for(
     model, rules = controller.inference_wrapped_model.model, context.staging_rules
     if batching.has_input_buffers or not is_alone or rules.token_rounder != 1 or rules.device.type != "cpu":
         return None
-    if batching.operator_backend not in (backend_selection.AUTO, onednn.NAME) or not cpp.are_used():
+    if batching.operator_backend not in (AUTO, onednn.NAME) or not cpp.are_used():
         return None
     if any(isinstance(module, MoELayer) for module in model.modules()):
         return None

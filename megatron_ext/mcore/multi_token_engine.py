@@ -21,7 +21,6 @@ from megatron_ext.mcore.warm_up import WarmUpPart
 from megatron_ext.memory.budget import DraftMemory
 from megatron_ext.memory.engine_plan import ModelShape, plan_draft_layers
 from megatron_ext.memory.step_states import StepStates
-from megatron_ext.ops import backend_selection
 from megatron_ext.runner.recorded_steps import MAX_ROWS
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.multi_token import ChunkInput, MultiTokenDrafter
@@ -71,7 +70,7 @@ class PredictionParts:
         """
         device = next(self.model.parameters()).device
         plan = plan_draft_layers(target.plan, self._shape(batching), self.config, device.type, self.depths)
-        requests, operators = plan.limits.max_requests, backend_selection.preferred(batching.operator_backend)
+        requests, operators = plan.limits.max_requests, batching.operator_backend
         captured = 0 if target.cuda_graph_runner is None else target.cuda_graph_runner.max_tokens
         recorded = 0 if target.recorded_steps is None else min(requests * (1 + self.drafts), MAX_ROWS)
         states = HiddenStates(self.model, target, requests, captured, recorded_tokens=recorded)
@@ -118,7 +117,7 @@ class MultiTokenEngine(MultiTokenDrafter):
         parts: The model.
         context: Context of the layer, with its pools.
         states: Hidden states of the target model.
-        operators: Name of the operators' backend.
+        operators: Backend name of the operators, or AUTO.
         depth: Depth of the layer, counted from 1.
         outputs: Kept outputs, which the layer of the next depth reads; None without one.
 
@@ -131,7 +130,7 @@ class MultiTokenEngine(MultiTokenDrafter):
         parts: PredictionParts,
         context: InferenceContext,
         states: HiddenStates,
-        operators: str | None,
+        operators: str,
         depth: int = 1,
         outputs: HiddenStates | None = None,
     ) -> None:

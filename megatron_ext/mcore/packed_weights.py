@@ -57,7 +57,7 @@ class PackedWeights:
         model: Model in eval mode. Layers that are packed and not chosen are unpacked. An attached model keeps every
             original weight beside the packed one, which takes that memory again; changes are noticed as in tied
             embeddings.
-        operators: Backend name of the operators, or None; see `ops.backend_selection`.
+        operators: Backend name of the operators, or AUTO; see `ops.backend_selection`.
         with_experts: Whether experts of MoE layers may be packed; `mcore.layers.dense_moe` reads their parameters.
         quantizes: Quantize every weight to int8, whatever the operators' backend.
     """
@@ -65,7 +65,7 @@ class PackedWeights:
     def __init__(
         self,
         model: HybridModel,
-        operators: str | None = None,
+        operators: str,
         *,
         with_experts: bool = True,
         quantizes: bool = False,
@@ -157,8 +157,7 @@ def pack_weights(
         ConfigError: There is no memory for it on a rank, or the requested backend cannot pack the model's weights; or
             they are to be quantized, which is impossible on a rank, or on CPUs that differ.
     """
-    operators = backend_selection.preferred(batching.operator_backend)
-    quantizes = batching.quantizes_weights
+    operators, quantizes = batching.operator_backend, batching.quantizes_weights
     if quantizes:
         backend_selection.check_quantization(next(model.parameters()).device)
     packed = PackedWeights(model, operators, with_experts=not batching.has_input_buffers, quantizes=quantizes)

@@ -46,12 +46,12 @@ class WarmUpPart:
     Attributes:
         context: Context with the pools, which no request uses yet.
         run: Computes a step with them.
-        operators: Backend name of the operators, or None.
+        operators: Backend name of the operators, or AUTO.
     """
 
     context: InferenceContext
     run: Callable[[ScheduledStep], object]
-    operators: str | None
+    operators: str
 
     @classmethod
     def of(cls, context: InferenceContext, controller: InferenceController) -> WarmUpPart:

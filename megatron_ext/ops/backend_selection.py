@@ -9,8 +9,9 @@ import torch
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.activation import ACTIVATION
-from megatron_ext.ops.backends import Backend, Backends, preferring
+from megatron_ext.ops.backends import AUTO, Backend, Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
+from megatron_ext.ops.experts import EXPERTS
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
 from megatron_ext.ops.libraries import FLASHINFER, LIBRARIES, OperatorShapes
@@ -23,11 +24,10 @@ from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import STATE_COPY
 from megatron_ext.ops.step_size import STEP_SIZE
 
-AUTO = "auto"
 OPERATORS: Sequence[Backends[Backend]] = (
     PAGED_ATTENTION,
     *(operator.backends for operator in (CAUSAL_CONV1D, PLAIN_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)),
-    *(STEP_SIZE, GATED_NORM, ACTIVATION, ROTARY_WRITE, SAMPLING, STATE_COPY),
+    *(STEP_SIZE, GATED_NORM, ACTIVATION, ROTARY_WRITE, SAMPLING, STATE_COPY, EXPERTS),
 )
 
 
@@ -76,11 +76,6 @@ def check_quantization(device: torch.device) -> None:
         raise ConfigError(f"--cpu-weight-quantization int8: {problem}; leave it out")
 
 
-def preferred(wanted: str) -> str | None:
-    """Return the argument for `preferring`; operators that lack the backend choose as with AUTO."""
-    return None if wanted == AUTO else wanted
-
-
 def chosen(wanted: str, x: torch.Tensor, linear: str | None = None) -> dict[str, tuple[str, ...]]:
     """Return the operators by backend for inputs like `x`, the most used backend first.
 
@@ -92,7 +87,7 @@ def chosen(wanted: str, x: torch.Tensor, linear: str | None = None) -> dict[str,
         linear: Backend that packs the model's weights; None if none does.
     """
     found: dict[str, list[str]] = {linear or LINEAR.names[-1]: [LINEAR.operator]}
-    with preferring(preferred(wanted)):
+    with preferring(wanted):
         for backends in OPERATORS:
             found.setdefault(backends.choose(x).name, []).append(backends.operator)
     return {name: tuple(found[name]) for name in sorted(found, key=lambda name: -len(found[name]))}

@@ -66,12 +66,13 @@ def never(_: Tensor) -> bool:
 
 
 B = TypeVar("B", bound=Backend, covariant=True)
-_PREFERRED: ContextVar[str | None] = ContextVar("preferred", default=None)
+AUTO = "auto"  # in place of a backend's name: no preference
+_PREFERRED: ContextVar[str] = ContextVar("preferred", default=AUTO)
 
 
 @contextmanager
-def preferring(name: str | None) -> Iterator[None]:
-    """Prefer the backend of this name in this thread, for operators that have it; None means no preference."""
+def preferring(name: str) -> Iterator[None]:
+    """Prefer the backend of this name, or AUTO, in this thread; operators that lack it choose as with AUTO."""
     token = _PREFERRED.set(name)
     try:
         yield
@@ -102,7 +103,7 @@ class Backends(Generic[B]):
         """Return the backend for the main input `x`: the forced or preferred one, or the first that takes it."""
         if self._forced is not None:
             return self._forced
-        preferred = self._backends.get(_PREFERRED.get() or "")
+        preferred = self._backends.get(_PREFERRED.get())
         if preferred is not None:
             return preferred
         return next(backend for backend in self._backends.values() if backend.takes(x))

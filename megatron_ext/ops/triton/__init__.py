@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import FunctionBackend
+from megatron_ext.ops.backends import AUTO, FunctionBackend
 
 NAME = "triton"
 """Name of the backends that use these kernels."""
@@ -94,14 +94,14 @@ def backend(package: str) -> FunctionBackend:
     return FunctionBackend(NAME, takes, find)
 
 
-def compiles(device: torch.device, preferred: str | None) -> bool:
+def compiles(device: torch.device, preferred: str) -> bool:
     """Return whether operators launch kernels on a device that are compiled at their first launch.
 
     Args:
         device: Device of the operators' inputs.
-        preferred: Name of the preferred backend, see `ops.backends.preferring`.
+        preferred: Name of the preferred backend, or AUTO; see `ops.backends.preferring`.
     """
-    is_chosen = preferred in (None, NAME) and device.type == "cuda"
+    is_chosen = preferred in (AUTO, NAME) and device.type == "cuda"
     return is_chosen and not is_interpreted() and problem(device) is None
 
 

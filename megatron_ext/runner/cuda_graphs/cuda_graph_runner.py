@@ -67,8 +67,8 @@ class CapturedModel(Protocol):
         """True if log-probs are of the distributions that tokens are drawn from; see `GraphSampler`."""
 
     @property
-    def operators(self) -> str | None:
-        """Backend name of the operators, or None; see `ops.backend_selection`."""
+    def operators(self) -> str:
+        """Backend name of the operators, or AUTO; see `ops.backend_selection`."""
 
     @property
     def pools(self) -> Pools | None:

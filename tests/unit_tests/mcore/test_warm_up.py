@@ -275,11 +275,11 @@ class TestStart:
     @pytest.mark.parametrize(
         ("device", "preferred", "is_interpreted", "expected"),
         [
-            ("cuda", None, False, True),
+            ("cuda", "auto", False, True),
             ("cuda", "triton", False, True),
             ("cuda", "reference", False, False),
-            ("cuda", None, True, False),
-            ("cpu", None, False, False),
+            ("cuda", "auto", True, False),
+            ("cpu", "auto", False, False),
         ],
     )
     def test_where_kernels_are_compiled(self, monkeypatch, device, preferred, is_interpreted, expected):

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 
 import pytest
 import torch
 
+from megatron_ext import ops
+from megatron_ext.ops.backend_selection import OPERATORS
 from megatron_ext.ops.backends import Backends, FunctionBackend, NoKernelError, Operator, anything
-from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
-from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
-from megatron_ext.ops.gated_norm import GATED_NORM
-from megatron_ext.ops.paged_attention import PAGED_ATTENTION
-from megatron_ext.ops.sampling import SAMPLING
-from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
-from megatron_ext.ops.ssd import SSD
-from megatron_ext.ops.state_copy import STATE_COPY
+from megatron_ext.ops.linear import LINEAR
 from megatron_ext.ops.varlen import pack_chunks
-
-OPERATORS = (
-    PAGED_ATTENTION,
-    SAMPLING,
-    GATED_NORM,
-    STATE_COPY,
-    CAUSAL_CONV1D.backends,
-    *(one.backends for one in (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +74,16 @@ def test_a_function_is_its_own_reference() -> None:
     assert [scaled(x, factor=2.0) for x in (ON_META, ON_CPU)] == [("fast", 2.0), ("plain", 2.0)]
     assert scaled(ON_META, 3.0) == ("plain", 3.0)
     assert [other((x, x)) for x in (ON_META, ON_CPU)] == ["fast", "reference"]
+
+
+def test_every_operator_is_in_the_table_of_the_start() -> None:
+    """CU-3: an operator that is left out of the list runs on a backend that no line names."""
+    packages = [importlib.import_module(f"{ops.__name__}.{one.name}") for one in pkgutil.iter_modules(ops.__path__)]
+    values = [value for package in packages for value in vars(package).values()]
+    found = {
+        id(one): one for one in (getattr(value, "backends", value) for value in values) if isinstance(one, Backends)
+    }
+    assert {one.operator for one in found.values()} == {one.operator for one in (*OPERATORS, LINEAR)}
 
 
 @pytest.mark.parametrize("backends", OPERATORS, ids=lambda backends: backends.operator)

@@ -15,7 +15,6 @@ from megatron_ext.mcore.layers.layer_map import operator_shapes
 from megatron_ext.ops import backend_selection, libraries, triton
 from megatron_ext.ops.libraries import FLASHINFER, LIBRARIES, MAMBA_SSM, OperatorShapes
 from tests.unit_tests.ops.library_stand_ins import install
-from tests.unit_tests.ops.test_backends import OPERATORS
 from tests.unit_tests.support.source import ROOT
 
 CUDA = torch.device("cuda")
@@ -102,7 +101,7 @@ class TestPackages:
         assert Requirement(package.distribution + package.versions) in listed
 
 
-@pytest.mark.parametrize("backends", OPERATORS, ids=lambda backends: backends.operator)
+@pytest.mark.parametrize("backends", backend_selection.OPERATORS, ids=lambda backends: backends.operator)
 def test_no_library_is_chosen_by_default(backends, installed) -> None:
     for wanted in set(LIBRARIES) & set(backends.names):
         with backends.forced(wanted):
@@ -113,7 +112,7 @@ def test_no_library_is_chosen_by_default(backends, installed) -> None:
 
 def test_each_library_is_a_choice() -> None:
     assert set(LIBRARIES) < set(OPERATOR_BACKENDS)
-    computed = {name for backends in OPERATORS for name in backends.names}
+    computed = {name for backends in backend_selection.OPERATORS for name in backends.names}
     assert computed >= set(LIBRARIES)
 
 
