@@ -52,7 +52,7 @@ class CacheView:
             "lost": None if state is None else state.prefix_cache_lost(),
             "audit_findings": [] if state is None else state.audit_findings,
             "disk": None if state is None else state.prefix_cache_disk(),
-            "hottest_prefixes": self._hottest,
+            "hottest_prefixes": self._hottest or [],  # none after a reset since the search
         }
 
     def _settings(self) -> dict[str, object]:

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_ext.config import CacheConfig
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.server.http.status_page import FLEET_PAGE, PAGE
+from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.metrics import INTERVAL, KEPT, History, Metrics
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
@@ -128,6 +129,17 @@ class TestCacheRoute:
         assert fresh.http.get("/prefix_cache").json()["hottest_prefixes"] == []
         assert fresh.metric("kv_blocks_cached") == 0
         assert complete(fresh)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+    def test_a_reset_as_a_search_ends_leaves_an_empty_list(self, fresh, monkeypatch):
+        """EX-4: a caller that waited for the search sees the cache as it is after the reset."""
+        look = CacheView._look
+
+        async def look_and_reset(view: CacheView) -> None:
+            await look(view)
+            view._hottest = None  # as `reset` does before the caller goes on
+
+        monkeypatch.setattr(CacheView, "_look", look_and_reset)
+        assert fresh.http.get("/prefix_cache").json()["hottest_prefixes"] == []
 
     def test_with_caching_off_there_is_nothing_to_show(self, serve):
         server = serve(tiny_engine(cache=CacheConfig(enable_prefix_caching=False)))
