@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.config import ServerConfig
 from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.ray_serve import fleet_routes
 from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, Answers, FleetRoutes, WholeAnswer, whole_answer
 from megatron_ext.ray_serve.forwarded import ForwardedRequest
 from megatron_ext.ray_serve.replica_status import ADMIN_PATHS, status_router
@@ -135,6 +138,21 @@ async def test_metrics_have_the_replica_as_label(fleet: Fleet):
     assert merged == expected
     headings = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(headings) == len(set(headings))
+
+
+async def test_metrics_are_merged_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    """RP-6: streams go on while the metrics of many replicas are parsed; those of a failed replica are missing."""
+    threads = []
+
+    def parse(text: str) -> Iterator[Metric]:
+        threads.append(threading.current_thread())
+        return text_string_to_metric_families(text)
+
+    monkeypatch.setattr(fleet_routes, "text_string_to_metric_families", parse)
+    answer = await fixed(a=(200, b"x 1.0\n"), b=(500, b'{"error": {}}')).http.get("/metrics")
+    assert (answer.status_code, answer.text.splitlines()[-1]) == (200, 'x{replica="a"} 1.0')
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_rows_of_the_status_page(fleet: Fleet):
