@@ -2,8 +2,8 @@
 
 A client has to send until a whole request has arrived, and between two requests. At the cap, the connection that has
 waited longest for its client is closed for a new one, so silent sockets block no other client. Connections that are
-being answered stay; if all are, the new one gets a 503. Their
-transport lets answers reach clients, whether these still send or have stopped.
+being answered stay; if all are, the new one gets a 503. An answer reaches its client whether the client still sends or
+has stopped.
 """
 
 from __future__ import annotations
