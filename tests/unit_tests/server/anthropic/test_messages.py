@@ -470,9 +470,10 @@ class TestErrors:
     @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
     def test_threads(self, embedded, path, thread):
         """The SDK's tool runner keeps conversations in threads; it sends whole ones after an error with this code."""
-        answer = embedded.http.post(path, json=ASKED | {"thread": thread})
-        error = check_envelope(answer, 400, "invalid_request_error")
-        assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        for other in ({}, {"messages": []}):
+            answer = embedded.http.post(path, json=ASKED | other | {"thread": thread})
+            error = check_envelope(answer, 400, "invalid_request_error")
+            assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         assert embedded.http.post(path, json=ASKED | {"thread": None}).status_code == 200
 
     def test_other_statuses(self, serve):
