@@ -104,7 +104,7 @@ def read_rate(size: int) -> float:
 
 
 class Phases:
-    """Seconds of calls by phase, without those of timed calls within them.
+    """Seconds of calls by phase; timed calls within a call count in their own phase only.
 
     Args:
         clock: Clock, in seconds.

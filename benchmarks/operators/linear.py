@@ -72,7 +72,7 @@ def _backends(dtype: torch.dtype) -> dict[str, Callable[[Tensor], PackedWeight]]
 def _ratios(
     run: Run, dtype: torch.dtype, outputs: int, inputs: int, rows: Sequence[int], repeats: int
 ) -> dict[str, list[float]]:
-    """Return the time of each backend over that of `F.linear` for each number of rows."""
+    """Return the ratios of each backend's time to the time of `F.linear`, one for each number of rows."""
     count = 1 if run.is_quick else max(1, READ_BYTES // (dtype.itemsize * outputs * inputs))
     weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(count)]
     packed = {name: [pack(weight) for weight in weights] for name, pack in _backends(dtype).items()}
@@ -102,8 +102,7 @@ def advice(dtype: torch.dtype, found: Found, rows: Sequence[Row] = TABLE) -> lis
 
     Args:
         dtype: Type of the weights.
-        found: For each backend: times of packed weights over those of `F.linear` for each number of rows, by (outputs,
-            inputs).
+        found: For each backend the ratios of `_ratios`, by (outputs, inputs).
         rows: The table.
     """
     names = " ".join(instruction_sets(dtype))

@@ -152,7 +152,7 @@ class Llama:
         return int(numpy.ctypeslib.as_array(logits, (self._size.shape.vocabulary,)).argmax())
 
     def _end(self, ended: Sequence) -> None:
-        """Drop an ended request, or keep it in the place of what it has continued."""
+        """Drop an ended request, or keep it in place of the prefix that it has continued."""
         self._live.remove(ended)
         gone = [ended]
         if self._continues:

@@ -142,7 +142,7 @@ def figures(records: list[Timed], seconds: float) -> dict[str, Figure]:
 
 
 def chat(peer: Peer, chats: int, vocabulary: int) -> Iterator[tuple[float, int]]:
-    """Serve turn after turn of all conversations; each begins with what was said and answered before.
+    """Serve turn after turn of all conversations; each begins with its earlier messages and answers.
 
     Yields:
         Median time to first token in seconds, and computed prompt tokens, of each turn.

@@ -1,13 +1,14 @@
 """Balancers: the router that serves, and the rules of other projects, written from their descriptions.
 
 Dynamo's cost rule (NVIDIA's guide to its KV router): the lowest of `overlap weight * prefill blocks + decode blocks`,
-where prefill blocks are those yet to be computed there with this prompt, less what is cached there by its events, and
-decode blocks those in use there with this prompt's, each once; equal ones at random; weight 1, temperature 0.
+where prefill blocks are the replica's blocks yet to be computed, this prompt's included, less the blocks reported as
+cached, and decode blocks are its blocks in use, this prompt's included, each once; equal replicas at random; weight 1,
+temperature 0.
 
 SGLang's cache-aware rule (the guides of its gateway): if more than 64 requests and a factor of 1.5 lie between the most
 and the least loaded replica, the least loaded one; else one whose past requests share the longest prefix with this one,
-if that is more than 0.3 of it; else the one with the smallest record of past requests. Records are of what was sent,
-not of what is cached; they are bounded by 2**24 characters a replica, which are not reached here.
+if that is more than 0.3 of it; else the one with the smallest record of past requests. A record has the prompts sent to
+a replica, cached or not, of at most 2**24 characters, which are not reached here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_ext.routing.router import Decision, Router
 
 
 class Balancer:
-    """Balancer that chooses a replica; it gets all events, and each rule uses what it would really know."""
+    """Balancer that chooses a replica; it gets all events, and each rule uses only the facts that its router has."""
 
     def __init__(self, replicas: int) -> None:
         self.random = random.Random(0)
@@ -125,7 +126,7 @@ class CacheAware(Balancer):
         return self._least(self._records)
 
     def began(self, request: Hashable, replica: int, prompt: Prompt) -> None:
-        """Add the prompt to the record of what was sent to the replica."""
+        """Add the prompt to the replica's record."""
         super().began(request, replica, prompt)
         bit = 1 << replica
         new = [key for key in prompt.keys(1) if not self._sent.bits.get(key, 0) & bit]
@@ -133,7 +134,7 @@ class CacheAware(Balancer):
         self._records[replica] += len(new)
 
     def left(self, replica: int, lost: Sequence[Hashable]) -> None:
-        """Forget what was sent to the dead replica."""
+        """Empty the record of the dead replica."""
         super().left(replica, lost)
         bit = 1 << replica
         self._sent.discard(bit, [key for key, there in self._sent.bits.items() if there & bit])
@@ -178,7 +179,7 @@ class Ours(Balancer):
         self.router.members[self._names[replica]].removed(keys)
 
     def left(self, replica: int, lost: Sequence[Hashable]) -> None:
-        """Report the dead replica to the router; the lost requests must be those that the router knows."""
+        """Report the dead replica to the router; the router must know exactly the lost requests."""
         assert set(self.router.leave(self._names[replica])) == set(lost)
 
     def joined(self, replica: int) -> None:
@@ -187,7 +188,7 @@ class Ours(Balancer):
 
 
 def _depths(holders: Holders, prompt: Prompt) -> dict[int, int]:
-    """Blocks of a prompt that each replica has from its start; of those that have any."""
+    """Blocks of a prompt that each replica has from its start, without replicas that have none."""
     found, there = {}, -1
     for depth, key in enumerate(prompt.keys(1)):
         now = there & holders.bits.get(key, 0)

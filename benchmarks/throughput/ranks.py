@@ -48,7 +48,7 @@ def ranks_host(run: Run, steps: int = 200) -> None:
 
 @case("throughput")
 def ranks_bytes(run: Run) -> None:
-    """Messages and bytes that rank 0 broadcasts in a step, by what has happened since the last step."""
+    """Messages and bytes that rank 0 broadcasts in a step, by the events since the last step."""
     for name, sent in on_ranks(broadcast_bytes, TP_2, 1).items():
         run.row(name, sent)
 

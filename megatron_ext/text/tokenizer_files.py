@@ -225,7 +225,7 @@ def check_files(directory: Path) -> bool:
 
 IdOf = Callable[[str], int | None]  # id of a token's text
 
-# Files with ids of the end and beginning of a document, after those of the tokenizer, which have texts.
+# Files with ids of the end and beginning of a document; files of the tokenizer, which have texts, come first.
 _ID_FILES = (GENERATION_FILE, "config.json")
 # A bare tokenizer.json does not say which special token ends a document: these names are the usual ones.
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<eod>")

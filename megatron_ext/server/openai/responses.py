@@ -215,7 +215,7 @@ class ResponseBuilder(AnswerBuilder, abc.ABC):
     """Builder of OpenAI's objects: the differences between completions and chat completions.
 
     Args:
-        body: Request, which says what its choices show.
+        body: Request; its fields select the contents of choices.
         model: Name that the model is served under.
         vocabulary: Vocabulary that decodes tokens.
         answer_format: Format of the answers' thinking and tool calls.

@@ -36,6 +36,20 @@ def test_a_probe_drafts_the_given_number_within_each_limit():
     assert drafting.propose([DraftRequest(0, [1, 2, 3, 1, 2, 3, 1, 2], 2)])[0][0] == 3
 
 
+def test_idle_steps_end_with_a_reset():
+    """SP-6: n-grams that find nothing make the engine's drafter idle, with an adaptive number of drafts only."""
+    tokens = list(range(100))
+    for is_adaptive in (True, False):
+        drafting = Drafting(SpeculationConfig(**NGRAM | {"speculative_adaptive": is_adaptive}))
+        idle = []
+        for end in range(1, 20):
+            drafting.propose([DraftRequest(0, tokens[:end], 2)])
+            idle.append(drafting.idle_steps)
+        assert idle == ([0] * 7 + [1] * 8 + [2] * 4 if is_adaptive else [0] * 19)
+        drafting.reset()
+        assert drafting.idle_steps == 0
+
+
 def test_a_probe_asks_the_layer():
     """SP-6: the layer computes the drafts, so that its time is measured as well."""
     layer = Counting()
