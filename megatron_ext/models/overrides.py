@@ -190,26 +190,27 @@ def _counts(saved: ModelConfig) -> str:
 
 
 def _check_layer_freqs(source: SourceConfig, saved: ModelConfig, directory: Path) -> None:
-    """Compare the layers of a GPT that have experts or windows; a flag has no effect where there are no such layers."""
+    """Compare the layers of a GPT that have experts or windows; a flag has no effect on a model without them."""
     pattern, count = saved.hybrid_override_pattern, gpt_layers(saved.hybrid_override_pattern)
     mixers, mlps, plain = pattern[::2], pattern[1::2], pattern[::2].replace("W", "*")
     experts, windows = source.moe_layer_freq, source.window_attn_skip_freq
-    checks: tuple[tuple[str, str | None, bool, _Fits], ...] = (
-        ("--moe-layer-freq", experts, saved.is_moe, lambda freq: moe_letters(freq, len(mlps)) == mlps),
+    checks: tuple[tuple[str, str | None, str, bool, _Fits], ...] = (
+        ("--moe-layer-freq", experts, "experts", saved.is_moe, lambda freq: moe_letters(freq, len(mlps)) == mlps),
         (
             "--window-attn-skip-freq",
             windows,
+            "windows",
             saved.attention_window is not None,
             lambda freq: windowed_letters(plain, freq) == mixers,
         ),
     )
-    for flag, text, has_layers, fits in checks:
+    for flag, text, kind, has_layers, fits in checks:
         if text is None:
             continue
         if count is not None and has_layers:
             _check_layer_freq(source, saved, directory, flag, text, fits)
         elif is_first_rank():
-            logger.warning("%s %s has no effect: %s has no such layers of a GPT", flag, text, directory)
+            logger.warning("%s %s has no effect: %s is not a GPT with %s", flag, text, directory, kind)
 
 
 def _check_layer_freq(

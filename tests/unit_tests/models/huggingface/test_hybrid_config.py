@@ -8,6 +8,7 @@ import math
 import pytest
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.config.model_fields import MULTIPLIERS
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.hf_checkpoint import translate
 from tests.unit_tests.models.huggingface.published_hybrids import (
@@ -187,7 +188,7 @@ def test_fields_that_are_not_supported_are_refused(published: dict, changes: dic
 
 
 SENSELESS = [
-    ({"residual_multiplier": 0.0}, "residual_multiplier 0.0 must be more than 0"),
+    *(({name: 0.0}, f"{name} 0.0 must be more than 0") for name in MULTIPLIERS),
     ({"softmax_scale": math.nan}, "softmax_scale nan must be more than 0"),
     ({"mlp_gate_multiplier": 2.0}, "mlp_gate_multiplier 2.0 is for gated MLPs; give --swiglu"),
     (
@@ -198,6 +199,9 @@ SENSELESS = [
     ({"mamba_gated_norm": "last"}, "mamba_gated_norm 'last' is unknown; one of gate_first, norm_first"),
     ({"mamba_multipliers": (1.0, 2.0)}, "must be five numbers above zero, for z, x, B, C and dt"),
     ({"linear_norm_epsilon": 0.0}, "linear_norm_epsilon 0.0 must be more than 0"),
+    ({"swiglu": True, "activation_func_clamp_value": 0.0}, "--activation-func-clamp-value 0.0 must be more than 0"),
+    ({"softmax_type": "sink"}, "--softmax-type 'sink' is unknown; one of vanilla, learnable"),
+    ({"moe_router_score_function": "tanh"}, "--moe-router-score-function 'tanh' is unknown; one of softmax, sigmoid"),
     (
         {"recurrent_layer": "short_conv", "short_conv_kernel_dim": 1},
         "--short-conv-kernel-dim 1 must be between 2 and 1024",
