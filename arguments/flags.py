@@ -25,7 +25,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 @dataclass(frozen=True)
 class Flag:
-    """Flag bound to a field of a dataclass, whose annotation and default are its own."""
+    """Flag of a dataclass's field, with the field's type and default."""
 
     config: type
     field: str

@@ -42,7 +42,7 @@ def refuse_removed_words(words: Sequence[str], kind: str = "flags") -> None:
 
 
 def refuse_removed(flag: str, value: object = None, name: str | None = None, kind: str = "flags") -> None:
-    """Refuse a flag that was removed, or its value that was.
+    """Refuse a removed flag, or a removed value of a flag.
 
     Args:
         flag: Flag as typed, or its key.

@@ -20,7 +20,7 @@ class RecurrentKind:
         name: Value of `--recurrent-layer`.
         mixer: Module and class name of the mixer; imported when layers are built.
         stack_spec: Name in `mcore.layer_specs` of the stack whose recurrent layers are of this kind.
-        check: Check of a model with layers of this kind; raises a `ConfigError` for inconsistent fields; or None.
+        check: Check that raises a `ConfigError` for contradictory fields of such a model; None without any.
         chunk_size: Tokens of a chunk of the scan; at inference the maximum, see `memory.budget`.
         parameter_count: Parameters in the matrices and the convolution of one layer.
         state_size: Numbers in the recurrent state of one layer and sequence, without the convolution's window.

@@ -189,7 +189,7 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
 def checkpoint_config(
     source: SourceConfig, directory: Path, overrides: FieldValues, *, reads_prediction: bool
 ) -> tuple[ModelConfig, TrainingFacts | None]:
-    """Return a checkpoint's configuration with the overrides, and the training facts of one of Megatron-LM.
+    """Return a checkpoint's configuration with the overrides, and its training facts if it is Megatron-LM's.
 
     Args:
         source: Determines the format of the checkpoint.

@@ -181,7 +181,7 @@ def read_dist_config(
 ) -> tuple[ModelConfig, TrainingFacts | None]:
     """Return the configuration of a checkpoint, from our `config.json` or from Megatron-LM's arguments.
 
-    Megatron-LM's also say facts outside the model's configuration.
+    The second result is the facts outside the configuration, which Megatron-LM's arguments alone have.
 
     Args:
         directory: The one with megatron's files.

@@ -1,8 +1,8 @@
 """Hybrids of attention and gated delta nets: Qwen3-Next, Qwen3.5, the latter's mixtures of experts, and OLMo hybrid.
 
-A decoder layer of theirs is two letters of the pattern: a gated delta net (M) or attention (*), then an MLP (-) or
+A decoder layer of Qwen's is two letters of the pattern: a gated delta net (M) or attention (*), then an MLP (-) or
 experts (E), each with its norm and its residual. Qwen's norms multiply by 1 + weight on both sides
-(`apply_layernorm_1p`), except theirs inside the gated delta net. Its layer of multi-token prediction (`mtp.`), which
+(`apply_layernorm_1p`), except those inside the gated delta net. Its layer of multi-token prediction (`mtp.`), which
 transformers skips, is one decoder layer with attention.
 """
 
@@ -59,7 +59,7 @@ from megatron_ext.models.huggingface.tensors import (
     weights,
 )
 
-DELTA_NET_SIZES = {name: name for name in GATED_DELTA_NET.layout}
+DELTA_NET_SIZES = {name: name for name in GATED_DELTA_NET.layout}  # the same names in `config.json`
 _KINDS = {"linear_attention": "M", "full_attention": "*"}
 _PREDICTION = PredictionTable(
     {
