@@ -155,12 +155,11 @@ class Operator(Backends[FunctionBackend]):
 
         @functools.wraps(function)
         def compute(*args: P.args, **kwargs: P.kwargs) -> R:
-            first: Any = args[0]
-            run: Any = self.choose(first if isinstance(first, Tensor) else first[0]).find(name) or function
-            try:
+            def call(backend: FunctionBackend) -> R:
+                run: Any = backend.find(name) or function
                 return run(*args, **kwargs)
-            except NoKernelError as error:
-                say_once(f"{error}; the reference computes it")
-                return function(*args, **kwargs)
+
+            first: Any = args[0]
+            return self.compute(first if isinstance(first, Tensor) else first[0], call)
 
         return compute
