@@ -199,7 +199,7 @@ def test_uses_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
 
 def test_a_busy_store_commits(store, monkeypatch):
     """EX-11: uses and removals would reach the medium with the end of the traffic alone."""
-    monkeypatch.setattr(store_thread, "BUSY_FACTOR", 0, raising=False)
+    monkeypatch.setattr(store_thread, "BUSY_FACTOR", 0)
     gate, entries, left = Gate(monkeypatch), chain(3), []
     thread, commit = StoreThread(store), store.commit
     monkeypatch.setattr(store, "commit", lambda: (left.append(thread.left_out), commit()))
