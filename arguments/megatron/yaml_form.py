@@ -119,10 +119,10 @@ def read(path: str, pairs: Pairs, parse: Parse) -> ParsedFlags:
             _require(value.value == _OURS, f"{where}: {name} {shown(value.value)} is refused: only {_OURS!r} runs here")
         elif name == FLAGS:
             for entry in _mapping(where, name, value):
-                given = _flag(path, entry, parse).over(given)
+                given = _flag(entry, parse).over(given)
         elif name == VARIABLES:
             for entry in _mapping(where, name, value):
-                _variable(path, entry, given)
+                _variable(entry, given)
         elif name not in _PASSED_OVER:
             meant = closest(name, TOP_LEVEL)
             hint = f"; did you mean {meant!r}?" if meant else f"; flags belong under {FLAGS}"
@@ -150,7 +150,7 @@ def _mapping(where: str, name: str, node: yaml.Node) -> Iterator[_Entry]:
         yield _Entry(line, key.value, value)
 
 
-def _flag(path: str, entry: _Entry, parse: Parse) -> ParsedFlags:
+def _flag(entry: _Entry, parse: Parse) -> ParsedFlags:
     name, where = entry.name, entry.where
     _require(
         name.startswith("--") and name not in _NEVER, f"{where}: {shown(name)} is not a flag that the file may contain"
@@ -193,7 +193,7 @@ def _text(node: yaml.ScalarNode) -> str:
     return with_variables(text, os.environ)
 
 
-def _variable(path: str, entry: _Entry, given: ParsedFlags) -> None:
+def _variable(entry: _Entry, given: ParsedFlags) -> None:
     if not isinstance(entry.value, yaml.ScalarNode):
         raise ConfigError(f"{entry.where}: {entry.name} is not a single value")
     if entry.name not in EXPORTED:
