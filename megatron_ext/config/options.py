@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from megatron_ext.errors import ConfigError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _KEY = "option"
 
 
@@ -84,10 +85,17 @@ class Option:
         return f"at least {self.minimum}" if self.maximum is None else f"between {self.minimum} and {self.maximum}"
 
 
-def option(default: T, help_text: str = "", **attributes: object) -> T:
-    """Return a dataclass field with a default and an `Option` of these attributes."""
-    declared = Option(help_text, **attributes)  # type: ignore[arg-type]  # checked at import, as any call
-    return dataclasses.field(default=default, metadata={_KEY: declared})
+def _declaring(declare: Callable[P, Option]) -> Callable[Concatenate[T, P], T]:
+    """Return a function of a default and the arguments of `declare`, so that mypy checks each declaration."""
+
+    def option(default: T, /, *args: P.args, **attributes: P.kwargs) -> T:
+        """Return a dataclass field with a default and an `Option` of these attributes."""
+        return dataclasses.field(default=default, metadata={_KEY: declare(*args, **attributes)})
+
+    return option
+
+
+option = _declaring(Option)
 
 
 @functools.cache
