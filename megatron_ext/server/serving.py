@@ -315,7 +315,7 @@ class Serving:
             known: See `read_chat`.
 
         Raises:
-            ApiError: See `TextEncoder.encode`.
+            ApiError: See `TextEncoder.run`.
         """
         prefixes = body.marked_prefixes
         if not prefixes:

@@ -73,7 +73,7 @@ class Admission:
         self._admin = admin_paths | _COUNTS if settings.hide_cache_counts else admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 (no key, or an unknown one) or 403 (host, origin, or another key)."""
+        """Pass the request on, or answer 401 (no key, an unknown one) or 403 (host, origin, key without permission)."""
         app: ASGIApp = self._app
         if scope["type"] == "http":
             try:

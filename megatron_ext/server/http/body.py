@@ -287,7 +287,7 @@ HANDED_ON = "megatron_ext.handed_on"
 
 @dataclass(frozen=True)
 class HandedOn:
-    """Parts of a request that a router has had read.
+    """Parts of a request that a replica has read for a router.
 
     Attributes:
         tokens: Token ids of the prompts; none if they are to be tokenized.

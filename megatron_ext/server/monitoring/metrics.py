@@ -1,4 +1,4 @@
-"""Prometheus metrics, and their history of ten minutes. Names are an interface, and their help is the reference."""
+"""Prometheus metrics, and their history of ten minutes. Names are an interface; the reference shows their help."""
 
 from __future__ import annotations
 
