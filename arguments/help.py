@@ -23,7 +23,7 @@ TASKS: Mapping[str, Sequence[str]] = {
     ),
     "prefix cache": (
         f"{_BATCHING}-enable-prefix-caching",
-        *("prefix-cache-dir", "prefix-cache-disk-gb", "explain-prefix-cache", "prefix-cache-compare"),
+        *("prefix-cache-dir", "prefix-cache-disk-gb", "explain-prefix-cache"),
     ),
     "speed": ("speculative-method", "num-speculative-tokens"),
     "several processes": ("tensor-model-parallel-size", "pipeline-model-parallel-size"),

@@ -15,13 +15,11 @@ class ParsedFlags:
     Attributes:
         values: Values by key; a flag that is not given has no entry.
         without_effect: Accepted flags without effect.
-        environment: Environment variables to set for this process.
         typed: Flag and value as they were typed, for messages, by the key of the flag that they stand for.
     """
 
     values: dict[str, object] = field(default_factory=dict)
     without_effect: WithoutEffect = field(default_factory=WithoutEffect)
-    environment: dict[str, str] = field(default_factory=dict)
     typed: dict[str, str] = field(default_factory=dict)
 
     def over(self, other: ParsedFlags) -> ParsedFlags:
@@ -31,8 +29,7 @@ class ParsedFlags:
             list(dict.fromkeys([*other.without_effect.warnings, *self.without_effect.warnings])),
         )
         kept = {key: text for key, text in other.typed.items() if key not in self.values}
-        environment = other.environment | self.environment
-        return ParsedFlags(other.values | self.values, together, environment, kept | self.typed)
+        return ParsedFlags(other.values | self.values, together, kept | self.typed)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ from megatron_ext.config import (
     ServerLimits,
     ServerSettings,
     SourceConfig,
-    StartNotes,
 )
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.differences import check_flags
@@ -97,7 +96,7 @@ def build_parser(prog: str | None = None) -> CommandLine:
         (
             'DIR --prompts "What does a generator do?" --num-tokens-to-generate 100',
             "DIR --prompt-file prompts.jsonl --output-path results.json",
-            "--prefix-cache-compare",
+            "DIR --dry-run",
         ),
     )
 
@@ -167,7 +166,7 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
 
 def settings_of(values: FieldValues) -> InferenceSettings:
     """Return the settings of a run with these flag values, by key, which override a YAML file that they name."""
-    return _settings(_completed(ParsedFlags(dict(values)), build_parser(), GROUPS, TABLE))
+    return _settings(_completed(ParsedFlags(dict(values)), GROUPS, TABLE))
 
 
 def _settings(given: ParsedFlags) -> InferenceSettings:
@@ -191,7 +190,7 @@ def _engine_settings(given: ParsedFlags) -> dict[str, Any]:
         "source": _source(given),
         "model_overrides": MODEL.fields(given.values),
         **{name: group.config(**group.fields(given.values)) for name, group in ENGINE.items()},
-        "start": StartNotes(given.without_effect.lines(), tuple(given.environment.items())),
+        "start_notes": given.without_effect.lines(),
     }
 
 
@@ -216,7 +215,7 @@ def _given(
     parser: CommandLine, argv: Sequence[str] | None, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]
 ) -> ParsedFlags:
     """Return the flags from the command line, else from the YAML file."""
-    given = _parse(parser, argv, takes_folder=True)
+    given = _parse(parser, argv)
     folder = given.values.pop(_FOLDER, None)
     if folder is not None:
         flag = "load" if is_megatrons(require_model_folder("DIR", str(folder))) else "load-hf"
@@ -224,13 +223,11 @@ def _given(
             if given.values.get(key):
                 raise ConfigError(f"{folder} and --{key} {given.values[key]} are two models; give one of them")
         given.values[flag] = folder
-    return _completed(given, parser, groups, table)
+    return _completed(given, groups, table)
 
 
-def _parse(parser: CommandLine, words: Sequence[str] | None, *, takes_folder: bool = False) -> ParsedFlags:
+def _parse(parser: CommandLine, words: Sequence[str] | None) -> ParsedFlags:
     values = vars(parser.parse_args(words))
-    if not takes_folder and _FOLDER in values:
-        parser.error(unrecognized([values[_FOLDER]], parser.known, parser.known_without_effect))
     without_effect = values.pop(DEST, None) or WithoutEffect()
     given = ParsedFlags(
         {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, without_effect
@@ -240,9 +237,7 @@ def _parse(parser: CommandLine, words: Sequence[str] | None, *, takes_folder: bo
     return given
 
 
-def _completed(
-    given: ParsedFlags, parser: CommandLine, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]
-) -> ParsedFlags:
+def _completed(given: ParsedFlags, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]) -> ParsedFlags:
     """Translate flags into this package's, and add the flags of the YAML file that they name."""
     given = translate(given)
     if "model-config" in given.values:
@@ -250,7 +245,7 @@ def _completed(
         path = str(given.values["model-config"])
         known = known_flags((*groups, SYNONYMS))
         try:
-            given = given.over(translate(read_flags(path, known, megatrons, lambda words: _parse(parser, words))))
+            given = given.over(translate(read_flags(path, known, megatrons)))
         except ConfigError as error:  # the file is on this machine
             raise MachineError(str(error)) from error
     without_checkpoint(given)

@@ -1,16 +1,15 @@
-"""YAML file of flags: `--model-config`, a mapping of flags to values or one of Megatron-LM's.
+"""YAML file of flags: `--model-config`, a mapping of flags to values.
 
 Reading a file, even a hostile one, takes work in proportion to its size, which is bounded (SE-1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import yaml
 
 from arguments.flags import Flag, closest, normalize_key, shorten, shown
-from arguments.megatron import yaml_form
 from arguments.megatron.flag_table import MegatronFlag, family_of, take
 from arguments.parsed_flags import ParsedFlags
 from arguments.removed import refuse_removed
@@ -19,21 +18,24 @@ from megatron_ext.files import read_text
 
 LONGEST_FILE = 256 * 1024  # bytes
 _OWN_KEY = "model-config"
-_MAX_LEVELS = 3  # the mapping, a list, its items; one more under a key of Megatron's form
+_MAX_LEVELS = 3  # the mapping, a list, its items
 _VALUE_LEVEL = 2
 _MAX_NODES = 10_000
 _LONGEST_NUMBER = 64  # characters; a date is one of the kinds too
+_TEST_CASE_KEY = "MODEL_ARGS"
+_TEST_CASE_REFUSED = (
+    f"{_TEST_CASE_KEY} of Megatron's functional tests was removed in 0.3.0: write its flags as keys of this file, "
+    "without dashes in front, or on the command line"
+)
 _STRING = "tag:yaml.org,2002:str"
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in "str int float bool null timestamp seq map".split()}
 
 
-def read_flags(
-    path: str, known: Mapping[str, Flag], megatrons: Mapping[str, MegatronFlag], parse: yaml_form.Parse
-) -> ParsedFlags:
+def read_flags(path: str, known: Mapping[str, Flag], megatrons: Mapping[str, MegatronFlag]) -> ParsedFlags:
     """Read the flags of a YAML file.
 
     Args:
-        path: The file: one mapping from flag names, with dashes or underscores, to values; or as in `yaml_form`.
+        path: The file: one mapping from flag names, with dashes or underscores, to values.
         known: Known flags, by key.
         megatrons: Megatron's flags without a field, by key.
 
@@ -41,8 +43,6 @@ def read_flags(
         ConfigError: If the file cannot be read, or a key or a value is wrong; names file, line and key.
     """
     loader, pairs = _top_level(path)
-    if yaml_form.is_megatrons(pairs):
-        return yaml_form.read(path, pairs, parse)
     given = ParsedFlags()
     for node, value in pairs:
         where, name = f"{path}, line {node.start_mark.line + 1}", node.value
@@ -91,16 +91,15 @@ class _FlagLoader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._count = self._depth = 0
-        self._is_deeper = False  # composing below a key of Megatron's form
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
         """Compose one node, and recursively the nodes in it."""
         event = self.peek_event()
         self._count += 1
         self._depth += 1
-        if self._depth == _VALUE_LEVEL:
-            self._is_deeper = isinstance(index, yaml.ScalarNode) and index.value in yaml_form.TOP_LEVEL
-        if self._depth > _MAX_LEVELS + self._is_deeper:
+        if self._depth == _VALUE_LEVEL and isinstance(index, yaml.ScalarNode) and index.value == _TEST_CASE_KEY:
+            raise _Unfit(problem=_TEST_CASE_REFUSED, problem_mark=index.start_mark)
+        if self._depth > _MAX_LEVELS:
             raise _Unfit(problem="nesting is deeper than a list of values", problem_mark=event.start_mark)
         if self._count > _MAX_NODES:
             raise _Unfit(problem=f"more than {_MAX_NODES} keys and values", problem_mark=event.start_mark)
@@ -129,7 +128,7 @@ class _FlagLoader(yaml.SafeLoader):
         return self.construct_object(node)
 
 
-def _top_level(path: str) -> tuple[_FlagLoader, yaml_form.Pairs]:
+def _top_level(path: str) -> tuple[_FlagLoader, Sequence[tuple[yaml.Node, yaml.Node]]]:
     """Return the file's loader, which converts nodes to values, and the pairs of its top-level mapping in order."""
     try:
         text = read_text(path, LONGEST_FILE)

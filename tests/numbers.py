@@ -38,7 +38,6 @@ PATHS = (
     "tests/unit_tests/models/test_embedded_model.py",
     "tests/unit_tests/models/test_load.py",
     "tests/unit_tests/ops",
-    "tests/unit_tests/parallel/test_tensor_parallel.py",
     "tests/unit_tests/runner",
 )
 """Files and folders whose tests have the mark."""

@@ -13,7 +13,7 @@ from arguments.megatron.flag_table import Kind, MegatronFlag, WithoutEffect, rec
 from arguments.megatron.synonyms import SYNONYMS, require_16_bits
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.api.loading import Setting, is_of_the_engine, read_settings
-from megatron_ext.config import DTYPES, StartNotes
+from megatron_ext.config import DTYPES
 from megatron_ext.console.start import say_start
 from megatron_ext.errors import ConfigError
 
@@ -113,7 +113,7 @@ def settings_from_args(namespace: argparse.Namespace, *, attach: bool = False) -
             given.values.pop(key, None)
     settings: dict[str, Any] = {key.replace("-", "_"): value for key, value in given.values.items()}
     read_settings(settings)
-    say_start(StartNotes(given.without_effect.lines()))
+    say_start(given.without_effect.lines())
     return settings
 
 

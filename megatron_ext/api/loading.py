@@ -181,7 +181,7 @@ def load_follower(**settings: Setting) -> EngineFollower:
         with _joined_ranks(read, _Role.RETURNS) as parallel_context:
             assert parallel_context is not None, "a rank that is alone leads"
             writer = weight_writer(read, parallel_context, load(read))
-            worker = build_follower(read, parallel_context, writer, read.cache)
+            worker = build_follower(read, parallel_context, writer)
             return EngineFollower(worker, writer, PROCESS_GROUPS.leave)
 
 
@@ -214,7 +214,7 @@ def _joined_ranks(settings: InferenceSettings, role: _Role) -> Iterator[Parallel
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_initialized, make_parallel_context
     from megatron_ext.parallel.failure import ending_together
 
-    say_start(settings.start)
+    say_start(settings.start_notes)
     if not is_initialized():  # otherwise the existing group defines the ranks
         check_machine(settings.parallel)
     PROCESS_GROUPS.enter(settings.parallel)
@@ -327,7 +327,7 @@ def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> At
             if parallel_context is None or parallel_context.is_driver:
                 engine = EngineArgs(settings, parallel_context, loaded=loaded).build_engine()
                 return AttachedEngine(engine, weight_writer, defaults, undo.pop_all().close)
-            worker = build_follower(settings, parallel_context, weight_writer, settings.cache)
+            worker = build_follower(settings, parallel_context, weight_writer)
             return EngineFollower(worker, weight_writer, undo.pop_all().close)
 
 

@@ -41,7 +41,6 @@ GREETING = "the embedded model answers the shipped prompts; see --help"
 STEPS = (
     ("serve", "this model at http://127.0.0.1:8000, with OpenAI's API"),
     ('run DIR --prompts "..."', "your model's folder, in Hugging Face's form or Megatron's"),
-    ("run --prefix-cache-compare", "these prompts with the cache off, then on"),
 )
 
 
@@ -107,7 +106,6 @@ def _run(argv: Sequence[str] | None, interruption: Interruption, program: str) -
         from arguments import parse_arguments
 
         settings = parse_arguments(argv, prog=program)
-        os.environ.update(settings.start.environment)
         check_paths(settings)
         limit_spinning()
         check_address_space()

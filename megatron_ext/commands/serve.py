@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -37,7 +36,6 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
             warnings.simplefilter("ignore")
             logging.disable()
         _check_packages()
-        os.environ.update(settings.start.environment)
         check_paths(settings)
         limit_spinning()
         check_address_space()

@@ -118,8 +118,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         console.print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sizes.items()), markup=False)
         console.print(table_of(figures))
         if arguments.output is not None:
-            machine = dataclasses.asdict(_machine(arguments))
-            _write(arguments.output, {"trace": sizes, "machine": machine, "points": figures})
+            _write(arguments.output, {"trace": sizes, "machine": dataclasses.asdict(Machine()), "points": figures})
     except ConfigError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return BAD_USAGE
@@ -128,9 +127,9 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 
 def _recorded(arguments: argparse.Namespace) -> Workload:
     """Return the requests of a file, and the settings of the arguments."""
-    turns = read_trace(arguments.trace, arguments.requests, SessionStarts(arguments.rate, arguments.seed))
+    turns = read_trace(arguments.trace, arguments.requests, SessionStarts(arguments.rate))
     model = MODELS[arguments.model].reaching(arguments.max_sequence_length or longest_request(turns))
-    batch = Batch(arguments.max_requests, arguments.max_tokens, arguments.max_prefills)
+    batch = Batch(arguments.max_requests, arguments.max_tokens)
     return Workload(turns, model, Settings(MEMORY_GIB), batch)
 
 
@@ -140,16 +139,9 @@ def _served(arguments: argparse.Namespace) -> Workload:
     return ask_server(arguments.server, key, arguments.requests)
 
 
-def _machine(arguments: argparse.Namespace) -> Machine:
-    return Machine(arguments.flops, arguments.bandwidth, arguments.parameter_bytes, arguments.step_overhead)
-
-
 def _simulate(work: Workload, arguments: argparse.Namespace, console: Console) -> list[Figures]:
     """Simulate each memory with each policy; a terminal shows the progress."""
-    own, machine = work.settings, _machine(arguments)
-    if arguments.state_share is not None:
-        own = dataclasses.replace(own, state_share=None if arguments.state_share == "any" else arguments.state_share)
-    own = dataclasses.replace(own, block_size=arguments.block_size or own.block_size)
+    own = work.settings
     memories = arguments.memory_gib or [factor * own.memory_gib for factor in MEMORIES]
     found = []
     works = [_scheduled(work, arguments, schedule) for schedule in arguments.schedule_policy or [None]]
@@ -157,7 +149,7 @@ def _simulate(work: Workload, arguments: argparse.Namespace, console: Console) -
         for policy in arguments.policy:
             for scheduled in works:
                 settings = dataclasses.replace(own, memory_gib=memory, policy=policy)
-                found.append(_figures(scheduled, settings, machine, arguments.time_scale))
+                found.append(_figures(scheduled, settings, arguments.time_scale))
                 if console.is_terminal:
                     total = len(memories) * len(arguments.policy) * len(works)
                     console.print(f"{len(found)} of {total}", style="dim")
@@ -175,10 +167,10 @@ def _scheduled(work: Workload, arguments: argparse.Namespace, schedule: str | No
     return dataclasses.replace(work, batch=dataclasses.replace(work.batch, overtake_tokens=tokens))
 
 
-def _figures(work: Workload, settings: Settings, machine: Machine, time_scale: float) -> Figures:
+def _figures(work: Workload, settings: Settings, time_scale: float) -> Figures:
     """Return the settings and the result of one simulation."""
     limits, slots = limits_of(work.model, settings, work.batch)
-    outcome = simulate(work.turns, work.model, settings, work.batch, machine, time_scale)
+    outcome = simulate(work.turns, work.model, settings, work.batch, Machine(), time_scale)
     return {
         **dataclasses.asdict(settings),
         "schedule_policy": (SchedulePolicy.FCFS if limits.overtake_tokens is None else SchedulePolicy.LPM).value,
@@ -257,15 +249,6 @@ def _at_least(kind: type[Number], minimum: int, *, is_open: bool = False) -> Cal
 _positive, _count, _tokens = _at_least(float, 0, is_open=True), _at_least(int, 1), _at_least(int, 0)
 
 
-def _share(text: str) -> float | str:
-    if text == "any":
-        return text
-    number = float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be zero or more, and less than 1, or any")
-    return number
-
-
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
@@ -308,15 +291,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         default=1.0,
         help="factor of all times between requests; 0.5 doubles the load; default: 1",
     )
-    parser.add_argument(
-        "--state-share",
-        type=_share,
-        help="share of the memory for snapshots, or any: blocks and snapshots share it all; default: any, with "
-        "--server its own",
-    )
-    parser.add_argument("--block-size", type=_count, help="tokens; default: 64, with --server its own")
     _add_trace(parser)
-    _add_machine(parser)
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all results as JSON")
     return parser
 
@@ -331,7 +306,6 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="sessions of agents that start per second (a Poisson process); default: 1",
     )
-    group.add_argument("--seed", type=int, default=0, help="seed of the sessions' starts; default: 0")
     group.add_argument(
         "--max-sequence-length",
         type=_count,
@@ -342,19 +316,3 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         "--max-requests", type=_count, default=batch.max_requests, help="maximum number of running requests"
     )
     group.add_argument("--max-tokens", type=_count, default=batch.max_tokens, help="maximum number of tokens of a step")
-    group.add_argument(
-        "--max-prefills", type=int, default=batch.max_prefills, help="maximum number of prefills of a step; 0: no limit"
-    )
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    machine, group = Machine(), parser.add_argument_group("machine")
-    group.add_argument("--flops", type=_positive, default=machine.flops, help="operations per second, for a prefill")
-    group.add_argument("--bandwidth", type=_positive, default=machine.bytes, help="bytes per second, for a decode")
-    group.add_argument(
-        "--parameter-bytes",
-        type=_positive,
-        default=machine.parameter_bytes,
-        help="bytes of parameters, read in each step",
-    )
-    group.add_argument("--step-overhead", type=_positive, default=machine.overhead, help="seconds")

@@ -11,7 +11,7 @@ from megatron_ext.config.model_fields import NORMALIZATIONS, POSITION_EMBEDDINGS
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.recurrent import RECURRENT_KINDS
 from megatron_ext.config.request import RequestParams
-from megatron_ext.config.run import FULL_FORMAT, InferenceSettings, RunConfig, ServerSettings, StartNotes
+from megatron_ext.config.run import FULL_FORMAT, InferenceSettings, RunConfig, ServerSettings
 from megatron_ext.config.server import ServerConfig, ServerLimits
 from megatron_ext.config.source import SourceConfig, TokenizerConfig
 
@@ -37,6 +37,5 @@ __all__ = [
     "ServerLimits",
     "ServerSettings",
     "SourceConfig",
-    "StartNotes",
     "TokenizerConfig",
 ]

@@ -78,9 +78,6 @@ class RunConfig:
         minimum=0,
         bounds="zero (never) or more",
     )
-    prefix_cache_compare: bool = option(
-        False, "Run the prompts with the cache off, then on; exit code 1 if the results differ"
-    )
     dry_run: bool = option(
         False, "Print bytes of weights, blocks and snapshots, and how many requests fit; load nothing"
     )
@@ -147,8 +144,6 @@ class RunConfig:
         given = vars(self)
         both = self.prompts and self.prompt_file
         require(not both, "--prompts and --prompt-file contradict each other; give one of them")
-        is_one_pass = self.profile is None or not self.prefix_cache_compare
-        require(is_one_pass, "--profile and --prefix-cache-compare contradict each other; give one of them")
         for name, needed in (
             ("drain_between_batches", "batch_boundaries"),
             ("batch_boundaries", "drain_between_batches"),
@@ -157,19 +152,6 @@ class RunConfig:
         ):
             satisfied = not given[name] or given[needed]
             require(satisfied, f"{flag_of(name)} needs {flag_of(needed)}; give both or neither")
-
-
-@dataclass(frozen=True)
-class StartNotes:
-    """Effects of a command line other than settings.
-
-    Attributes:
-        lines: Messages to print at the start, on flags that were accepted and have no effect.
-        environment: Environment variables to set before heavy imports.
-    """
-
-    lines: tuple[str, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,7 +171,7 @@ class EngineSettings:
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
-    start: StartNotes = field(default_factory=StartNotes)
+    start_notes: tuple[str, ...] = ()
 
     @property
     def logging_step_interval(self) -> int | None:
@@ -240,10 +222,3 @@ class InferenceSettings(EngineSettings):
     def logging_step_interval(self) -> int:
         """Steps between two log lines; see `EngineSettings`."""
         return self.run.inference_logging_step_interval
-
-    def __post_init__(self) -> None:
-        require(
-            self.cache.enable_prefix_caching or not self.run.prefix_cache_compare,
-            "--no-inference-dynamic-batching-enable-prefix-caching and --prefix-cache-compare contradict each other; "
-            "give one of them",
-        )

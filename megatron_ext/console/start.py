@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from megatron_ext.config import ParallelConfig, StartNotes
+from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.layout import Layout, plan_layout
 from megatron_ext.parallel.world import world_of_environment
@@ -90,10 +90,10 @@ def program_of(argv: Sequence[str]) -> str:
     return argv[0]
 
 
-def say_start(start: StartNotes) -> None:
+def say_start(notes: Sequence[str]) -> None:
     """Log the accepted flags that have no effect; with several ranks, only on the first one."""
     if os.environ.get("RANK", "0") in ("", "0"):
-        for line in start.lines:
+        for line in notes:
             logger.warning("%s", line)
 
 

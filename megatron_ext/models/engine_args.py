@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from megatron_ext.config import CacheConfig, ParallelConfig
+from megatron_ext.config import ParallelConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.config.speculation import SpeculationConfig
@@ -63,26 +63,21 @@ class EngineArgs:
             logger.warning("there is one replica, so the policy that chooses replicas has no effect")
         with phase("read"):
             self.loaded = loaded or load(settings)
-            self._weights_digest: bytes | None = None  # digest, if the cache's contents are kept between processes
             check_prediction(settings.speculation, settings.parallel, self.loaded)
 
     def weight_writer(self) -> WeightWriter:
         """Return the writer of new weights; called before `build_engine`, which may pack them."""
         return weight_writer(self._settings, self._parallel_context, self.loaded)
 
-    def build_engine(self, cache: CacheConfig | None = None) -> InferenceEngine:
+    def build_engine(self) -> InferenceEngine:
         """Build an engine; its pools are allocated.
-
-        Args:
-            cache: Replaces the settings of prefix caching.
 
         Raises:
             ConfigError: The memory or the block size does not fit the model.
         """
         settings, loaded = self._settings, self.loaded
-        cache = cache or settings.cache
-        if cache.is_durable and self._weights_digest is None:  # before anything packs them
-            self._weights_digest = weights_digest(loaded)
+        cache = settings.cache
+        digest = weights_digest(loaded) if cache.is_durable else None  # before anything packs them
         with self._phase("compile"):
             compile_operators(loaded.model, settings.batching)
         engine = build_engine(
@@ -100,8 +95,8 @@ class EngineArgs:
             routing=settings.routing,
             phase=self._phase,
         )
-        if self._weights_digest is not None and cache.is_durable:
-            facts = cache_facts(loaded, self._weights_digest, settings.parallel, self._parallel_context)
+        if digest is not None:
+            facts = cache_facts(loaded, digest, settings.parallel, self._parallel_context)
             keep_engine(engine, facts, cache, self._parallel_context)
         write_audit_reports(engine, cache)
         return engine
@@ -111,14 +106,12 @@ def follow(
     settings: EngineSettings,
     parallel_context: ParallelContext,
     on_ready: Callable[[], None],
-    caches: Sequence[CacheConfig] | None = None,
 ) -> None:
     """Run a worker that repeats rank 0's steps until the stop action; only rank 0 has requests and results.
 
     Args:
         settings: Settings of rank 0.
         on_ready: Called before the first step: from now on this rank ends when rank 0 does.
-        caches: Prefix caching of rank 0's engines, one after the other; by default one engine with the settings' own.
 
     Raises:
         ConfigError: This rank's part of the model cannot be loaded.
@@ -126,18 +119,14 @@ def follow(
     """
     loaded = load(settings)
     writer = weight_writer(settings, parallel_context, loaded)
-    for cache in caches or [settings.cache]:
-        follower = build_follower(settings, parallel_context, writer, cache)
-        on_ready()
-        follower.follow()
-        follower.free()  # the pools of two engines need not fit at the same time
+    follower = build_follower(settings, parallel_context, writer)
+    on_ready()
+    follower.follow()
 
 
-def build_follower(
-    settings: EngineSettings, parallel_context: ParallelContext, weight_writer: WeightWriter, cache: CacheConfig
-) -> Worker:
-    """Build the worker of a rank other than 0, from rank 0's settings and cache; its pools are allocated."""
-    loaded, opener = weight_writer.loaded, None
+def build_follower(settings: EngineSettings, parallel_context: ParallelContext, weight_writer: WeightWriter) -> Worker:
+    """Build the worker of a rank other than 0, from rank 0's settings; its pools are allocated."""
+    loaded, cache, opener = weight_writer.loaded, settings.cache, None
     if cache.is_durable:  # before anything packs the weights
         facts = cache_facts(loaded, weights_digest(loaded), settings.parallel, parallel_context)
         opener = partial(open_part, model=facts, settings=cache, parallel_context=parallel_context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from rich.console import Console
 
@@ -19,7 +18,6 @@ _TEXT_LINES = 3
 _HEADINGS = ("id", "prompt", "skipped", "new", "ttft", "total")
 _WIDTHS = (6, 8, 9, 6, 11, 11)  # columns; together with "ended" they fit 80
 _INDENT = " " * 8
-T = TypeVar("T")
 _MAX_READ = 4000  # characters of a text that are read
 
 
@@ -34,7 +32,12 @@ def print_requests(
         where: Clause that says which requests are in which file; None if none are.
         prompt_text: Text of a prompt that is shown.
     """
-    first, left_out, last = first_and_last(records)
+    is_short = len(records) <= _MAX
+    first, left_out, last = (
+        (records, (), ())
+        if is_short
+        else (records[:AT_EACH_END], records[AT_EACH_END:-AT_EACH_END], records[-AT_EACH_END:])
+    )
     _print(console, beginning(_columns(_HEADINGS, "ended"), console.width), "bold")
     for record in first:
         _print_request(record, console, prompt_text)
@@ -43,13 +46,6 @@ def print_requests(
             _print(console, line, "italic")
     for record in last:
         _print_request(record, console, prompt_text)
-
-
-def first_and_last(items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-    """Return the first few, those between, and the last few; a short list is all first."""
-    if len(items) <= _MAX:
-        return items, (), ()
-    return items[:AT_EACH_END], items[AT_EACH_END:-AT_EACH_END], items[-AT_EACH_END:]
 
 
 def _print_request(record: RequestRecord, console: Console, prompt_text: PromptText) -> None:

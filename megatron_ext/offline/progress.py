@@ -101,12 +101,11 @@ def _rate(tokens: float) -> str:
 class Bar:
     """Progress bar on standard error; hidden if that is not a terminal. Log lines appear above it."""
 
-    def __init__(self, expected: Sequence[int], description: str) -> None:
+    def __init__(self, expected: Sequence[int]) -> None:
         self._progress = Progress(expected)
         visible = sys.stderr is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=max(1, self._progress.total),
-            desc=description or None,
             bar_format=_FORMAT,
             disable=not visible,
             leave=False,
@@ -128,7 +127,7 @@ class Bar:
 
 
 @contextmanager
-def progress_bar(expected: Sequence[int], description: str = "") -> Iterator[Bar]:
+def progress_bar(expected: Sequence[int]) -> Iterator[Bar]:
     """Show a bar for requests with these maximum token counts, by id: prompt and generation limit."""
-    with closing(Bar(expected, description)) as bar, logging_redirect_tqdm():
+    with closing(Bar(expected)) as bar, logging_redirect_tqdm():
         yield bar

@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 
 from megatron_ext.config import FULL_FORMAT, InferenceSettings
 from megatron_ext.console.kv_cache_table import make_console, print_dry_run, print_engine
@@ -26,7 +25,6 @@ from megatron_ext.mcore.parallel_state.process_groups import make_parallel_conte
 from megatron_ext.models.engine_args import EngineArgs, follow, plan_without_weights
 from megatron_ext.models.generation_defaults import request_defaults
 from megatron_ext.models.llm_engine import LLMEngine
-from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
 from megatron_ext.offline.console_report import print_report
 from megatron_ext.offline.output_file import RUN_OUTPUT_FLAG, PartialResults, check_output_paths, write_results
 from megatron_ext.offline.passes import Pass, check_schedule, run_passes
@@ -60,7 +58,7 @@ def run_offline(
         start_up: Reports the phases until the first request; by default from now on.
 
     Returns:
-        Whether every request completed; with `--prefix-cache-compare` whether the cache changes nothing.
+        Whether every request completed.
 
     Raises:
         ConfigError: The user made a mistake; no request has run.
@@ -68,7 +66,7 @@ def run_offline(
         Interrupted: A signal came; the message counts requests by status, and says where results are.
     """
     interruption = interruption or Interruption()
-    say_start(settings.start)
+    say_start(settings.start_notes)
     check_machine(settings.parallel)
     try:
         with ending_together(settings.parallel.distributed_timeout_minutes):
@@ -78,21 +76,13 @@ def run_offline(
                 return True
             parallel_context = make_parallel_context(settings.parallel)
             if parallel_context is not None and not parallel_context.is_driver:
-                _follow(settings, parallel_context, interruption)
+                follow(settings, parallel_context, interruption.keep_quiet)
                 return True
             check_profile(settings.run.profile, parallel_context)
             with start_up or StartUp() as reported:
-                offline = _Offline(settings, _read_prompts(settings), interruption, parallel_context, reported)
-                return offline.compare() if settings.run.prefix_cache_compare else offline.run()
+                return _Offline(settings, _read_prompts(settings), interruption, parallel_context, reported).run()
     finally:
         platform.shut_down()
-
-
-def _follow(settings: InferenceSettings, parallel_context: ParallelContext, interruption: Interruption) -> None:
-    """Run a rank other than 0, from start to end."""
-    states = (False, True) if settings.run.prefix_cache_compare else (settings.cache.enable_prefix_caching,)
-    caches = [replace(settings.cache, enable_prefix_caching=is_on) for is_on in states]
-    follow(settings, parallel_context, interruption.keep_quiet, caches)
 
 
 def _read_prompts(settings: InferenceSettings) -> Sequence[Prompt]:
@@ -122,8 +112,6 @@ class _Offline:
     ) -> None:
         self._settings = settings
         self._start_up = start_up
-        self._parallel_context = parallel_context
-        prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
         self._interruption = interruption
         self._args = EngineArgs(settings, parallel_context, start_up.phase)
         self._loaded = self._args.loaded
@@ -161,37 +149,14 @@ class _Offline:
         self._end(problem)
         return all(record.status is Status.COMPLETED for record in _records(passes))
 
-    def compare(self) -> bool:
-        """Run the prompts with the cache off, then on. Return whether the cache skipped tokens and changed nothing."""
-        results: list[list[RequestRecord]] = []
-        for is_on in (False, True):
-            cache = replace(self._settings.cache, enable_prefix_caching=is_on)
-            engine = LLMEngine(self._args.build_engine(cache), steps_itself=False)
-            if not is_on:
-                self._interruption.hold()
-            passes = self._serve(engine, f"cache {'on' if is_on else 'off'} ")
-            self._close(engine)  # the pools of both runs need not fit at the same time
-            results.append(_records(passes))
-            if self._interruption.is_asked:
-                self._end_if_asked(passes, self._write(engine, passes), "the comparison was not completed; ")
-        problem = self._write(engine, passes)
-        self._end_if_asked(passes, problem)
-        differences = compare(*results)
-        found = problems(differences, self._loaded.dtype)
-        print_comparison(differences, found, self._loaded.dtype, self._console)
-        self._end(problem)
-        return not found
-
     def _close(self, engine: LLMEngine) -> None:
         """Close an engine; a second signal ends the writing of its cache to disk, and the results are written."""
         with self._interruption.cutting_short(engine.stop_keeping) if engine.keeps_cache else nullcontext():
             engine.close()
 
-    def _serve(self, engine: LLMEngine, description: str = "") -> list[Pass]:
+    def _serve(self, engine: LLMEngine) -> list[Pass]:
         """Run the prompts; after each step, ended requests are on disk and on the screen."""
         run = self._settings.run
-        self._start_up.ready()
-        self._remove_partial()  # left by the previous run, whose results are not written
         if run.output_path is not None:
             self._partial = PartialResults(run.output_path, self._entries)
 
@@ -200,7 +165,7 @@ class _Offline:
                 self._partial.add(output.records)
             bar.update(output)
 
-        with self._hint_of_a_crash(), progress_bar(self._expected * run.inference_repeat_n, description) as bar:
+        with self._hint_of_a_crash(), progress_bar(self._expected * run.inference_repeat_n) as bar:
             return run_passes(
                 engine, self._prompts, run, lambda output: after_step(output, bar), lambda: self._interruption.is_asked
             )
@@ -246,7 +211,7 @@ class _Offline:
         is_all = run.inference_repeat_n == 1 or run.output_format == FULL_FORMAT
         return f"{'all' if is_all else 'results of the last pass'} are in {printable(run.output_path)}"
 
-    def _end_if_asked(self, passes: Sequence[Pass], problem: str | None, what: str = "") -> None:
+    def _end_if_asked(self, passes: Sequence[Pass], problem: str | None) -> None:
         """End here if a signal has come; from now on a signal ends the program at once, since all results are saved.
 
         Results that are in no file are printed first.
@@ -258,7 +223,7 @@ class _Offline:
             counts = Counter(record.status for record in _records(passes))
             ends = ", ".join(f"{counts[status]} {status.name.lower()}" for status in Status if counts[status])
             place = where or problem or "without --output-path they are printed only"
-            self._interruption.release(f"{what}requests: {ends}; {place}")
+            self._interruption.release(f"requests: {ends}; {place}")
         self._interruption.release(where or "the signal arrived while results were printed")
 
     def _end(self, problem: str | None) -> None:

@@ -45,10 +45,9 @@ def prepare_process(words: Sequence[str]) -> ServerSettings:
 
     settings = parse_server_arguments(words)
     set_up_logging(settings.server.log_level)
-    os.environ.update(settings.start.environment)
     limit_spinning()
     check_address_space()
-    say_start(settings.start)
+    say_start(settings.start_notes)
     check_machine(settings.parallel)
     return settings
 

@@ -165,7 +165,7 @@ def run_server(settings: ServerSettings, start_up: StartUp | None = None) -> Non
         RankError: One of several ranks has failed.
         Interrupted: A signal reached a rank other than the first during loading.
     """
-    say_start(settings.start)
+    say_start(settings.start_notes)
     check_machine(settings.parallel)
     try:
         with ending_together(settings.parallel.distributed_timeout_minutes):

@@ -2,9 +2,9 @@
 
 A case is a folder `test_cases/<model>/<case>/` with the run's flags (`model_config.yaml`), its prompts,
 `golden_values.json` as Megatron's checker reads it and `golden_values.run.json` with the counts of the run. The YAML
-file is one of Megatron's functional tests; the tool reads it with `--model-config`. `METRICS` has the names that
-Megatron's checker knows and ours, which it passes over: those of `checker.METRICS`, and `no_cache_effect` for a case
-whose golden values need not change when the cache is off or has wrong contents. `WORLD_SIZE` in `ENV_VARS` is the
+file has the form of Megatron's functional tests; `MODEL_ARGS` become the tool's command line. `METRICS` has the names
+that Megatron's checker knows and ours, which it passes over: those of `checker.METRICS`, and `no_cache_effect` for a
+case whose golden values need not change when the cache is off or has wrong contents. `WORLD_SIZE` in `ENV_VARS` is the
 number of ranks, 1 if it is absent.
 
 To add a case:
@@ -39,6 +39,7 @@ import yaml
 
 from tests.forked import fork
 from tests.functional_tests.checker import LOG_PROB_TOLERANCE, METRICS, OUTCOME, Results
+from tests.unit_tests.support.megatron_cases import words_of
 
 CASES = Path(__file__).resolve().parent / "test_cases"
 CONFIG = "model_config.yaml"
@@ -101,7 +102,7 @@ class Case:
     @property
     def flags(self) -> list[str]:
         """Arguments of `tools/run_inference.py`, run in the case's folder."""
-        return ["--model-config", str(self.config)]
+        return words_of(self.model_args)
 
     @property
     def config(self) -> Path:

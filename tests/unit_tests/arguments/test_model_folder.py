@@ -48,7 +48,6 @@ def test_the_form_is_that_of_the_files(parse, file, is_megatrons, folder):
         ("here --load-hf there", "here and --load-hf there are two models; give one of them"),
         ("here --load there", "here and --load there are two models; give one of them"),
         ("here there", "unrecognized arguments: here there"),
-        ("--model-config flags.yaml", "flags.yaml, line 2: unrecognized arguments: surplus"),
     ],
 )
 def test_what_cannot_be_loaded(words, expected, folder, one_line_error, monkeypatch):
@@ -56,26 +55,7 @@ def test_what_cannot_be_loaded(words, expected, folder, one_line_error, monkeypa
     (folder / "a.gguf").touch()
     Path("text").touch()
     os.mkdir("here")
-    Path("flags.yaml").write_text("MODEL_ARGS:\n  --load: [a, surplus]\n")
     assert expected in one_line_error(*words.split())
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("", "DIR '' does not exist"),  # a variable of the shell that is not set
-        ("a" * 300, f"DIR {'a' * 300}: File name too long"),
-        (f"{__file__}/x", "test_model_folder.py/x: Not a directory"),
-    ],
-)
-def test_names_of_no_folder(name, expected, one_line_error):
-    assert expected in one_line_error(name)
-
-
-def test_weights_beside_gguf_are_loaded(folder):
-    for name in ("config.json", "a.gguf", "model.safetensors"):
-        (folder / name).touch()
-    assert parse_arguments([str(folder)]).source.load_hf == str(folder)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from arguments import build_parser, build_server_parser, parse_server_arguments
+from arguments import build_parser, build_server_parser
 from arguments.flags import normalize_key
 from arguments.groups import (
     ACCESS,
@@ -110,7 +110,7 @@ OPTIONS = """
 --inference-repeat-n
 --drain-between-batches --no-drain-between-batches --batch-boundaries
 --incoming-requests-per-step --incoming-requests-per-sec --inference-logging-step-interval --suspend-resume-interval
---prefix-cache-compare --no-prefix-cache-compare --dry-run --no-dry-run --profile
+--dry-run --no-dry-run --profile
 """.split()
 # Flags of Megatron's that say what others say; those that set nothing are in docs/megatron.md.
 SYNONYM_OPTIONS = """
@@ -170,14 +170,6 @@ def test_the_server_has_the_flags_of_the_model_and_of_the_cache():
         normalize_key(option) for option in shared
     }
     assert {key for group in SHARED for flag in group.flags for key in flag.keys} <= keys
-
-
-def test_the_server_reads_the_same_yaml_file(tmp_path):
-    path = tmp_path / "flags.yaml"
-    path.write_text("hidden-size: 512\nport: 1234\n")
-    settings = parse_server_arguments(["--model-config", str(path), "--host", "::1"])
-    assert settings.model_overrides == {"hidden_size": 512}
-    assert (settings.server.port, settings.server.host) == (1234, "::1")
 
 
 def test_options_are_frozen():

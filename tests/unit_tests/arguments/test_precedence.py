@@ -1,11 +1,11 @@
-"""Flag > YAML file > configuration saved with the checkpoint > default."""
+"""MF-2: flag > YAML file > configuration saved with the checkpoint > default."""
 
 from __future__ import annotations
 
 import pytest
 
 from arguments import parse_arguments
-from megatron_ext.config import BatchingConfig, ModelConfig, ParallelConfig, RequestParams, RunConfig, SourceConfig
+from megatron_ext.config import BatchingConfig, ParallelConfig, RequestParams, RunConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 
 
@@ -27,10 +27,6 @@ def test_defaults_are_those_of_the_dataclasses():
     assert arguments.sampling == RequestParams()
     assert arguments.batching == BatchingConfig()
     assert arguments.run == RunConfig()
-
-
-def test_default_model_is_valid():
-    ModelConfig()
 
 
 def test_flag_over_yaml_over_default(yaml_file):
@@ -96,10 +92,6 @@ def test_flags_of_every_kind():
     assert arguments.sampling.top_p == 0.5
 
 
-def test_an_empty_yaml_file_gives_nothing(yaml_file):
-    assert parse_arguments(["--model-config", yaml_file("# nothing\n")]).model_overrides == {}
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -125,24 +117,9 @@ def test_bad_yaml(yaml_file, one_line_error, text, expected):
         assert part in message
 
 
-def test_missing_yaml_file(one_line_error):
-    assert one_line_error("--model-config", "nowhere.yaml") == "--model-config nowhere.yaml: No such file or directory"
-
-
-def test_binary_yaml_file(tmp_path, one_line_error):
-    path = tmp_path / "flags.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
-    assert "not a text file" in one_line_error("--model-config", str(path))
-
-
 @pytest.mark.parametrize("flags", ["--mamba-num-heads 12", "--mamba-num-heads 12 --mamba-num-groups 2"])
 def test_flags_that_agree_with_the_embedded_model_are_accepted(flags):
     """Twelve heads do not go with the defaults of other fields, and are what the embedded model has."""
     assert parse_arguments(flags.split()).model_overrides["mamba_num_heads"] == 12
     with pytest.raises(ConfigError, match="12 Mamba heads cannot be shared by 8 Mamba groups"):
         parse_arguments([*flags.split(), "--hidden-size", "384", "--mamba-num-groups", "8"])
-
-
-def test_a_limit_holds_for_the_embedded_model_too():
-    with pytest.raises(ConfigError, match="--max-position-embeddings 0 must be positive"):
-        parse_arguments(["--max-position-embeddings", "0"])

@@ -45,12 +45,20 @@ def test_a_value(words):
     assert parse_arguments([VALUE[0], "lru"])
 
 
-@pytest.mark.parametrize("form", ["{key}: {value}\n", "MODEL_ARGS:\n  --{key}: {value}\n"])
-def test_in_a_file(tmp_path, form):
+def test_in_a_file(tmp_path):
     path = tmp_path / "flags.yaml"
     for (flag, value), text in (((FLAG, "4"), "give --another"), (VALUE, "lru is the default")):
-        path.write_text(form.format(key=flag[2:], value=value))
+        path.write_text(f"{flag[2:]}: {value}\n")
         assert refused(lambda: parse_arguments(["--model-config", str(path)])).endswith(f"was removed in 0.3.0: {text}")
+
+
+def test_nested_forms_of_megatron(tmp_path):
+    """MF-2: files of its functional tests and of `--yaml-cfg`."""
+    path = tmp_path / "model_config.yaml"
+    path.write_text("ENV_VARS: {}\nMODEL_ARGS:\n  --stop-words: [a b]\n")
+    error = refused(lambda: parse_arguments(["--model-config", str(path)]))
+    assert error.startswith(f"{path}, line 2: MODEL_ARGS of Megatron's functional tests was removed in 0.3.0: write ")
+    assert "give the flags, or --model-config" in refused(lambda: parse_arguments(["--yaml-cfg", str(path)]))
 
 
 def test_in_python():

@@ -44,7 +44,7 @@ def test_in_python():
 def test_a_yaml_file_has_megatrons_flags(tmp_path: Path):
     """The flags of Megatron's DP configurations set the policy; its coordinator itself has nothing left to do."""
     file = tmp_path / "model_config.yaml"
-    file.write_text(f"MODEL_ARGS:\n  --use-coordinator: true\n  {POLICY}: longest_prefix\n  {ALPHA}: 0.75\n")
+    file.write_text(f"use-coordinator: true\n{POLICY[2:]}: longest_prefix\n{ALPHA[2:]}: 0.75\n")
     settings = parse_arguments(["--model-config", str(file)])
     assert settings.routing == RoutingConfig("longest_prefix", 0.75)
-    assert [line for line in settings.start.lines if "--use-coordinator" in line and POLICY not in line]
+    assert [line for line in settings.start_notes if "--use-coordinator" in line and POLICY not in line]

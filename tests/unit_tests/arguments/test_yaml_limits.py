@@ -7,7 +7,6 @@ import os
 import pytest
 
 from arguments import parse_arguments, yaml_file
-from megatron_ext.files import read_text
 
 DOUBLINGS = "".join(f"top_k: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 64))
 FULL = yaml_file.LONGEST_FILE - 100
@@ -83,22 +82,3 @@ def test_a_named_pipe_does_not_block(tmp_path, one_line_error):
     path = tmp_path / "flags.yaml"
     os.mkfifo(path)
     assert one_line_error("--model-config", str(path)).endswith("flags.yaml: a named pipe; only a regular file is read")
-
-
-def test_a_device_is_not_read(one_line_error):
-    message = one_line_error("--model-config", "/dev/zero")
-    assert message == "--model-config /dev/zero: a device; only a regular file is read"
-
-
-def test_it_is_read_once_and_with_its_limit(tmp_path, monkeypatch):
-    calls = []
-
-    def reading(path, limit):
-        calls.append(limit)
-        return read_text(path, limit)
-
-    path = tmp_path / "flags.yaml"
-    path.write_text("seed: 3\n")
-    monkeypatch.setattr(yaml_file, "read_text", reading)
-    assert parse_arguments(["--model-config", str(path)]).source.seed == 3
-    assert calls == [yaml_file.LONGEST_FILE]

@@ -18,7 +18,6 @@ from megatron_ext.config import (
     RequestParams,
     RunConfig,
     ServerConfig,
-    ServerLimits,
     ServerSettings,
     SourceConfig,
     TokenizerConfig,
@@ -49,12 +48,8 @@ REFUSED = [
         {"hybrid_override_pattern": "MX-"},
         ["'MX-'", "'X'", "M (recurrent)", "of one kind, --recurrent-layer", "* (attention)", "- (MLP)"],
     ),
-    (ModelConfig, {"recurrent_layer": "lstm"}, ["--recurrent-layer 'lstm'", "one of mamba2, mamba1, gated_delta_net"]),
-    (ModelConfig, MAMBA1 | {"mamba_conv_kernel": 1}, ["mamba_conv_kernel 1", "between 2 and 1024"]),
     (ModelConfig, MAMBA1 | {"mamba_inner_size": 0}, ["--mamba-inner-size 0", "positive"]),
     (ModelConfig, MAMBA1 | {"mamba_dt_rank": 0}, ["--mamba-dt-rank 0", "positive"]),
-    (ModelConfig, MAMBA1 | {"mamba_inner_norm": "group"}, ["mamba_inner_norm 'group'", "none, plain, weighted"]),
-    (ModelConfig, MAMBA1 | {"mamba_inner_norm_epsilon": -1.0}, ["mamba_inner_norm_epsilon -1.0", "more than 0"]),
     (ModelConfig, SIGMOID | {"moe_router_pre_softmax": True}, ["--moe-router-pre-softmax", "softmax scores"]),
     (ModelConfig, {"hybrid_override_pattern": "M-", "num_layers": 3}, ["--num-layers 3", "'M-'", "2 layers"]),
     (ModelConfig, {"hybrid_override_pattern": "M" * 4097}, ["4097 layers", "at most 4096"]),
@@ -67,22 +62,15 @@ REFUSED = [
     (ModelConfig, {"hidden_size": 10, "num_attention_heads": 4}, ["10", "4 attention heads", "--kv-channels"]),
     (ModelConfig, {"num_attention_heads": 4, "num_query_groups": 3}, ["4 attention heads", "3 query groups"]),
     (ModelConfig, {"num_attention_heads": 4, "num_query_groups": 8}, ["4 attention heads", "8 query groups"]),
-    (ModelConfig, {"rope_scaling_factor": 0.5}, ["--rope-scaling-factor 0.5", "at least 1"]),
     (ModelConfig, {"use_rope_scaling": True}, ["--use-rope-scaling", "--position-embedding-type rope, not none"]),
-    (ModelConfig, {"rotary_percent": 0.0}, ["--rotary-percent 0.0", "at most 1"]),
-    (ModelConfig, {"rotary_percent": 1.5}, ["--rotary-percent 1.5", "at most 1"]),
-    (ModelConfig, {"rotary_percent": NAN}, ["--rotary-percent nan"]),
     (ModelConfig, {"position_embedding_type": "rope", "kv_channels": 5}, ["rotates 5 channels", "even"]),
     (ModelConfig, {"mamba_num_groups": 3}, ["8 Mamba heads", "3 Mamba groups", "--mamba-num-heads"]),
     (ModelConfig, {"mamba_head_dim": 1024}, ["0 Mamba heads"]),
     (ModelConfig, {"mamba_multipliers": (1.0,)}, ["mamba_multipliers (1.0,)", "five numbers above zero"]),
     (ModelConfig, DELTA | {"linear_num_key_heads": 5}, ["--linear-num-key-heads 5", "--linear-num-value-heads 32"]),
-    (ModelConfig, DELTA | {"linear_conv_kernel_dim": 1}, ["--linear-conv-kernel-dim 1", "between 2 and 1024"]),
     (ModelConfig, {"num_experts": 4}, ["--num-experts 4", "'M-M*M-M-'", "E"]),
     (ModelConfig, {"hybrid_override_pattern": "ME"}, ["'ME'", "--num-experts"]),
     (ModelConfig, MOE | {"moe_router_topk": 9}, ["--moe-router-topk 9", "8"]),
-    (ModelConfig, MOE | {"moe_router_topk_scaling_factor": 0.0}, ["--moe-router-topk-scaling-factor 0.0"]),
-    (ModelConfig, MOE | {"moe_router_topk_scaling_factor": NAN}, ["--moe-router-topk-scaling-factor nan"]),
     (ModelConfig, MOE | {"moe_router_enable_expert_bias": True}, ["--moe-router-enable-expert-bias", "sigmoid"]),
     (ModelConfig, MOE | {"moe_shared_expert_gate": True}, ["--moe-shared-expert-gate", "-intermediate-size"]),
     (ModelConfig, MOE | {"moe_router_topk": 1}, ["--moe-router-topk 1", "sigmoid"]),
@@ -90,90 +78,33 @@ REFUSED = [
     (ModelConfig, GROUPS | {"moe_router_num_groups": 3}, ["3 groups", "8 experts"]),
     (ModelConfig, GROUPS | {"moe_router_group_topk": 5}, ["at most 4 groups"]),
     (ModelConfig, GROUPS | {"moe_router_topk": 5}, ["--moe-router-group-topk 2"]),
-    (ModelConfig, {"position_embedding_type": "alibi"}, ["'alibi'", "none, rope, learned_absolute"]),
-    (ModelConfig, {"normalization": "BatchNorm"}, ["'BatchNorm'", "RMSNorm, LayerNorm"]),
     (ModelConfig, {"apply_layernorm_1p": True, "normalization": "LayerNorm"}, ["--apply-layernorm-1p", "RMSNorm"]),
-    (ModelConfig, {"norm_epsilon": 0.0}, ["--norm-epsilon 0.0"]),
-    (ModelConfig, {"norm_epsilon": NAN}, ["--norm-epsilon nan"]),
     (ModelConfig, {"squared_relu": True, "swiglu": True}, ["--squared-relu", "--swiglu"]),
-    (SourceConfig, {"seed": -1}, ["--seed -1", "between 0"]),
-    (SourceConfig, {"seed": 2**63}, [f"--seed {2**63}", f"{2**63 - 1}"]),
     (SourceConfig, {"load": "a", "load_hf": "b"}, ["--load a", "--load-hf b"]),
     (SourceConfig, {"bf16": True, "fp16": True}, ["--bf16", "--fp16"]),
-    (SourceConfig, {"dtype": "half"}, ["--dtype 'half'", "float32, bfloat16, float16"]),
     (SourceConfig, {"dtype": "float32", "bf16": True}, ["--dtype float32", "--bf16"]),
     (SourceConfig, {"dtype": "bfloat16", "fp16": True}, ["--dtype bfloat16", "--fp16"]),
     (SourceConfig, {"use_checkpoint_args": True}, ["--use-checkpoint-args", "--load or --load-hf"]),
-    (SourceConfig, {"inference_sampling_seed": -1}, ["--inference-sampling-seed -1", "between 0"]),
-    (SourceConfig, {"model_provider": "bert"}, ["--model-provider 'bert'", "gpt, hybrid, mamba"]),
-    (SourceConfig, {"padded_vocab_size": 0}, ["--padded-vocab-size 0", "at least 1"]),
-    (SourceConfig, {"tokenizer_type": "BertWordPieceCase"}, ["'BertWordPieceCase' is unknown", "TikTokenizer"]),
-    (SourceConfig, {"tiktoken_pattern": "v3"}, ["--tiktoken-pattern 'v3'", "v1, v2"]),
-    (SourceConfig, {"tiktoken_num_special_tokens": 0}, ["--tiktoken-num-special-tokens 0", "at least 1"]),
     (
         SourceConfig,
         {"tokenizer_type": "TikTokenizer", "vocab_file": "v.json"},
         ["--vocab-file v.json", "GPT2BPETokenizer", "not TikTokenizer"],
     ),
-    (ParallelConfig, {"tensor_model_parallel_size": 0}, ["--tensor-model-parallel-size 0", "between 1 and 1048576"]),
-    (ParallelConfig, {"pipeline_model_parallel_size": -1}, ["--pipeline-model-parallel-size -1"]),
-    (ParallelConfig, {"expert_model_parallel_size": 0}, ["--expert-model-parallel-size 0"]),
-    (ParallelConfig, {"expert_tensor_parallel_size": 0}, ["--expert-tensor-parallel-size 0"]),
     (
         ParallelConfig,
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
         ["--expert-tensor-parallel-size 4 must divide --tensor-model-parallel-size 2"],
     ),
-    (ParallelConfig, {"tensor_model_parallel_size": 10**9}, ["--tensor-model-parallel-size 1000000000", "1048576"]),
     (ParallelConfig, {"num_layers_in_first_pipeline_stage": 2}, ["first-pipeline-stage 2", "-parallel-size 2 or more"]),
     (ParallelConfig, {"num_layers_in_last_pipeline_stage": 2}, ["last-pipeline-stage 2", "leave it out"]),
     (ParallelConfig, EXPERTS, ["--check-ranks and --expert-model-parallel-size 2", "leave --check-ranks out"]),
-    (ParallelConfig, {"distributed_timeout_minutes": 0.0}, ["--distributed-timeout-minutes 0.0", "more than 0"]),
-    (ParallelConfig, {"distributed_timeout_minutes": INF}, ["--distributed-timeout-minutes inf"]),
-    (BatchingConfig, {"block_size": 0}, ["-block-size 0", "between 1 and"]),
-    (BatchingConfig, {"max_prefills_per_step": -1}, ["-max-prefills-per-step -1", "0 for no limit"]),
-    (BatchingConfig, {"decode_share": 1.0}, ["--decode-share 1.0", "0.95"]),
-    (BatchingConfig, {"decode_share": -0.1}, ["--decode-share -0.1", "0.95"]),
-    (BatchingConfig, {"decode_share": float("nan")}, ["--decode-share nan", "0.95"]),
-    (BatchingConfig, {"schedule_policy": "lifo"}, ["--schedule-policy", "lifo", "fcfs", "lpm"]),
-    (BatchingConfig, {"schedule_overtake_tokens": -1}, ["--schedule-overtake-tokens -1", "1099511627776"]),
-    (BatchingConfig, {"block_count": 10**12}, ["-block-count 1000000000000 ", "and 16777216"]),
-    (CacheConfig, {"snapshot_slots": 10**12}, ["-mamba-slots 1000000000000 ", "and 16777216"]),
-    (BatchingConfig, {"max_requests": -1}, ["-max-requests -1", "between 1 and"]),
-    (BatchingConfig, {"max_tokens": 0}, ["-max-tokens 0", "between 1 and"]),
-    (BatchingConfig, {"block_count": 0}, ["-block-count 0", "between 1 and"]),
-    (BatchingConfig, {"buffer_size_gb": -1.0}, ["-buffer-size-gb -1.0", "at least 0"]),
-    (BatchingConfig, {"buffer_size_gb": INF}, ["-buffer-size-gb inf"]),
-    (BatchingConfig, {"paused_buffer_size_gb": NAN}, ["-paused-buffer-size-gb nan"]),
     (BatchingConfig, {"buffer_size_gb": 0.0, "block_count": 4}, ["buffer-size-gb 0.0", "block-count 4"]),
     (BatchingConfig, {"max_tokens": 8, "max_requests": 9}, ["max-tokens 8", "max-requests 9"]),
-    (BatchingConfig, {"conv_states_dtype": "fp8"}, ["'fp8'", "fp32, bf16, fp16"]),
-    (BatchingConfig, {"operator_backend": "cuda"}, ["'cuda'", "auto, reference, triton"]),
-    (BatchingConfig, {"cpu_weight_quantization": "int4"}, ["'int4'", "none, int8"]),
-    (BatchingConfig, {"logprobs_mode": "raw_logits"}, ["'raw_logits'", "raw_logprobs, processed_logprobs"]),
-    (BatchingConfig, {"kv_cache_management_mode": "host"}, ["'host'", "persist, offload, recompute"]),
-    (BatchingConfig, {"cuda_graph_impl": "graphs"}, ["'graphs'", "none, local"]),
     (BatchingConfig, {"num_cuda_graphs": 0}, ["-num-cuda-graphs 0", "or -1 for 16"]),
-    (BatchingConfig, {"ssm_states_dtype": "float"}, ["'float'", "fp32, bf16, fp16"]),
-    (CacheConfig, {"snapshot_buffer_gb": -1.0}, ["-mamba-gb -1.0", "zero (no snapshots)"]),
-    (CacheConfig, {"snapshot_buffer_gb": INF}, ["-mamba-gb inf"]),
-    (CacheConfig, {"provisional_slots": -1}, ["-provisional-slots -1", "between 0 (none) and"]),
-    (CacheConfig, {"snapshot_slots": -1}, ["-mamba-slots -1", "0 (no snapshots)"]),
     (CacheConfig, {"snapshot_slots": 2, "snapshot_buffer_gb": 1.0}, ["-mamba-gb 1.0", "-mamba-slots 2"]),
-    (CacheConfig, {"snapshot_mode": "middle"}, ["-mamba-mode 'middle'", "kernel, align"]),
-    (CacheConfig, {"eviction_policy": "mru"}, ["'mru'", "lru, ref_zero"]),
-    (CacheConfig, {"audit_interval": -1}, ["--prefix-cache-audit -1", "0 (no audits)"]),
-    (CacheConfig, {"prefix_cache_load_seconds": -1.0}, ["--prefix-cache-load-seconds -1.0", "load nothing"]),
     (CacheConfig, {"audit_dir": "reports"}, ["--prefix-cache-audit-dir 'reports'", "give both"]),
-    (CacheConfig, {"prefix_cache_disk_gb": 0.0}, ["--prefix-cache-disk-gb 0.0", "more than 0"]),
-    (CacheConfig, {"prefix_cache_drain_seconds": NAN}, ["--prefix-cache-drain-seconds nan", "zero"]),
     (CacheConfig, {"prefix_cache_dir": ""}, ["--prefix-cache-dir is empty", "leave it out"]),
     (CacheConfig, {"prefix_cache_dir": "d", "eviction_policy": "ref_zero"}, ["--prefix-cache-dir d", "ref_zero"]),
-    (
-        InferenceSettings,
-        {"cache": CacheConfig(enable_prefix_caching=False), "run": RunConfig(prefix_cache_compare=True)},
-        ["--no-inference-dynamic-batching-enable-prefix-caching", "--prefix-cache-compare"],
-    ),
     (
         ServerSettings,
         {
@@ -191,22 +122,10 @@ REFUSED = [
         ["--inference-dynamic-batching-block-size 65537", "--kv-events-endpoint tcp://127.0.0.1:1", "at most 65536"],
     ),
     (SourceConfig, {"hf_overrides": "{}"}, ["--hf-overrides {}", "needs --load-hf"]),
-    (SourceConfig, {"generation_config": "vllm"}, ["--generation-config 'vllm'", "auto, none"]),
-    (
-        SourceConfig,
-        {"transformer_impl": "apex"},
-        ["--transformer-impl 'apex'", "local, transformer_engine, inference_optimized"],
-    ),
     (RequestParams, {"num_tokens_to_generate": -1}, ["num_tokens_to_generate -1", "zero"]),
     (RequestParams, {"min_tokens": -1}, ["min_tokens -1", "between 0"]),
     (RequestParams, {"min_tokens": 5, "num_tokens_to_generate": 4}, ["min_tokens 5", "which is 4"]),
     (RequestParams, {"num_speculative_tokens": -1}, ["num_speculative_tokens -1", "zero"]),
-    (RequestParams, {"temperature": -0.1}, ["temperature -0.1", "greedy"]),
-    (RequestParams, {"temperature": NAN}, ["temperature nan"]),
-    (RequestParams, {"temperature": INF}, ["temperature inf"]),
-    (RequestParams, {"top_k": -1}, ["top_k -1", "off"]),
-    (RequestParams, {"top_p": 1.01}, ["top_p 1.01", "between 0 (off) and 1"]),
-    (RequestParams, {"top_p": NAN}, ["top_p nan"]),
     (RequestParams, {"top_n_logprobs": -1, "return_log_probs": True}, ["top_n_logprobs -1"]),
     (RequestParams, {"top_n_logprobs": 2}, ["top_n_logprobs 2", "return_log_probs"]),
     (RequestParams, {"stop_words": ("a", "")}, ["stop word is empty"]),
@@ -216,11 +135,6 @@ REFUSED = [
     (RequestParams, {"stop_token_ids": (3, -1)}, ["stop_token_ids -1", "zero or more"]),
     (RequestParams, {"cache_checkpoint": (64, 0)}, ["cache_checkpoint 0", "1 or more"]),
     (RequestParams, {"cache_checkpoint": tuple(range(1, 66))}, ["has 65 positions", "at most 64"]),
-    (RequestParams, {"min_p": 1.1}, ["min_p 1.1", "between 0 (off) and 1"]),
-    (RequestParams, {"presence_penalty": 2.1}, ["presence_penalty 2.1", "between -2 and 2"]),
-    (RequestParams, {"frequency_penalty": NAN}, ["frequency_penalty nan", "0 is off"]),
-    (RequestParams, {"repetition_penalty": 0.0}, ["repetition_penalty 0.0", "1 is off"]),
-    (RequestParams, {"repetition_penalty": INF}, ["repetition_penalty inf", "0.01 and 100"]),
     (RequestParams, {"min_tokens": 2, "response_format": {"type": "json_object"}}, ["min_tokens 2", "response_format"]),
     (RequestParams, {"response_format": {"type": "grammar"}}, ["response_format", '"json_object"', '"regex"']),
     (RequestParams, {"response_format": {"type": "json_schema", "json_schema": {}}}, ["response_format", "a schema"]),
@@ -230,45 +144,21 @@ REFUSED = [
     (RequestParams, {"logit_bias": [3]}, ["logit_bias", "token ids and numbers"]),
     (RequestParams, {"logit_bias": {4: True}}, ["logit_bias", "token ids and numbers"]),
     (ServerConfig, {"host": ""}, ["--host", "127.0.0.1"]),
-    (ServerConfig, {"port": -1}, ["--port -1", "65535"]),
-    (ServerConfig, {"port": 65536}, ["--port 65536"]),
     (ServerConfig, {"api_key": ""}, ["--api-key", "ASCII"]),
     (ServerConfig, {"api_key": " a"}, ["--api-key", "ASCII"]),
     (ServerConfig, {"api_key": "é"}, ["--api-key", "ASCII"]),
     (ServerConfig, {"served_model_name": ("",)}, ["--served-model-name", "empty"]),
     (ServerConfig, {"served_model_name": "a"}, ["--served-model-name", "'a'", "list"]),
     (ServerConfig, {"served_model_name": ("a", "b", "a")}, ["--served-model-name", "twice", "a b a"]),
-    (ServerConfig, {"max_waiting_requests": -1}, ["--max-waiting-requests -1"]),
-    (ServerConfig, {"shutdown_timeout": -1.0}, ["--shutdown-timeout -1.0"]),
-    (ServerConfig, {"shutdown_timeout": INF}, ["--shutdown-timeout inf"]),
-    (ServerConfig, {"inference_logging_step_interval": -1}, ["--inference-logging-step-interval -1", "no log"]),
-    (ServerConfig, {"log_level": "loud"}, ["--log-level 'loud'", "debug, info, warning, error"]),
-    (ServerLimits, {"max_body_mb": 0.0}, ["--max-body-mb 0.0", "more than 0"]),
-    (ServerLimits, {"max_body_mb": NAN}, ["--max-body-mb nan"]),
-    (ServerLimits, {"max_connections": 0}, ["--max-connections 0", "at least 1"]),
-    (ServerLimits, {"header_timeout": 0.0}, ["--header-timeout 0.0", "more than 0"]),
-    (ServerLimits, {"body_timeout": INF}, ["--body-timeout inf"]),
-    (ServerLimits, {"idle_timeout": -1.0}, ["--idle-timeout -1.0"]),
-    (ServerLimits, {"max_schema_kb": 0.0}, ["--max-schema-kb 0.0"]),
-    (ServerLimits, {"responses_store_mb": -1.0}, ["--responses-store-mb -1.0", "zero"]),
     (RunConfig, {"prompts": ("a",), "prompt_file": "b"}, ["--prompts", "--prompt-file"]),
-    (RunConfig, {"profile": "traces", "prefix_cache_compare": True}, ["--profile", "--prefix-cache-compare"]),
-    (RunConfig, {"output_every_n_results": 0}, ["--output-every-n-results 0", "at least 1"]),
-    (RunConfig, {"output_format": "yaml"}, ["--output-format 'yaml'", "megatron, full"]),
-    (RunConfig, {"prompt_file_num_truncate": 0}, ["--prompt-file-num-truncate 0", "at least 1"]),
     (RunConfig, {"num_tokens_to_prompt": (9, 8)}, ["--num-tokens-to-prompt 9 8", "minimum and the maximum"]),
-    (RunConfig, {"incoming_requests_duration": 0.0}, ["--incoming-requests-duration 0.0", "more than 0"]),
     (RunConfig, {"num_tokens_to_prompt": (1, 2)}, ["--incoming-requests-per-sec None", "0 synthetic prompts"]),
     (RunConfig, {"drain_between_batches": True}, ["--drain-between-batches", "--batch-boundaries"]),
     (RunConfig, {"batch_boundaries": (0, 2)}, ["--batch-boundaries", "--drain-between-batches"]),
     (RunConfig, {"output_path": "a", "run_output_path": "a"}, ["--run-output-path a", "another"]),
     (RunConfig, {"output_request_events": True}, ["--output-request-events", "--output-path"]),
-    (RunConfig, {"inference_repeat_n": 0}, ["--inference-repeat-n 0", "at least 1"]),
-    (RunConfig, {"incoming_requests_per_step": 0}, ["--incoming-requests-per-step 0", "at least 1"]),
     (RunConfig, {"num_tokens_from_file": True}, ["--num-tokens-from-file", "--prompt-file"]),
     (RunConfig, {"incoming_requests_per_sec": NAN}, ["--incoming-requests-per-sec nan", "zero or less is all at once"]),
-    (RunConfig, {"inference_logging_step_interval": -1}, ["--inference-logging-step-interval -1", "no log"]),
-    (RunConfig, {"suspend_resume_interval": -1}, ["--suspend-resume-interval -1", "never"]),
     (
         RunConfig,
         {"batch_boundaries": (0, 4, 4), "drain_between_batches": True},
@@ -349,7 +239,6 @@ def lines_of_require(config: type) -> set[int]:
         (InferenceSettings, {}),
         (InferenceSettings, {"sampling": RequestParams(return_log_probs=True, skip_prompt_log_probs=True)}),
         (InferenceSettings, {"sampling": RequestParams(skip_prompt_log_probs=True)}),
-        (InferenceSettings, {"run": RunConfig(prefix_cache_compare=True)}),
         (BatchingConfig, {"max_tokens": 32}),
     ],
     ids=str,
@@ -377,16 +266,9 @@ class TestModelConfig:
         assert model.layer_count == 8
         assert model.is_hybrid
 
-    def test_given_sizes_override_derived_ones(self):
-        model = ModelConfig(num_query_groups=2, kv_channels=24, ffn_hidden_size=100, mamba_num_heads=16)
-        assert (model.query_groups, model.head_channels, model.ffn_size, model.mamba_heads) == (2, 24, 100, 16)
-
     def test_group_query_attention_shares_one_group_unless_told_otherwise(self):
         assert ModelConfig(group_query_attention=True).query_groups == 1
         assert ModelConfig(group_query_attention=True, num_query_groups=2).query_groups == 2
-
-    def test_a_pattern_without_mamba_is_not_hybrid(self):
-        assert not ModelConfig(hybrid_override_pattern="*-*-").is_hybrid
 
     def test_it_comes_back_from_its_dictionary(self):
         model = ModelConfig(num_experts=None, hidden_size=512, spec=("module", "name"))
@@ -402,20 +284,11 @@ class TestRequestParams:
     def test_greedy(self, settings: dict, greedy: bool):
         assert RequestParams(**settings).is_greedy is greedy
 
-    def test_prompt_log_probs(self):
-        assert not RequestParams().wants_prompt_log_probs
-        assert RequestParams(return_log_probs=True).wants_prompt_log_probs
-        assert not RequestParams(return_log_probs=True, skip_prompt_log_probs=True).wants_prompt_log_probs
-
 
 def test_sizes_of_mamba1_layers():
     """M1-1: heads and groups are Mamba-2's alone; what is not given follows from the hidden size."""
     config = ModelConfig(recurrent_layer="mamba1", hidden_size=100, mamba_num_groups=3)
     assert (config.mamba_channels, config.dt_rank, config.inner_norm_epsilon) == (200, 7, 1e-5)
-
-
-def test_one_expert_a_token_with_a_softmax_over_all():
-    ModelConfig(**MOE, moe_router_topk=1, moe_router_pre_softmax=True)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from dataclasses import dataclass
+from typing import get_type_hints
 
 import pytest
 from pydantic import ValidationError
 
-from arguments.flags import FlagGroup
-from megatron_ext.config import RequestParams
-from megatron_ext.config.annotations import field_types
+from arguments.flags import FlagGroup, normalize_key
+from megatron_ext.config import (
+    BatchingConfig,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    RequestParams,
+    RunConfig,
+    ServerConfig,
+    ServerLimits,
+    SourceConfig,
+)
+from megatron_ext.config.annotations import FieldType, field_types
 from megatron_ext.config.options import option, options_of
+from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.unit_tests.support.source import PACKAGE, ROOT, python_files
@@ -51,6 +65,37 @@ def test_flags():
 def test_types_for_prompt_lines():
     kind = field_types(Made)["warmth"]
     assert (kind.convert(1), field_types(Made)["is_kind"].convert(True)) == (1.0, True)
+
+
+CONFIGS = (
+    *(BatchingConfig, CacheConfig, ModelConfig, ParallelConfig, RequestParams, RunConfig, ServerConfig),
+    *(ServerLimits, SourceConfig, SpeculationConfig, RoutingConfig),
+)
+DECLARED = [(config, field) for config in CONFIGS for field in options_of(config)]
+
+
+@pytest.mark.parametrize(("config", "field"), DECLARED, ids=lambda one: getattr(one, "__name__", one))
+def test_every_option_is_checked(config: type, field: str):
+    """Values outside of the declared bounds and choices are refused with the name, the value and what would do."""
+    declared = options_of(config)[field]
+    outside = [] if declared.choices is None else ["nonsense"]
+    if declared.is_bounded:
+        kind = FieldType.of(get_type_hints(config)[field]).item
+        step = 1 if kind is int else 1e-6
+        outside += [] if declared.minimum is None else [declared.minimum - step]
+        outside += [] if declared.above is None else [declared.above]
+        outside += [] if declared.maximum is None else [declared.maximum + max(step, abs(declared.maximum) / 2**20)]
+        outside += [] if kind is int else [math.nan, math.inf]
+    for value in outside:
+        with pytest.raises(ConfigError) as caught:
+            config(**{field: value})
+        message = str(caught.value)
+        name = field if config is RequestParams else declared.name(field)
+        assert normalize_key(message).startswith(
+            normalize_key(f"{name} {value if declared.is_bounded else repr(value)} ")
+        )
+        assert " must be " in message or " is unknown; one of " in message
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize("value", [-0.1, 2.1, float("nan"), float("inf")])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config import RequestParams, RunConfig
+from megatron_ext.config import RequestParams
 from megatron_ext.console import profiling
 from megatron_ext.console.profiling import profiled
 from megatron_ext.console.start import check_profile
@@ -63,20 +63,6 @@ def test_the_first_steps_only(tmp_path, monkeypatch):
     assert Counter(one["name"] for one in events(tmp_path))["forward"] == 3
 
 
-def test_the_engine_is_as_before(tmp_path):
-    """Profiling leaves nothing in an engine or in the sampling module; without the flag nothing is written."""
-    engine = LLMEngine(tiny_engine())
-    inner = engine.inference_engine
-    before = [set(vars(one)) for one in (inner.core, inner.core.scheduler, inner.context)]
-    with profiled(engine, str(tmp_path / "none")), profiled(engine, None):
-        assert inner.core.compute.__name__ == "compute"
-    assert [set(vars(one)) for one in (inner.core, inner.core.scheduler, inner.context)] == before
-    from megatron_ext.mcore import controller
-
-    assert not hasattr(controller.sample_and_score, "__wrapped__")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_engine_is_closed(tmp_path, monkeypatch):
     """TE-6: under a profile as without one, when the trace has been written."""
     engine, closed = LLMEngine(tiny_engine()), []
@@ -96,5 +82,3 @@ def test_where_it_cannot_be_written(tmp_path):
         check_profile(str(tmp_path), object())
     check_profile(str(tmp_path / "new" / "folder"), None)
     assert (tmp_path / "new" / "folder").is_dir()
-    with pytest.raises(ConfigError, match="--profile and --prefix-cache-compare"):
-        RunConfig(profile=str(tmp_path), prefix_cache_compare=True)

@@ -59,7 +59,3 @@ def test_the_proxy_keeps_operators_routes_inside():
     (denied,) = re.findall(r"location ~ (\S+) \{\s+deny all;", PROXY)
     assert [path for path in (*ADMIN_PATHS, "/metrics", "/metrics/history") if not re.search(denied, path)] == []
     assert not any(re.search(denied, path) for path in ("/v1/chat/completions", "/health", "/tokenize", "/load"))
-
-
-def test_unknown_flags_are_found():
-    assert unknown_flags(["serve", "--host=0.0.0.0", "--hosts", "x"]) == {"--hosts"}

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from examples.embedded_model.training_model import cpu_layers, load_training_model
 from examples.python import batch_file, convert, rl_loop, streaming, with_torchrun
 from examples.python.golden import test_outputs as golden
-from megatron_ext import RequestParams, attach_engine, load_engine
-from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
-from megatron_ext.mcore import weight_changes
+from megatron_ext import RequestParams, load_engine
 from tests.unit_tests.models.huggingface import llama_oracle
 from tests.unit_tests.models.test_load import write_tokenizer
-from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.source import ROOT
 
 SMALL = {"inference_dynamic_batching_block_size": 16, "inference_dynamic_batching_buffer_size_gb": 0.1}
@@ -78,35 +73,6 @@ class TestReinforcementLearning:
         assert rl_loop.skipped_share(progress.samples[0]) > 3 / 4
 
     @pytest.mark.long
-    def test_other_weights_are_found(self, monkeypatch):
-        """Log-probs differ where weights have changed unseen, and records name the weights of their tokens."""
-        monkeypatch.setattr(weight_changes, "IDLE_SECONDS", math.inf)  # silent writes stay silent on a slow machine
-        names = rl_loop.HELD_OUT[:2]
-        with cpu_layers():
-            model, tokenizer = load_training_model()
-            with attach_engine(model, tokenizer, **rl_loop.SETTINGS) as engine:
-
-                def difference(samples: list[rl_loop.Sample]) -> float:
-                    batch = rl_loop.Batch.of(samples, 4)
-                    return rl_loop.check(rl_loop.forward(model, batch.tokens), batch)
-
-                assert difference(rl_loop.roll_out(engine, names, 4, seed=0, version=7)) < rl_loop.TOLERANCE
-                engine.resume()
-                samples = rl_loop.generate(engine, names, 4, seed=0, version=7)
-                assert difference(samples) < rl_loop.TOLERANCE
-                for parameter in model.parameters():
-                    parameter.data.mul_(1.05)  # no version counter shows it
-                with pytest.raises(RuntimeError, match="log-probs of engine and trainer differ"):
-                    difference(samples)
-                stale = rl_loop.generate(engine, names, 4, seed=0, version=7)
-                with pytest.raises(RuntimeError, match="log-probs of engine and trainer differ"):
-                    difference(stale)  # the new weights on the prompt's old keys, values and states
-                with pytest.raises(RuntimeError, match=r"made by weights \(\(7, "):
-                    rl_loop.generate(engine, names, 4, seed=0, version=8)
-                engine.weights_changed()
-                assert difference(rl_loop.generate(engine, names, 4, seed=0, version=8)) < rl_loop.TOLERANCE
-
-    @pytest.mark.long
     def test_learning(self):
         """The held-out reward rises by a margin that shuffled advantages do not reach."""
         flags = ("--steps", "4", "--group-size", "8", "--learning-rate", "2e-3")
@@ -114,22 +80,6 @@ class TestReinforcementLearning:
         assert learned.before == control.before
         assert learned.after > learned.before + 0.3
         assert control.after < control.before + 0.1
-
-    @pytest.mark.worlds
-    def test_two_ranks(self):
-        """Both ranks train on equal samples, and one rank with their weights gives their tokens these log-probs."""
-        first, second = run_ranks(both_ranks, 2, 2)
-        assert first.samples == second.samples
-        assert max(first.differences) < rl_loop.TOLERANCE
-        with cpu_layers():
-            model, _ = load_training_model()
-            optimizer = torch.optim.Adam(model.parameters(), lr=rl_loop.Recipe().learning_rate)
-            for samples in first.samples:
-                rl_loop.train(model, optimizer, rl_loop.Batch.of(samples, 2), epochs=1)
-
-
-def both_ranks(ranks: int) -> rl_loop.Progress:
-    return steps_of("--steps", "2", "--group-size", "2", "--tensor-model-parallel-size", str(ranks))
 
 
 class TestGolden:
@@ -161,14 +111,6 @@ def test_convert(tmp_path, capsys):
     assert all(torch.equal(old[name], new[name]) for name in old)
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert f"{back} is written" in capsys.readouterr().out
-
-
-def test_convert_without_an_example(tmp_path):
-    """PY-8: the embedded model comes back with its layer of multi-token prediction, bit for bit."""
-    convert.main(["to-megatron", str(EMBEDDED_MODEL_DIR), str(tmp_path / "megatron")])
-    convert.main(["to-huggingface", str(tmp_path / "megatron"), str(tmp_path / "back"), "--bf16"])
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / "back" / name).read_bytes() == (EMBEDDED_MODEL_DIR / name).read_bytes(), name
 
 
 def test_with_torchrun(monkeypatch, capsys):

@@ -178,7 +178,7 @@ def test_layers_with_windows_fit_the_checkpoint(caplog):
     for line in ("--window-attn-skip-freq 2", "--window-size 127,0 --window-attn-skip-freq [1,0,1]"):
         overrides = parse_arguments(["--load", "there", *line.split()])
         assert fitting_line(WINDOWED, line) == overrides.model_overrides
-        assert overrides.start.lines == ()
+        assert overrides.start_notes == ()
     for model in (GPT, HYBRID):
         caplog.clear()
         assert fitting_line(model, "--window-attn-skip-freq 3 --moe-layer-freq 2") == {}

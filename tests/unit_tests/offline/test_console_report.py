@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import io
 
-import pytest
 from rich.console import Console
 
 from megatron_ext.console.kv_cache_table import print_kv_cache_config
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.capacity import world_kv_cache_config
-from megatron_ext.offline.console_report import loss_lines, print_report, summary
+from megatron_ext.offline.console_report import loss_lines, summary
 from megatron_ext.offline.passes import Pass
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.record import Status
@@ -23,12 +22,6 @@ def printed(function, *arguments) -> str:
     console = Console(file=io.StringIO(), width=160)
     function(*arguments, console)
     return console.file.getvalue()
-
-
-def test_requests_then_totals(record):
-    lines = printed(print_report, [Pass((record(0),), 2.0), Pass((record(1),), 1.0)]).splitlines()
-    assert [line.split()[0] for line in lines[:7]] == ["id", "0", "<", ">", "1", "<", ">"]
-    assert lines[-3].startswith("2 requests: 4 tokens generated")
 
 
 def test_summary_counts_everything(record):
@@ -56,21 +49,6 @@ def test_lost_tokens_have_a_line():
     assert loss_lines(lost | {"requests": 0}) == loss_lines(None) == []
 
 
-@pytest.mark.parametrize(
-    ("length", "positions", "row"),
-    [
-        (4096, 8192, "4,096 tokens; the model has 8,192 positions"),
-        (100_000, 8192, "100,000 tokens; the model has 8,192 positions"),
-        (8048 * 64, None, "515,072 tokens, as many as the KV cache holds"),
-    ],
-)
-def test_the_longest_sequence_has_a_row(length, positions, row):
-    """MF-1."""
-    geometry = dataclasses.replace(HYBRID, max_model_len=length)
-    text = printed(lambda console: print_kv_cache_config(geometry, "a model", console, positions=positions))
-    assert f"longest sequence │ {row} │" in " ".join(text.split())
-
-
 def test_geometry():
     """EX-6, LA-4: the effective sizes, in one table, at start-up."""
     geometry = dataclasses.replace(HYBRID, max_model_len=4096)
@@ -88,21 +66,6 @@ def test_geometry():
     operators = {"triton": ("ssd", "paged_attention"), "reference": ("sampling",)}
     text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, operators=operators))
     assert "triton; reference for sampling" in text, "CU-3"
-
-
-def test_the_table_states_weights_that_are_held_twice():
-    """SC-12: packed weights beside their originals, as of a tied embedding; without any there is no such row."""
-    text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, bytes_held_twice=1_234_567))
-    assert "packed weights" in text
-    assert "1,234,567 bytes beside the originals" in text
-    assert "packed weights" not in printed(print_kv_cache_config, HYBRID, "a model")
-
-
-def test_the_table_says_how_exact_drafts_are():
-    """SP-3."""
-    text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, draft_exactness="to the bit"))
-    assert "│ drafts │ to the bit │" in " ".join(text.split())
-    assert "drafts" not in printed(print_kv_cache_config, HYBRID, "a model")
 
 
 def test_geometry_of_several_ranks():
@@ -133,14 +96,3 @@ def test_geometry_of_an_arena():
     assert "100 slabs of 600,000 bytes: 3 blocks or a snapshot each" in text
     assert arena.shown()["slabs"] == dataclasses.asdict(layout)
     assert not {"slabs", "slab_bytes", "apart_slots"} & HYBRID.shown().keys()
-
-
-def test_geometry_without_recurrent_layers():
-    text = printed(print_kv_cache_config, KVCacheConfig(64, 131072, 0, 0, 8048, 0, 0, 64, None), "a model")
-    assert "states" not in text
-    assert "nothing is skipped" in text
-
-
-def test_the_name_of_a_model_is_text():
-    text = printed(print_kv_cache_config, HYBRID, "[red]a\x1b[31m/model")
-    assert r"[red]a\x1b[31m/model" in text

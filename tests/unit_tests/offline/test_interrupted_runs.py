@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -26,8 +22,6 @@ from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.signals import Interruption
 from tests.unit_tests.support.holding import PATIENCE
 
-ROOT = Path(__file__).resolve().parents[3]
-TORCH_SAYS = "No CUDA runtime is found"  # a CUDA build of torch beside a CUDA toolkit, without a device
 TINY = """
 --hybrid-override-pattern M-*- --hidden-size 32 --num-attention-heads 2 --mamba-head-dim 16 --mamba-state-dim 16
 --mamba-num-groups 1 --tokenizer-type NullTokenizer --vocab-size 64 --inference-dynamic-batching-block-count 8
@@ -46,22 +40,11 @@ class TestSubmission:
         )
         return [[record.status for record in one.records] for one in passes], passes
 
-    def test_those_in_flight_keep_what_they_have(self, fake_engine):
-        (statuses,), (one,) = self.stopped_after(fake_engine, 1)
-        assert statuses == [ABORTED] * 4
-        assert [record.generated_tokens for record in one.records] == [(7,)] * 4
-        assert not fake_engine.is_busy
-
     def test_those_not_yet_submitted_have_records_too(self, fake_engine):
         (statuses,), (one,) = self.stopped_after(fake_engine, 2, incoming_requests_per_step=1)
         assert statuses == [DONE, ABORTED, ABORTED, ABORTED]
         assert [record.ttft for record in one.records] == [0.5, 0.5, None, None]
         assert fake_engine.log[-6:] == ["abort 1", "add 2", "abort 2", "add 3", "abort 3", "step"]
-
-    def test_before_the_first_step(self, fake_engine):
-        (statuses,), (one,) = self.stopped_after(fake_engine, 0)
-        assert statuses == [ABORTED] * 4
-        assert one.throughput == 0.0
 
     def test_repeats_to_come_have_them_too(self, fake_engine):
         statuses, passes = self.stopped_after(fake_engine, 3, inference_repeat_n=3)
@@ -69,18 +52,6 @@ class TestSubmission:
         assert [record.request_id for one in passes for record in one.records] == list(range(12))
         assert passes[1].throughput > 0
         assert passes[2].throughput == 0.0
-
-    def test_after_the_last_request_nothing_is_aborted(self, fake_engine):
-        (statuses,), _ = self.stopped_after(fake_engine, 2)
-        assert statuses == [DONE] * 4
-        assert fake_engine.log[-1] == "step"
-
-    def test_a_long_wait_for_the_next_request_is_cut_short(self, fake_engine, monkeypatch):
-        slept = []
-        monkeypatch.setattr("time.sleep", slept.append)
-        settings = RunConfig(incoming_requests_per_sec=0.001)
-        run_passes(fake_engine, PROMPTS, settings, lambda _: None, lambda: len(slept) >= 3)
-        assert max(slept) <= 0.1
 
 
 @pytest.fixture
@@ -143,18 +114,6 @@ def test_the_json_has_everything(prompt_file, tmp_path, capfd, interrupt, number
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "prompts.jsonl"]
 
 
-def test_without_the_full_format_the_last_pass_that_began_is_kept(prompt_file, tmp_path, capfd, interrupt):
-    """The signal comes in the second of three passes; the line says what is in the file."""
-    interrupt(45, signal.SIGINT)
-    output = tmp_path / "out.json"
-    assert main([*TINY, "--prompt-file", prompt_file, "--output-path", str(output), "--inference-repeat-n", "3"]) == 130
-    line = capfd.readouterr().err.splitlines()[-1]
-    assert line.endswith(f"requests: 6 completed, 6 aborted; results of the last pass are in {output}")
-    results = json.loads(output.read_text())
-    assert [results[key]["status"] for key in "0123"] == ["COMPLETED"] * 2 + ["ABORTED"] * 2
-    assert len(results["3"]["generated_tokens"]) > 0
-
-
 def test_the_tokens_are_those_of_a_run_to_the_end(prompt_file, tmp_path, interrupt):
     output = tmp_path / "out.json"
     argv = [*TINY, "--prompt-file", prompt_file, "--output-path", str(output)]
@@ -177,31 +136,6 @@ def test_without_a_file_they_are_printed(prompt_file, capfd, interrupt):
     assert captured.err.splitlines()[-1] == (
         "megatron-ext run: SIGINT: requests: 2 completed, 2 aborted; without --output-path they are printed only"
     )
-
-
-@pytest.mark.parametrize("step", [2, 45])
-def test_a_comparison(prompt_file, tmp_path, capfd, interrupt, step):
-    """An interrupt in the first run, with the cache off, or in the second, keeps the results of that run."""
-    interrupt(step, signal.SIGINT)
-    output = tmp_path / "out.json"
-    argv = [
-        "--prompt-file",
-        prompt_file,
-        "--output-path",
-        str(output),
-        "--prefix-cache-compare",
-        "--output-format",
-        "full",
-    ]
-    assert main([*TINY, *argv]) == 130
-    captured = capfd.readouterr()
-    line = captured.err.splitlines()[-1]
-    assert line.startswith("megatron-ext run: SIGINT: the comparison was not completed; requests: 2 ")
-    assert "cache changes nothing" not in captured.out
-    results = json.loads(output.read_text())
-    assert (results["prefix_cache"] is None) == (step == 2)
-    assert results["3"]["status"] == "ABORTED"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "prompts.jsonl"]
 
 
 @pytest.mark.parametrize("place", ["load_model", "build_engine", "tokenize_prompts"])
@@ -248,7 +182,6 @@ def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatc
     assert not Path(f"{output}.partial.jsonl").exists()
 
 
-# `tools/run_inference.py`, whose tenth step waits until the process may read a line.
 @pytest.mark.parametrize(("count", "is_cut_short"), [(1, False), (2, True)])
 def test_a_second_signal_while_the_cache_is_written(
     prompt_file, tmp_path, capfd, monkeypatch, count: int, is_cut_short: bool
@@ -281,50 +214,3 @@ def test_a_second_signal_while_the_cache_is_written(
     assert counts["written"] > 0
     assert (counts["left_out"] > 0) == is_cut_short
     assert str(output) in capfd.readouterr().err
-
-
-HELD = """
-import runpy, sys
-from megatron_ext.engine.client import EngineClient
-from megatron_ext.scheduling.request_inputs import RequestInputs
-step, steps = EngineClient.step, []
-def held(client):
-    steps.append(client)
-    if len(steps) == 10:
-        sys.stdin.readline()
-    return step(client)
-EngineClient.step = held
-sys.argv[0] = "tools/run_inference.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.long
-def test_a_process_of_its_own(tmp_path):
-    """Sent by another process while requests run; a launcher's second signal follows at once. One line, no stack."""
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"
-    lines = [{"token_ids": [1, 2, 3], "num_tokens_to_generate": n} for n in (1, 100, 100)]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, "-c", HELD, *TINY, "--hybrid-override-pattern", "*-"]
-    process = subprocess.Popen(
-        [*command, "--prompt-file", str(prompts), "--output-path", str(output)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    partial = Path(f"{output}.partial.jsonl")
-    while process.poll() is None and not (partial.exists() and partial.read_text()):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(b"\n")
-    assert process.returncode == 130, errors
-    lines = [line for line in errors.decode().splitlines() if "start: " not in line and TORCH_SAYS not in line]
-    weights, told = lines
-    assert weights.endswith("its weights are random")
-    assert told == f"run_inference.py: SIGINT: requests: 1 completed, 2 aborted; all are in {output}"
-    results = json.loads(output.read_text())
-    assert [results[key]["status"] for key in "012"] == ["COMPLETED", "ABORTED", "ABORTED"]
-    assert not partial.exists()

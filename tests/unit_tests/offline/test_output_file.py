@@ -64,15 +64,6 @@ def test_the_temporary_file_is_new(target, monkeypatch):
         scratch.unlink()
 
 
-def test_the_old_name_of_the_temporary_file_is_of_no_interest(target):
-    """`out.json.part`, which the version before wrote through."""
-    victim = target.parent / "victim"
-    victim.write_text("mine")
-    Path(f"{target}.part").symlink_to(victim)
-    write_results(str(target), {})
-    assert victim.read_text() == "mine"
-
-
 def make_link(path: Path) -> None:
     (path.parent / "real").write_text("mine")
     path.symlink_to(path.parent / "real")
@@ -102,13 +93,6 @@ def test_only_regular_files_are_replaced(target, kind, suffix):
             write_results(str(target), {})
     assert place.lstat().st_mode == mode
     assert not list(target.parent.glob(".results*"))
-
-
-@pytest.mark.parametrize("device", ["/dev/null", "/dev/full", "/dev/stdout"])
-def test_devices_are_never_replaced(device):
-    """Refused at the start; that the write refuses too is tested above, with what it may harm."""
-    with pytest.raises(ConfigError, match=r"is a (device|symbolic link), and only a regular file is replaced"):
-        check_output_path(device)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +137,6 @@ def test_a_folder_that_takes_nothing_is_found_before_anything_runs(target, monke
     monkeypatch.setattr(os, "open", read_only)
     with pytest.raises(ConfigError, match="its folder is not writable: Read-only file system"):
         check_output_path(str(target))
-
-
-def test_the_check_leaves_nothing(target):
-    check_output_path(str(target))
-    assert list(target.parent.iterdir()) == []
 
 
 def test_the_permissions_of_the_file_stay(target):

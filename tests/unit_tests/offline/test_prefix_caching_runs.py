@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.commands.run import BAD_USAGE, DONE, REQUEST_FAILED, main
-from megatron_ext.prefix_cache import hash_chain
+from megatron_ext.commands.run import DONE, main
 from megatron_ext.scheduling.explanation import Reason
 
 ATTENTION_ONLY = """
@@ -87,25 +86,12 @@ class TestFlags:
         assert results["geometry"]["shortest_prompt_that_can_hit"] is None
         assert results["1"]["prefill_reasons"] == {"caching_off": 10}
 
-    def test_either_spelling_in_a_yaml_file(self, run, tmp_path):
-        yaml = tmp_path / "flags.yaml"
-        yaml.write_text("inference-dynamic-batching-prefix-caching: false\n")
-        lines = ({"token_ids": PROMPT}, {"token_ids": PROMPT})
-        assert skipped(run(*lines, flags=("--model-config", str(yaml)))) == [0, 0]
-        assert skipped(run(*lines, flags=("--model-config", str(yaml), ON))) == [0, 8]
-
     @pytest.mark.parametrize(("policy", "expected"), [("lru", [0, 8]), ("ref_zero", [0, 0])])
     def test_policies(self, run, policy, expected):
         """KV-4: no request uses the blocks any more when the second prompt arrives."""
         results = run({"token_ids": PROMPT}, {"token_ids": PROMPT}, flags=(POLICY, policy))
         assert skipped(results) == expected
         assert (results["prefix_cache"]["blocks_cached"] > 0) == (policy == "lru")
-
-    def test_an_unknown_policy(self, capfd):
-        assert main([*ATTENTION_ONLY, POLICY, "fifo", "--prompts", "1"]) == BAD_USAGE
-        (line,) = capfd.readouterr().err.splitlines()
-        assert "'fifo'" in line
-        assert "lru" in line
 
 
 class TestFields:
@@ -122,16 +108,6 @@ class TestFields:
         salts = [{"cache_salt": salt} for salt in ("a", "b", "a", "")]
         results = run(*({"token_ids": PROMPT} | salt for salt in salts), {"token_ids": PROMPT})
         assert skipped(results) == [0, 0, 8, 0, 0]
-
-    def test_a_null_salt_is_none(self, run):
-        assert skipped(run({"token_ids": PROMPT}, {"token_ids": PROMPT, "cache_salt": None})) == [0, 8]
-
-    def test_prompt_log_probs_are_computed(self, run):
-        """EX-5: log-probs equal those of a run without the cache, although every block is cached."""
-        lines = ({"token_ids": PROMPT}, {"token_ids": PROMPT, "return_log_probs": True})
-        on, off = run(*lines), run(*lines, flags=(OFF,))
-        assert on["1"]["prefill_reasons"] == {"prompt_logprobs": 10}
-        assert on["1"]["prompt_logprobs"] == pytest.approx(off["1"]["prompt_logprobs"], abs=1e-4)
 
 
 class TestStatistics:
@@ -165,14 +141,6 @@ class TestStatistics:
         assert statistics["hits"] == sum(n > 0 for n in skipped(results)) == 2
         assert statistics["blocks_cached"] == len(complete_blocks(results))
         assert statistics["blocks_evicted"] == statistics["coordination_waits"] == 0
-
-    def test_evictions_are_counted(self, run):
-        """KV-4: 16 blocks in all, 6 new ones for each prompt of 20 tokens and its answer, of which 5 stay cached."""
-        lines = [{"token_ids": [(7 * i + 3 * j) % 64 for j in range(20)]} for i in range(5)]
-        results = run(*lines)
-        assert skipped(results) == [0] * 5
-        assert results["prefix_cache"]["blocks_evicted"] > 0
-        assert results["prefix_cache"]["blocks_cached"] <= 16
 
 
 RANDOM = "describe a model other than the embedded one: its weights are random"
@@ -231,57 +199,3 @@ class TestLog:
         path = prompt_file({"token_ids": PROMPT * 10})
         assert main([*ATTENTION_ONLY, *HYBRID, SLOTS, "9", "--prompt-file", path, *LOG]) == DONE
         assert messages_of_run(caplog)[-1].endswith(", mamba 2/9 durable slots (1 without opportunistic ones)")
-
-
-class TestComparison:
-    """`--prefix-cache-compare`: exit codes."""
-
-    @pytest.fixture
-    def compare(self, prompt_file, tmp_path, capfd):
-        """A function: exit code and output of a comparison of two equal prompts, one after the other."""
-
-        def run_both(*flags: str, line: dict | None = None) -> tuple[int, str]:
-            path = prompt_file(*[{"token_ids": PROMPT} | (line or {}), {"token_ids": OTHER}, {"token_ids": PROMPT}])
-            batches = ["--drain-between-batches", "--batch-boundaries", "0,1,2"]
-            code = main([*ATTENTION_ONLY, "--prompt-file", path, *batches, "--prefix-cache-compare", *flags])
-            captured = capfd.readouterr()
-            return code, captured.out + captured.err
-
-        return run_both
-
-    @pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=str)
-    def test_equal(self, compare, dtype):
-        code, output = compare(*dtype)
-        assert code == DONE
-        assert "the cache changes nothing" in output
-
-    def test_results_are_those_of_the_cached_run(self, compare, tmp_path):
-        path = tmp_path / "out.json"
-        assert compare("--output-path", str(path), "--output-format", "full")[0] == DONE
-        results = json.loads(path.read_text())
-        assert skipped(results) == [0, 0, 8]
-        assert results["prefix_cache"]["blocks_cached"] > 0
-
-    def test_nothing_skipped(self, compare):
-        code, output = compare(line={"cache_salt": "another"})
-        assert code == REQUEST_FAILED
-        assert "the cached run skipped no tokens" in output
-
-    @pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=str)
-    def test_a_planted_difference(self, compare, monkeypatch, dtype):
-        """Planted keys do not cover the tokens, so the second prompt hits blocks of the first."""
-        right = hash_chain._hashes_of_blocks
-
-        def of_zeros(parent, packed, *blocks):
-            return right(parent, hash_chain.packed_tokens([0] * len(packed)), *blocks)
-
-        monkeypatch.setattr(hash_chain, "_hashes_of_blocks", of_zeros)
-        code, output = compare(*dtype, "--hidden-size", "256")  # the smaller one hardly looks back
-        assert code == REQUEST_FAILED
-        assert "differ" in output
-        assert "the cache changes nothing" not in output
-
-    def test_sampling_is_refused(self, compare):
-        code, output = compare(line={"temperature": 0.7})
-        assert code == BAD_USAGE
-        assert "line 1: --prefix-cache-compare needs greedy requests" in output

@@ -61,14 +61,6 @@ def test_rates_look_at_the_last_seconds(clock):
     assert progress.summary() == "0/1, prefill 0, decode 1 tok/s, 0% skipped"
 
 
-def test_recomputed_tokens_are_work_but_no_progress(clock):
-    progress = Progress([110])
-    clock[0] = 1.0
-    step(progress, r0=living(100, recomputed=1900))
-    assert progress.done == 100
-    assert progress.summary().startswith("0/1, prefill 2.00k, decode 0 tok/s")
-
-
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -71,28 +71,6 @@ def test_every_field_of_a_line():
     assert prompt.params.cache_checkpoint == (1, 2)
 
 
-def test_a_line_can_ask_for_less_than_the_flags():
-    """The flags' `--skip-prompt-log-probs` says nothing about a line that wants no log-probs at all."""
-    defaults = RequestParams(return_log_probs=True, skip_prompt_log_probs=True)
-    (prompt,) = parse_lines([b'{"text": "a", "return_log_probs": false}'], "prompts.jsonl", RunConfig(), defaults)
-    assert not prompt.params.return_log_probs
-
-
-def test_null_is_a_value_where_the_default_is_none():
-    (prompt,) = parse({"text": "x", "seed": None, "termination_id": None})
-    assert prompt.params.seed is None
-
-
-def test_a_surrogate_pair_is_a_character():
-    (prompt,) = parse(r'{"text": "\ud83d\ude00"}')
-    assert prompt.content == "\U0001f600"
-
-
-def test_blank_lines_count_but_are_no_prompts():
-    prompts = parse("\n", '{"text": "a"}\n', "  \n", '{"text": "b"}')
-    assert [prompt.source for prompt in prompts] == ["prompts.jsonl, line 2", "prompts.jsonl, line 4"]
-
-
 def test_byte_order_mark_is_passed_over():
     (prompt,) = parse(b"\xef\xbb\xbf" + b'{"text": "a"}')
     assert prompt.content == "a"
@@ -156,14 +134,6 @@ def test_unknown_fields_can_be_passed_over(caplog):
         parse({"text": "a", "source": 1, "temperature": "hot"}, ignore_unknown_prompt_fields=True)
 
 
-def test_the_flag_reaches_the_file(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"text": "a", "source": 1, "chatgpt_output_token_length": 5}\n')
-    run = RunConfig(prompt_file=str(path), ignore_unknown_prompt_fields=True, num_tokens_from_file=True)
-    (prompt,) = read_prompts(run, DEFAULTS)
-    assert prompt.params.num_tokens_to_generate == 5
-
-
 class TestMegatronsLength:
     """`chatgpt_output_token_length`: known, and as in Megatron's scripts heeded with --num-tokens-from-file only."""
 
@@ -190,11 +160,6 @@ class TestMegatronsLength:
             parse({"text": "a"} | fields, num_tokens_from_file=True)
 
 
-def test_a_file_without_prompts():
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl has no prompt"):
-        parse("\n")
-
-
 def test_prompts_from_flags():
     prompts = read_prompts(RunConfig(prompts=("a", "b")), DEFAULTS)
     assert prompts == [Prompt("a", DEFAULTS, "--prompts, prompt 1"), Prompt("b", DEFAULTS, "--prompts, prompt 2")]
@@ -211,21 +176,9 @@ def test_a_flag_in_another_encoding():
         read_prompts(RunConfig(prompts=(b"gr\xf6sser".decode(errors="surrogateescape"),)), DEFAULTS)
 
 
-def test_prompts_from_a_file(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"text": "größer"}\n', encoding="utf-8")
-    (prompt,) = read_prompts(RunConfig(prompt_file=str(path)), DEFAULTS)
-    assert prompt == Prompt("größer", DEFAULTS, f"{path}, line 1")
-
-
 def test_prompts_from_standard_input():
     (prompt,) = read_prompts(RunConfig(prompt_file="-"), DEFAULTS, io.BytesIO(b'{"token_ids": [5]}\n'))
     assert prompt == Prompt((5,), DEFAULTS, "standard input, line 1")
-
-
-def test_a_missing_file():
-    with pytest.raises(ConfigError, match=r"^--prompt-file nowhere\.jsonl: No such file or directory$"):
-        read_prompts(RunConfig(prompt_file="nowhere.jsonl"), DEFAULTS)
 
 
 def test_shipped_prompts_share_prefixes():
@@ -243,9 +196,6 @@ class TestTokenizePrompts:
     def check(self, *contents: str | tuple[int, ...]) -> None:
         prompts = [Prompt(content, DEFAULTS, f"line {i}") for i, content in enumerate(contents, start=1)]
         tokenize_prompts(prompts, NullTokenizer(100), vocab_size=100)
-
-    def test_ids_of_the_vocabulary(self):
-        self.check((0, 99), "0 99")
 
     def test_texts_and_ids(self):
         prompts = [Prompt(content, DEFAULTS, "here") for content in ((0, 99), "1  2 3")]

@@ -1,4 +1,4 @@
-"""MF-3: Megatron-LM's own configurations of its inference tests start here, from its own files.
+"""MF-3: Megatron-LM's own configurations of its inference tests start here, as its script would start them.
 
 The environment variable `MEGATRON_CASES` names a folder with its `test_cases`; without it this module is not collected
 (see conftest.py). Changed are parallel sizes, paths and the buffer, and the sizes of models: checkpoints are small and
@@ -20,6 +20,7 @@ import yaml
 from megatron_ext.commands.run import DONE, main
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from tests.functional_tests.megatron_rules import problems, run_megatrons_checker
+from tests.unit_tests.support.megatron_cases import words_of
 from tests.unit_tests.support.vocabularies import write_tiktoken
 
 ROOT = Path(os.environ["MEGATRON_CASES"])
@@ -49,7 +50,6 @@ KINDS = {
     "hybrid with experts": ["--hybrid-layer-pattern", "ME*E", *MAMBA, *EXPERTS],
 }
 SMALLER = {"--num-query-groups": "2", "--padded-vocab-size": "4096"}
-EXPORTED = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "TRITON_CACHE_AUTOTUNING")
 
 
 def flags_of(path: Path) -> Mapping[str, object]:
@@ -128,8 +128,6 @@ def golden(results: Mapping[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.parent.relative_to(ROOT)))
 def test_it_starts(path: Path, weights: str, made, tmp_path, monkeypatch):
     """Every request completes, and Megatron's checker takes the results with the file's metrics."""
-    for name in EXPORTED:
-        monkeypatch.setenv(name, "unset")
     for name in ("CHECKPOINT_LOAD_PATH", "INFERENCE_OUTPUT_PATH", "DATA_PATH"):
         monkeypatch.setenv(name, str(tmp_path))
     flags = flags_of(path)
@@ -141,7 +139,7 @@ def test_it_starts(path: Path, weights: str, made, tmp_path, monkeypatch):
         model = without_checkpoint(flags)
     more = ["--fp8-as-16bit"] if any(flag.startswith("--fp8") for flag in flags) else []
     deterministic = torch.are_deterministic_algorithms_enabled()
-    argv = ["--model-config", str(path), *ONE_RANK, *paths(flags, tmp_path), *model, *more]
+    argv = [*words_of(flags), "--ignore-unknown-prompt-fields", *ONE_RANK, *paths(flags, tmp_path), *model, *more]
     assert main(argv) == DONE
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     results = json.loads((tmp_path / "out.json").read_text("utf-8"))

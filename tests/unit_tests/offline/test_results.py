@@ -14,7 +14,6 @@ import megatron_ext
 from megatron_ext.commands.run import DONE, main
 from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.memory.budget import KVCacheConfig
-from megatron_ext.offline.output_file import to_json
 from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.results import (
     MEGATRON_KEYS,
@@ -26,7 +25,6 @@ from megatron_ext.offline.results import (
     submitted_text,
 )
 from megatron_ext.scheduling.explanation import Explanation
-from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_events import Event, EventType
 from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts, SpeculationUse
 from tests.functional_tests import megatron_rules
@@ -128,9 +126,6 @@ class TestValues:
             assert results[key]["cuda_graph_request_count_map"] == {"4": 3, "8": 2}
         assert results["throughput"] == [2.0, 4.0]
 
-    def test_without_graphs_there_is_no_map(self, passes):
-        assert megatron_results(passes, ENTRIES)["0"]["cuda_graph_request_count_map"] is None
-
     def test_the_last_pass_is_the_last_that_began(self, passes, record):
         interrupted = [*passes, Pass((record(4), record(5)), 0.0)]
         assert megatron_results(interrupted, ENTRIES)["0"]["step_count"] == 7
@@ -152,22 +147,11 @@ class TestValues:
         ]
         assert Event(EventType.GENERATED_TOKEN, 0.0, {"token_id": 4}).to_dict()["payload"] == {"token_id": 4}
 
-    def test_of_a_failed_request(self, record):
-        failed = {"status": Status.FAILED, "error": "too long", "finish_reason": None}
-        entry = ENTRIES.entry(record(**failed, ttft=None, generated_tokens=()))
-        assert (entry["status"], entry["error"], entry["finish_reason"]) == ("FAILED", "too long", None)
-        assert entry["ttft"] is None
-
     def test_log_probs_of_prompt_and_generation(self, record):
         scores = {"prompt_log_probs": (-3.0, -4.0), "generated_log_probs": (-0.5, -1.0)}
         entry = ENTRIES.entry(record(**scores))
         assert entry["logprobs"] == [-3.0, -4.0, -0.5, -1.0]
         assert entry["top_n_logprobs"] is entry["prompt_top_n_logprobs"] is None
-
-    def test_log_probs_of_the_generation_only(self, record):
-        entry = ENTRIES.entry(record(generated_log_probs=(-0.5, -1.0)))
-        assert entry["prompt_logprobs"] == []
-        assert entry["logprobs"] == entry["generated_logprobs"] == [-0.5, -1.0]
 
     def test_best_tokens_of_one_text_are_one_key(self, record):
         """The best of them counts."""
@@ -213,14 +197,6 @@ def test_drafts_are_counted_where_there_are_some(engine, passes, record):
     assert (entry["draft_token_count"], entry["accepted_token_count"]) == (8, 4)
     both = SpeculationUse.total([counts.use(), counts.use()])
     assert (both.verifications, both.drafted, both.accepted) == (6, (6, 6, 4), (4, 2, 2))
-
-
-def test_json_reads_back_and_is_reviewable(passes, record):
-    results = megatron_results(passes, ENTRIES)
-    results["0"] = ENTRIES.entry(record(prompt_text='"ü"\n'))
-    text = to_json(results)
-    assert json.loads(text) == results
-    assert '  "generated_tokens": [7, 8],\n' in text
 
 
 @pytest.fixture(scope="module")
@@ -276,13 +252,6 @@ class TestRuns:
             change(broken["1"])
             assert len(problems(golden, broken, megatron_rules.COMPARED)) == 1
 
-    def test_the_full_format_is_both_files(self, once, written):
-        full, counts = written(*FULL, "--top-n-logprobs", "2")
-        assert counts is None
-        assert set(full) == set(once[0]) | set(once[1])
-        assert full["geometry"] == once[1]["geometry"]
-        assert full["0"]["generated_tokens"] == once[0]["0"]["generated_tokens"]
-
     def test_the_counts_go_where_they_are_asked_for(self, written, tmp_path):
         elsewhere = tmp_path / "counts"
         assert written("--run-output-path", str(elsewhere))[1] is None
@@ -299,22 +268,6 @@ class TestRuns:
         assert thrice["lifetime_prefill_token_count"] == once[1]["lifetime_prefill_token_count"] == prefilled
         assert counts["lifetime_prefill_token_count"] == 3 * prefilled
         assert thrice["0"]["step_count"] == once[0]["0"]["step_count"]
-
-    def test_prompt_log_probs(self, thrice, once, written):
-        """Log-probs cover P - 1 prompt tokens, or none if they are skipped."""
-        for key in "012":
-            assert thrice[key]["logprobs"] == thrice[key]["prompt_logprobs"] + thrice[key]["generated_logprobs"]
-            assert len(thrice[key]["prompt_logprobs"]) == thrice[key]["prompt_token_count"] - 1
-        skipped, _ = written("--skip-prompt-log-probs")
-        assert [skipped[key]["prompt_logprobs"] for key in "012"] == [[]] * 3
-        assert skipped["0"]["logprobs"] == skipped["0"]["generated_logprobs"]
-        assert skipped["0"]["prompt_top_n_logprobs"] is skipped["0"]["top_n_logprobs"] is None
-
-    def test_the_best_tokens_by_their_texts(self, once):
-        positions = once[0]["0"]["top_n_logprobs"]
-        assert {len(position) for position in positions} == {2}
-        best = "".join(max(position, key=position.__getitem__) for position in positions)
-        assert once[0]["0"]["generated_text"] in best, "greedy tokens are the best ones"
 
     def test_events(self, thrice, written):
         """Events have wall clock times; those of generated tokens are there if tracked."""
@@ -357,12 +310,3 @@ class TestRuns:
         ids = {key for key in every if key.isdigit()}
         assert ids == ({"0", "2"} if form == "megatron" else {"0", "2", "3", "5"})
         assert len(every["throughput"]) == 2
-
-    def test_throughput_alone_or_not_at_all(self, written):
-        only, counts = written("--throughput-check-only")
-        assert list(only) == ["throughput"]
-        assert "throughput" in counts
-        without, counts = written("--no-record-throughput")
-        assert "throughput" not in without
-        assert "throughput" not in counts
-        assert "throughput" not in written("--no-record-throughput", *FULL)[0]

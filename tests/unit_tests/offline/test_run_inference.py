@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import re
-import sys
 
 import pytest
 import torch
@@ -108,17 +106,6 @@ def test_a_dry_run_loads_and_runs_nothing(monkeypatch, capfd):
     assert re.search(r"weights +│ [\d,]+ bytes \(float32\)", shown)
 
 
-def test_batches_are_drained(prompt_file, tmp_path):
-    path = prompt_file(*['{"token_ids": [1, 2]}'] * 3)
-    output = tmp_path / "out.json"
-    argv = ["--prompt-file", path, "--output-path", str(output), "--output-request-events"]
-    assert main([*TINY, *argv, "--drain-between-batches", "--batch-boundaries", "0,2"]) == DONE
-    results = json.loads(output.read_text())
-    times = [{event["type"]: event["timestamp"] for event in results[key]["events"]} for key in "012"]
-    assert times[1]["ADD_ENGINE"] < times[0]["FINISH"]
-    assert times[2]["ADD_ENGINE"] > max(times[0]["FINISH"], times[1]["FINISH"])
-
-
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -142,22 +129,6 @@ def test_batches_are_drained(prompt_file, tmp_path):
 )
 def test_bad_usage(error_line, argv, expected):
     assert expected in error_line(*TINY, *argv.split())
-
-
-def test_a_bad_line_runs_nothing(error_line, prompt_file):
-    path = prompt_file('{"token_ids": [1]}', '{"token_ids": [1], "maximum": 3}')
-    assert "line 2: unknown field 'maximum'" in error_line(*TINY, "--prompt-file", path)
-
-
-def test_an_unknown_token_id_is_told_with_its_line(error_line, prompt_file):
-    path = prompt_file('{"token_ids": [1]}', '{"token_ids": [64]}')
-    assert "line 2: token id 64 is not in the vocabulary" in error_line(*TINY, "--prompt-file", path)
-
-
-def test_a_budget_too_small(error_line):
-    argv = [arg for arg in TINY if "block-count" not in arg and arg != "8"]
-    line = error_line(*argv, "--prompts", "1", "--inference-dynamic-batching-buffer-size-gb", "0")
-    assert "buffer" in line
 
 
 class TestRanks:
@@ -202,17 +173,6 @@ def test_flag_over_yaml_over_checkpoint_over_default(prompt_file, tmp_path):
     assert run("--load", saved, "--model-config", str(yaml), "--max-position-embeddings", "59") == REQUEST_FAILED
 
 
-def test_a_saved_model_is_the_same_model(prompt_file, tmp_path):
-    path = prompt_file('{"token_ids": [1, 2, 3]}')
-    saved, outputs = str(tmp_path / "saved"), [tmp_path / "one.json", tmp_path / "two.json"]
-    common = ["--prompt-file", path, "--tokenizer-type", "NullTokenizer", "--return-log-probs"]
-    assert main([*TINY, *common, "--save", saved, "--output-path", str(outputs[0])]) == DONE
-    assert main(["--load", saved, *common, "--output-path", str(outputs[1])]) == DONE
-    one, two = (json.loads(output.read_text()) for output in outputs)
-    assert one["0"]["logprobs"] == pytest.approx(two["0"]["logprobs"], rel=1e-4, abs=1e-4)
-    assert json.loads((tmp_path / "two.run.json").read_text())["model"] == saved
-
-
 def test_a_process_of_its_own_reads_standard_input(tmp_path):
     """The script as a user starts it: exit code; on standard error the phases of the start, and one line."""
     attention_only = ["--hybrid-override-pattern", "*-"]  # about which there is nothing to warn
@@ -229,12 +189,6 @@ def test_a_process_of_its_own_reads_standard_input(tmp_path):
     phases = [re.sub(r"[\d.]+ s$", "1 s", line) for line in lines if line != warning]
     assert phases == [*(f"start: {name} in 1 s" for name in PHASES), "start: ready after 1 s"]
     assert "1 request: 30 tokens generated" in said.read_text()
-
-
-def test_standard_input_is_named_in_errors(error_line, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}\n")))
-    line = error_line(*TINY, "--prompt-file", "-")
-    assert line == "megatron-ext run: error: standard input, line 1: has neither text nor token_ids; give one"
 
 
 ROPE = """
@@ -268,17 +222,6 @@ def test_a_length_above_the_positions_is_refused(error_line, kind, named, remedy
     line = error_line(*TINY, *argv, "--inference-max-seq-length", "256")
     excess = f"--inference-max-seq-length 256 is more than the model's 64 {named} positions"
     assert f"{excess}; give at most 64{remedy}" in line
-
-
-def test_synthetic_prompts(tmp_path):
-    """MF-7: rate times duration of them, of the lengths that are asked for."""
-    output = tmp_path / "out.json"
-    argv = "--num-tokens-to-prompt 4 8 --incoming-requests-per-sec 50 --incoming-requests-duration 0.1"
-    flags = ["--num-tokens-to-generate", "2", "--output-path", str(output)]
-    assert main([*TINY, *argv.split(), *flags]) == DONE
-    results = json.loads(output.read_text())
-    assert {key for key in results if key.isdigit()} == set("01234")
-    assert all(4 <= results[key]["prompt_token_count"] <= 8 for key in "01234")
 
 
 def test_the_start_has_ended_before_anything_is_printed(prompt_file, monkeypatch, caplog):

@@ -52,12 +52,6 @@ def test_gaps_of_a_vocabulary_are_left_out():
     assert set(prompt.prompt_tokens) == {3, 7}
 
 
-def test_given_prompts_decide():
-    asked = {"num_tokens_to_prompt": (3, 9), "incoming_requests_per_sec": 1.0}
-    (prompt,) = read_prompts(RunConfig(prompts=("a",), **asked), DEFAULTS)
-    assert prompt.content == "a"
-
-
 def write(path, count: int) -> str:
     path.write_text("".join(json.dumps({"text": f"prompt {i}"}) + "\n\n" for i in range(count)))
     return str(path)

@@ -50,7 +50,7 @@ def run(folder: Path, lines: list[dict], *flags: str) -> None:
     assert main([*ATTENTION_ONLY, "--prompt-file", str(path), *flags]) == DONE
 
 
-@pytest.mark.parametrize("flags", [(), ("--inference-repeat-n", "3"), ("--prefix-cache-compare",)])
+@pytest.mark.parametrize("flags", [(), ("--inference-repeat-n", "3")])
 def test_a_prompt_is_tokenized_once(tmp_path, tokenized, detokenized, flags):
     """However often it runs; the JSON has the text that was submitted, and nothing is read back for it."""
     output = tmp_path / "out.json"
@@ -72,13 +72,6 @@ def test_ids_are_read_once_for_the_json(tmp_path, detokenized):
     results = json.loads(output.read_text())
     assert [results[str(i)]["input_prompt"] for i in range(4)] == [" ".join(map(str, ids)) for ids in IDS] * 2
     assert [detokenized[ids] for ids in IDS] == [1, 1]
-
-
-def test_without_json_only_prompts_that_are_shown_are_read(tmp_path, detokenized):
-    """Only the first and the last five of twenty prompts are read."""
-    prompts = [(5, 9, number) for number in range(40, 60)]
-    run(tmp_path, [{"token_ids": ids} for ids in prompts])
-    assert [i for i, ids in enumerate(prompts) if detokenized[ids]] == [*range(5), *range(15, 20)]
 
 
 def test_a_prompt_that_cannot_be_read(caplog):

@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine import output_processor
-from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import RankError
 from megatron_ext.parallel import commands, worker
 from megatron_ext.parallel.commands import Action, Call
@@ -27,13 +26,12 @@ from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget
 from tests.on_request import long_except
 from tests.priority import TestPriority
-from tests.unit_tests.parallel.led_world import EOD, World, mask_after
+from tests.unit_tests.parallel.led_world import World, mask_after
 from tests.unit_tests.support.planted import assert_found
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
@@ -318,14 +316,6 @@ def add(world: World, name: int, prompt: list[int], text: str | None = None, **o
 
 
 class TestFleet:
-    def test_replicas_share_new_prompts(self, world: World):
-        """KV-7: a prompt goes where the least is queued; a caller's number goes before."""
-        for name in range(3):
-            add(world, name, [name])
-        add(world, 3, [0], replica_index=4)
-        names = [[request.request_id for request in engine.scheduler.queues] for engine in world.core.replicas]
-        assert names == [[0, 2, 3], [1]]
-
     def test_a_step_without_news_has_no_commands(self, world: World):
         add(world, 0, [0, 1, 0], params={"ignore_eos": True})
         world.step()
@@ -339,14 +329,6 @@ class TestFleet:
         (command,) = world.core.replicas[0].scheduler.take_commands()
         assert command.inputs.prompt_text is None
         assert command.inputs.prompt_tokens == (0, 1, 0)
-
-    def test_stop_words_end_followers_requests_with_the_next_batch(self, world: World):
-        world.step()
-        add(world, 0, [0], params={"stop_words": ("a", "b", "c"), "ignore_eos": True})
-        world.core.report(world.core.compute())
-        assert world.core.replicas[0].scheduler.take_commands() == [
-            Call("end", (Outcome(Status.COMPLETED, "stop"),), request_id=0)
-        ]
 
     def test_held_prefills_are_held_on_all_ranks(self, world: World):
         """SC-4: the followers compare each step with rank 0's."""
@@ -383,20 +365,6 @@ class TestFleet:
         assert skipped[:3] == [0, 0, 0]
         assert skipped[3] > 0
 
-    def test_new_weights_make_other_keys_on_every_rank(self):
-        """MR-2, EX-4: new weights change the keys, unlike a reset alone: the messages name snapshots by keys."""
-        world = World(LIMITS, EvictionPolicyName.LRU, 4, replicas=1)
-        named = []
-        for _ in range(2):
-            add(world, len(named), [0, 1, 0, 1, 1], params={"ignore_eos": True})
-            while world.core.is_busy:
-                world.step()  # compares messages
-            steps = [one for one in world.followers[0]._executor.steps if one is not None]
-            named.append({snapshot.block_hash for one in steps for chunk in one.chunks for snapshot in chunk.snapshots})
-            world.core.weights_changed()
-        assert named[0]
-        assert len(named[1]) == 2 * len(named[0]), "equal prompts, other keys"
-
     def test_followers_start_anew_without_requests(self, world: World):
         add(world, 0, [0, 1, 0], params={"ignore_eos": True})
         world.step()
@@ -404,20 +372,6 @@ class TestFleet:
         world.start_anew()
         world.step()
         assert not any(one._requests for one in world.followers)
-
-    def test_counts_are_summed(self, world: World):
-        for name in range(4):
-            add(world, name, [0, 1, 0, 1, 1])
-        steps = 0
-        while world.core.is_busy:
-            world.step()
-            steps += 1
-        parts = [EngineStatistics.of([(replica.scheduler, None)]) for replica in world.core.replicas]
-        whole = world.core.statistics()
-        assert whole.ended == 4
-        assert whole.counters.prefill_tokens == sum(part.counters.prefill_tokens for part in parts) > 0
-        assert whole.use.blocks_total == 2 * LIMITS.total_blocks
-        assert whole.steps == steps, "a step of several replicas counts once"
 
     def test_nothing_is_tried_again(self, world: World, monkeypatch: pytest.MonkeyPatch):
         """MR-6: a step that fails anywhere was the last one."""
@@ -450,35 +404,3 @@ class TestFleet:
         with pytest.raises(RankError, match="no longer in step") as later:
             world.driver.go_live()
         assert later.value.__cause__ is first.value
-
-    def test_heartbeats_come_when_nothing_else_does(self, world: World):
-        world.core.idle()
-        assert world.sent == []
-        world.driver.heartbeat = 0.0
-        world.core.idle()
-        assert pickle.loads(world.sent[0]).action is Action.IDLE
-
-    def test_close_stops_once(self, world: World):
-        world.core.close()
-        world.core.close()
-        batches = [pickle.loads(one) for one in world.sent]
-        assert [batch.action for batch in batches] == [Action.STOP]
-        assert batches[0].of(0) == [Call("reset")]
-        world.followers[0].follow()  # ends
-
-    def test_pools_follow(self, world: World):
-        world.step()
-        assert all(pools.is_there for pools in world.pools)
-        world.core.suspend()
-        world.deliver()
-        assert not any(pools.is_there for pools in world.pools)
-        world.core.resume()
-        world.step()
-        assert all(pools.is_there for pools in world.pools)
-
-    def test_an_unknown_request(self, world: World):
-        with pytest.raises(KeyError):
-            world.core.get(5)
-
-    def test_the_end_token_is_known(self):
-        assert EOD == 2

@@ -244,19 +244,3 @@ def test_a_process_that_has_ended_is_not_called_silent(error, process, words, mo
         with pytest.raises(RankError) as caught, failure.ending_together(0.05):
             raise RuntimeError(error)
         assert str(caught.value).startswith(words)
-
-
-def test_the_registry_names_the_missing_ranks():
-    import torch.distributed as dist
-
-    from megatron_ext.parallel.failure import FailureReport, RankRegistry
-
-    store = dist.HashStore()
-    boards = [RankRegistry(store, rank, 3) for rank in range(3)]
-    boards[0].sign()
-    boards[2].sign()
-    assert boards[2].unsigned() == [1]
-    assert boards[1].claimed() is None
-    first, second = FailureReport(1, 1, "one"), FailureReport(2, 1, "two")
-    assert [boards[1].claim(first), boards[2].claim(second)] == [first, first]
-    assert boards[0].claimed() == first

@@ -9,17 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 
-from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.config import CacheConfig, ModelConfig, ParallelConfig
+from megatron_ext.memory import budget, capacity
+from megatron_ext.memory.arena import ArenaBudget, plan_slabs
+from megatron_ext.ops.linear import onednn
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from tests.priority import TestPriority
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
-from tests.unit_tests.support.parallel_contexts import Lived, Script, assert_same, assert_same_record
+from tests.unit_tests.support.parallel_contexts import Lived, Script, assert_close, assert_same, assert_same_record
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import (
     CACHES,
     OTHER,
+    PROMPT_SCORES,
     SAMPLED,
     SYSTEM,
     add,
@@ -43,11 +49,22 @@ def sizes(tensor: int = 1, pipeline: int = 1, expert: int = 1) -> ParallelConfig
 
 TP_2, PP_2, EP_2 = sizes(tensor=2), sizes(pipeline=2), sizes(expert=2)
 RECURRENT = ("hybrid", "gated_delta_net", "mamba1")
+# Two ranks have the same keys and values; and gates and norms of their own.
+SHARED_KEYS = {
+    "shared_keys": dataclasses.replace(CONFIGS["hybrid"], num_query_groups=1),
+    "gates": dataclasses.replace(
+        CONFIGS["attention_only"],
+        num_query_groups=1,
+        attention_output_gate=True,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+    ),
+}
 
 
 @functools.cache
 def config_of(kind: str) -> ModelConfig:
-    return with_vocabulary(CONFIGS[kind])
+    return with_vocabulary((CONFIGS | SHARED_KEYS)[kind])
 
 
 @functools.cache
@@ -83,9 +100,84 @@ def test_recurrent_layers(kind, parallel):
     assert_lived_alike(kind, 2, parallel, ("kernel", "align", "off") if kind == "hybrid" else ("kernel", "align"))
 
 
-@pytest.mark.parametrize(("kind", "cache"), [("attention_only", "kernel"), ("experts", "ref_zero")])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [("attention_only", "kernel"), ("experts", "ref_zero"), *((kind, "kernel") for kind in SHARED_KEYS)],
+)
 def test_other_layers(kind, cache):
     assert_lived_alike(kind, 2, TP_2, (cache,))
+
+
+@pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
+def test_packed_weights():
+    """SC-12."""
+    script = everything("kernel")
+    packed = dataclasses.replace(
+        script, packs_weights=True, batching={**script.batching, "operator_backend": onednn.NAME}
+    )
+    first, _ = lives("hybrid", 2, TP_2, [packed])
+    assert_same(first[0], alone("hybrid", "kernel"))
+
+
+LAYOUT = SlabLayout(7, 3)
+
+
+def plan_few(ranks: Sequence[ArenaBudget]) -> SlabLayout:
+    """Return a layout of as many slabs everywhere; its slabs are those that one rank would choose."""
+    layout = plan_slabs(ranks)
+    assert layout is not None
+    assert layout.slabs > LAYOUT.slabs
+    return LAYOUT
+
+
+def live_in_arena(
+    parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scripts: Sequence[Script]
+) -> list[Lived]:
+    shares = mock.patch.object(budget, "SHARES_MEMORY", new=True)
+    with shares, mock.patch.object(capacity, "plan_slabs", plan_few):
+        return live_poisoned(parallel, config, whole, scripts)
+
+
+@pytest.mark.parametrize("parallel", [TP_2, PP_2], ids=["TP 2", "PP 2"])
+def test_arenas(parallel):
+    """KV-7: the same slabs hold blocks and snapshots on all ranks, whatever part of a model each has."""
+    script = everything("kernel")
+    batching = {**script.batching, "block_count": None, "buffer_size_gb": 0.02}
+    scripts = [dataclasses.replace(script, batching=batching, cache=CacheConfig())]
+    model = config_of("hybrid"), whole_of("hybrid"), scripts
+    (one_rank,) = live_in_arena(None, *model)
+    assert one_rank.statistics["snapshots_taken"] > 10
+    assert one_rank.statistics["hits"] > 0
+    first, other = run_ranks(live_in_arena, 2, parallel, *model, deadline=240.0)
+    assert_same(first[0], one_rank)
+    assert (other[0].counters, other[0].steps) == (first[0].counters, first[0].steps)
+    assert first[0].geometry.slabs == LAYOUT
+
+
+def scored(**cache: object) -> Script:
+    """The whole life, in which all requests ask for their prompts' own log-probs."""
+    script = everything("kernel")
+    actions = [
+        (*action[:3], action[3] | PROMPT_SCORES | {"top_n_logprobs": 0}) if action[0] == "add" else action
+        for action in script.actions
+    ]
+    return dataclasses.replace(script, actions=actions, cache=CacheConfig(snapshot_slots=4, **cache))
+
+
+@pytest.mark.parametrize("parallel", [TP_2, PP_2], ids=["TP 2", "PP 2"])
+def test_kept_log_probs(parallel):
+    """RL-10: the last stage has them; they are those of a life without hits."""
+    script = scored(prefix_cache_log_probs=True)
+    kept, computed = live_poisoned(None, config_of("hybrid"), whole_of("hybrid"), [script, scored()])
+    assert kept.statistics["hits"] >= 4
+    assert computed.statistics["hits"] == 0
+    for name, record in kept.records.items():
+        if record.prompt_log_probs and computed.records[name].prompt_log_probs:
+            assert_close(record.prompt_log_probs, computed.records[name].prompt_log_probs, 1e-4, f"request {name}")
+    first, other = lives("hybrid", 2, parallel, [script])
+    assert_same(first[0], kept)
+    assert (other[0].counters, other[0].steps) == (first[0].counters, first[0].steps)
+    assert first[0].geometry.log_prob_bytes == (2 if parallel == TP_2 else 1) * kept.geometry.log_prob_bytes
 
 
 def test_tensor_and_pipeline_parallel():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import time
 from array import array
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ import pytest
 import torch
 
 from megatron_ext.config import ModelConfig, ParallelConfig, RequestParams
-from megatron_ext.errors import RankError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.prefix_cache.disk.entry_files import DamagedEntryError, EntryFiles
 from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
@@ -34,7 +31,7 @@ from tests.unit_tests.parallel.test_warm_restart import (
     entries_of_rank_1,
 )
 from tests.unit_tests.support.models import build_slow_decay
-from tests.unit_tests.support.ranks import run_ranks, run_world
+from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import text
 from tests.unit_tests.support.spread import Whole, whole_parameters
 
@@ -220,34 +217,3 @@ def test_what_was_evicted_comes_back_to_all_ranks(tmp_path, name):
     assert first.cached[-1] == other.cached[-1], "ranks have other entries, or another order of eviction"
     assert first.drops == ({"incomplete": 1} if has_trouble and replicas == 1 else {})
     assert other.drops == ({"checksum": 1} if has_trouble else {})
-
-
-def die_while_it_reads(whole: Whole, directory: Path) -> None:
-    """Live once; rank 1 is killed in the first read of a load."""
-    rank = Rank(TENSOR, CONFIG, whole, directory, dataclasses.replace(BATCHING, block_count=14), snapshot_slots=4)
-    trouble = Trouble(directory.parent / "trouble")
-
-    def act(engine: InferenceEngine) -> list[RequestRecord]:
-        leader = Rank0(engine, trouble)
-        leader.ask(0)
-        leader.push_out(0)
-        with pytest.raises(RankError):
-            leader.ask(0)
-        os._exit(0)
-
-    def die(*_: object) -> bool:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return False
-
-    with mock.patch.object(LoadEstimates, "pays", return_value=True):
-        if rank.number:
-            with mock.patch.object(EntryFiles, "read", die):
-                rank.live()
-        rank.live(act)
-
-
-def test_a_rank_that_dies_while_it_reads_ends_all(tmp_path):
-    """MR-6: the others do not wait for its part."""
-    whole = whole_parameters(build_slow_decay(CONFIG))
-    first, other = run_world(die_while_it_reads, 2, whole, tmp_path / "cache")
-    assert (first.exit_code, other.exit_code) == (0, -signal.SIGKILL), first.describe()

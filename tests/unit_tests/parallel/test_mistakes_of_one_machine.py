@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 from pathlib import Path
 
 import pytest
@@ -55,25 +53,6 @@ def test_a_yaml_file_is_one_machines(content: str | None, tmp_path: Path) -> Non
     assert type(caught.value) is ConfigError
 
 
-@pytest.mark.parametrize("command", ["run", "serve"])
-def test_a_file_that_another_machine_lacks(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The whole command, as its first rank on that machine; the second one there is silent."""
-    monkeypatch.setattr(logging, "disable", lambda: None)  # for the whole process
-    main = importlib.import_module(f"megatron_ext.commands.{command}").main
-    said = {}
-    for rank, local in (("8", "0"), ("9", "1")):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", local)
-        assert main(["--model-config", str(tmp_path / "gone.yaml")]) == 2
-        said[rank] = capsys.readouterr().err
-    assert said["8"].startswith(f"megatron-ext {command}: error: rank 8: ")
-    assert "gone.yaml" in said["8"]
-    assert said["8"].count("\n") == 1
-    assert said["9"] == ""
-
-
 class GatheredContext(ParallelContext):
     """Context of rank 0 in a world whose other ranks have given fixed answers."""
 
@@ -102,7 +81,3 @@ def test_an_error_names_its_rank_unless_all_ranks_raise_it(question, others, mes
     with pytest.raises(ConfigError) as caught:
         GatheredContext(*others).ask_all(question)
     assert str(caught.value) == message
-
-
-def test_answers_are_in_order_of_rank() -> None:
-    assert GatheredContext(1, 2).ask_all(int) == [0, 1, 2]

@@ -11,11 +11,9 @@ from megatron_ext.config.routing import RoutingConfig
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
-from tests.unit_tests.support.parallel_contexts import SCORES as SCORES_OF_A_RECORD
 from tests.unit_tests.support.parallel_contexts import (
     Lived,
     Script,
-    assert_close,
     assert_same,
     assert_same_record,
     live,
@@ -93,25 +91,6 @@ def test_as_on_one_rank(layout: str, whole: Whole, alone: Lived):
         assert other.geometry == first.geometry
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_drafts_on_several_ranks(layout: str, whole: Whole, alone: Lived):
-    """SP-5: tokens, texts and scores as on one rank without drafts; every rank keeps the same states."""
-    truth = {name: (*one.prompt_tokens, *one.generated_tokens) for name, one in alone.records.items()}
-    script = dataclasses.replace(SCRIPT, drafts=3, truth=truth)
-    size, parallel = LAYOUTS[layout]
-    first, other = run_ranks(live, size, parallel, CONFIG, whole, script)
-    assert first.counters == other.counters
-    assert first.steps == other.steps
-    assert first.counters.accepted > 10
-    assert first.records.keys() == alone.records.keys()
-    for name, record in first.records.items():
-        if record.status.name == "COMPLETED":
-            for field in ("generated_tokens", "generated_text", "finish_reason"):
-                assert getattr(record, field) == getattr(alone.records[name], field)
-            for field in SCORES_OF_A_RECORD:
-                assert_close(getattr(record, field), getattr(alone.records[name], field), 1e-4, field)
-
-
 @pytest.mark.worlds(smoke=True)
 def test_replicas_answer_as_one_rank_with_their_requests(whole: Whole):
     """Round robin sends request i to replica i mod 2; counts are those of both."""
@@ -158,14 +137,3 @@ def test_a_stage_without_states_has_no_say(whole: Whole):
     assert first.geometry.block_bytes == attention.block_bytes > 0
     assert first.geometry.state_bytes == states.state_bytes > 0
     assert first.geometry.world_pool_bytes == states.pool_bytes + attention.pool_bytes
-
-
-def test_an_engine_that_starts_anew(whole: Whole):
-    """`InferenceEngine.reset` forgets requests, cache and counters on all ranks."""
-    before = [("add", i, COMMON, {"num_tokens_to_generate": 30}) for i in range(3)]
-    after = [("add", i, COMMON[:60], {"num_tokens_to_generate": 4}) for i in range(2)]
-    alone = live(None, CONFIG, whole, dataclasses.replace(SCRIPT, actions=after))
-    script = dataclasses.replace(SCRIPT, actions=[*before, ("steps", 5), ("anew",), *after])
-    first, second = run_ranks(live, 2, ParallelConfig(tensor_model_parallel_size=2), CONFIG, whole, script)
-    assert_same(first, alone)
-    assert second.counters == first.counters

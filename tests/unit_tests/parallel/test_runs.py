@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from tests.forked import NO_NETWORK, ONE_THREAD, ROOT
 from tests.priority import TestPriority
 from tests.unit_tests.parallel.test_failures import exit_codes, run_tool
 from tests.unit_tests.support.driver import make_prompt
@@ -96,84 +89,6 @@ def test_the_same_results(tmp_path: Path, layout: str):
     assert sum(one["block_bytes"] for one in together["geometry"]["ranks"]) == together["geometry"]["block_bytes"]
     assert "rank 1" in texts[0]
     assert texts[1] == ""
-
-
-def test_the_cache_compared(tmp_path: Path):
-    """Two engines, one after the other, and two replicas that step together."""
-    flags = ["--prefix-cache-compare", "--temperature", "0", "--num-tokens-to-generate", "4", "--prompts"]
-    outcomes = run_world(run_tool, 2, [*SIZES, *flags, *([PROMPT] * 4)], 0, "nothing")
-    assert exit_codes(outcomes) == [0, 0], [one.describe() for one in outcomes]
-    assert outcomes[1].stdout == ""
-
-
-STARTED = f"""
-import os, signal, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from tests.unit_tests.parallel.test_failures import before_step, fail
-from megatron_ext.commands.run import main
-
-def signal_torchrun():
-    os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(1.0)
-
-if __name__ == "__main__":
-    happening = sys.argv.pop(1)
-    if happening == "fail" and os.environ["RANK"] == "1":
-        before_step(3, fail)
-    if happening == "SIGINT" and os.environ["RANK"] == "0":
-        before_step(5, signal_torchrun)
-    sys.exit(main(sys.argv[1:]))
-"""
-
-
-def torchrun(tmp_path: Path, happening: str, *flags: str) -> subprocess.CompletedProcess:
-    """Two ranks under torchrun, TP 2; nothing of them is alive afterwards."""
-    script, mark = tmp_path / "start.py", f"mark-{os.getpid()}-{time.time_ns()}"
-    script.write_text(STARTED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    flags = (happening, "--tensor-model-parallel-size", "2", "--prompts", "one", "two", *flags)
-    environment = {**os.environ, **ONE_THREAD, **NO_NETWORK, "MARK_OF_THIS_TEST": mark}
-    done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert not [one.pid for one in psutil.process_iter() if mark in marks_of(one)], "processes are left"
-    return done
-
-
-def marks_of(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.environ().values())
-    except psutil.Error:
-        return []
-
-
-@pytest.fixture(scope="module")
-def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.CompletedProcess]]:
-    """Run both launches at once, since most of each is waiting for imports."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("fail", "SIGINT")}
-    signalled = ("--output-path", str(folders["SIGINT"] / "out.json"), "--num-tokens-to-generate", "50")
-    with ThreadPoolExecutor(2) as pool:
-        failing = pool.submit(torchrun, folders["fail"], "fail")
-        ending = pool.submit(torchrun, folders["SIGINT"], "SIGINT", *signalled)
-        return {"fail": (folders["fail"], failing.result()), "SIGINT": (folders["SIGINT"], ending.result())}
-
-
-@pytest.mark.realtime
-def test_under_torchrun_a_failed_rank_speaks_for_all(under_torchrun):
-    _, done = under_torchrun["fail"]
-    assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("megatron-ext run:")]
-    assert lines == ["megatron-ext run: error: rank 1: ZeroDivisionError: planted in two lines"]
-    assert "onnection" not in done.stderr
-
-
-@pytest.mark.realtime
-def test_under_torchrun_a_signal_ends_all_in_order(under_torchrun):
-    folder, done = under_torchrun["SIGINT"]
-    output = folder / "out.json"
-    assert done.returncode != 0
-    assert "megatron-ext run: SIGINT: requests: 2 aborted; all are in" in done.stderr
-    written = json.loads(output.read_text())
-    assert [written[str(i)]["status"] for i in range(2)] == ["ABORTED"] * 2
-    assert all(written[str(i)]["generated_tokens"] for i in range(2))
 
 
 ROUTED = ModelConfig(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.parallel.layout import Stage, describe_stages, split_layers
+from megatron_ext.parallel.layout import split_layers
 
 
 def counts(layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[int]:
@@ -82,8 +82,3 @@ def test_refuses_invalid_stages(given_sizes, words):
     with pytest.raises(ConfigError) as error:
         counts(*given_sizes)
     assert all(word in str(error.value) for word in words), error.value
-
-
-def test_described():
-    stages = (Stage(0, 3), Stage(3, 2))
-    assert describe_stages("M*-M-", stages) == "2 pipeline stages: 3 layers (M*-), 2 layers (M-)"

@@ -104,7 +104,7 @@ class Rank:
             skipped = [one.skipped_prefill_token_count for one in records]
             return Lived(tokens, skipped, cached, engine.core.disk.counts())
         weights = WeightWriter(self._loaded, self.context)
-        self.worker = worker = build_follower(self._settings, self.context, weights, self._settings.cache)
+        self.worker = worker = build_follower(self._settings, self.context, weights)
         worker.follow()
         worker.scheduler.check()
         return Lived([], [], worker._disk.loaded, worker._disk.counts())

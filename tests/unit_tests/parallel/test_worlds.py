@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +15,6 @@ from tests import worlds
 from tests.priority import TestPriority
 from tests.unit_tests.support import ranks
 from tests.unit_tests.support.ranks import RanksFailed, run_ranks
-from tests.unit_tests.support.source import ROOT
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
 
@@ -31,12 +25,6 @@ def gather(base: int) -> tuple[int, list[int], int]:
     said = [torch.zeros(1, dtype=torch.int64) for _ in range(world.get_world_size())]
     world.all_gather(said, torch.tensor([base + world.get_rank()]))
     return world.get_rank(), [int(one) for one in said], torch.get_num_threads()
-
-
-def state_of_server() -> tuple[int, set[str]]:
-    """Threads of the parent process, and the modules that this process has imported."""
-    threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
-    return threads, set(sys.modules)
 
 
 def raise_on(rank: int) -> None:
@@ -85,14 +73,6 @@ def test_every_rank_returns_its_results():
     assert run_ranks(gather, 2, 10) == [(rank, [10, 11], 1) for rank in range(2)]
 
 
-def test_the_server_has_imported_everything_and_computed_nothing():
-    """A process with threads must not fork: those that OpenMP started would be missing in the child."""
-    ((threads, modules),) = run_ranks(state_of_server, 1)
-    assert threads == 1
-    assert {"megatron_ext.mcore.adapter", "megatron.core.dist_checkpointing", "megatron_ext.offline.run"} <= modules
-    assert "tests.unit_tests.support.rank_imports" in modules
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_message_begins_with_the_rank_that_raised(rank):
     """The first lines are not those of ranks that report "connection reset" because it is gone."""
@@ -121,19 +101,6 @@ def test_a_signal_is_a_failure():
         run_ranks(kill_on, 2, 1)
 
 
-def test_a_world_that_fails_in_the_middle_of_a_start_leaves_nothing(monkeypatch, tmp_path):
-    def interrupted(*_: object) -> None:
-        while len(pids(tmp_path)) < 2:
-            time.sleep(0.01)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ranks, "_wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(report_pid, 2, tmp_path)
-    assert len(pids(tmp_path)) == 2
-    assert not any(is_alive(pid) for pid in pids(tmp_path))
-
-
 def test_recognizes_torchs_message_of_a_lost_connection():
     """Torch's words for it may change; then the root of a failure would be told second."""
     with pytest.raises(RanksFailed) as caught:
@@ -141,49 +108,3 @@ def test_recognizes_torchs_message_of_a_lost_connection():
     other = caught.value.outcomes[0]
     assert other.report is not None
     assert re.search(ranks.LOST_PEER, other.report.summary), other.report.summary
-
-
-TWO_AT_A_TIME = """
-import json, os, time
-from pathlib import Path
-import pytest
-
-@pytest.mark.parametrize("number", range(4))
-def test_other(number):
-    pass
-
-@pytest.mark.worlds
-@pytest.mark.parametrize("number", range(6))
-def test_world(number):
-    began = time.monotonic()
-    time.sleep(0.05)
-    Path(f"{number}.json").write_text(json.dumps([began, time.monotonic(), os.getpid()]))
-"""
-
-
-def test_worlds_come_first_and_one_at_a_time(tmp_path):
-    """Whoever runs them; the other half of the tests begins with one of them here."""
-    (tmp_path / "test_them.py").write_text(TWO_AT_A_TIME)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    shutil.copy(worlds.__file__, tmp_path / "a_copy.py")  # with a lock of its own: we hold that of the original
-    listed = run_pytest(tmp_path, "--collect-only -q")
-    names = [line.split("::")[1].split("[")[0] for line in listed.splitlines() if "::" in line]
-    assert names == ["test_world"] * 6 + ["test_other"] * 4
-    run_pytest(tmp_path, "--workers 2")
-    spans = sorted(json.loads(file.read_text()) for file in tmp_path.glob("*.json"))
-    assert len({pid for *_, pid in spans}) == 2
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
-
-
-def run_pytest(folder: Path, options: str) -> str:
-    """Run pytest with the plugin in a new process and return its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *"-p a_copy -p tests.workers -p no:cacheprovider".split(), *options.split()],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout

@@ -8,8 +8,6 @@ import pytest
 
 from megatron_ext.config import ServerConfig, ServerLimits
 from megatron_ext.models.llm_engine import LLMEngine
-from megatron_ext.server.openai.chat_prompt import AnswerMemory
-from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.server.openai.test_answer_memory import (  # noqa: F401  # tests that run here, too
     CALL,
@@ -23,7 +21,6 @@ from tests.unit_tests.server.openai.test_answer_memory import (  # noqa: F401  #
     test_all_routes_agree,
     test_each_turn_resumes_where_the_last_one_ended,
 )
-from tests.unit_tests.support.agent_loop import TOOLS
 from tests.unit_tests.support.chat_turns import ask, post, sent_back
 from tests.unit_tests.support.fleet import Fleet
 from tests.unit_tests.support.server import embedded_engine
@@ -99,30 +96,3 @@ class TestAnswers:
         after = post(fleet, "/v1/responses", body | {"max_output_tokens": 2})
         assert after["usage"]["input_tokens"] == len(found)
         assert len(fleet.answers) == 2
-
-    def test_calls_in_another_spelling(self, fleet, monkeypatch):
-        chats = Chats(fleet.serving)
-        chats.options = ChatRequest(messages=[FIRST], tools=TOOLS).chat_options
-        monkeypatch.setattr(fleet.serving, "answers", fleet.answers)
-        known = chats.answer(SPELLED)
-        monkeypatch.undo()
-        messages = [FIRST, said(None, tool_calls=[CALL]), {"role": "tool", "content": "cold"}]
-        choice, prompt, _ = ask(fleet, messages, tools=TOOLS, tool_choice="none")
-        assert prompt[: len(known)] == known
-        known = prompt + choice["token_ids"]
-        assert self.tokens(fleet, [*messages, sent_back(choice), MORE], tools=TOOLS)[: len(known)] == known
-
-    def test_sent_ids(self, fleet):
-        choice, prompt, _ = ask(fleet, MESSAGES, 5)
-        fleet.restart()
-        messages = [*MESSAGES, choice["message"], MORE]
-        assert self.tokens(fleet, messages)[: len(prompt) + 24] == prompt + choice["token_ids"]
-        messages[-2] = {**choice["message"], "generation_token_ids": choice["token_ids"][:3]}
-        answer = fleet.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
-        assert answer.status_code == 400
-        assert "generation_token_ids" in answer.text
-
-    def test_turned_off(self, fleet, monkeypatch):
-        monkeypatch.setattr(fleet.serving, "answers", AnswerMemory(0))
-        ask(fleet, MESSAGES)
-        assert not len(fleet.answers)

@@ -109,11 +109,6 @@ def test_proxies_load_the_middleware(name: str):
         assert getattr(import_module(module), function)()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_can_be_read(script: str):
-    subprocess.run(["bash", "-n", str(FOLDER / f"{script}.sh")], check=True)
-
-
 class TestRayService:
     """The manifest for KubeRay's operator."""
 

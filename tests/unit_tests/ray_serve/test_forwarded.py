@@ -123,13 +123,6 @@ async def test_tokens_are_never_the_clients():
     }
 
 
-async def test_streams_are_passed_on():
-    """RP-4: each event as it comes, without change."""
-    answer = await Backend().http.post("/stream", content=b"")
-    assert answer.text == "data: 1\n\ndata: 2\n\n"
-    assert answer.headers["content-type"].startswith("text/event-stream")
-
-
 @pytest.mark.parametrize("losses", [(0,), (1,), (1, 0)])
 async def test_a_replica_lost_before_its_answer_begins(losses: tuple[int, ...]):
     """RP-4: the request is sent again, and the client gets one answer."""
@@ -222,20 +215,6 @@ async def test_a_body_that_is_too_long_is_not_forwarded():
     backend = Backend()
     assert (await backend.http.post("/v1/completions", content=b"x" * 1001)).status_code == 413
     assert backend.attempts == 0
-
-
-async def test_the_ingress_starts_and_stops():
-    """RP-4: Ray starts an application by its lifespan."""
-    sent: list[str] = []
-
-    async def receive() -> Message:
-        return {"type": "lifespan"}
-
-    async def send(message: Message) -> None:
-        sent.append(message["type"])
-
-    await Backend().ingress({"type": "lifespan"}, receive, send)
-    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
 def scope(method: str, path: str) -> dict[str, object]:

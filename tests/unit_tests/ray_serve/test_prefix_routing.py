@@ -129,22 +129,6 @@ def test_requests_in_flight_count_where_they_were_sent():
     assert [len(one.in_flight) for one in made._router.members.values()] == [0]
 
 
-def test_salts_stay_apart():
-    """RP-2: equal tokens under another salt are another prompt."""
-    made = routing("a")
-    made.begin("r", "a", made.prompt(range(16), "mine"), 8)
-    assert made.choose(made.prompt(range(16), "mine"), ["a"]).skipped == 15
-    assert made.choose(made.prompt(range(16)), ["a"]).skipped == 0
-
-
-def test_an_unknown_prompt_goes_to_the_least_load():
-    """RP-2: two prompts without known tokens share nothing."""
-    made = routing("a", "b")
-    first = made.choose(made.prompt(()), ["a", "b"]).replica
-    made.begin("r", first, made.prompt(()), 8)
-    assert made.choose(made.prompt(()), ["a", "b"]).replica != first
-
-
 def test_each_cache_of_a_replica_is_reported_apart():
     """RP-1: equal hashes of two data-parallel ranks are two blocks."""
     made = routing("a", facts=dataclasses.replace(FACTS, caches=2))

@@ -9,7 +9,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
 from megatron_ext.ray_serve.forwarded import BrokenAnswerError
-from megatron_ext.ray_serve.proxy import middlewares, warn_if_absent
+from megatron_ext.ray_serve.proxy import middlewares
 
 PARTS = (b"half ", b"and half")
 EVENTS = (b"data: 1\n\n", b"data: 2\n\n")
@@ -114,25 +114,3 @@ async def test_a_request_whose_client_has_left_is_not_sent_again():
     proxy.has_left = True
     assert await proxy.ask() == b""
     assert len(proxy.paths) == 1
-
-
-@pytest.mark.parametrize(("value", "count"), [("megatron_ext.ray_serve.proxy.middlewares", 0), ("other", 1), (None, 1)])
-def test_proxies_without_the_middleware_are_told_of(monkeypatch, caplog, value, count):
-    monkeypatch.delenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", raising=False)
-    if value is not None:
-        monkeypatch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", value)
-    warn_if_absent()
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * count
-
-
-async def test_other_connections_are_passed_on():
-    """RP-6: a scope that is not a request's reaches the proxy as it is."""
-    reached = []
-
-    async def app(*connection: object) -> None:
-        reached.append(connection)
-
-    (middleware,) = middlewares()
-    connection = {"type": "websocket"}, None, None
-    await middleware.cls(app)(*connection)
-    assert reached == [connection]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -57,19 +56,6 @@ def test_ranks_of_a_replica():
     assert read_app_settings({"num_cpus": 2}).deployment.bundle == {"CPU": 2}
 
 
-def test_the_format_of_a_model_is_found(tmp_path: Path):
-    """A directory with config.json is a Hugging Face checkpoint, any other one is given to --load."""
-    assert read_app_settings({"model": tmp_path}).server.source.load == str(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    assert read_app_settings({"model": str(tmp_path)}).server.source.load_hf == str(tmp_path)
-
-
-def test_lists_of_numbers_and_several_words():
-    """A list is given as the command line takes it."""
-    settings = read_app_settings({"cors_allowed_origins": ["http://a", "http://b"]})
-    assert settings.server.server.cors_allowed_origins == ("http://a", "http://b")
-
-
 @pytest.mark.parametrize(
     ("given", "part"),
     [
@@ -107,14 +93,6 @@ def test_mistakes_are_named(given: dict[str, object], part: str):
         read_app_settings(given)
     assert part in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_removed_names_are_refused(monkeypatch: pytest.MonkeyPatch):
-    """Names of earlier versions are refused with what to use in their place."""
-    removed = {"flags": {"--a-removed-flag": "give --another"}, "values": {}}
-    monkeypatch.setattr("arguments.removed.removed", removed.__getitem__)
-    with pytest.raises(ConfigError, match=r"a_removed_flag was removed in .*: give --another"):
-        read_app_settings({"a_removed_flag": 4})
 
 
 @pytest.mark.parametrize("build", [build_app, lambda: app({})])

@@ -117,20 +117,6 @@ def send(router: Router, replica: str, request: str, tokens: range) -> None:
     router.began(request, Decision(replica, 0), Prompt(tokens))
 
 
-def test_a_shorter_match_counts_for_nothing():
-    """RP-2: only replicas with the deepest known block have a match, whatever others hold of the prompt."""
-    router = made("longest_prefix", 0.5, 3)
-    hold(router, "2", range(16))
-    hold(router, "1", range(12))
-    for i in range(SLOTS):  # all slots of the one that has all of the prompt
-        send(router, "2", f"full {i}", range(100 + i, 101 + i))
-    for replica in "01":
-        send(router, replica, replica, range(200, 201))
-    assert router.route(Prompt(range(16))) == Decision("2", 15)
-    router.members["2"].cleared()
-    assert router.route(Prompt(range(16))).replica == "1"
-
-
 def test_what_was_evicted_draws_nothing():
     """RP-2: upstream's table keeps every block that was sent; here a block counts while it is held or computed."""
     router = made("longest_prefix", 0.9, 2)
@@ -169,16 +155,6 @@ def test_resumable_replicas_match_up_to_a_snapshot():
     assert router.route(Prompt(range(17))) == Decision("1", 8)
     router.members["0"].state_stored(deep[3:])
     assert router.route(Prompt(range(17))) == Decision("0", 16)
-
-
-def test_no_complete_block_goes_to_the_fewest_requests():
-    """RP-2: as does a prompt that reads no cache, whatever alpha is."""
-    router = made("longest_prefix", 1.0, 2)
-    hold(router, "0", range(16))
-    send(router, "0", "one", range(16))
-    assert router.route(Prompt(range(3))).replica == "1"
-    assert router.route(Prompt(range(16), is_cached=False)).replica == "1"
-    assert router.route(Prompt(range(16))).replica == "0"
 
 
 def test_requests_of_other_routers_count():

@@ -7,8 +7,6 @@ from collections import Counter
 import pytest
 
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.errors import ConfigError
-from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Decision, Router
 
@@ -36,106 +34,12 @@ def busy(router: Router, replica: str, tokens: int) -> None:
     router.began(object(), Decision(replica, 0), prompt)
 
 
-def test_events_and_requests_in_flight_make_affinity():
-    """RP-2: a run that one replica holds, and then is about to, draws the prompt; the last token is never skipped."""
-    router = fleet()
-    prompt = Prompt(range(16))
-    assert router.route(prompt).skipped == 0
-    hold(router, "2", 16)
-    decision = router.route(prompt)
-    assert decision == Decision("2", 15)
-    router.began("one", decision, prompt)
-    router.members["2"].cleared()
-    assert router.route(prompt).skipped == 15, "it is in flight there"
-    router.ended("one")
-    router.check()
-    assert router.route(prompt).skipped == 0
-
-
-def test_load_is_tokens_not_requests():
-    """RP-2: ten short requests weigh less than a long one."""
-    router = fleet(count=2)
-    busy(router, "0", 1000)
-    for _ in range(10):
-        busy(router, "1", 10)
-    assert router.route(Prompt(range(8))).replica == "1"
-    assert [router.load(name) for name in router.members] == [1000, 100]
-
-
 def test_the_load_by_other_routers_replaces_what_was_said_before():
     """RP-2: of each of their requests the recent average is expected, and no more than their limit."""
     router = fleet(count=1)
     for requests, prompt_tokens, output_tokens, load in ((2, 100, 8, 108), (2, 100, 50_000, 612), (0, 0, 0, 0)):
         router.note_others("0", requests, prompt_tokens, output_tokens)
         assert router.load("0") == load
-
-
-@pytest.mark.parametrize(("alpha", "expected"), [(1.0, Decision("0", 96)), (0.5, Decision("1", 0))])
-def test_alpha_weighs_affinity_against_load(alpha, expected):
-    """RP-2: 96 tokens could be skipped where 200 are to be computed before."""
-    router = fleet(alpha=alpha, count=2)
-    hold(router, "0", 96)
-    busy(router, "0", 200)
-    assert router.route(Prompt(range(100))) == expected
-
-
-def test_with_states_only_snapshots_count():
-    """RP-2: the deepest boundary with a visible snapshot, but none after the prompt's last token."""
-    router = fleet(count=1, has_states=True)
-    names = hold(router, "0", 16)
-    assert router.route(Prompt(range(16))).skipped == 0
-    assert router.members["0"].state_stored([names[1], names[3]])
-    assert router.route(Prompt(range(17))).skipped == 16
-    assert router.route(Prompt(range(16))).skipped == 8, "behind 16 nothing is left to compute"
-    router.members["0"].state_removed([names[1]])
-    assert router.route(Prompt(range(16))).skipped == 0
-
-
-def test_a_leader_in_flight_leaves_a_state_where_others_part_from_it():
-    """RP-2: until its first token has come; afterwards the replica's events say where it left one."""
-    router = fleet(count=1, has_states=True)
-    prompt = Prompt(range(16))
-    router.began("leader", router.route(prompt), prompt)
-    follower = Prompt([*range(8), 99, 98, 97])
-    assert router.route(follower).skipped == 8
-    router.prefilled("leader")
-    assert router.route(follower).skipped == 0
-    router.ended("leader")
-    router.check()
-
-
-def test_salts_keep_tenants_apart():
-    """RP-3: equal tokens under another salt, or none, have nothing in common."""
-    router = fleet()
-    ours, others = event_salt("a"), event_salt("b")
-    hold(router, "1", 16, ours)
-    skipped = [router.route(Prompt(range(16), salt)).skipped for salt in (ours, others, None)]
-    assert skipped == [15, 0, 0]
-
-
-def test_a_replica_that_leaves_is_forgotten():
-    """RP-3: blocks, requests and place of the replica are dropped; a replica that joins begins anew."""
-    router = fleet(count=2)
-    hold(router, "1", 16)
-    prompt = Prompt(range(16))
-    router.began("one", router.route(prompt), prompt)
-    assert router.leave("1") == ["one"]
-    router.check()
-    assert router.route(prompt) == Decision("0", 0)
-    router.join("1", SIZE)
-    assert router.members["1"].held == router.load("1") == 0
-    assert router.route(prompt, exclude=["0"]).skipped == 0
-
-
-def test_excluded_replicas_get_no_requests():
-    """RP-2: whatever they hold; if all are excluded, there is no decision."""
-    router = fleet(count=2)
-    hold(router, "1", 8)
-    prompt = Prompt(range(8))
-    assert router.route(prompt, exclude=["1", "unknown"]) == Decision("0", 0)
-    assert router.route(prompt, exclude=["0"]) == Decision("1", 7)
-    assert router.route(prompt, exclude=["0", "1"]) is None
-    assert Router().route(prompt) is None
 
 
 def test_round_robin():
@@ -175,22 +79,6 @@ def test_a_request_that_will_cache_nothing_draws_no_others():
     assert router.load("0") == 16
     router.ended("one")
     router.check()
-
-
-def test_an_idle_fleet_fills_evenly():
-    """RP-2: among equally loaded replicas the one with the fewest tokens so far wins; a new one does not catch up."""
-    router = fleet()
-    given = Counter()
-    for i in range(30):
-        if i == 21:
-            router.join("new", SIZE)
-        prompt = Prompt([1000 * i + j for j in range(8)])
-        decision = router.route(prompt)
-        router.began(i, decision, prompt)
-        router.ended(i)
-        given[decision.replica] += 1
-    assert given["new"] <= 3
-    assert max(given[name] for name in "012") - min(given[name] for name in "012") <= 1
 
 
 def test_a_warming_replica_has_its_share_from_the_first_request_on():
@@ -295,15 +183,6 @@ def test_mistakes_of_the_caller():
         router.began("one", router.route(prompt), prompt)
     with pytest.raises(KeyError):
         router.leave("unknown")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"policy": "best"}, "'best' is unknown"), ({"alpha": 1.5}, "alpha 1.5"), ({"alpha": float("nan")}, "alpha nan")],
-)
-def test_settings(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        RoutingConfig(**settings)
 
 
 def test_new_conversations_with_one_beginning_do_not_crowd_one_replica():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Decision, Router
@@ -94,34 +92,3 @@ def test_the_own_conversations_of_a_warming_replica_return_to_it():
     again = Prompt([*conversation(0), 1, 2, 3, 4])
     assert router.route(again).replica == "new"
     assert served(router, 1) == "0"
-
-
-def test_no_replica_is_new_in_a_fleet_that_holds_nothing():
-    """RP-2: the replicas of a fresh fleet fill evenly."""
-    router = Router(RoutingConfig())
-    for name in "abc":
-        join(router, name)
-    assert Counter(served(router, i) for i in range(9)) == Counter("abc" * 3)
-
-
-def test_a_replica_that_is_about_to_leave_gets_no_new_conversation():
-    """RP-2: its own conversations still return to it, until it may stay after all."""
-    router = fleet(count=2)
-    router.retire(["0"])
-    assert {served(router, i) for i in range(4)} == {"1"}
-    fill(router, "0", conversation(99))
-    assert router.route(Prompt([*conversation(99), 5])).replica == "0"
-    router.retire([])
-    assert served(router, 4) == "0"
-
-
-def test_a_replica_that_is_about_to_leave_is_better_than_none():
-    """RP-2: a request goes there if there is no other replica, and its leaving is forgotten with it."""
-    router = fleet(count=2)
-    router.retire(["0", "unknown"])
-    prompt = Prompt(conversation(0))
-    assert router.route(prompt, exclude=["1"]).replica == "0"
-    router.leave("0")
-    join(router, "other")
-    router.check()
-    assert served(router, 1) == "other"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -94,19 +93,6 @@ def test_rendered_as_by_transformers(
     assert ours.chat_template == theirs.chat_template
     assert ours.apply_chat_template(messages, add_generation_prompt=add_generation_prompt) == expected
     assert "France" in expected
-
-
-def test_literally(tmp_path: Path) -> None:
-    """Both kinds of turns have their literal form, without transformers; None is like an absent field."""
-    hf_tokenizers.llama_2(tmp_path / "t")
-    (tmp_path / "t" / "chat_template.jinja").write_text(INSTRUCTIONS)
-    text = TextTokenizer(tmp_path / "t").apply_chat_template(CONVERSATION)
-    assert text.split() == (
-        "<s>[INST] What is the capital of France? [/INST] Paris </s> <s>[INST] And of 日本? [/INST]".split()
-    )
-    (tmp_path / "t" / "chat_template.jinja").write_text("{{ messages[2] | tojson }}{{ strftime_now('%Y') }}")
-    text = TextTokenizer(tmp_path / "t").apply_chat_template(CONVERSATION)
-    assert text == '{"role": "assistant", "content": "Paris\\n"}' + str(datetime.now().year)
 
 
 def test_messages_of_tools(directory: Path) -> None:
@@ -232,16 +218,6 @@ def test_a_template_that_a_user_gives(directory: Path, tmp_path: Path) -> None:
         assert tokenizer.apply_chat_template(QUESTION, options=options) == "given"
 
 
-def test_template_goes_with_the_tokenizer(directory: Path, tmp_path: Path) -> None:
-    """Saved with a checkpoint, in either form."""
-    for index, write in enumerate((write_template, lambda d, text: (d / "chat_template.jinja").write_text(text))):
-        write(directory, f"template {index}")
-        copy = tmp_path / str(index)
-        copy.mkdir()
-        copy_tokenizer_files(directory, copy)
-        assert TextTokenizer(copy).apply_chat_template(QUESTION) == f"template {index}"
-
-
 def test_special_tokens_of_older_files(directory: Path) -> None:
     """Special tokens are read from a file of their own if the configuration does not have them."""
     write_template(directory, "{{ bos_token }} and {{ eos_token }}{{ pad_token is defined }}")
@@ -277,12 +253,6 @@ def refused(directory: Path, template: str | None, messages: object) -> str:
         tokenizer.apply_chat_template(messages)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_no_template(directory: Path) -> None:
-    assert refused(directory, None, QUESTION) == (
-        f"{directory} has no chat template; give the prompt as text, or --chat-template"
-    )
 
 
 @pytest.mark.parametrize(

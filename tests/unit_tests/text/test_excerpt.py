@@ -40,13 +40,6 @@ def test_every_place_in_tokens_of_the_embedded_model():
         assert (before, after) == (TEXT[max(0, known - SHOWN) : known], TEXT[known : known + SHOWN]), place
 
 
-def test_special_tokens_are_shown():
-    tokenizer = TextTokenizer(EMBEDDED)
-    tokens = tokenizer.tokenize("<|user|>Hello")
-    assert len(tokens) < 5, "the first is a special token"
-    assert excerpt(tokens, 1, tokenizer.detokenize) == ("<|user|>", "Hello")
-
-
 def test_invalid_bytes_before_the_place_move_it_back():
     """Bytes that are no character are shown after the mark, and both sides together are the whole text."""
     tokens = list(b"ab\xffcd")

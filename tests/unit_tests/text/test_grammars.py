@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import threading
-
 import pytest
 
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
@@ -13,7 +9,7 @@ from megatron_ext.config.request import ResponseFormat
 from megatron_ext.errors import ConfigError
 from megatron_ext.text import grammars as module
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
+from megatron_ext.text.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer(EMBEDDED_MODEL_DIR)
 SIZE = TOKENIZER.vocab_size + 40  # padding, which no answer has
@@ -166,36 +162,3 @@ def test_a_form_is_compiled_once_and_few_are_kept(monkeypatch):
         own.matcher(form)
     assert made == [*forms, forms[1]]
     assert len(own._compiled) == 2
-
-
-def test_answers_do_not_share_a_matcher():
-    """Matchers are separate in several threads too."""
-    form, failures = schema(**OBJECT), []
-
-    def follow(number: int) -> None:
-        matcher = GRAMMARS.matcher(form)
-        for token in TOKENIZER.tokenize_plain(json.dumps({"a": number, "b": "x" * number})):
-            matcher.take([token])
-            matcher.allowed(ENDS)
-        if not matcher.allowed(ENDS)[0] & 1:
-            failures.append(number)
-
-    threads = [threading.Thread(target=follow, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-
-
-def test_tokenizers_that_cannot_be_read():
-    for tokenizer in (NullTokenizer(100),):
-        with pytest.raises(ConfigError, match="a fast tokenizer of Hugging Face"):
-            Grammars(tokenizer, 100).check(ResponseFormat("json_object"))
-
-
-def test_without_the_library(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"need the package llguidance.*install the extra \[grammar\]"):
-        Grammars(TOKENIZER, SIZE).check(ResponseFormat("json_object"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.rust_panics import panics_as_errors
-from megatron_ext.text.tokenizer import AutoBackend, TextTokenizer
+from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.support import hf_tokenizers
 
 EXPONENTIAL = Regex("(a+)+$")
@@ -73,41 +72,6 @@ def test_tokens(tmp_path):
     with pytest.raises(CheckpointError) as error:
         tokenizer.detokenize(ids)
     check(error, "the tokenizer failed to decode these tokens")
-
-
-def test_normalizers_of_special_tokens(tmp_path):
-    """Contents are normalized before tokenization if a special token is found in the normalized text."""
-
-    def change(tokenizer: tokenizers.Tokenizer) -> None:
-        normalizes(tokenizer)
-        tokenizer.add_special_tokens([tokenizers.AddedToken("<|calm|>", special=True, normalized=True)])
-
-    tokenizer = changed(tmp_path / "t", change)
-    with pytest.raises(CheckpointError) as error:
-        tokenizer.render_chat([{"role": "user", "content": TEXT}])
-    check(error, "the tokenizer failed to encode this text")
-
-
-def test_tokenizers_of_older_formats(tmp_path):
-    """Read by transformers, which has the library inside."""
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ab", "##a", "##b"]))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    tokenizer = TextTokenizer(tmp_path)
-    assert isinstance(tokenizer._backend, AutoBackend)
-    normalizes(tokenizer._backend.wrapped.backend_tokenizer)
-    with pytest.raises(CheckpointError) as error:
-        tokenizer.tokenize(TEXT)
-    check(error, "the tokenizer failed to encode this text")
-
-
-def test_reading(tmp_path):
-    """Errors that the library itself reports were already one line."""
-    directory = hf_tokenizers.llama_3(tmp_path / "t")
-    content = json.loads((directory / "tokenizer.json").read_text())
-    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+"}, "content": "x"}
-    (directory / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="is not a tokenizer"):
-        TextTokenizer(directory)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), ValueError("x")], ids=repr)

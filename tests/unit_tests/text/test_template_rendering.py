@@ -19,10 +19,8 @@ import pytest
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.text import template_rendering
-from megatron_ext.text.chat_template import ChatOptions, render_chat
 from megatron_ext.text.template_rendering import TemplateProcess, TemplateRenderer
 from megatron_ext.text.template_worker import LONGEST_TEXT, Rendering
-from tests.on_request import long_except
 from tests.unit_tests.support.source import ROOT
 
 MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "Hello"}]
@@ -33,20 +31,10 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 TOO_SLOW, TOO_MUCH, BROKEN = "0.2 s of CPU time", "MB", "the chat template is broken"
 VIOLATIONS = {
     "nested loops": (ENDLESS, TOO_SLOW),
-    "a namespace that grows": (
-        "{% set n = namespace(x='a') %}{% for i in range(90000) %}{% for j in range(90000) %}"
-        "{% set n.x = 'b' ~ n.x[:9] %}{% endfor %}{% endfor %}",
-        TOO_SLOW,
-    ),
-    "one call that computes": ("{{ (messages|length + 9) ** (9 ** 9) % 7 }}", TOO_SLOW),
     "one call that allocates": ("{{ messages[0].content * 10 ** 12 }}", TOO_MUCH),
-    "a constant": ("{{ 'a' * 10 ** 12 }}", TOO_MUCH),
     "a long text": (f"{{{{ messages[0].content * {LONGEST_TEXT // 5 + 1} }}}}", "more than 64 MB"),
     # From a variable: Jinja would write a constant into the code that it compiles, which takes most of the CPU time.
     "a long text in bytes": (f"{{% set sign = '\u20ac' %}}{{{{ sign * {LONGEST_TEXT // 3 + 1} }}}}", "more than 64 MB"),
-    "joined": ("{{ ([messages[0].content * 10 ** 6] * 10 ** 6) | join }}", TOO_MUCH),
-    "centred": ("{{ messages[0].content | center(10 ** 12) }}", TOO_MUCH),
-    "formatted": ("{{ '%1000000000000d' % 1 }}", ""),
     "a macro that calls itself": ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recurses"),
     "nested brackets": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", ""),
     "nested blocks": ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, BROKEN),
@@ -85,11 +73,7 @@ def watched(shared) -> Watched:
     return shared
 
 
-# As "nested loops" and "one call that allocates", by other means
-LONG = {"a namespace that grows", "one call that computes", "a constant", "joined", "centred", "formatted"}
-
-
-@pytest.mark.parametrize("name", long_except(VIOLATIONS.keys() - LONG, VIOLATIONS))
+@pytest.mark.parametrize("name", VIOLATIONS)
 def test_one_line_and_the_next_one_is_rendered(watched, name):
     template, said = VIOLATIONS[name]
     with pytest.raises(CheckpointError) as caught:
@@ -100,18 +84,6 @@ def test_one_line_and_the_next_one_is_rendered(watched, name):
     assert len(words.splitlines()) == 1
     assert len(words) < 300
     assert watched.render(PLAIN) == "Hello!"
-
-
-@pytest.mark.long
-def test_the_time_of_a_conversation():
-    """5 s of CPU time, through the function that servers and offline runs call."""
-    with pytest.raises(CheckpointError, match="more than 5 s of CPU time; shorten the messages, or give"):
-        render_chat(ENDLESS, MESSAGES, {}, ChatOptions())
-
-
-def test_the_longest_text():
-    longest = render_chat(f"{{{{ 'a' * {LONGEST_TEXT} }}}}", MESSAGES, {}, ChatOptions())
-    assert len(longest) == LONGEST_TEXT
 
 
 def test_an_answer_above_the_limit_is_not_read(watched, monkeypatch):
@@ -165,16 +137,6 @@ def test_a_slow_conversation_delays_no_other(watched):
     assert first not in watched.used[1:]
 
 
-@pytest.mark.long
-def test_more_conversations_than_processes(monkeypatch):
-    monkeypatch.setattr(template_rendering, "MOST", 2)
-    watched = Watched()
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(watched.render, [PLAIN] * 40)) == ["Hello!"] * 40
-    watched.close()
-    assert len(set(watched.used)) <= 2
-
-
 def test_an_exchange_that_is_interrupted_is_not_continued(watched, monkeypatch):
     """The answer to a question that was given up would be taken for that to the next one."""
     ask = TemplateProcess._ask
@@ -199,17 +161,6 @@ def test_unserializable_messages_are_refused(watched):
         watched.render(dataclasses.replace(PLAIN, variables={"x": nested}))
     with pytest.raises(ConfigError, match="must be JSON data"):
         watched.render(dataclasses.replace(PLAIN, variables={"x": lambda: 0}))
-
-
-def test_half_of_a_character_comes_back(watched):
-    """Templates return halves of characters, which JSON can express; the tokenizer refuses them."""
-    messages = [{"role": "user", "content": "\ud83d"}]
-    assert watched.render(dataclasses.replace(PLAIN, messages=messages)) == "\ud83d!"
-
-
-def test_a_control_c_is_not_for_the_process(watched):
-    watched.render(PLAIN)
-    assert os.getsid(watched.used[0]) != os.getsid(0)
 
 
 def test_a_forked_process_has_its_own(tmp_path):

@@ -12,7 +12,6 @@ from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.text import detokenizer
 from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer, StopWordMatcher, TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
-from tests.unit_tests.support.tokenizers import PieceTokenizer
 from tests.unit_tests.text.test_stop_words import PIECE_IDS, TOKENIZER, spell
 
 
@@ -54,17 +53,6 @@ def test_a_possible_stop_word_is_withheld():
     assert stream(["abc"], spell(*"ab"))[0] == ["", "ab"]
 
 
-def test_only_the_piece_that_may_begin_one_waits():
-    parts, text = stream([" END"], spell("x", " ", "E", "x", " END"))
-    assert parts == ["x", "", "", " Ex", ""]
-    assert text == "x Ex"
-
-
-def test_a_stop_word_that_ends_where_another_begins():
-    parts, text = stream(["ENDX", "NDY"], spell("a", "EN", "D", "Y"))
-    assert (parts, text) == (["a", "", "", "E"], "aE")
-
-
 def test_special_tokens_are_seen_and_not_sent():
     """A stop word may be a special token; others are passed over, and the space after them stays."""
     tokenizer = TextTokenizer(EMBEDDED_MODEL_DIR)
@@ -87,34 +75,12 @@ def test_a_stop_word_across_hidden_tokens_is_withheld(pieces, words):
     assert not any(word in text for word in words)
 
 
-def test_several_tokens_at_once():
-    tokens = spell(*"hello wor", "é")
-    parts, text = stream(["wolf"], tokens, skip={2, 3, 7})
-    assert "".join(parts) == text == "hello woré"
-
-
 def test_bytes_that_are_no_text_do_not_wait_for_ever():
     tokens = [0x80] * 40 + spell("a", "b")
     fed = TextStream([], decode)
     sent = [fed.feed([token]) for token in tokens[:-1]]
     assert any(sent[:40]), "the first of them are settled"
     assert "".join(sent) + fed.finish(decode(tokens)) == decode(tokens)
-
-
-def test_the_cost_does_not_grow_with_the_text():
-    """The longest piece that is decoded is a few tokens long."""
-    longest = 0
-
-    def counting(tokens: list[int], skip_special_tokens: bool = True) -> str:
-        nonlocal longest
-        longest = max(longest, len(tokens))
-        return decode(tokens, skip_special_tokens)
-
-    tokens = spell(*"abcdefgh" * 40)
-    fed = TextStream(["never found"], counting)
-    for token in tokens:
-        fed.feed([token])
-    assert longest <= 4
 
 
 class TestCost:
@@ -161,15 +127,6 @@ def test_special_tokens_between_do_not_change_the_text(parts):
     fed = IncrementalDetokenizer(tokenizer.detokenize)
     visible = "".join(piece.visible for piece in fed.feed(tokens)) + fed.tail
     assert visible == tokenizer.detokenize(tokens, skip_special_tokens=False)
-
-
-def test_a_text_that_is_another_one_is_noticed(caplog):
-    fed = TextStream([], PieceTokenizer(3).detokenize)
-    fed.feed([1])
-    with caplog.at_level("WARNING"):
-        fed.finish("something else")
-    assert "3 characters" in caplog.text
-    assert "<1>" not in caplog.text, "a log has no texts"
 
 
 TOKENS = st.lists(

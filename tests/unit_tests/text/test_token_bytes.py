@@ -11,7 +11,7 @@ from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.text.detokenizer import INCOMPLETE
 from megatron_ext.text.tokenizer import TextTokenizer
 from megatron_ext.text.vocabulary import Vocabulary, bytes_in_text
-from tests.unit_tests.text.test_stop_words import JUNK, PIECES, TOKENIZER, as_bytes, spell
+from tests.unit_tests.text.test_stop_words import PIECES, TOKENIZER, as_bytes, spell
 
 
 class ByteLevel:
@@ -73,22 +73,6 @@ def test_parts_of_characters_have_their_own_bytes(pieces):
     if INCOMPLETE not in text:
         own = [bytes([token]) if token < 256 else as_bytes(PIECES[token - 256]) for token in tokens]
         assert bytes_in_text(vocabulary(ByteLevel()), tokens, text) == own
-
-
-@pytest.mark.parametrize("tokens", [[0xC3], [0xE4, 0xB8], [97, 0xF0, 0x9F], spell(JUNK[2], "a", JUNK[3])])
-def test_a_character_cut_off_is_shown_as_in_the_text(tokens):
-    text = ByteLevel().detokenize(tokens)
-    found = bytes_in_text(vocabulary(ByteLevel()), tokens, text)
-    assert b"".join(found) == text.encode()
-    assert [one for one in found if one][-1] in (INCOMPLETE.encode(), b"a")
-
-
-def test_words_have_their_spaces():
-    tokens = [256, 0xE4, 0xB8, 0x96, 258, 256, 260]
-    text = SentencePieces().detokenize(tokens)
-    assert text == "a世b a  x"
-    expected = [b"a", b"\xe4", b"\xb8", b"\x96", b"b", b" a", b"  x"]
-    assert bytes_in_text(vocabulary(SentencePieces()), tokens, text) == expected
 
 
 def test_tokens_that_are_not_shown_have_no_bytes():

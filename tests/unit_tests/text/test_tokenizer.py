@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
@@ -58,13 +58,6 @@ def test_saved_truncation_and_padding_do_not_touch_prompts(directory: Path) -> N
     assert TextTokenizer(directory).tokenize(TEXT) == whole
 
 
-def test_special_tokens_that_the_tokenizer_adds(directory: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(single="<a> $A", special_tokens=[("<a>", 0)])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    assert TextTokenizer(directory).tokenize("the")[0] == 0
-
-
 def test_end_of_document_by_file(directory: Path) -> None:
     """The tokenizer's own files before the model's."""
     assert (TextTokenizer(directory).eod, TextTokenizer(directory).bos) == (None, None)
@@ -79,11 +72,6 @@ def test_end_of_document_by_file(directory: Path) -> None:
     assert (TextTokenizer(directory).eod, TextTokenizer(directory).bos) == (2, 0)
     write(directory / "tokenizer_config.json", eos_token=None)
     assert TextTokenizer(directory).eod == 1
-
-
-def test_end_of_document_by_usual_name(tmp_path: Path) -> None:
-    byte_level("<|endoftext|>").save(str(tmp_path / "tokenizer.json"))
-    assert TextTokenizer(tmp_path).eod == 0
 
 
 def test_end_of_document_that_is_not_there(directory: Path) -> None:

@@ -127,11 +127,6 @@ def test_layers_of_a_gpt_with_experts(freq, pattern):
     assert parse(argv).model_overrides == {"hybrid_override_pattern": pattern, "num_experts": 4}
 
 
-def test_a_spec_in_quotes_is_two_words():
-    quoted = parse_arguments(["--spec", "my.specs my_stack"])
-    assert quoted.model_overrides == {"spec": ("my.specs", "my_stack")}
-
-
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -222,19 +217,19 @@ def test_parsers_of_answers_that_are_refused(argv, expected):
 def test_an_empty_name_unsets_the_checkpoint_of_a_file(tmp_path):
     """MF-3: the file's layers make a GPT then, as they do in Megatron."""
     path = tmp_path / "flags.yaml"
-    path.write_text("MODEL_ARGS:\n  --load: a\n  --use-checkpoint-args: true\n  --num-layers: 2\n")
+    path.write_text("load: a\nuse-checkpoint-args: true\nnum-layers: 2\n")
     flags = ["--model-config", str(path)]
     assert parse_arguments(flags).source.load == "a"
     settings = parse_arguments([*flags, "--load", ""])
     assert settings.source.load is None
     assert settings.model_overrides == {"hybrid_override_pattern": "*-*-"}
-    assert settings.start.lines == ("accepted, and without effect here: --use-checkpoint-args",)
+    assert settings.start_notes == ("accepted, and without effect here: --use-checkpoint-args",)
 
 
 def test_an_empty_name_unsets_the_tokenizer_of_a_file(tmp_path):
     """MF-3, MF-4: --tokenizer-model '' is as none."""
     path = tmp_path / "flags.yaml"
-    path.write_text("MODEL_ARGS:\n  --tokenizer-type: NullTokenizer\n  --tokenizer-model: gone\n  --vocab-size: 64\n")
+    path.write_text("tokenizer-type: NullTokenizer\ntokenizer-model: gone\nvocab-size: 64\n")
     flags = ["--model-config", str(path)]
     assert parse_arguments(flags).source.tokenizer_model == "gone"
     assert parse_arguments([*flags, "--tokenizer-model", ""]).source.tokenizer_model is None
@@ -276,14 +271,5 @@ def test_an_empty_name_unsets_the_tokenizer_of_a_file(tmp_path):
     ],
 )
 def test_flags_without_effect_beside_others_are_noted(argv, idle):
-    lines = parse(argv).start.lines
+    lines = parse(argv).start_notes
     assert lines == ((f"accepted, and without effect here: {idle}",) if idle else ())
-
-
-def test_steps_decide_over_seconds_and_batches_over_both(tmp_path):
-    """The flags' meaning does not depend on their source; the command line overrides the file."""
-    path = tmp_path / "flags.yaml"
-    path.write_text("disable-chunked-prefill: true\nincoming-requests-per-sec: 5\npretrained-checkpoint: a\n")
-    settings = parse_arguments(["--model-config", str(path), "--enable-chunked-prefill", "--load", "b"])
-    assert settings.batching.enable_chunked_prefill
-    assert settings.source.load == "b"

@@ -490,20 +490,6 @@ def test_patterns(grammars, name, pattern, good, bad):
         assert is_accepted(grammars, guidance, name, call) == (text in good), text
 
 
-@pytest.mark.parametrize("fields", [{"minLength": 2, "maxLength": 3}, {"pattern": "a", "maxLength": 3}], ids=str)
-def test_lengths_of_texts_without_quotes(grammars, fields):
-    schema = {"type": "object", "properties": {"a": {"type": "string", **fields}}, "required": ["a"]}
-    guidance = Guidance((Function("f", schema),), must_call=True)
-    found = [
-        one
-        for one in ("", "a", "ab", "bab", "bbab")
-        if is_accepted(grammars, guidance, "qwen3_coder", written("qwen3_coder", [("f", {"a": one})]))
-    ]
-    assert found == (["ab", "bab"] if "minLength" in fields else ["a", "ab", "bab"])
-    text = "ba\n</parameter>\n"
-    assert not is_accepted(grammars, guidance, "qwen3_coder", written("qwen3_coder", [("f", {"a": text})]))
-
-
 @pytest.mark.parametrize(
     ("schema", "places", "kept"),
     [
