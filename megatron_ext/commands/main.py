@@ -32,7 +32,6 @@ COMMANDS = {
     "serve": Command("megatron_ext.commands.serve", "main", "serve a model with OpenAI's API"),
     "chat": Command("megatron_ext.commands.chat", "main", "chat with a model in the terminal"),
     "simulate": Command("megatron_ext.commands.simulate", "main", "simulate the prefix cache on a trace of requests"),
-    "explain": Command("megatron_ext.commands.explain", "main", "explain why a prompt misses another one's prefix"),
     "prefix-cache": Command(
         "megatron_ext.commands.prefix_cache", "main", "list, verify or erase a prefix cache on disk"
     ),

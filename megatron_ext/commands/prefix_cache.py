@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError
@@ -26,8 +26,6 @@ NO_IDENTITY = bytes(32)  # of no model: all entries belong to other identities
 NO_LIMIT = 2**62  # bytes
 MIB = 1024**2
 REMEDY = "stop it first; `POST /reset_prefix_cache` of a running server erases its entries on disk"
-
-MAX_LISTED = 1000
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
                 result = erase(slots)
             else:
                 stores = {slot.path.name: open_store(slot, NO_IDENTITY, NO_LIMIT) for slot in slots}
-                result = (list_prefixes if arguments.action == "list" else verify)(stores)
+                result = (list_entries if arguments.action == "list" else verify)(stores)
     except (ConfigError, DiskUnavailableError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return BAD_USAGE
@@ -58,23 +56,20 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     return BAD_USAGE if held else result
 
 
-def list_prefixes(stores: dict[str, DiskStore]) -> int:
-    """Print the prefixes of each slot, those last used first."""
+def list_entries(stores: dict[str, DiskStore]) -> int:
+    """Print the entries of each slot, by model: their numbers, their size and their last use."""
     for name, store in stores.items():
-        entries = store.all_entries()
-        prefixes = prefixes_of(entries)
-        size = sum(entry.size for entry in entries)
-        print(f"{name}: {len(prefixes)} prefixes, {len(entries)} entries, {size / MIB:.1f} MiB")
-        if prefixes:
-            print("  model     prefix      tokens  blocks  snapshots       MiB     used")
-        for one in prefixes[:MAX_LISTED]:
-            age = max(0.0, time.time() - one.used)
+        models: defaultdict[bytes, list[StoredEntry]] = defaultdict(list)
+        for entry in store.all_entries():
+            models[entry.identity].append(entry)
+        print(f"{name}: {sum(map(len, models.values()))} entries of {len(models)} models")
+        for identity, entries in models.items():
+            blocks = sum(one.key.kind is EntryKind.BLOCK for one in entries)
+            size, age = sum(one.size for one in entries) / MIB, time.time() - max(one.used for one in entries)
             print(
-                f"  {one.identity[:8]}  {one.end[:8]}  {one.tokens:8}  {one.blocks:6}  {one.snapshots:9}"
-                f"  {one.size / MIB:8.1f}  {describe_age(age)} ago"
+                f"  {identity.hex()[:8]}: {blocks} blocks, {len(entries) - blocks} snapshots, {size:.1f} MiB, "
+                f"used {describe_age(max(0.0, age))} ago"
             )
-        if len(prefixes) > MAX_LISTED:
-            print(f"  and {len(prefixes) - MAX_LISTED} more")
     return DONE
 
 
@@ -113,55 +108,3 @@ def erase(slots: Sequence[SlotDirectory]) -> int:
             print(f"{PROGRAM}: error: {failure_reason(error)}; all other entries were erased", file=sys.stderr)
             result = BAD_USAGE
     return result
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Stored prefix: the last block or snapshot of a sequence, and all blocks before it.
-
-    Attributes:
-        identity: Identity of the model and its settings, in hex.
-        end: Hash of its last block, in hex.
-        blocks: Number of blocks that are stored of it; fewer than its length has if some were evicted.
-        size: Bytes of blocks and snapshots; entries that several prefixes share count for each prefix.
-        used: Time of its last use, seconds since the epoch.
-    """
-
-    identity: str
-    end: str
-    tokens: int
-    blocks: int
-    snapshots: int
-    size: int
-    used: float
-
-
-def prefixes_of(entries: Sequence[StoredEntry]) -> list[Prefix]:
-    """Return the prefixes that no other entry continues, the most recently used first."""
-    by_end: dict[tuple[bytes, bytes], list[StoredEntry]] = {}
-    for entry in entries:
-        by_end.setdefault((entry.identity, entry.key.block_hash), []).append(entry)
-    continued = {(entry.identity, entry.parent) for entry in entries}
-    found = []
-    for identity, end in by_end.keys() - continued:
-        chain: list[StoredEntry] = []
-        here = end
-        seen: set[bytes] = set()
-        while (identity, here) in by_end and here not in seen:  # files of damaged names may form a circle
-            seen.add(here)
-            chain += by_end[identity, here]
-            here = by_end[identity, here][0].parent
-        last = by_end[identity, end][0]
-        blocks = sum(one.key.kind is EntryKind.BLOCK for one in chain)
-        found.append(
-            Prefix(
-                identity.hex(),
-                end.hex(),
-                last.depth * last.token_count,
-                blocks,
-                len(chain) - blocks,
-                sum(one.size for one in chain),
-                max(one.used for one in chain),
-            )
-        )
-    return sorted(found, key=lambda prefix: (prefix.used, prefix.end), reverse=True)

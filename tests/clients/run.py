@@ -106,8 +106,6 @@ CODEX = {  # always streamed; what its own tools do is not shown
     "follow_up": FACTS["stream_text"],
     "errors": {"model": "does not exist", "length": "ran out of room"},
 }
-LLM = with_errors(one_by_one=None, forced=None)  # it always allows parallel calls
-SMOLAGENTS = with_errors(forced=None, stream_in_pieces=None)  # its answer is a call, too
 ANTHROPIC = with_errors(
     counts_agree=True,
     errors={
@@ -138,9 +136,6 @@ ROWS = (
     Row("litellm", "litellm", "litellm", "litellm/loop.py", "chat", LITELLM),
     Row("opencode", "opencode", "opencode-linux-x64", "opencode/run.mjs", "chat", OPENCODE),
     Row("codex", "codex", "@openai/codex", "codex/exec.mjs", "responses", CODEX),
-    Row("llm", "llm", "llm", "llm/loop.py", "chat", LLM),
-    Row("smolagents", "smolagents", "smolagents", "smolagents/loop.py", "chat", SMOLAGENTS),
-    Row("haystack", "haystack", "haystack-ai", "haystack/loop.py", "chat"),
     Row("anthropic", "anthropic", "anthropic", "anthropic/loop.py", "messages", ANTHROPIC),
 )
 

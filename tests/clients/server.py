@@ -3,8 +3,7 @@
 Before a grammar is compiled, the choices that a trained model would make are taken from it, so that what a client gets
 depends on the conversation alone. With tools, an answer calls each function that may be called and was not called since
 the user's last message, once each, in the order of `tools` and with the declared arguments only; functions that leave a
-choice of arguments, such as an agent's shell, are not called, and `final_answer` is called after the others. After that
-it is `TEXT`, or follows the response format.
+choice of arguments, such as an agent's shell, are not called. After that it is `TEXT`, or follows the response format.
 Everything else (routes, chat template, tokens, masks, parsers, streams, errors) is the server as it is.
 
     python -m tests.clients.server --port 0
@@ -12,7 +11,6 @@ Everything else (routes, chat template, tokens, masks, parsers, streams, errors)
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,15 +28,9 @@ constrained_format = structured_output_checks.constrained_format
 
 
 def called(messages: Sequence[Message]) -> set[str]:
-    """Names of the functions that were called since the user's last message.
-
-    Smolagents writes calls and results as texts, results as those of the user.
-    """
-    asked = [message.role == "user" and "Observation:" not in str(message.content) for message in messages]
-    since = messages[max((i for i, is_asked in enumerate(asked) if is_asked), default=0) :]
-    calls = [call for message in since for call in message.tool_calls or ()]
-    written = " ".join(str(message.content) for message in since if "Calling tools:" in str(message.content))
-    return {str(call["function"]["name"]) for call in calls} | set(re.findall(r"'name': '(\w+)'", written))
+    """Names of the functions that were called since the user's last message."""
+    since = messages[max((i for i, message in enumerate(messages) if message.role == "user"), default=0) :]
+    return {str(call["function"]["name"]) for message in since for call in message.tool_calls or ()}
 
 
 def leaves_no_choice(schema: Mapping[str, object]) -> bool:
@@ -54,7 +46,6 @@ def prescribed_form(body: ChatRequest, form: AnswerFormat, chat: ChatFormat) -> 
     done = called(body.messages)
     given = tuple(replace(one, schema={**one.schema, "additionalProperties": False}) for one in form.functions)
     functions = tuple(one for one in given if one.name not in done and leaves_no_choice(one.schema))
-    functions = tuple(one for one in functions if one.name != "final_answer") or functions
     if body.tool_choice.mode == "required":
         functions = functions or given
     if not functions:

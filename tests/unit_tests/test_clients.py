@@ -74,15 +74,6 @@ def test_calls_since_the_last_question_count():
     assert called(messages[:3]) == set()
 
 
-def test_calls_that_are_written_as_texts_count():
-    texts = [
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Calling tools:\n[{'function': {'name': 'new', 'arguments': {}}}]"},
-        {"role": "user", "content": "Observation:\nclear"},
-    ]
-    assert called([Message.model_validate(message) for message in texts]) == {"new"}
-
-
 @pytest.mark.parametrize(
     ("properties", "is_called"),
     [({}, True), ({"city": {"enum": ["Oslo"]}}, True), ({"city": {"const": "Oslo"}}, True), ({"cmd": {}}, False)],

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import errno
 import json
 import logging
 import os
@@ -37,7 +36,6 @@ LISTEN_BACKLOG = 2048  # connections queued by the kernel
 DRAINED_BYTES = 2**28  # that a client may send after the answer to an unread body; then it is reset
 # Seconds between probes of a client that sends no more: they become four times as long each time.
 FIRST_PROBE, LONGEST_PROBE = 0.005, 60.0
-_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LingeringTransport:
@@ -338,12 +336,3 @@ class GuardedProtocol(H11Protocol):
         lines += [f"{name}: {value}" for name, value in error.headers.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
-
-
-def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """Handle errors of the event loop: log a connection that cannot be accepted in one line, without a traceback."""
-    error = context.get("exception")
-    if isinstance(error, OSError) and error.errno in _OUT_OF_FILES:
-        logger.error("a connection cannot be accepted: %s; `ulimit -n` may be too low", error.strerror)
-    else:
-        loop.default_exception_handler(context)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from megatron_ext import LoadedEngine, load_engine
+from tests.unit_tests.support import megatron_models
 
 SMALL = {
     "inference_dynamic_batching_block_size": 16,
@@ -16,6 +17,21 @@ SMALL = {
     "inference_dynamic_batching_prefix_caching_mamba_slots": 32,
     "num_tokens_to_generate": 12,
 }
+
+
+ATTACHED = {
+    "inference_dynamic_batching_block_size": 16,
+    "inference_dynamic_batching_block_count": 64,
+    "inference_dynamic_batching_max_requests": 8,
+    "inference_dynamic_batching_prefix_caching_mamba_slots": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[None]:
+    """Stand-ins of packages that models of megatron-core import."""
+    with megatron_models.stand_ins():
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,28 +21,22 @@ from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.mcore.weight_changes import samples_of
 from megatron_ext.ops.linear import Packable, onednn
 from tests.priority import TestPriority
+from tests.unit_tests.api.conftest import ATTACHED
 from tests.unit_tests.support import megatron_models as models
 from tests.unit_tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
+pytestmark = [
+    pytest.mark.usefixtures("upstream"),
+    pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}"),
+]
 
-SETTINGS = {
+SETTINGS = ATTACHED | {
     "pack_weights": True,
     "operator_backend": "onednn",  # packs all weights; those of tests are smaller than the table's
-    "inference_dynamic_batching_block_size": 16,
-    "inference_dynamic_batching_block_count": 64,
-    "inference_dynamic_batching_max_requests": 8,
-    "inference_dynamic_batching_prefix_caching_mamba_slots": 8,
 }
 UNCACHED = {"inference_dynamic_batching_enable_prefix_caching": False}
 COUNT = 6
 PARAMS = RequestParams(num_tokens_to_generate=COUNT)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def upstream() -> Iterator[None]:
-    with models.stand_ins():
-        yield
 
 
 @pytest.fixture
@@ -88,18 +81,9 @@ def test_tokens_are_the_models_own(attach, name: str) -> None:
     assert all(torch.equal(one, after["tensors"][key]) for key, one in before["tensors"].items())
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        pytest.param("experts", UNCACHED, marks=pytest.mark.long),
-        pytest.param("experts", {}, marks=pytest.mark.long),
-        ("hybrid", {}),
-    ],
-    ids=["experts, uncached", "experts, cached", "hybrid, cached"],
-)
-def test_training_between_requests(attach, name: str, settings: dict[str, Any]) -> None:
+def test_training_between_requests(attach) -> None:
     """Tokens after a step of training are those of a fresh engine that packs nothing."""
-    model = models.build(name)
+    model = models.build("hybrid")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     seen = set()
     for _ in range(3):
@@ -107,7 +91,7 @@ def test_training_between_requests(attach, name: str, settings: dict[str, Any]) 
             assert not any(layer.packed for layer in layers(fresh))
             expected = tokens_of(fresh)
         seen.add(tuple(expected))
-        with attach_engine(model, None, **SETTINGS, **settings) as engine:
+        with attach_engine(model, None, **SETTINGS) as engine:
             assert tokens_of(engine) == expected
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)
@@ -157,23 +141,6 @@ def test_writes_while_suspended_need_no_call(attach) -> None:
     assert are_packed(engine)
 
 
-def test_a_closed_engine_keeps_no_copies(attach) -> None:
-    engine = attach(models.build("hybrid"))
-    copies = [weakref.ref(layer.packed) for layer in layers(engine)]
-    engine.close()
-    assert [one() for one in copies] == [None] * len(copies)
-
-
-def test_memory_is_stated(attach, caplog: pytest.LogCaptureFixture) -> None:
-    """The log and the engine say how much is held twice; pools are planned with what is left."""
-    model = models.build("llama")
-    with caplog.at_level(logging.INFO):
-        engine = attach(model)
-    held_twice = sum(layer.weight.nbytes for layer in layers(engine))
-    assert engine.inference_engine.controller.bytes_held_twice == held_twice
-    assert "beside their originals" in caplog.text
-
-
 def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is packed; the model can be attached then."""
     model = models.build("llama")
@@ -194,14 +161,6 @@ def test_quantized_weights_are_refused(packs: bool | None) -> None:
     with pytest.raises(ConfigError, match="cpu-weight-quantization"):
         attach_engine(model, None, **SETTINGS | chosen)
     assert before["attributes"] == models.snapshot(model)["attributes"]
-
-
-def test_a_setting_without_effect_is_logged(attach, caplog: pytest.LogCaptureFixture) -> None:
-    """The table leaves small weights to `F.linear`."""
-    with caplog.at_level(logging.WARNING):
-        engine = attach(models.build("llama"), operator_backend="auto")
-    assert not any(layer.packed for layer in layers(engine))
-    assert "--pack-weights" in caplog.text
 
 
 def silently_scaled(model: nn.Module) -> list[list[int]]:

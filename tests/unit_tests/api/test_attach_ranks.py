@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,13 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from tests.priority import TestPriority
+from tests.unit_tests.api.conftest import ATTACHED
 from tests.unit_tests.support import megatron_models as models
 from tests.unit_tests.support.ranks import run_ranks
 
-SETTINGS = {
-    "inference_dynamic_batching_block_size": 16,
-    "inference_dynamic_batching_block_count": 64,
-    "inference_dynamic_batching_max_requests": 8,
-    "inference_dynamic_batching_prefix_caching_mamba_slots": 8,
-    "distributed_timeout_minutes": 0.5,
-}
+pytestmark = pytest.mark.usefixtures("upstream")
+
+SETTINGS = ATTACHED | {"distributed_timeout_minutes": 0.5}
 COUNT = 6
 PARAMS = RequestParams(num_tokens_to_generate=COUNT, return_log_probs=True, skip_prompt_log_probs=True)
 TOLERANCE = 1e-4  # of log-probs
@@ -53,12 +49,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, object]]] = {
 }
 DRAFTING = {"speculative_method": "ngram", "num_speculative_tokens": 2, "speculative_ngram_shortest": 1}
 RANKS = {"hybrid, tensor and stages": 4}  # of layouts that do not have two
-
-
-@pytest.fixture(scope="module", autouse=True)
-def upstream() -> Iterator[None]:
-    with models.stand_ins():
-        yield
 
 
 @torch.no_grad()

@@ -26,7 +26,6 @@ from tests.unit_tests.support.holding import PATIENCE, held_steps
 SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
 PROMPTS = [SHARED + "When it fails", "A list is", [5, 6, 7, 8], SHARED + "Packages are"]
 GREEDY = RequestParams(num_tokens_to_generate=12)
-SAMPLED = RequestParams(num_tokens_to_generate=12, temperature=1.0, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +58,6 @@ def test_one_prompt_is_a_list_of_one(engine, expected):
     assert engine.generate([]) == []
 
 
-def test_defaults_are_those_of_the_loaded_engine(engine):
-    (record,) = engine.generate("A list is")
-    assert len(record.generated_tokens) == SMALL["num_tokens_to_generate"]
-
-
-def test_parameters_for_each(engine, expected):
-    alone = engine.generate(PROMPTS[1], SAMPLED)[0].generated_tokens
-    greedy, sampled = engine.generate([PROMPTS[1]] * 2, [GREEDY, SAMPLED])
-    assert greedy.generated_tokens == expected[1]
-    assert sampled.generated_tokens == alone != expected[1]
-
-
 def test_all_or_none(engine):
     """PY-3: one invalid prompt, and no prompt of the call is served."""
     before = engine.statistics()
@@ -85,13 +72,6 @@ def test_an_unservable_prompt_fails_alone(engine):
     good, bad = engine.generate(["A list is", [5] * longest], GREEDY)
     assert (good.status, bad.status) == (Status.COMPLETED, Status.FAILED)
     assert "cannot be served" in bad.error
-
-
-def test_from_many_threads(engine, expected):
-    """PY-4: every method may be called from any thread."""
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda i: engine.generate(PROMPTS[i % 4], GREEDY)[0].generated_tokens, range(16)))
-    assert found == expected * 4
 
 
 def test_an_interrupted_call_aborts(engine, monkeypatch):
@@ -116,31 +96,6 @@ def test_an_interrupted_call_aborts(engine, monkeypatch):
     assert [request.record.result(PATIENCE).status for request in requests] == [Status.ABORTED] * 4
 
 
-class TestCache:
-    """Cache of the engine: kept between calls, emptied on request."""
-
-    def skipped(self, engine) -> int:
-        return engine.generate(PROMPTS[0], GREEDY)[0].skipped_prefill_token_count
-
-    def test_reset(self, engine):
-        assert [self.skipped(engine) > 0 for _ in range(2)] == [False, True]
-        engine.reset_prefix_cache()
-        assert self.skipped(engine) == 0
-
-    def test_weights_changed(self, engine):
-        """PY-6: writes that torch's counters miss are reported by the call."""
-        assert [self.skipped(engine) > 0 for _ in range(2)] == [False, True]
-        engine.weights_changed()
-        assert self.skipped(engine) == 0
-
-    def test_statistics(self, engine):
-        before = engine.statistics()
-        engine.generate(PROMPTS, GREEDY)
-        after = engine.statistics()
-        assert after.ended - before.ended == 4
-        assert after.prefix_cache()["blocks_total"] == 200 == engine.geometry.blocks
-
-
 class TestSuspended:
     """The pools come and go."""
 
@@ -150,23 +105,6 @@ class TestSuspended:
             engine.generate(PROMPTS, GREEDY)
         engine.resume()
         assert [record.generated_tokens for record in engine.generate(PROMPTS, GREEDY)] == expected
-
-    def test_requests_in_flight_continue(self, engine, load):
-        """PY-5: requests in flight wait for the resume, and give the same tokens."""
-        long = RequestParams(num_tokens_to_generate=50, ignore_eos=True)
-        expected = engine.generate(PROMPTS, long)
-        other = load()
-        with ThreadPoolExecutor(1) as threads:
-            with held_steps(other.client):
-                waiting = threads.submit(other.generate, PROMPTS, long)
-                while not other.statistics().running:
-                    pass
-                other.suspend()
-                assert not waiting.done()
-                other.resume()
-            found = waiting.result()
-        assert [one.generated_tokens for one in found] == [one.generated_tokens for one in expected]
-        assert sum(one.recomputed_token_count for one in found) > 0
 
 
 class TestClosed:

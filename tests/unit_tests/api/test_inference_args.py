@@ -247,22 +247,11 @@ def test_values_that_nobody_typed_are_checked_and_not_told(version, caplog):
         settings_from_args(namespace)
 
 
-def test_8_bits_become_16(version):
-    assert settings(version, "--load DIR --fp8-format hybrid --fp8-as-16bit") == {"load": "DIR", "bf16": True}
-
-
 def test_a_namespace_can_be_copied_and_written(version):
     """The added attribute is plain data: Megatron-LM saves namespaces in checkpoints and sends them to processes."""
     namespace = parse(version, "--inference-max-seq-length 64")
     assert json.loads(json.dumps(vars(namespace)[RECORD])) == vars(namespace)[RECORD]
     assert settings_from_args(copy.deepcopy(namespace)) == {"inference_max_seq_length": 64}
-
-
-def test_words_of_the_process_are_parsed(version, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py", f"--{BATCHING}-block-size", "256", "--rampup", "3"])
-    namespace, unknown = add_inference_args(megatron_parser(version)).parse_known_args()
-    assert unknown == ["--rampup", "3"]
-    assert settings_from_args(namespace) == {f"{OURS}_block_size": 256}
 
 
 def test_a_plain_namespace_is_refused(version):

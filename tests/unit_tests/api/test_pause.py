@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -79,15 +78,6 @@ class TestPause:
         assert (record.generated_tokens, record.status) == (whole.generated_tokens, Status.COMPLETED)
         assert record.recomputed_token_count == 0
 
-    def test_new_requests_wait(self, engine, whole):
-        engine.pause_generation()
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(engine.generate, PROMPT, SCORED)
-            while engine.statistics().waiting == 0:
-                pass
-            engine.resume_generation()
-            assert waiting.result(PATIENCE)[0].generated_tokens == whole.generated_tokens
-
     def test_it_ends_by_itself(self, engine, whole, caplog):
         caplog.set_level(logging.WARNING, "megatron_ext")
         request = begun(engine)
@@ -120,19 +110,6 @@ class TestStopAllAndKeep:
         assert waiting.record.result(PATIENCE).generated_tokens == ()
         assert engine.statistics().use.blocks_in_use == 0
 
-    def test_continued_later_from_what_is_cached(self, engine):
-        greedy = RequestParams(num_tokens_to_generate=60, ignore_eos=True)
-        (expected,) = engine.generate(PROMPT, greedy)
-        engine.reset_prefix_cache()
-        request = begun(engine, greedy)
-        engine.pause_generation(mode="abort")
-        part = request.record.result(PATIENCE)
-        engine.resume_generation()
-        rest = RequestParams(num_tokens_to_generate=60 - len(part.generated_tokens), ignore_eos=True)
-        (record,) = engine.generate(PROMPT + part.generated_tokens, rest)
-        assert part.generated_tokens + record.generated_tokens == expected.generated_tokens
-        assert record.skipped_prefill_token_count >= 32
-
     async def test_a_stream_ends_with_its_last_part(self, engine, whole):
         stream = engine.stream(PROMPT, SCORED)
         with held_steps(engine.client, tokens=3):
@@ -160,13 +137,6 @@ class TestEarlyEnds:
             await asyncio.wait_for(stream.aclose(), PATIENCE)
         check_beginning(stream.record, whole)
         assert stream.record.status is Status.ABORTED
-
-    async def test_a_stream_that_was_never_taken(self, engine):
-        stream = engine.stream([10**9], SCORED)
-        with pytest.raises(ConfigError):
-            await anext(stream)
-        await asyncio.wait_for(stream.aclose(), PATIENCE)
-        assert stream.record is None
 
     @pytest.mark.parametrize("error", [EngineClosed, RankError])
     async def test_an_engine_that_ends(self, whole, error, monkeypatch):

@@ -130,10 +130,6 @@ class TestParams:
             RequestParams(**fields)
         assert str(caught.value) == message
 
-    def test_values_are_as_they_are_used(self):
-        params = RequestParams(stop_words=["a"], temperature=1)
-        assert (params.stop_words, type(params.temperature)) == (("a",), float)
-
 
 class TestOne:
     """`generate_async` and `stream` take one."""

@@ -56,25 +56,6 @@ def test_opted_out(engine):
     assert [one.computed_prefill_token_count for one in engine.generate([PROMPT] * 2, params)] == [40, 40]
 
 
-def test_structured_outputs(engine):
-    """Samples with a grammar take part once their first mask is known; each output follows it."""
-    form = {"type": "regex", "regex": "(ab|cd){3}"}
-    params = RequestParams(num_tokens_to_generate=20, response_format=form, temperature=1.0)
-    records = engine.generate(["Letters: "] * 4, params)
-    assert all(0 < len(record.generated_text) <= 6 and set(record.generated_text) <= set("abcd") for record in records)
-
-
-def test_drafts(load):
-    """SP-1: samples that begin without a prefill are drafted for like others."""
-    greedy = RequestParams(num_tokens_to_generate=20, ignore_eos=True)
-    plain = load().generate([PROMPT] * 3, greedy)
-    drafting = load(speculative_method="ngram", num_speculative_tokens=3, speculative_draft_cost=0.1)
-    found = drafting.generate([PROMPT] * 3, greedy)
-    assert [one.generated_tokens for one in found] == [one.generated_tokens for one in plain]
-    assert sum(one.draft_token_count for one in found[1:]) > 0
-    assert computed(drafting) == len(PROMPT)
-
-
 def test_explanations(load):
     """SI-5: a sample that took over a prompt skipped all of it."""
     engine = load(explain_prefix_cache=True)

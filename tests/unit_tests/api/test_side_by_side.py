@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -74,17 +73,6 @@ class TestTwoEngines:
                 (alone,) = expected[index][n]
                 assert found.generated_tokens == alone.generated_tokens
                 assert found.generated_log_probs == pytest.approx(alone.generated_log_probs, abs=1e-4)  # other batches
-
-    async def test_token_by_token(self, load):
-        """PY-7: streams of both in one loop."""
-        engines = self.engines(load)
-        expected = [[one.generated_tokens for one in engine.generate(IDS, GREEDY)] for engine in engines]
-
-        async def tokens(engine, prompt):
-            return tuple([token async for part in engine.stream(prompt, GREEDY) for token in part.tokens])
-
-        found = await asyncio.gather(*(tokens(engine, prompt) for prompt in IDS for engine in engines))
-        assert [list(found[index::2]) for index in (0, 1)] == expected
 
     def test_one_ends_the_other_goes_on(self, load):
         """PY-7: one engine's end leaves the other's thread and cache, and Megatron's groups."""

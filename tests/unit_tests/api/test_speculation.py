@@ -149,18 +149,3 @@ def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
     assert [record.generated_tokens for record in generate(engine)] == plain
     assert drafting.costs is measured
     assert len([message for message in caplog.messages if message.startswith("drafts cost, in steps without")]) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"speculative_method": "ngram"}, "--speculative-method ngram needs --num-speculative-tokens"),
-        (
-            {"speculative_method": "ngram", "num_speculative_tokens": 2, "speculative_draft_cost": -0.1},
-            "--speculative-draft-cost -0.1 must be zero or more",
-        ),
-    ],
-)
-def test_impossible_settings_are_refused_at_the_start(load, settings, expected):
-    with pytest.raises(ConfigError, match=expected):
-        load(**settings)

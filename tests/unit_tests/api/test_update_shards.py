@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,30 +26,21 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.update import shards
 from megatron_ext.models.update.writer import WeightWriter
+from tests.unit_tests.api.conftest import ATTACHED
 from tests.unit_tests.api.test_attach_ranks import LAYOUTS, RANKS, load
 from tests.unit_tests.support import megatron_models as models
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.weights import writer_of
 
-SETTINGS = {
-    "inference_dynamic_batching_block_size": 16,
-    "inference_dynamic_batching_block_count": 64,
-    "inference_dynamic_batching_max_requests": 8,
-    "inference_dynamic_batching_prefix_caching_mamba_slots": 8,
-    "distributed_timeout_minutes": 0.5,
-}
+pytestmark = pytest.mark.usefixtures("upstream")
+
+SETTINGS = ATTACHED | {"distributed_timeout_minutes": 0.5}
 COUNT = 6
 PARAMS = RequestParams(num_tokens_to_generate=COUNT, return_log_probs=True, skip_prompt_log_probs=True)
 OLD, NEW = 1, 2  # seeds
 EMBEDDING = "embedding.word_embeddings.weight"
 Engine = LoadedEngine | EngineFollower
 Outcome = tuple[list[int], int, list[float]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def upstream() -> Iterator[None]:
-    with models.stand_ins():
-        yield
 
 
 def outcome(engine: Engine) -> Outcome | None:

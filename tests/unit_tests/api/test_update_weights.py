@@ -80,20 +80,6 @@ def test_equal_to_a_fresh_engine(new, fresh, load, backend):
         assert_equal(old, fresh)
 
 
-def test_the_cache_is_emptied(new, load):
-    """PY-6: no block computed with the old weights is found."""
-    engine = load()
-    engine.generate(PROMPTS, PARAMS)
-    assert engine.generate(PROMPTS[0], PARAMS)[0].skipped_prefill_token_count > 0
-    engine.update_weights(new)
-    assert engine.statistics().use.blocks_cached == 0
-    assert [one.skipped_prefill_token_count > 0 for one in engine.generate([PROMPTS[0]] * 3, PARAMS)] == [
-        False,
-        True,
-        True,
-    ]
-
-
 def test_refused_whole(new, load):
     """PY-6: the engine goes on with the old weights, and with what it had cached."""
     engine = load()
@@ -284,22 +270,3 @@ def test_while_it_is_suspended(new, fresh, load):
     engine.update_weights(new.items())
     engine.resume()
     assert_equal(outcomes(engine), fresh)
-
-
-def test_in_buckets(new, fresh, load):
-    """PY-6: a part of the tensors at a time."""
-    engine = load()
-    names = list(new)
-    for first in range(0, len(names), 10):
-        engine.update_weights({name: new[name] for name in names[first : first + 10]}, partial=True)
-    assert_equal(outcomes(engine), fresh)
-
-
-def test_the_names(new, load):
-    engine = load()
-    used = {name: one for name, one in new.items() if not name.startswith("mtp.")}  # drafts are not asked for
-    assert engine.weight_shapes() == {name: tuple(one.shape) for name, one in used.items()} != {}
-    assert used.keys() < new.keys()
-    engine.close()
-    with pytest.raises(EngineClosed):
-        engine.update_weights(new)

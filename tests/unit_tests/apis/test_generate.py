@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from megatron.core.inference import inference_request as upstream
 
-from megatron_ext.apis import DynamicInferenceRequest, MegatronAsyncLLM, SamplingParams
+from megatron_ext.apis import DynamicInferenceRequest, SamplingParams
 from megatron_ext.config.batching import LOGPROBS_MODES
 from megatron_ext.errors import ConfigError, EngineClosed
 from tests.unit_tests.apis.conftest import tokenizer
@@ -71,13 +69,6 @@ class TestResults:
         assert processed.generated_log_probs == [0.0] * COUNT
         assert max(raw.generated_log_probs) < -0.1
         assert processed.prompt_log_probs == pytest.approx(raw.prompt_log_probs, abs=1e-6)
-
-    def test_scores_that_are_not_asked_for(self, start):
-        llm = start()
-        (request,) = llm.generate(PROMPT, greedy())
-        assert (request.prompt_log_probs, request.generated_log_probs, request.generated_top_n_logprobs) == (None,) * 3
-        (request,) = llm.generate(PROMPT, greedy(return_log_probs=True, skip_prompt_log_probs=True))
-        assert (request.prompt_log_probs, len(request.generated_log_probs)) == ([], COUNT)
 
     def test_token_events(self, start, expected):
         (request,) = start(track_generated_token_events=True).generate(PROMPT, greedy())
@@ -164,18 +155,6 @@ class TestShapes:
         with pytest.raises(TypeError, match="of type"):
             start().generate(prompts)
 
-    def test_parameters_are_megatrons_by_default(self, start):
-        """Sampled at temperature 1, as many tokens as fit: on 0.16 thirty."""
-        (request,) = start().generate(PROMPT)
-        assert request.sampling_params.temperature == 1.0
-        assert len(request.generated_tokens) == (SamplingParams().num_tokens_to_generate or 128 - len(PROMPT))
-
-    def test_the_callers_parameters_stay_as_they_are(self, start):
-        params = greedy()
-        before = dataclasses.asdict(params)
-        start().generate(PROMPT, params)
-        assert dataclasses.asdict(params) == before
-
     def test_invalid_ones_serve_no_prompt(self, start):
         llm = start()
         with pytest.raises(ConfigError, match="min_length 4 is not a sampling parameter"):
@@ -186,46 +165,11 @@ class TestShapes:
 
 
 class TestThreads:
-    def test_several_threads(self, start, expected):
-        llm = start()
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: llm.generate(PROMPT, greedy())[0].generated_tokens, range(8)))
-        assert found == [expected] * 8
-
     def test_the_sync_class_inside_a_running_loop(self, start, expected):
         async def ask() -> list[int]:
             return start(use_coordinator=True).generate(PROMPT, greedy())[0].generated_tokens
 
         assert asyncio.run(ask()) == expected
-
-    def test_several_loops(self, start_async, expected):
-        llm: MegatronAsyncLLM = start_async()
-
-        def ask(_: int) -> list[int]:
-            return asyncio.run(llm.generate(PROMPT, greedy())).generated_tokens
-
-        with ThreadPoolExecutor(3) as pool:
-            assert list(pool.map(ask, range(3))) == [expected] * 3
-        asyncio.run(llm.shutdown())
-
-    def test_a_cancelled_task_aborts_its_requests(self, start_async):
-        async def leave() -> int:
-            async with start_async() as llm:
-                await llm.pause()
-                task = asyncio.create_task(llm.generate([PROMPT, PROMPT], greedy(num_tokens_to_generate=60)))
-                client = llm._runtime._loaded.client
-                while not await asyncio.wrap_future(
-                    client.call(lambda: llm._runtime._loaded.inference_engine.core.output.requests())
-                ):
-                    await asyncio.sleep(0)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                await llm.unpause()
-                await llm.generate(PROMPT, greedy())
-                return llm.context.step_count
-
-        assert asyncio.run(leave()) == COUNT
 
     def test_shutdown_ends_requests_that_wait(self, start_async):
         async def leave() -> None:

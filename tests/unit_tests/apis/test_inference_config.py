@@ -71,10 +71,6 @@ DEFAULTS = {
 }
 
 
-def test_none_leaves_the_engines_own_settings():
-    assert read_inference_config(None) == EngineOptions()
-
-
 def test_defaults_are_megatrons():
     assert read_inference_config(Config()) == EngineOptions(DEFAULTS, has_pause_events=False)
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import socket
 import threading
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -17,7 +17,6 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 
 from megatron_ext import LoadedEngine, attach_engine
 from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig, http_frontend
-from megatron_ext.apis import llm as llm_module
 from megatron_ext.errors import ConfigError, EngineClosed, EngineSuspended
 from tests.unit_tests.apis.conftest import SMALL, Config, tokenizer
 from tests.unit_tests.support.holding import PATIENCE
@@ -42,12 +41,6 @@ class TestDirectMode:
     def test_does_not_serve(self, start):
         with pytest.raises(ValueError, match="use_coordinator=True"):
             start().serve(ServeConfig(port=0))
-
-    def test_waits_for_nothing(self, start):
-        start().wait_for_shutdown()
-
-    def test_every_rank_is_primary(self, start):
-        assert start().is_primary_rank
 
     def test_is_refused_in_event_loops(self, model):
         with pytest.raises(ValueError, match="use_coordinator=True"):
@@ -111,20 +104,6 @@ class TestStates:
         with pytest.raises(RuntimeError, match=r"call pause\(\) before suspend"):
             start(use_coordinator=True).suspend()
 
-    def test_resumed_is_paused(self, start):
-        llm = start(use_coordinator=True)
-        llm.resume()  # of a running engine: nothing happens
-        assert llm.generate(PROMPT, GREEDY)[0].succeeded()
-        llm.pause()
-        llm.suspend()
-        llm.resume()
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(llm.generate, PROMPT, GREEDY)
-            while not llm._runtime._loaded.statistics().waiting:
-                pass
-            llm.unpause()
-            assert waiting.result()[0].succeeded()
-
 
 class TestCoroutines:
     """`submit` and `run_sync`: an event loop beside the engine."""
@@ -168,13 +147,6 @@ class TestCoroutines:
         with pytest.raises(EngineClosed):
             llm.submit(asyncio.sleep(0))
 
-    def test_a_shutdown_by_one_of_them(self, start_async):
-        llm = start_async()
-        with pytest.raises(CancelledError):
-            llm.run_sync(llm.shutdown())
-        with pytest.raises(EngineClosed):
-            llm.run_sync(asyncio.sleep(0))
-
 
 class TestShutdown:
     @pytest.mark.parametrize("use_coordinator", [False, True])
@@ -197,25 +169,6 @@ class TestShutdown:
         llm.shutdown()
         with pytest.raises(EngineClosed, match="shut down"):
             getattr(llm, name)()
-
-    def test_from_several_threads(self, start):
-        llm = start(use_coordinator=True)
-        with ThreadPoolExecutor(4) as pool:
-            waiting = pool.submit(llm.wait_for_shutdown)
-            list(pool.map(lambda _: llm.shutdown(), range(3)))
-            waiting.result()
-
-    def test_a_suspended_engine(self, start):
-        llm = start(use_coordinator=True)
-        llm.pause()
-        llm.suspend()
-        assert llm.generate([]) == []
-        llm.shutdown()
-        assert pools(llm) is None
-
-    def test_the_model_is_free_for_the_next_one(self, start):
-        start().shutdown()
-        assert start().generate(PROMPT, GREEDY)[0].succeeded()
 
     def test_a_collected_object_is_shut_down(self, model):
         gc.freeze()  # a search among all objects of the process takes half a second
@@ -269,14 +222,6 @@ class TestConstruction:
         with pytest.raises(ConfigError, match="AbstractModelInferenceWrapper"):
             MegatronLLM(model=model, tokenizer=tokenizer(), inference_wrapper_cls=AbstractModelInferenceWrapper)
 
-    def test_an_address_of_the_coordinator_is_said_to_have_no_effect(self, model, caplog):
-        caplog.set_level("INFO", llm_module.__name__)
-        with MegatronLLM(
-            model=model, tokenizer=tokenizer(), inference_config=Config(**SMALL), coordinator_port=12345
-        ) as llm:
-            assert llm.is_primary_rank
-        assert "no effect" in caplog.text
-
 
 class TestCounts:
     def test_reset_begins_anew(self, start):
@@ -289,17 +234,6 @@ class TestCounts:
             assert llm.context.lifetime_prefill_token_count == len(PROMPT)
             assert (llm.context.async_sched_step_count, llm.context.async_sched_compaction_step_count) == (0, 0)
             llm.engine.reset()
-
-    def test_limits(self, start, model):
-        llm = start()
-        context = llm.context
-        assert (context.max_requests, context.max_tokens, context.max_sequence_length) == (8, 256, 128)
-        assert (context.block_size_tokens, context.enable_prefix_caching, context.is_hybrid_model) == (16, True, False)
-        assert context.kv_block_allocator.active_count > 0
-        assert (context.unified_memory_level, list(context.cuda_graph_batch_dimensions_list)) == (0, [])
-        assert llm.engine.capture_stats is None
-        found = llm.controller.tokenize_prompt(llm.controller.tokenizer, "<5><6>")
-        assert found == [5, 6]
 
 
 class TestServer:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch.distributed as dist
 
 from megatron_ext import ConfigError, EngineClosed, EngineFollower, RequestParams, attach_engine
-from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig
+from megatron_ext.apis import MegatronLLM, SamplingParams, ServeConfig
 from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore import platform
 from tests.priority import TestPriority
@@ -78,29 +76,6 @@ def coordinated(sizes: dict) -> dict:
     return seen
 
 
-def first_alone(sizes: dict) -> int:
-    """Lifecycle that the first rank goes through alone; it ends while the engine is suspended."""
-    platform.initialize(ParallelConfig(**sizes))
-
-    async def run() -> int:
-        async with make(MegatronAsyncLLM) as llm:
-            if not llm.is_primary_rank:
-                return 0
-            await llm.generate(PROMPT, GREEDY)
-            await llm.pause()
-            await llm.suspend()
-            await llm.resume()
-            await llm.unpause()
-            await llm.generate(PROMPT, GREEDY)
-            await llm.pause()
-            await llm.suspend()
-            return llm.context.step_count
-
-    count = asyncio.run(run())
-    dist.barrier()
-    return count
-
-
 def direct(sizes: dict, prompts: list) -> tuple[list, str, str, list]:
     """Results of direct mode with this rank's prompts, of two calls that are refused, and of `attach_engine`."""
     platform.initialize(ParallelConfig(**sizes))
@@ -122,10 +97,6 @@ def test_coordinator_mode():
     assert first["limits"] == second["limits"]
     assert first["closed"].startswith(EngineClosed.__name__)
     assert second["closed"].startswith(EngineClosed.__name__)
-
-
-def test_the_first_rank_alone_changes_states():
-    assert run_ranks(first_alone, 2, TP_2)[0] == 2 * COUNT
 
 
 def test_direct_mode_in_a_replica():

@@ -15,7 +15,6 @@ TOOLS = {
     "run_inference": "run",
     "run_server": "serve",
     "simulate_cache": "simulate",
-    "explain_prefix": "explain",
     "prefix_cache": "prefix-cache",
 }
 

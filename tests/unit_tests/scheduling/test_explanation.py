@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from megatron_ext.commands import explain
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.cached_token_ids import MAX_ENDS, CachedTokenIds
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
@@ -359,49 +356,3 @@ def test_more_slots_would_have_kept_evicted_snapshots(seed: int):
         elif said.reason == MissReason.NO_SNAPSHOT:
             assert unbounded.skipped == said.skipped
     assert {MissReason.SNAPSHOT_GIVEN_UP, MissReason.NO_SNAPSHOT} <= seen
-
-
-class TestTool:
-    def test_two_prompts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        first, second = tmp_path / "a.json", tmp_path / "b.json"
-        first.write_text(json.dumps([5] * 503 + [19] * 30))
-        second.write_text(json.dumps({"token_ids": [5] * 503 + [20] * 24}))
-        assert explain.main([str(first), str(second), "--attention-only"]) == 0
-        assert capsys.readouterr().out == (
-            "448 of 527 tokens are skipped: 503 tokens agree with a cached prefix, which diverges in block 7 at token "
-            "503: here 20, there 19; computing began at 448\n"
-            f"{Explanation('parted', 0, 0, 0, 1).advice}\n"
-        )
-        assert explain.main([str(first), str(second)]) == 0
-        assert capsys.readouterr().out.splitlines()[0] == (
-            "256 of 527 tokens are skipped: 448 tokens are cached, and no snapshot of states lies between 256 "
-            "and 448. 503 tokens agree with a cached prefix, which diverges in block 7 at token 503: "
-            "here 20, there 19"
-        )
-
-    @pytest.mark.parametrize("block_size", [1, 4, 16])
-    @pytest.mark.parametrize("length", [15, 16, 17])
-    def test_prompts_that_fill_the_pool(self, length: int, block_size: int):
-        """Prompts that share nothing, end to end, and prompts that differ in the last token alone."""
-        first, other = (5,) * length, (6,) * length
-        for before, after, shared in [
-            (first, other, 0),
-            (first, (*first[:-1], 6), length - 1),
-            (first, (*first, 6), length),
-            ((*first, 6), first, length),
-        ]:
-            said = explain.explain_second(before, after, block_size, is_hybrid=False)
-            assert said.skipped == min(shared // block_size * block_size, len(after) - 1)
-
-    def test_texts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        for name in "ab":
-            (tmp_path / name).write_text(f"The same words again and again, {name} and more of them")
-        assert explain.main([str(tmp_path / "a"), str(tmp_path / "b"), "--block-size", "4"]) == 0
-        said = capsys.readouterr().out
-        assert "no snapshot" in said
-        assert '"The same words again and again,► b and more of them"' in said
-
-    def test_mistakes_are_a_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        (tmp_path / "a").write_text("[]")
-        assert explain.main([str(tmp_path / "a"), str(tmp_path / "none")]) == 2
-        assert "has no tokens" in capsys.readouterr().err

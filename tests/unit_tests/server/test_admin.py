@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import threading
 import time
@@ -145,11 +144,6 @@ class TestWhoMayAsk:
             load_keys(ServerConfig(enable_admin_routes=True, **settings), {})
         assert load_keys(ServerConfig(enable_admin_routes=True, api_key=KEY), {}).has_administrator
 
-    def test_several_keys_have_no_administrator_among_them(self, tmp_path):
-        (tmp_path / "keys").write_text("alice\nbob\n")
-        with pytest.raises(ConfigError, match="--enable-admin-routes"):
-            load_keys(ServerConfig(enable_admin_routes=True, api_key_file=str(tmp_path / "keys")), {})
-
     def test_a_root_needs_the_flag_and_a_directory(self, tmp_path):
         with pytest.raises(ConfigError, match=r"--weights-root .* needs --enable-admin-routes"):
             ServerConfig(weights_root=str(tmp_path))
@@ -194,13 +188,6 @@ class TestSleep:
         found = tokens(server)
         assert found["choices"][0]["text"] == expected["choices"][0]["text"]
         assert (found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) is cached
-
-    def test_an_unknown_level(self, server):
-        check_error(ask(server, "POST", "/sleep?level=2"), 400)
-        assert not server.serving.requests.is_asleep
-
-    def test_awake_already(self, server):
-        assert ask(server, "POST", "/wake_up").json() == {"is_sleeping": False}
 
     def test_it_ends_while_it_sleeps(self, serve):
         """The shutdown does not wait for requests that no step will serve."""
@@ -286,11 +273,6 @@ class TestPause:
         assert server.http.get("/health").json()["status"] == "ok"
         server.check_idle()
 
-    def test_it_ends_by_itself(self, server):
-        assert ask(server, "POST", "/pause?max_seconds=0.05").json()["is_paused"]
-        assert tokens(server)["usage"]["completion_tokens"] == 12  # it waits for the end
-        assert not server.serving.requests.is_paused
-
     def test_requests_end_with_the_tokens_that_they_have(self, server):
         """SE-5: a stream ends in order, with a last part; what was not streamed is answered while it is paused."""
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
@@ -327,11 +309,6 @@ class TestPause:
         waiting.join(PATIENCE)
         assert check_error(seen[0], 503)["code"] == "request_aborted"
 
-    @pytest.mark.parametrize("query", ["mode=wait", "max_seconds=0", "max_seconds=inf", "max_seconds=1e9", "for=3"])
-    def test_mistakes(self, server, query):
-        check_error(ask(server, "POST", f"/pause?{query}"), 400)
-        assert not server.serving.requests.is_paused
-
 
 class TestAbort:
     def test_one_answer_by_its_id(self, server):
@@ -347,19 +324,6 @@ class TestAbort:
         server.check_idle()
         error = check_error(ask(server, "POST", "/abort", json={"request_id": name}), 404)
         assert (error["param"], error["code"]) == ("request_id", "request_not_found")
-
-    def test_all(self, server):
-        found: list[httpx.Response] = []
-        body = {"prompt": [1, 2], "max_tokens": 40, "n": 2, "ignore_eos": True}
-        waiting = threading.Thread(target=lambda: found.append(ask(server, "POST", "/v1/completions", json=body)))
-        with server.held():
-            waiting.start()
-            server.wait_until(lambda: server.serving.requests.living == 2)
-            assert ask(server, "POST", "/abort", json={"abort_all": True}).json() == {"aborted": 2}
-            waiting.join(PATIENCE)
-        assert check_error(found[0], 503)["code"] == "request_aborted"
-        server.wait_until(lambda: not server.engine.has_unfinished_requests())
-        server.check_idle()
 
 
 class TestUpdate:
@@ -459,22 +423,6 @@ class TestUpdate:
         assert ask(server, "GET", "/health").status_code == 200
         assert tokens(server)["choices"]
 
-    def test_a_write_that_fails_in_its_middle(self, server, monkeypatch):
-        """RL-1: the old weights are put back, and requests go on with them."""
-        before, swap, calls = tokens(server), disk._swap, iter(range(10**6))
-
-        def fail(*pair: torch.Tensor) -> None:
-            if next(calls) == 5:
-                raise ZeroDivisionError("planted")
-            swap(*pair)
-
-        with monkeypatch.context() as broken:
-            broken.setattr(disk, "_swap", fail)
-            answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"})
-        assert "the old weights are back" in check_error(answer, 503)["message"]
-        assert ask(server, "GET", "/health").status_code == 200
-        assert tokens(server)["choices"] == before["choices"]
-
     @pytest.mark.parametrize(
         ("path", "named"),
         [("spoilt", "has shape"), ("missing", "not a directory"), ("../x", "not below"), ("/etc", "not below")],
@@ -538,11 +486,3 @@ def test_flush_cache(server):
     assert tokens(server)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert ask(server, "POST", "/flush_cache").json()["occupancy"]["blocks_cached"] == 0
     assert tokens(server)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-
-
-def test_ended_requests_are_forgotten(server):
-    """Negative control of the map of answers: it holds nothing of requests that have ended."""
-    tokens(server)
-    server.check_idle()
-    gc.collect()
-    assert len(server.serving.requests.groups) <= 1, "of the event loop's last one"

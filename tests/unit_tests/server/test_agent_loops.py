@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.anthropic.message_builder import MessageBuilder
@@ -23,8 +20,6 @@ from megatron_ext.text.tool_calls.formats import format_named
 from megatron_ext.text.tool_calls.functions import Function
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.on_request import long_except
-from tests.unit_tests.parallel.test_failures import be_patient
-from tests.unit_tests.parallel.test_server import stop
 from tests.unit_tests.support.agent_loop import (
     COMPACTION,
     SEVERAL,
@@ -35,13 +30,10 @@ from tests.unit_tests.support.agent_loop import (
     play,
     play_briefly,
 )
-from tests.unit_tests.support.ranks import run_world
 from tests.unit_tests.support.server import embedded_engine
 from tests.unit_tests.text.tool_calls.test_tool_calls import ARGUMENTS, BARE, PARAMETERS, written
 
 BLOCK = 16
-FLAGS = ("--inference-dynamic-batching-block-size", str(BLOCK), "--inference-dynamic-batching-block-count", "400")
-FLAGS += ("--inference-dynamic-batching-prefix-caching-mamba-slots", "32")
 
 
 def test_one_process(trained):
@@ -158,31 +150,3 @@ def test_arguments_that_are_no_object_are_shown_as_they_are(embedded, monkeypatc
         assert response.status_code == 200, response.text
         ids = response.json().get("prompt_token_ids")
         assert ids is None or shown in tokenizer.detokenize(ids, skip_special_tokens=False)
-
-
-def serve_and_play() -> None:
-    """The command `serve` as torchrun starts it; on rank 0 an agent comes when it listens."""
-    from megatron_ext.commands.serve import main
-    from megatron_ext.server import run
-
-    be_patient()
-    rank = torch.distributed.get_rank()
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(torch.distributed.get_world_size())}
-
-    def agent(url: str) -> None:
-        try:
-            check_cache(play(url), BLOCK)
-            print("the loop ended well", flush=True)
-        finally:
-            stop()
-
-    run.announce = lambda url: threading.Thread(target=agent, args=(url,), daemon=True).start()
-    raise SystemExit(main(["--port", "0", "--log-level", "warning", "--tensor-model-parallel-size", "2", *FLAGS]))
-
-
-@pytest.mark.worlds
-@pytest.mark.long
-def test_two_ranks():
-    """Guided calls are the same on all ranks: rank 0 alone computes masks."""
-    first, _ = run_world(serve_and_play, 2)
-    assert "the loop ended well" in first.stdout, first.stderr

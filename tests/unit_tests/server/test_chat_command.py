@@ -6,7 +6,6 @@ import io
 import json
 import sys
 import urllib.request
-from unittest import mock
 
 import pytest
 
@@ -112,18 +111,6 @@ def test_an_answer_of_another_server(content, trained, monkeypatch, capsys):
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(content))
     with pytest.raises(ConfigError, match="does not answer like a server"):
         list(conversation.ask(LONG))
-
-
-def test_ctrl_c_at_the_start_is_no_traceback(monkeypatch, capsys):
-    monkeypatch.setattr(chat, "_Server", mock.Mock(side_effect=KeyboardInterrupt))
-    assert chat.main([]) == chat.INTERRUPTED
-    assert capsys.readouterr().err == ""
-
-
-def test_flags_of_a_server_with_a_running_one(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        chat.main(["--url", "http://127.0.0.1:1", "model"])
-    assert "with --url no server is started; leave model out" in capsys.readouterr().err
 
 
 @pytest.mark.realtime

@@ -127,21 +127,3 @@ def test_counts_of_a_restart(serve, tmp_path):
     read |= {f"{name}_total" for name in re.findall(r'total\("(\w+)"\)', PAGE.split("drawAudits")[1])}
     assert len(read) > 20
     assert {f"megatron_ext_{name}" for name in read} <= set(re.findall(r"^(\w+)", text, re.MULTILINE))
-
-
-def test_explanations_say_what_came_from_disk(serve, tmp_path):
-    """SI-5: in the answer, as a number and in the sentence."""
-    first = started(serve, tmp_path / "cache")
-    complete(first, PROMPT)
-    first.stop()
-    second = started(serve, tmp_path / "cache")
-    found = [
-        complete(second, PROMPT, explain_prefix_cache=True)["choices"][0]["prefix_cache_explanation"] for _ in range(2)
-    ]
-    assert [one["from_disk"] for one in found] == [32, 32]
-    assert "; 32 of the skipped tokens came from disk" in found[0]["text"]
-    second.http.post("/reset_prefix_cache")
-    complete(second, PROMPT)
-    last = complete(second, PROMPT, explain_prefix_cache=True)["choices"][0]["prefix_cache_explanation"]
-    assert (last["skipped"], last["from_disk"]) == (32, 0)
-    assert "disk" not in last["text"]

@@ -124,24 +124,6 @@ def test_the_server_goes_on_after_all_that(tiny):
     check_alive(tiny)
 
 
-def test_codes(tiny):
-    too_long = tiny.http.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 9999})
-    assert check_error(too_long, 400)["code"] == "context_length_exceeded"
-    unknown = tiny.http.post(COMPLETIONS, json={"prompt": [1], "model": "x"})
-    assert check_error(unknown, 404)["code"] == "model_not_found"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"null", b"[[[" * 5000, b'{"prompt": "\xff"}', b'{"prompt": [1], "seed": ' + b"9" * 5000 + b"}"],
-    ids=["nothing", "half", "null", "deep", "no UTF-8", "a huge number"],
-)
-def test_bodies_that_are_no_json(tiny, body):
-    response = tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    assert check_error(response, 400)["type"] == "invalid_request_error"
-    check_alive(tiny)
-
-
 HALF = "\ud83d"
 MESSAGES, RESPONSES, TOKENIZE = "/v1/messages", "/v1/responses", "/tokenize"
 SCHEMA = {"type": "json_schema", "schema": {"enum": [HALF]}}
@@ -189,12 +171,6 @@ def test_whole_surrogate_pairs_and_escaped_backslashes_are_characters(tiny):
     assert tiny.http.post(COMPLETIONS, content=body, headers=HEADERS).status_code == 200
 
 
-@pytest.mark.parametrize("number", ["NaN", "1e999"])
-def test_infinite_numbers(tiny, number):
-    body = f'{{"prompt": [1], "temperature": {number}}}'.encode()
-    check_error(tiny.http.post(COMPLETIONS, content=body, headers=HEADERS), 400)
-
-
 def test_no_such_route(tiny):
     unknown = check_error(tiny.http.get("/v2"), 404)
     response = tiny.http.get(COMPLETIONS)
@@ -240,10 +216,6 @@ class TestKey:
         error = check_error(response, 401)
         assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
         assert response.headers["www-authenticate"] == "Bearer"
-
-    @pytest.mark.parametrize("path", ["/", "/health", "/metrics"])
-    def test_routes_that_show_only_counts_need_no_key(self, locked, path):
-        assert locked.http.get(path).status_code == 200
 
     def test_with_the_key_everything_is(self, locked):
         assert locked.client().completions.create(model="tiny", prompt=[1], max_tokens=1).usage.completion_tokens == 1

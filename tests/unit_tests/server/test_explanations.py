@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
 
 from megatron_ext.commands import simulate as command
-from megatron_ext.commands.simulate import ask_server, described
+from megatron_ext.commands.simulate import ask_server
 from megatron_ext.config import CacheConfig
-from megatron_ext.errors import ConfigError
 from megatron_ext.server.monitoring.request_trace import RequestTrace
-from megatron_ext.simulation.formats import read_requests
 from megatron_ext.simulation.replay import simulate
 from megatron_ext.simulation.settings import Machine, limits_of
 from tests.unit_tests.offline.conftest import make_record
@@ -46,14 +43,6 @@ def server(serve) -> LiveServer:
 def closed(serve) -> LiveServer:
     """Server with explanations but without routes for administrators."""
     return serve(tiny_engine(cache=explaining()), api_key="key")
-
-
-@pytest.fixture(scope="module")
-def two_keys(serve, tmp_path_factory) -> LiveServer:
-    """Server with explanations for two tenants."""
-    file = tmp_path_factory.mktemp("keys") / "keys"
-    file.write_text("alice\nbob\n")
-    return serve(tiny_engine(cache=explaining()), api_key_file=str(file))
 
 
 def ask(server: LiveServer, prompt: object, *, key: str = "key", stream: bool = False, **fields: object) -> list[dict]:
@@ -117,17 +106,6 @@ class TestExplanations:
             said += [one["prefix_cache_explanation"] for one in ask(server, FIRST, stream=stream, cache_salt=second)]
         assert said[0] == said[1]
         assert (said[1]["reason"], said[1]["age"], "before" in said[1]) == ("not_cached", None, False)
-
-    def test_nothing_of_another_key(self, two_keys, stream):
-        said = []
-        for others in ((), (FIRST, parting_at(20), FIRST[:18])):
-            two_keys.reset_cache()
-            for prompt in others:
-                ask(two_keys, prompt, key="alice")
-            said += [one["prefix_cache_explanation"] for one in ask(two_keys, FIRST, key="bob", stream=stream)]
-        assert said[0] == said[1]
-        assert ask(two_keys, FIRST, key="alice")[0]["prefix_cache_explanation"]["agreeing"] is None
-        assert ask(two_keys, parting_at(36), key="alice")[0]["prefix_cache_explanation"]["agreeing"] == 36
 
     def test_once_for_each_prompt(self, server, stream):
         server.reset_cache()
@@ -254,27 +232,3 @@ class TestTheRecentPast:
         assert own["skipped_tokens"] > 100
         assert command.main([*argv, str(tmp_path / "wrong")]) == 2
         assert "answers 401" in capsys.readouterr().err
-
-    def test_without_a_request_there_is_nothing_to_simulate(self):
-        with pytest.raises(ConfigError, match="has no request"):
-            read_requests(io.BytesIO(b""), "here")
-
-    def test_costs_of_another_block_size(self):
-        costs = {"block_size": 16, "token_flops": 5.0, "position_flops": 1.0, "block_bytes": 160, "state_bytes": 40}
-        names = {"max_requests": 2, "max_tokens": 64, "max_prefills": 0, "max_sequence_length": 99}
-        state = {
-            "costs": costs,
-            "geometry": {"snapshot_slots": 4, "blocks": 10},
-            "settings": {"policy": "ref_zero", "mode": "align", **names},
-        }
-        found = described(state, [])
-        assert (found.settings.policy, found.settings.mode, found.settings.state_share) == ("ref_zero", "align", 1 / 11)
-        assert found.model.costs(64).block_bytes == 640
-        assert found.batch.max_requests == 2
-
-    def test_a_server_without_opportunistic_snapshots(self, serve):
-        cache = CacheConfig(snapshot_slots=16, explain_prefix_cache=True, provisional_slots=0)
-        server = serve(tiny_engine(cache=cache), api_key="key")
-        ask(server, FIRST)
-        running = ask_server(str(server.http.base_url).rstrip("/"), "key")
-        assert running.settings.provisional_slots == 0

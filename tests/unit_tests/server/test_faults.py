@@ -175,10 +175,3 @@ def test_a_failed_step_is_counted_too_and_is_a_503(server, monkeypatch):
     ask(server, OTHERS[0])
     assert server.http.get("/health").status_code == 200
     server.check_idle()
-
-
-def test_without_an_error_nothing_is_counted(server):
-    """Negative control: without an error nothing is counted."""
-    before = server.http.get("/health").json()["errors"]
-    ask_all(server, [VICTIM, *OTHERS], stream=True)
-    assert server.http.get("/health").json()["errors"] == before

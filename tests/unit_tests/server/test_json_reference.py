@@ -9,7 +9,6 @@ import re
 from collections import Counter
 
 import httpx
-import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
@@ -89,8 +88,3 @@ def test_answers(serve):
     found = beyond(Completion.model_validate(plain)) | beyond(ChatCompletion.model_validate(chat))
     thinking = {"choices[].message.reasoning", "choices[].message.reasoning_content"}
     assert found | thinking == section("Fields of answers beyond OpenAI's")
-
-
-def test_a_field_without_a_meaning_is_an_error():
-    with pytest.raises(ValueError, match="the field new has no meaning"):
-        json_fields.rows_of([("new", "integer")], {})

@@ -26,7 +26,6 @@ from megatron_ext.server.log import (
     REQUEST_ID,
     BoundedRate,
     LineFormatter,
-    printable,
 )
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS
 from tests.unit_tests.support.driver import make_prompt
@@ -173,12 +172,6 @@ class TestRequests:
             own = [one for one in caplog.records if one.name == access.__name__]
             assert len(own) == count + 1
 
-    def test_it_can_be_off(self, serve, caplog):
-        caplog.set_level(logging.DEBUG, "megatron_ext")
-        quiet = serve(tiny_engine(), access_log=False)
-        assert quiet.http.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 1}).status_code == 200
-        assert [one for one in caplog.records if one.name == access.__name__] == []
-
 
 QUOTED = "z'q\"x canary"
 BODIES = [
@@ -223,15 +216,6 @@ class TestReasons:
         server.http.post(CHAT, content="{}", headers={"Content-Type": "text/plain"})
         for line, named in zip(reasons[0](), ("n:", r"other\x1b[2J", r"/v2/\x1b[2J", "evil.ex", "plain"), strict=True):
             assert named in line
-
-    def test_five_a_minute_and_how_many_more(self, server, reasons):
-        lines, now = reasons
-        for _ in range(8):
-            server.http.get("/v2")
-        assert len(lines()) == 5
-        now[0] = 61.0
-        server.http.get("/v2")
-        assert lines()[-1].endswith(" (3 more such lines were left out)")
 
 
 class TestTheEnd:
@@ -358,12 +342,6 @@ class TestLines:
         assert "forged" not in first
         assert len(written()) < 2 * LONGEST_TRACEBACK
         assert "\x1b" not in written()
-
-    @pytest.mark.parametrize(
-        ("text", "shown"), [("", ""), ("abc", "abc"), ("ab\tc", "ab\\tc"), ("abcdef", "abcd... (2 more characters)")]
-    )
-    def test_printable(self, text, shown):
-        assert printable(text, 4) == shown
 
     def test_repeated_records_are_counted(self, log):
         logger, written = log

@@ -24,11 +24,6 @@ def test_the_root_is_a_name_of_the_model(serve):
         assert error["param"] == "model"
 
 
-def test_without_a_root_the_served_name_alone(serve):
-    server = serve(tiny_engine(), "served")
-    check_error(server.http.post("/v1/completions", json={"model": "None", "prompt": [1, 2]}), 404)
-
-
 def test_transformers_reads_the_embedded_configuration():
     """Clients that measure a server read its model's directory with transformers' classes."""
     transformers = pytest.importorskip("transformers")

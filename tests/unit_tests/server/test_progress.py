@@ -60,64 +60,6 @@ def streamed(request: Request, *, is_streamed: bool = True) -> RequestHandle:
     return RequestHandle(request.inputs, is_streamed=is_streamed, request=request)
 
 
-def as_record(source: object) -> tuple:
-    names = ("prompt_tokens", "generated_tokens", "generated_log_probs", "generated_top_n_log_probs")
-    names = (*names, "prompt_log_probs", "prompt_top_n_log_probs")
-    return tuple(list(getattr(source, name)) for name in names)
-
-
-class TestUpdates:
-    def test_put_together_they_are_all_there_is(self):
-        """However many tokens come between two of them."""
-        request = scored_request()
-        handle = streamed(request)
-        assert not handle.collect(), "no token yet"
-        for count in (1, 3, 1, 7):
-            generate(request, count)
-            assert handle.collect()
-            update = handle.updates.popleft()
-            assert len(update.generated_tokens) == count
-            handle.take(update)
-            assert not handle.collect()
-        assert as_record(handle.progress) == (
-            list(request.prompt_tokens),
-            request.generated_tokens,
-            request.output.generated_log_probs,
-            request.output.generated_top_n,
-            request.output.prompt_log_probs,
-            request.output.prompt_top_n,
-        )
-
-    def test_an_update_is_no_view_of_the_request(self):
-        """The engine's thread goes on while the event loop reads."""
-        request = scored_request()
-        handle = streamed(request)
-        generate(request)
-        handle.collect()
-        (update,) = handle.updates
-        before = as_record(update)
-        generate(request, 5)
-        request.output.prompt_log_probs.append(0.0)
-        assert as_record(update) == before
-
-    def test_only_streamed_requests_have_any(self):
-        request = scored_request()
-        handle = streamed(request, is_streamed=False)
-        generate(request)
-        assert not handle.collect()
-        assert not handle.updates
-
-    def test_a_lost_update_is_not_passed_over(self):
-        request = scored_request()
-        handle = streamed(request)
-        for _ in range(2):
-            generate(request)
-            handle.collect()
-        _, second = handle.updates
-        with pytest.raises(AssertionError, match="an update is missing"):
-            handle.take(second)
-
-
 def sent(readings: list[int]) -> tuple[str, list[float]]:
     """Text and log-probs of a choice whose client looks after so many tokens each time."""
     request = scored_request()

@@ -120,10 +120,6 @@ def test_after_a_restart(start, tmp_path: Path) -> None:
         check(second, answer["choices"][0], PROMPT)
 
 
-def test_only_on_request(server: LiveServer) -> None:
-    assert "routed_experts" not in ask(server, prompt=PROMPT, return_routed_experts=False).json()["choices"][0]
-
-
 class TestRefusals:
     def test_a_server_that_records_none(self, embedded: LiveServer) -> None:
         for path, prompt in ((COMPLETION, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):

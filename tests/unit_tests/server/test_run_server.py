@@ -21,7 +21,6 @@ from megatron_ext.console.start import PHASES
 from megatron_ext.mcore import platform
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.server.run import bind, build_serving, model_name
-from megatron_ext.server.serving import Serving
 from tests.on_request import long_except
 from tests.unit_tests.support.held_server import HeldServer
 from tests.unit_tests.support.server import PATIENCE, LiveServer, read_all
@@ -199,9 +198,6 @@ class TestMistakes:
             port = taken.getsockname()[1]
             assert f"--port {port}" in error_line("--port", str(port))
 
-    def test_a_host_that_is_none(self, error_line):
-        assert "--host not.a.host.invalid" in error_line("--host", "not.a.host.invalid")
-
     def test_too_few_files_are_told_before_anything_is_loaded(self, error_line, monkeypatch):
         monkeypatch.setattr("megatron_ext.models.engine_args.load_model", None)
         limits_of = resource.getrlimit
@@ -239,12 +235,3 @@ def test_a_dry_run_serves_nothing(capsys, monkeypatch):
     monkeypatch.setattr("megatron_ext.server.run._listen_and_serve", None)
     assert serve.main(["--dry-run"]) == serve.STOPPED
     assert "at once, 4,096 tokens" in capsys.readouterr().out
-
-
-def test_serving_is_built_from_settings():
-    platform.initialize()
-    words = [*TINY, "--served-model-name", "x", "y", "--max-waiting-requests", "3"]
-    serving = build_serving(parse_server_arguments(words))
-    assert isinstance(serving, Serving)
-    assert serving.names == ("x", "y")
-    assert (serving.model, serving.requests.capacity) == ("x", 7)

@@ -37,6 +37,30 @@ TOOLS = [
 CLOCK = {"type": "function", "function": {"name": "clock"}}  # a call without any choice of the model's
 ANSWER = {"type": "object", "properties": {"city": {"enum": CITIES}, "level": {"enum": LEVELS}}}
 ANSWER |= {"required": ["city", "level"], "additionalProperties": False}
+
+# Thinking of earlier turns is dropped, except where tools answer a call of the same turn.
+THINKING_TEMPLATE = """{%- if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif -%}
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages %}{% if m.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
+{%- for m in messages -%}
+{%- if m.role == "assistant" -%}
+<|assistant|>
+{%- if m.reasoning_content and loop.index0 > ns.last -%}
+{{ "<think>\\n" ~ m.reasoning_content ~ "\\n</think>\\n\\n" }}
+{%- endif -%}
+{{ m.content or "" }}
+{%- for call in m.tool_calls or () -%}
+{{ ("" if loop.first and not m.content else "\\n") ~ '<tool_call>\\n{"name": ' ~ (call.function.name | tojson) }}
+{{- ', "arguments": ' ~ (call.function.arguments | tojson) ~ "}\\n</tool_call>" }}
+{%- endfor -%}
+<|end|>
+{%- else -%}
+<|user|>{{ m.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% if reasoning_effort is defined %}{{ reasoning_effort }}: {% endif -%}
+{%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\\n\\n</think>\\n\\n" }}{% endif %}{% endif -%}
+"""
 # A template of the embedded model's that knows neither tools nor calls.
 WITHOUT_TOOLS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor -%}
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""

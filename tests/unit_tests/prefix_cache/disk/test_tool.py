@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import replace
 
 import pytest
 
-from megatron_ext.commands.prefix_cache import BAD_USAGE, DONE, FOUND_DAMAGE, main, prefixes_of
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, StoredEntry
+from megatron_ext.commands.prefix_cache import BAD_USAGE, DONE, FOUND_DAMAGE, main
+from megatron_ext.prefix_cache.disk.entry import EntryKind
 from megatron_ext.prefix_cache.disk.store import open_directory_store
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, put
 
@@ -30,18 +29,16 @@ def filled(directory) -> dict[str, bytes]:
     return {str(entry.key.kind): content(entry.key) for entry in (first, second, snapshot)}
 
 
-def test_prefixes_by_age(tmp_path, capsys):
+def test_entries_by_model(tmp_path, capsys):
     """DC-6."""
     filled(tmp_path / "cache")
     assert main([str(tmp_path / "cache"), "list"]) == DONE
-    head, _, last_used, other = capsys.readouterr().out.splitlines()
-    assert head.startswith("slot-0: 2 prefixes, 4 entries, ")
-    assert last_used.split()[:1] == ["00010203"]
-    assert last_used.split()[2:5] == ["8", "2", "1"]
-    assert last_used.split()[6:] == ["1", "h", "ago"]
-    assert other.split()[:1] == ["01020304"]
-    assert other.split()[2:5] == ["1", "1", "0"]
-    assert other.split()[6:] == ["2", "d", "ago"]
+    head, *models = capsys.readouterr().out.splitlines()
+    assert head == "slot-0: 4 entries of 2 models"
+    assert sorted(models) == [
+        "  00010203: 2 blocks, 1 snapshots, 0.0 MiB, used 1 h ago",
+        "  01020304: 1 blocks, 0 snapshots, 0.0 MiB, used 2 d ago",
+    ]
     store = open_directory_store(tmp_path / "cache", IDENTITY, LIMIT)
     assert (store.use.blocks, store.use.snapshots, store.use.other_entries) == (2, 1, 1)
     store.close()
@@ -86,14 +83,6 @@ def test_files_of_an_earlier_format_are_erased_on_demand_alone(tmp_path, capsys)
     assert (data.exists(), marker.read_text()[-2:]) == (True, "6\n")
     assert main([str(directory), "erase"]) == DONE
     assert os.listdir(directory / "slot-0") == ["lock"]
-
-
-def test_a_circle_of_files_is_listed():
-    """DC-3: names that are damaged, or were made up, end no command."""
-    first = StoredEntry(bytes(32), EntryKey(EntryKind.BLOCK, b"a" * 32), b"b" * 32, 1, 0.0, 4, 100)
-    circle = [first, replace(first, key=EntryKey(EntryKind.BLOCK, b"b" * 32), parent=b"a" * 32)]
-    end = replace(first, key=EntryKey(EntryKind.BLOCK, b"c" * 32))
-    assert [one.blocks for one in prefixes_of([*circle, end])] == [3]
 
 
 @pytest.mark.parametrize("pattern", ["slot-0", "slot-0/*.kv", "slot-0/*.states"])

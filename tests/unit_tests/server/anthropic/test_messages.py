@@ -5,17 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_ext.server.anthropic.message_fields import MessagesRequest, as_chat
 from megatron_ext.server.openai import request_fields
-from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
-from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
+from tests.unit_tests.server.openai.test_reasoning import ANSWER, THINKING
 from tests.unit_tests.server.test_errors import CHAT
 from tests.unit_tests.support.agent_loop import TOOLS, run
 from tests.unit_tests.support.messages import (
@@ -47,32 +43,15 @@ FUNCTIONS = [
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 LOOKUP = {"type": "tool_use", "name": "lookup", "input": {"city": "Oslo", "days": 3}}
-TEXT_BLOCK = {"type": "text", "text": "Look here."}
-
-
-@pytest.fixture(scope="module")
-def thinker(serve) -> LiveServer:
-    """The embedded model, with a template that thinks."""
-    engine = embedded_engine()
-    engine.controller.tokenizer._templates = ChatTemplates.only(TEMPLATE, Path())
-    return serve(engine, "embedded")
 
 
 @pytest.fixture
-def says(monkeypatch):
-    """A function: from now on every answer of a server is this text, through the engine's tokens."""
+def says(prescribe, monkeypatch):
+    """A function: from now on every answer of a server is this text; it returns the server."""
 
     def say(server: LiveServer, text: str) -> LiveServer:
-        ids = [*server.serving.tokenizer.tokenize(text), server.serving.chat_format.end_of_turn]
-
-        def choose(logits, step):
-            options = [row.sampling.logits_options for row in step.sampling]
-            return torch.tensor([ids[len(one.tokens) - one.prompt_length] for one in options])
-
-        monkeypatch.setattr("megatron_ext.runner.step_output.next_tokens", choose)
-        # a bias, so that steps say what was generated
-        old = server.serving.defaults
-        monkeypatch.setattr(server.serving, "defaults", {**old, "presence_penalty": 0.1})
+        prescribe(server, text)
+        monkeypatch.setattr(server.serving, "defaults", {**server.serving.defaults, "presence_penalty": 0.1})
         return server
 
     return say
@@ -133,12 +112,6 @@ class TestEqualToChats:
             ]
             assert found == expected
         assert expected[1][4] > 0, "the second request hits the first one"
-
-    def test_top_k(self, embedded, stream):
-        """A temperature changes nothing where there is one candidate."""
-        greedy = create(embedded, messages=contents(QUESTION))
-        hot = create(embedded, stream=stream, messages=contents(QUESTION), temperature=1.0, top_k=1, seed=9)
-        assert text_of(hot) == text_of(greedy)
 
     def test_the_next_turn_skips_the_answer(self, trained, stream):
         """All whole blocks of the prompt and of the answer before, which comes back as blocks."""
@@ -238,13 +211,6 @@ class TestTools:
         ]
         assert answer["stop_reason"] == "tool_use"
 
-    def test_arguments_that_are_no_object(self, embedded, says):
-        server = says(embedded, CALL.replace('{"city": "Oslo", "days": 3}', '{"city": Oslo}'))
-        fields = {"messages": contents(QUESTION), "max_tokens": 120}
-        free = [{**one, "strict": False} for one in FUNCTIONS]
-        (call,) = create(server, tools=free, **fields)["content"]
-        assert call["input"] == {"INVALID_JSON": '{"city": Oslo}'}
-
     def test_a_result_that_is_an_error_says_so(self, embedded):
         """Marks and the kind of content change nothing; an error does."""
 
@@ -314,14 +280,6 @@ class TestThinking:
         assert counted(thinker, messages=contents(QUESTION), thinking={"type": "disabled"}) == off["count"]
         assert counted(thinker, messages=contents(QUESTION), thinking={"type": "adaptive"}) < off["count"]
 
-    def test_a_model_that_does_not_think_answers_all_the_same(self, embedded, monkeypatch):
-        monkeypatch.setattr(embedded.serving.chat_format, "reasoning", None)
-        tokenizer = embedded.serving.tokenizer
-        template = tokenizer.chat_template.replace("enable_thinking", "false")
-        monkeypatch.setattr(tokenizer, "_templates", ChatTemplates.only(template, Path()))
-        fields = {"messages": contents(QUESTION), "thinking": {"type": "enabled", "budget_tokens": 8}}
-        assert text_of(create(embedded, **fields)) == text_of(create(embedded, messages=contents(QUESTION)))
-
 
 def counted(server: LiveServer, **fields: object) -> int:
     answer = server.http.post(COUNT, json={"model": "embedded"} | fields)
@@ -383,19 +341,6 @@ class TestCounts:
             usage = create(server, stream=stream, messages=contents(QUESTION))["usage"]
             assert (usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]) == (0, 0)
             assert usage["input_tokens"] == counted(server, messages=contents(QUESTION)) > BLOCK
-
-    def test_what_is_not_to_be_cached_creates_nothing(self, embedded):
-        usage = create(embedded, messages=contents(QUESTION), enable_prefix_caching=False)["usage"]
-        assert (usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]) == (0, 0)
-
-    def test_salts_part_caches(self, embedded):
-        embedded.reset_cache()
-        read = [
-            create(embedded, messages=contents(QUESTION), cache_salt=salt)["usage"]["cache_read_input_tokens"]
-            for salt in ("a", "b", "a")
-        ]
-        assert read[:2] == [0, 0]
-        assert read[2] > 0
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -567,16 +512,6 @@ class TestWithoutEffect:
             assert len([one for one in said if name in one]) == 1
         assert not [one for one in said if "metadata" in one or "service_tier" in one]
 
-    def test_marks_change_no_token(self, embedded):
-        mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-        marked = {
-            "system": [{"type": "text", "text": SYSTEM, **mark}],
-            "tools": [{**FUNCTIONS[0], **mark}, *FUNCTIONS[1:]],
-            "messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION, **mark}]}],
-        }
-        plain = {"system": SYSTEM, "tools": FUNCTIONS, "messages": contents(QUESTION)}
-        assert counted(embedded, **marked) == counted(embedded, **plain)
-
     def test_a_mark_of_the_body_is_that_of_the_last_message(self):
         """What is cached up to it is the whole conversation, and not its first turn."""
         fields = {"model": "m", "max_tokens": 1, "messages": contents(QUESTION, "To", "Where?")}
@@ -611,16 +546,6 @@ class TestWithoutEffect:
         assert [counted(embedded, system=[one, text], messages=contents(QUESTION)) for one in blocks] == [count] * 2
 
 
-def test_the_log_has_its_counts(embedded, caplog):
-    """RP-6: the line of a message has its id and its counts."""
-    with caplog.at_level("INFO"):
-        answer = create(embedded, messages=contents(QUESTION))
-        embedded.wait_until(lambda: any(answer["id"] in one for one in caplog.messages))
-    (line,) = [one for one in caplog.messages if answer["id"] in one]
-    assert f"POST {MESSAGES} 200 prompt={prompt_tokens(answer)} " in line
-    assert f"generated={answer['usage']['output_tokens']} " in line
-
-
 class TestNames:
     """A model has several names, and answers by the asked one."""
 
@@ -634,14 +559,6 @@ class TestNames:
         assert server.http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).json()["model"] == "tiny"
         error = server.http.post("/v1/completions", json={"model": "x", "prompt": [1]}).json()["error"]
         assert all(name in error["message"] for name in ("'tiny'", "'claude-sonnet'", "'gpt'"))
-
-    @BOTH
-    def test_of_messages_and_chats(self, embedded, monkeypatch, stream):
-        settings = replace(embedded.serving.settings, served_model_name=("embedded", "claude-sonnet"))
-        monkeypatch.setattr(embedded.serving, "settings", settings)
-        answer = create(embedded, stream=stream, messages=contents(QUESTION), model="claude-sonnet")
-        assert answer["model"] == "claude-sonnet"
-        assert chat(embedded, messages=contents(QUESTION), model="claude-sonnet")["model"] == "claude-sonnet"
 
 
 def test_errors_name_the_place(embedded):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import http.client
 import io
 import json
-import logging
 import re
 import resource
 import socket
@@ -23,9 +21,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from megatron_ext.config import ServerConfig, ServerLimits
+from megatron_ext.config import ServerLimits
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.server.http import connections as guarded
 from megatron_ext.server.http.connections import (
     SPARE_FILES,
@@ -33,10 +30,7 @@ from megatron_ext.server.http.connections import (
     GuardedProtocol,
     effective_max_connections,
 )
-from megatron_ext.server.run import bind
-from megatron_ext.server.serving import Serving
 from tests.unit_tests.server.test_errors import COMPLETIONS, check_alive
-from tests.unit_tests.support import server as support
 from tests.unit_tests.support.server import PATIENCE, LiveServer, read_all, tiny_engine
 
 MOST = 6
@@ -123,12 +117,6 @@ class TestCap:
         finally:
             go_on.set()
         check_alive(capped)
-
-    def test_a_full_house_is_logged_now_and_then(self, capped, caplog):
-        with sockets(capped, 5 * MOST):
-            assert httpx.get(f"{capped.url}/health", timeout=PATIENCE).status_code == 200
-        lines = [record for record in caplog.records if record.name == guarded.__name__]
-        assert len(lines) <= guarded.BoundedRate()._max
 
 
 async def test_a_client_that_reads_again_has_its_time_anew():
@@ -318,33 +306,3 @@ class TestFiles:
         monkeypatch.setattr(guarded.resource, "getrlimit", lambda _: (SPARE_FILES, SPARE_FILES))
         with pytest.raises(ConfigError, match=r"`ulimit -n` is 64.*raise it to 1\d\d\d for --max-connections 1024"):
             effective_max_connections(ServerLimits())
-
-    def test_errors_of_accept_are_few_lines(self, monkeypatch, caplog):
-        """Asyncio logs a traceback for each of 2,048 tries, second after second: 150 MB in 20 s."""
-
-        class OutOfFiles(socket.socket):
-            failures = 0
-
-            def accept(self) -> tuple[socket.socket, object]:
-                if OutOfFiles.failures < 200:
-                    OutOfFiles.failures += 1
-                    raise OSError(errno.EMFILE, "Too many open files")
-                return super().accept()
-
-        def bind_badly(host: str, port: int) -> socket.socket:
-            listener = bind(host, port)
-            return OutOfFiles(fileno=listener.detach())
-
-        monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.05)
-        monkeypatch.setattr(support, "bind", bind_badly)
-        monkeypatch.setattr(guarded.logger, "filters", [guarded.BoundedRate()])
-        server = LiveServer(Serving(LLMEngine(tiny_engine()), "tiny", ServerConfig(shutdown_timeout=1.0)))
-        assert server.http.get("/health").status_code == 200
-        # asyncio does not take its next tries back when the listener is closed
-        server.wait_until(lambda: not any("_start_serving" in repr(one) for one in list(server.loop._scheduled)))
-        server.stop()
-        assert OutOfFiles.failures == 200
-        lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
-        assert 1 <= len(lines) <= 10
-        assert "a connection cannot be accepted: Too many open files" in lines[0].getMessage()
-        assert all(record.exc_info is None for record in lines)

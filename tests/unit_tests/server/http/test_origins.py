@@ -85,11 +85,6 @@ class TestHosts:
         assert ask(keyed, "GET", "/v1/models", **headers).status_code == 200
         assert ask(keyed, "GET", "/v1/models", host="anything.example").status_code == 401
 
-    def test_any_host(self, serve):
-        server = serve(tiny_engine(), allowed_hosts=("*",))
-        assert ask(server, "GET", "/health", host="anything.example").status_code == 200
-        assert ask(server, "POST", "/reset_prefix_cache", origin="http://evil.example").status_code == 403
-
 
 class TestOrigins:
     def origins(self, server: LiveServer) -> list[str]:
@@ -127,11 +122,6 @@ class TestOrigins:
             response = tiny.http.post(path, content=b"{", headers={"origin": origin})
             assert check_error(response, 403)["code"] == "origin_not_allowed"
         assert tiny.metric("tokens_generated_total") == before
-
-    def test_with_a_key_too(self, keyed):
-        headers = {"authorization": "Bearer open sesame"}
-        assert ask(keyed, "POST", "/v1/completions", **headers).status_code == 200
-        assert ask(keyed, "POST", "/v1/completions", origin="http://evil.example", **headers).status_code == 403
 
     def test_with_a_proxy_that_changes_the_host(self, named):
         """SE-3: pages of hosts that are named by the operator are the server's own."""

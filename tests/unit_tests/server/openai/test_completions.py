@@ -78,15 +78,6 @@ def test_the_text_is_the_engines(tiny, offline, stream):
     assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (40, 20, 60)
 
 
-def test_the_default_is_sixteen_tokens(tiny, stream):
-    assert complete(tiny, stream=stream).usage.completion_tokens == 16
-
-
-def test_a_text_and_its_tokens_are_the_same_prompt(tiny, stream):
-    text = "".join(f"<{token}>" for token in PROMPT)
-    assert complete(tiny, stream=stream, prompt=text).texts == complete(tiny, stream=stream).texts
-
-
 def test_several_prompts_in_one_request(tiny, stream):
     other = make_prompt(9, seed=8)
     both = complete(tiny, stream=stream, prompt=[PROMPT, other])
@@ -106,31 +97,6 @@ def test_cached_tokens_are_the_skipped_ones(tiny, offline, stream):
     assert tiny.metric("prompt_tokens_skipped_total") - before == 32
     reasons = second.usage.prompt_tokens_details.computed_tokens_by_reason
     assert reasons == {"partial_block": 8}
-
-
-def test_blocks_that_are_found_but_not_skipped_are_not_cached_tokens(tiny, stream):
-    """EX-2: the first block is cached, and no snapshot stands at its end."""
-    tiny.reset_cache()
-    complete(tiny, stream=stream)
-    got = complete(tiny, stream=stream, prompt=[*PROMPT[:16], *make_prompt(20, seed=4)])
-    assert got.cached == 0
-    reasons = got.usage.prompt_tokens_details.computed_tokens_by_reason
-    assert reasons == {"no_snapshot": 16, "not_cached": 16, "partial_block": 4}
-
-
-def test_a_request_can_stay_away_from_the_cache(tiny, stream):
-    """KV-9."""
-    complete(tiny, stream=stream)
-    got = complete(tiny, stream=stream, enable_prefix_caching=False)
-    assert got.cached == 0
-    assert got.usage.prompt_tokens_details.computed_tokens_by_reason == {"opted_out": 40}
-
-
-def test_salts_separate_tenants(tiny, stream):
-    """EX-3."""
-    tiny.reset_cache()
-    cached = [complete(tiny, stream=stream, cache_salt=salt).cached for salt in ("a", "b", "a")]
-    assert cached == [0, 0, 32]
 
 
 def test_choices_are_seeded_one_after_the_other(tiny, offline, stream):
@@ -170,27 +136,6 @@ def test_stop_words(tiny, offline, stream):
     assert complete(tiny, stream=stream, max_tokens=20, stop=word).texts == [cut]
 
 
-def test_nothing_of_a_stop_word_is_sent(tiny, offline):
-    """Each token begins with what might be the stop word, so each is held back until the next one has come."""
-    tokens = offline(PROMPT, num_tokens_to_generate=8).generated_tokens
-    stream = tiny.client().completions.create(
-        model="tiny", prompt=PROMPT, temperature=0, max_tokens=8, stop=[">!"], stream=True
-    )
-    parts = [part.choices[0].text for part in stream]
-    assert parts[:-1] == [f"<{token}>" for token in tokens[:6]]
-    assert parts[-1] == "".join(f"<{token}>" for token in tokens[6:])
-
-
-def test_min_tokens_puts_stop_words_off(tiny, offline, stream):
-    tokens = offline(PROMPT, num_tokens_to_generate=20).generated_tokens
-    word = f"<{tokens[2]}>"
-    assert len(complete(tiny, stream=stream, max_tokens=20, stop=word).texts[0]) < 12
-    got = complete(tiny, stream=stream, max_tokens=20, stop=word, min_tokens=5)
-    later = offline(PROMPT, num_tokens_to_generate=20, stop_words=(word,), min_tokens=5)
-    assert got.texts == [later.generated_text]
-    assert got.usage.completion_tokens > 5
-
-
 @pytest.fixture(scope="module")
 def eod(offline) -> int:
     return offline(PROMPT, num_tokens_to_generate=20).generated_tokens[3]
@@ -217,15 +162,6 @@ class TestEndOfDocument:
         assert got.texts == [offline(PROMPT, num_tokens_to_generate=20).generated_text]
         assert (got.reasons, got.usage.completion_tokens) == (["length"], 20)
 
-    def test_min_tokens_rules_it_out(self, ending, eod, stream):
-        """The model takes its second choice where it would have ended."""
-        got = complete(ending, stream=stream, max_tokens=20, min_tokens=12)
-        assert got.texts[0].startswith(complete(ending, stream=stream, max_tokens=20).texts[0])
-        assert f"<{eod}" not in got.texts[0].split(">")[:12]
-        assert got.usage.completion_tokens > 12
-        whole = complete(ending, stream=stream, max_tokens=12, min_tokens=12)
-        assert (whole.reasons, whole.usage.completion_tokens) == (["length"], 12)
-
 
 def test_log_probs(tiny, offline, stream):
     record = offline(PROMPT, num_tokens_to_generate=5, return_log_probs=True, top_n_logprobs=3)
@@ -238,12 +174,6 @@ def test_log_probs(tiny, offline, stream):
     text = got.texts[0]
     for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
         assert text[offset:].startswith(token)
-
-
-def test_echo(tiny, stream):
-    text = "".join(f"<{token}>" for token in PROMPT)
-    plain = complete(tiny, stream=stream, max_tokens=5)
-    assert complete(tiny, stream=stream, max_tokens=5, echo=True).texts == [text + plain.texts[0]]
 
 
 def test_echo_with_log_probs_scores_the_prompt(tiny, offline, stream):
@@ -280,18 +210,6 @@ def test_offsets_are_positions_in_the_text(embedded, stream, prompt):
     assert all(offset < len(text) for offset, token in zip(offsets, tokens, strict=True) if not token.startswith("<|"))
 
 
-def test_offsets_of_tokens_after_a_stop_word(embedded, stream):
-    """Every token has an entry; what the stop word cut away is at the end of the text."""
-    fields = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "logprobs": 0, "model": "embedded"}
-    (whole,) = parts_of(embedded, stream=False, **fields)
-    stop = whole["choices"][0]["text"][6:14]
-    got = [choice for part in parts_of(embedded, stream=stream, stop=stop, **fields) for choice in part["choices"]]
-    text = "".join(choice["text"] for choice in got)
-    offsets = [offset for choice in got for offset in choice["logprobs"]["text_offset"]]
-    assert offsets == sorted(offsets)
-    assert offsets[-1] == len(text) < 14
-
-
 def parts_of(server: LiveServer, *, stream: bool, **fields) -> list[dict]:
     """The parts of an answer, which is one without a stream."""
     response = server.http.post("/v1/completions", json=fields | {"stream": stream})
@@ -324,13 +242,6 @@ def test_processed_log_probs(serve, offline, stream):
         assert log_prob in (first, second)
     prompt = offline(PROMPT, num_tokens_to_generate=1, return_log_probs=True).prompt_log_probs
     assert scores["token_logprobs"][1 : len(PROMPT)] == pytest.approx(prompt, abs=1e-4)
-
-
-def test_usage_comes_only_if_asked_for(tiny):
-    stream = tiny.client().completions.create(model="tiny", prompt=PROMPT, stream=True)
-    parts = list(stream)
-    assert all(part.usage is None for part in parts)
-    assert all(len(part.choices) == 1 for part in parts)
 
 
 def joined(parts: list) -> dict:

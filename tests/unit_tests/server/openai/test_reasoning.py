@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.test_errors import CHAT, check_error
-from tests.unit_tests.support.server import LiveServer, embedded_engine
+from tests.unit_tests.support.server import LiveServer
 
-# Thinking of earlier turns is dropped, except where tools answer a call of the same turn.
-TEMPLATE = """{%- if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif -%}
-{%- set ns = namespace(last=-1) -%}
-{%- for m in messages %}{% if m.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
-{%- for m in messages -%}
-{%- if m.role == "assistant" -%}
-<|assistant|>
-{%- if m.reasoning_content and loop.index0 > ns.last -%}
-{{ "<think>\\n" ~ m.reasoning_content ~ "\\n</think>\\n\\n" }}
-{%- endif -%}
-{{ m.content or "" }}
-{%- for call in m.tool_calls or () -%}
-{{ ("" if loop.first and not m.content else "\\n") ~ '<tool_call>\\n{"name": ' ~ (call.function.name | tojson) }}
-{{- ', "arguments": ' ~ (call.function.arguments | tojson) ~ "}\\n</tool_call>" }}
-{%- endfor -%}
-<|end|>
-{%- else -%}
-<|user|>{{ m.content }}<|end|>
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}<|assistant|>{% if reasoning_effort is defined %}{{ reasoning_effort }}: {% endif -%}
-{%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\\n\\n</think>\\n\\n" }}{% endif %}{% endif -%}
-"""
 THINKING, ANSWER = (
     "First the city, then its weather.",
     "It is cold there, with some snow in the evening, and it will stay so.",
@@ -45,26 +18,12 @@ QUESTION = [{"role": "user", "content": "How is the weather in the city of Oslo 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture(scope="module")
-def thinker(serve) -> LiveServer:
-    """The embedded model, with a template that thinks."""
-    engine = embedded_engine(explain_prefix_cache=True)
-    engine.controller.tokenizer._templates = ChatTemplates.only(TEMPLATE, Path())
-    return serve(engine, "embedded")
-
-
 @pytest.fixture
-def says(thinker, monkeypatch):
-    """A function: from now on every answer is this text, through the engine's tokens."""
+def says(thinker, prescribe):
+    """A function: from now on every answer is this text; it returns the server."""
 
     def say(text: str) -> LiveServer:
-        ids = [*thinker.serving.tokenizer.tokenize(text), thinker.serving.chat_format.end_of_turn]
-
-        def choose(logits, step):
-            options = [row.sampling.logits_options for row in step.sampling]
-            return torch.tensor([ids[len(one.tokens) - one.prompt_length] for one in options])
-
-        monkeypatch.setattr("megatron_ext.runner.step_output.next_tokens", choose)
+        prescribe(thinker, text)
         return thinker
 
     return say
@@ -150,12 +109,6 @@ class TestTemplates:
         assert chat.ends_inside_thinking(tokenize("<|assistant|><think>\n"))
         assert not chat.ends_inside_thinking(tokenize("<|assistant|><think>\n\n</think>\n\n"))
 
-    def test_formats_that_are_forced(self, thinker):
-        tokenizer = thinker.serving.tokenizer
-        assert ChatFormat(tokenizer).reasoning.name == "think"
-        assert ChatFormat(tokenizer, reasoning_name="none").reasoning is None
-        assert ChatFormat(tokenizer, reasoning_name="mistral", tool_calls="lfm2").tool_calls.name == "lfm2"
-
 
 class TestNextTurn:
     """Dropped thinking costs the tokens after it, and the explanation says so."""
@@ -176,23 +129,6 @@ class TestNextTurn:
         assert explanation["cause"] == "dropped_thinking"
         assert explanation["agreeing"] == known
         assert "drops the thinking" in explanation["text"]
-
-    def test_kept_thinking_hits(self, says, thinker):
-        """Within a turn with tools the template keeps thinking: prompt and answer hit, and no cause is named."""
-        thinker.reset_cache()
-        call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-        server = says(f"<think>\n{THINKING}\n</think>\n\n{call}")
-        _, _, first = ask(server, QUESTION, tools=[WEATHER])
-        message = first.choices[0].message
-        history = [
-            *QUESTION,
-            message.model_dump(exclude_none=True),
-            {"role": "tool", "content": "12 degrees", "tool_call_id": message.tool_calls[0].id},
-        ]
-        _, _, second = ask(server, history, tools=[WEATHER], explain_prefix_cache=True)
-        known = first.usage.prompt_tokens + first.usage.completion_tokens - 1
-        assert second.usage.prompt_tokens_details.cached_tokens == known // 16 * 16
-        assert "cause" not in second.choices[0].model_dump()["prefix_cache_explanation"]
 
     def test_another_question_names_no_cause(self, says, thinker):
         """The prompts differ in their text, not in thinking."""

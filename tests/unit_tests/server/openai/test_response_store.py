@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 
@@ -20,7 +19,6 @@ from megatron_ext.server.openai.responses_api.response_store import (
     LONGEST_AGE,
     ResponseStore,
     new_id,
-    owner_named,
     owner_tag,
 )
 from tests.on_request import long_except
@@ -122,13 +120,6 @@ class TestFollowUps:
             error = check_error(storing.http.get(f"{RESPONSES}/{gone}"), 404)
             assert (error["code"], error["param"]) == ("response_not_found", "response_id")
 
-    def test_a_deleted_turn_stays_in_what_follows_it(self, storing):
-        first = create(storing, input=QUESTION, max_output_tokens=2)
-        second = create(storing, previous_response_id=first["id"], input=NEXT, max_output_tokens=2)
-        storing.http.delete(f"{RESPONSES}/{first['id']}").raise_for_status()
-        third = create(storing, previous_response_id=second["id"], input=NEXT, max_output_tokens=1)
-        assert third["usage"]["input_tokens"] > second["usage"]["total_tokens"]
-
     @pytest.mark.parametrize(
         ("fields", "param"),
         [
@@ -144,13 +135,6 @@ class TestFollowUps:
         assert error["param"] == param
         assert "--responses-store-mb" in error["message"]
         assert ("stores no responses" in error["message"]) is not is_on
-
-    def test_nothing_is_logged(self, storing, caplog):
-        with caplog.at_level("DEBUG"):
-            first = create(storing, input=QUESTION, max_output_tokens=2)
-            create(storing, previous_response_id=first["id"], input=NEXT, max_output_tokens=2)
-        assert QUESTION not in caplog.text
-        assert NEXT not in caplog.text
 
     def test_one_that_does_not_fit_is_not_stored(self, serve):
         server = serve(embedded_engine(), "embedded", limits=ServerLimits(responses_store_mb=0.001))
@@ -246,29 +230,6 @@ class TestBounds:
         store.drop_old()
         assert store.used_bytes == len(store) == 0
 
-    async def test_old_ones_are_dropped_without_a_request(self, monkeypatch):
-        monkeypatch.setattr("megatron_ext.server.openai.responses_api.response_store._PERIOD", 0)
-        clock = Clock()
-        store = ResponseStore(20_000, clock)
-        self.put(store, "a")
-        clock.now = LONGEST_AGE
-        dropping = asyncio.create_task(store.run())
-        while len(store):
-            await asyncio.sleep(0)
-        dropping.cancel()
-        await ResponseStore(0).run()  # without a store there is nothing to look for
-
-    def test_items_go_with_their_response(self):
-        store = ResponseStore(20_000)
-        self.put(store, "a")
-        assert json.loads(store.item(("", "msg_a"), "input"))["id"] == "msg_a"
-        for key in (("bob", "msg_a"), ("", "a")):
-            with pytest.raises(ApiError):
-                store.item(key, "input")
-        store.delete(("", "a"))
-        with pytest.raises(ApiError):
-            store.item(("", "msg_a"), "input")
-
 
 class TestIds:
     def test_random_and_tagged(self):
@@ -276,14 +237,6 @@ class TestIds:
         assert len({one[5:37] for one in ids}) == 100
         assert {owner_tag(one) for one in ids} == {"0123abcd"}
         assert [owner_tag(one) for one in ("resp_x", None, 5, f"{ids.pop()}0")] == [None] * 4
-
-    def test_named_in_bodies(self):
-        first, second = new_id("resp", "a" * 8), new_id("msg", "b" * 8)
-        reference = {"type": "item_reference", "id": second}
-        assert owner_named({"previous_response_id": first, "input": [reference]}) == "a" * 8
-        assert owner_named({"input": [{"role": "user", "content": "x"}, reference]}) == "b" * 8
-        assert owner_named({"input": [{"type": "message", "role": "assistant", "id": second}]}) is None
-        assert owner_named({"input": "text"}) is None
 
 
 class TestRay:

@@ -92,14 +92,6 @@ def test_the_schema_of_a_json_object_is_followed(embedded):
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
 
 
-def test_any_object(embedded):
-    body = {"messages": QUESTION, "max_tokens": 200, "temperature": 0, "response_format": {"type": "json_object"}}
-    body |= {"logit_bias": {str(embedded.serving.tokenizer.tokenize('{"a": {}}')[-1]): 30}}
-    choice = embedded.http.post(CHAT, json=body).json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert isinstance(json.loads(choice["message"]["content"]), dict)
-
-
 def with_schema(schema: dict) -> dict:
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 

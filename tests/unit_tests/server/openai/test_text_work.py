@@ -67,14 +67,6 @@ def test_a_prompt_is_read_for_an_echo_only(server, tokenizer):
     assert name != server.thread.name
 
 
-def test_a_text_becomes_tokens_once(server, tokenizer):
-    """All choices share the tokens, in whatever form the text is sent."""
-    ask(server, TEXT, n=2)
-    assert tokenizer.tokenized == Counter({TEXT: 1})
-    ask(server, PROMPT)
-    assert tokenizer.tokenized == Counter({TEXT: 1})
-
-
 def test_short_texts_wait_for_no_thread(server, tokenizer):
     """OB-4: longer ones are beside the event loop, and none is with the engine's thread."""
     for text in ("<9>" * (SHORT_TEXT // 3), "<9>" * (SHORT_TEXT // 3 + 1)):

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import tokenizers
-import torch
 
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
@@ -41,25 +40,17 @@ WEATHER = {
 QUESTION = [{"role": "user", "content": "How is the weather in Oslo?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OTHER = '<tool_call>{"arguments": {}, "name": "time"}</tool_call>'
-SPOKEN = {"name": "weather", "arguments": {"city": "Oslo"}}
 
 
 WEATHER_CALL, TIME_CALL = ("weather", {"city": "Oslo"}), ("time", {})
 
 
 @pytest.fixture
-def says(embedded, monkeypatch):
-    """A function: from now on every answer is this text, through the engine's tokens."""
+def says(embedded, prescribe):
+    """A function: from now on every answer is this text; it returns the server."""
 
     def say(text: str) -> LiveServer:
-        ids = [*embedded.serving.tokenizer.tokenize(text), embedded.serving.chat_format.end_of_turn]
-
-        def choose(logits, step):
-            options = [row.sampling.logits_options for row in step.sampling]
-            made = [len(one.tokens) - one.prompt_length for one in options]
-            return torch.tensor([ids[count] for count in made])
-
-        monkeypatch.setattr("megatron_ext.runner.step_output.next_tokens", choose)
+        prescribe(embedded, text)
         return embedded
 
     return say
@@ -114,12 +105,6 @@ class TestAnswers:
         assert ask(says(CALL), stream=stream, tool_choice="none") == [(CALL, [], "stop")]
         assert ask(says(CALL), stream=stream, tools=[]) == [(CALL, [], "stop")]
         assert ask(says("No <tool> at all. "), stream=stream) == [("No <tool> at all. ", [], "stop")]
-
-    def test_cut_off(self, says, stream):
-        """The partial call counts; the finish reason is given."""
-        text = CALL + OTHER
-        count = len(says(text).serving.tokenizer.tokenize(CALL))
-        assert ask(says(text), stream=stream, max_tokens=count) == [(None, [WEATHER_CALL], "length")]
 
     def test_cut_inside_a_marker(self, says, stream):
         """S14: nothing of a marker is content. What a stop ends is all text."""
@@ -184,23 +169,6 @@ class TestGuided:
         matcher.take(embedded.serving.tokenizer.tokenize('Let me see. <tool_call>\n{"name": "forecast", "arguments": '))
         with pytest.raises(ValueError):
             matcher.take(embedded.serving.tokenizer.tokenize('{"town"'))
-
-    def test_the_next_turn_finds_the_call(self, trained, stream):
-        """A guided call is spelled as the template spells it: the blocks of prompt and answer hit."""
-        trained.reset_cache()
-        fields = {"model": "embedded", "tools": [FORECAST], "tool_choice": "required", "parallel_tool_calls": False}
-        fields["temperature"] = 0.0
-        client = trained.client().chat.completions
-        first = client.create(messages=QUESTION, **fields)
-        (call,) = first.choices[0].message.tool_calls
-        history = [
-            *QUESTION,
-            {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
-            {"role": "tool", "content": "12 degrees", "tool_call_id": call.id},
-        ]
-        second = client.create(messages=history, **fields)
-        known = first.usage.prompt_tokens + first.usage.completion_tokens - 1
-        assert second.usage.prompt_tokens_details.cached_tokens == known // 16 * 16 > 0
 
 
 def test_a_stream_returns_pieces_early(says):
