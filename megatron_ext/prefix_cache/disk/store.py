@@ -3,9 +3,9 @@
 Each entry is a file, see `entry_files.py`. What a fault changes is noticed at the next read: such an entry is dropped,
 counted, and is a miss. What the store forgets is gone from the medium before the call returns.
 
-Without room on the device, or with too many open files, an entry is not taken, or is dropped and is a miss. A failure
-of the directory itself (an error of the device, a folder that is gone) ends the use of the store: it says so once, and
-from then on finds and takes nothing.
+Without room on the device, without memory, or with too many open files, an entry is not taken, or is dropped and is a
+miss. A failure of the directory itself (an error of the device, a folder that is gone) ends the use of the store: it
+says so once, and from then on finds and takes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 MIN_HEAP = 64  # places below which old ones are left
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE  # errors that may pass
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM  # errors that may pass
 
 
 class StoreObserver(Protocol):
@@ -155,8 +155,7 @@ class DiskStore:
         try:
             self._files.write(stored, tokens, buffers)
         except OSError as error:
-            self._say_full(error)
-            self.drops[NO_ROOM] += 1
+            self.leave_out(error)
             return False
         self._is_changed = True
         self._keep(stored)
@@ -214,17 +213,18 @@ class DiskStore:
         except DamagedEntryError as error:
             self._remove(entry, str(error))
         except OSError as error:
-            self._say_full(error)
-            self._remove(entry, NO_ROOM)
+            self.leave_out(error)
+            self._remove(entry)
         return None
 
-    def _say_full(self, error: OSError) -> None:
-        """Log once that entries are lost for want of room or of open files; raise any other error again."""
-        if error.errno not in FULL:
+    def leave_out(self, error: OSError | MemoryError) -> None:
+        """Count an entry lost for want of room, memory or open files, said once; raise any other error again."""
+        if isinstance(error, OSError) and error.errno not in FULL:
             raise error
         if not self.drops[NO_ROOM]:
             reason = failure_reason(error)
             logger.warning("prefix cache on disk: %s: %s; entries are left out", self.slot.path, reason)
+        self.drops[NO_ROOM] += 1
 
     def describe(self, entry: StoredEntry) -> NewEntry | None:
         """Return the description that the cache gave of a stored entry; None if it is damaged, and dropped."""

@@ -288,7 +288,11 @@ class StoreThread(TierStorage):
             waiting = self._writes.get(item.key)
         if waiting is not None:
             return waiting[1]
-        buffers = [bytearray(size) for size in item.sizes]
+        try:
+            buffers = [bytearray(size) for size in item.sizes]
+        except MemoryError as error:
+            self._store.leave_out(error)
+            return None
         return buffers if self._store.read(item.key, buffers, item.tokens) is not None else None
 
 

@@ -16,6 +16,8 @@ import pytest
 from megatron_ext.prefix_cache.disk.entry import PAGE_BYTES, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.prefix_cache.disk.store import DiskStore, open_directory_store
+from megatron_ext.prefix_cache.disk.store_thread import StoreThread
+from megatron_ext.prefix_cache.disk.tier_storage import LoadItem, TierLoad
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, entry_after, faults, file_of, is_read, put
 
@@ -336,6 +338,23 @@ def test_too_many_open_files_cost_single_entries(store, caplog):
     assert (numbers(store), store.problem, store.use.drops) == ([2], None, {"no_room": 2})
     assert is_read_page(store, 2)
     store.check()
+
+
+def test_too_little_memory_costs_single_entries(store, monkeypatch, caplog):
+    """DC-3: of the kernel for a file, or of the process for the bytes of an entry."""
+    for number in (1, 2):
+        fill(store, page(number))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOMEM, "no memory")))
+        assert not is_read_page(store, 1)
+    thread, load = StoreThread(store), TierLoad(1, [LoadItem(page(2).key, [2**62])], 0, 0.0)
+    thread.load(load)
+    thread.run(len)
+    thread.wait([load], 100)
+    assert load.own_progress == 0
+    assert ["no memory" in one for one in caplog.messages] == [True]
+    assert (numbers(store), store.problem, store.use.drops) == ([2], None, {"no_room": 2})
+    assert thread.stop(100)
 
 
 def test_equal_places_in_the_order_are_one_entry(store):
