@@ -42,76 +42,6 @@ def test_the_row_of_an_ended_request_is_discarded():
     assert paper.records[0].step_count == 1
 
 
-def test_drops_an_in_flight_step_without_living_requests():
-    """CU-6: an in-flight step whose requests all ended is dropped, and the next step is planned for new requests."""
-    paper = Paper()
-    paper.add(0, (1, 2, 3), ignore_eos=True)
-    paper.step()
-    paper.step()
-    paper.engine.abort(paper.engine.get(0))
-    paper.step()
-    assert paper.engine.replicas[0].async_scheduling._in_flight is None, "it keeps what has ended"
-    paper.add(0, (4, 5, 6), num_tokens_to_generate=2, ignore_eos=True)
-    assert paper.step() == [(0, 0, 3)]
-    paper.records.pop(0, None)
-    paper.run()
-    paper.check_tokens()
-
-
-def test_a_new_request_waits_for_at_most_one_step():
-    """CU-6: a new request waits for the in-flight step only; a place that becomes free is not passed over."""
-    paper = Paper(max_requests=2)
-    paper.add(0, (1, 2, 3), num_tokens_to_generate=30, ignore_eos=True)
-    for _ in range(4):
-        paper.step()
-    paper.add(1, (4, 5, 6), num_tokens_to_generate=3, ignore_eos=True)
-    assert [name for name, *_ in paper.step()] == [0]
-    assert [name for name, *_ in paper.step()] == [0, 1]
-    paper.add(2, (7, 8), num_tokens_to_generate=3, ignore_eos=True)
-    before = paper.ahead
-    assert [[name for name, *_ in paper.step()] for _ in range(3)] == [[0, 1], [0, 1], [0, 2]]
-    assert paper.ahead > before, "with all places taken steps are launched ahead"
-
-
-def test_a_request_without_blocks_does_not_stop_the_others():
-    """CU-6: steps are launched ahead while the first in the queue lacks blocks and none has been freed."""
-    paper = Paper(slots=None, total_blocks=12)
-    paper.add(0, tuple(range(20)), num_tokens_to_generate=8, ignore_eos=True)
-    paper.add(1, tuple(range(5, 38)), num_tokens_to_generate=8, ignore_eos=True)
-    for _ in range(6):
-        paper.step()
-    assert len(paper.scheduler.queues.waiting) == 1
-    assert paper.ahead >= 3
-    paper.run()
-    paper.check_tokens()
-
-
-def test_blocks_that_end_in_a_step_ahead_leave_their_states():
-    """CU-6: no step of decode waits but the first; the next turn resumes from the last of these snapshots."""
-    paper = Paper()
-    paper.add(0, tuple(range(9)), num_tokens_to_generate=25, ignore_eos=True)
-    paper.run()
-    assert paper.ahead == 24
-    assert paper.scheduler.cache.use().snapshots_replaced > 3
-    record = paper.records[0]
-    paper.add(1, (*record.prompt_tokens, *record.generated_tokens), num_tokens_to_generate=5, ignore_eos=True)
-    paper.run()
-    assert paper.records[1].skipped_prefill_token_count == 32
-    paper.check_tokens()
-
-
-def test_a_full_pool_does_not_stop_steps_ahead():
-    """CU-6: if no block is free, a step ahead evicts an unused cached block, as a plan does."""
-    paper = Paper(total_blocks=14)
-    paper.add(0, tuple(range(30)), num_tokens_to_generate=2, ignore_eos=True)
-    paper.run()
-    paper.add(1, (9, 9, 9), num_tokens_to_generate=40, ignore_eos=True)
-    paper.run()
-    assert paper.ahead == 2 + 39, "all steps but the first of each request"
-    assert paper.scheduler.cache.use().blocks_evicted >= 3
-    paper.check_tokens()
-
-
 @pytest.mark.parametrize("asked", [{"min_p": 0.1, "temperature": 0.8, "seed": 3}, {"min_tokens": 4}, {"seed": 9}])
 def test_options_that_ignore_the_last_token_allow_steps_ahead(asked):
     """CU-6: the message of a step ahead is that of the plan but for the token: tokens ruled out, random numbers."""
@@ -126,17 +56,6 @@ def test_options_that_ignore_the_last_token_allow_steps_ahead(asked):
     shared = min(map(len, messages))
     assert shared > 3
     assert messages[0][:shared] == messages[1][:shared]
-
-
-@pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"bad_words": ("<3>",)}, {"num_tokens_to_generate": 1}])
-def test_steps_that_need_the_token_wait_for_it(asked):
-    """CU-6: steps wait if logits depend on generated tokens, and if no request goes on."""
-    paper = Paper()
-    paper.add(0, (1, 2, 3), ignore_eos=True, **asked)
-    for count in (1, 2)[: paper.params[0].num_tokens_to_generate]:
-        paper.step()
-        assert len(paper.device.steps) == count
-    assert paper.ahead == 0
 
 
 def test_calls_that_need_quiet():
@@ -177,16 +96,6 @@ def test_a_step_under_way_is_of_the_old_weights(in_flight: InFlight):
         assert record.prefix_weights_version == ((0, 20),)
     else:
         assert record.weights_version == record.prefix_weights_version == ((0, known), (5, 20 - known))
-
-
-def test_an_engine_that_is_closed_leaves_nothing_under_way():
-    """CU-6: closing an engine, as at the end of a server, leaves no step in flight."""
-    paper = Paper()
-    paper.add(0, (1, 2, 3, 4), ignore_eos=True)
-    paper.step()
-    assert paper.device.waits
-    paper.engine.close()
-    assert not paper.device.waits
 
 
 def test_an_error_while_all_is_made_quiet_is_the_next_steps():

@@ -66,11 +66,6 @@ def test_streams_keep_their_share_and_the_prompt_the_rest(share, streams):
     assert largest <= DECODE + BOUND * (TOKEN + PAST * LONG)
 
 
-def test_half_of_the_rate_doubles_the_time():
-    """K6: at most 2.2 times as long."""
-    assert beside(0.5, 1)[0] / beside(0.0, 1, bound=None)[0] < 2.2
-
-
 def noted(account: DecodeShare, *steps: tuple[int, int, float]) -> list[bool]:
     """Return which steps are held, for the decodes, prefill tokens and seconds of the steps before."""
     decode, prefill = request_of(1, [1], num_tokens_to_generate=5_000), long_prompt(2)
@@ -104,11 +99,6 @@ def test_a_pause_saves_up_for_one_token():
     assert noted(account, (1, 64, 5)) == [True]
 
 
-def test_the_first_step_is_followed_by_one_that_is_measured():
-    """Streams and prompts that begin together."""
-    assert noted(DecodeShare(0.2), (1, 64, 4), (1, 0, 1)) == [True, False]
-
-
 def test_one_slow_step_does_not_count_as_the_own_rate():
     assert noted(DecodeShare(0.5), *[(1, 0, 1.0)] * 4, (1, 0, 50.0)) == [False] * 4 + [True]
 
@@ -130,7 +120,3 @@ def test_an_engine_holds_prefills(device, counts, monkeypatch: pytest.MonkeyPatc
     paper.run()
     paper.check_tokens()
     assert (paper.ahead > 0) is (device is FollowingDevice)
-
-
-def test_without_a_share_there_is_no_account():
-    assert Paper(slots=None).engine._decode_share is None

@@ -198,16 +198,6 @@ def test_a_quarantine_that_fails_ends_complete_loads(monkeypatch):
     assert 1 not in found.tier.loads
 
 
-def test_a_request_that_follows_a_leader_begins_no_load():
-    """EX-11: its prefix is being computed."""
-    found = Situation()
-    found.request(0, range(20))
-    found.scheduler.schedule()
-    found.request(1, range(20), on_disk=5)
-    found.decide()
-    assert not found.disk.loads
-
-
 def test_a_load_begins_only_where_there_is_room_for_it():
     """EX-11: not by taking what running requests have."""
     found = Situation(blocks=8)
@@ -269,17 +259,6 @@ def test_a_load_that_cannot_be_written_gives_its_places_back():
     found.scheduler.check()
 
 
-def test_a_disk_that_has_failed_holds_up_no_request():
-    """EX-11: loads that the tier has given up are over for the scheduler, too."""
-    found = Situation()
-    waiting = found.request(0, range(20), on_disk=5)
-    found.decide()
-    assert found.scheduler.waits_for_disk(waiting)
-    found.tier.turn_off()
-    found.decide()
-    assert not found.scheduler.disk_loads
-
-
 def test_one_load_is_placed_before_each_step():
     """EX-11: the next one could evict it before its request has had its turn; until then a step must be planned."""
     found = Situation(blocks=12)
@@ -318,15 +297,6 @@ def test_a_request_that_cannot_be_admitted_yet_begins_no_load(monkeypatch):
     monkeypatch.setattr(Request, "lacks_mask", True)
     found.decide()
     assert not found.disk.loads
-
-
-def test_short_prefills_say_nothing_of_their_time():
-    """EX-11: a step of a few tokens takes as long as one of many."""
-    found = Situation()
-    found.request(0, range(50, 53))
-    plan = found.scheduler.schedule()
-    found.loading.note_step(plan.chunks, 1.0)
-    assert found.tier.estimates.prefill.seconds_for(1) is None
 
 
 def test_another_rank_learns_how_far_a_prefix_goes_on_disk():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import threading
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -13,12 +12,9 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.engine.executor import Computed
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.thread import EngineThread
-from megatron_ext.scheduling.block_hasher import HASH_SLICE, BlockHasher
-from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.vocabulary import Vocabulary
@@ -141,19 +137,6 @@ def test_a_request_added_during_a_step_is_planned_as_if_added_after_it(tokens):
     assert found[0] == found[1]
 
 
-def test_an_abort_waits_for_the_step():
-    """EX-8, CU-6: an abort runs after the step; the blocks are then free, and the step's token is kept."""
-    notes: list[str] = []
-    engine = new_engine(Device(notes), notes)
-    add(engine, 0, PROMPT[:20])
-    engine.report(engine.compute())
-    engine.compute()
-    assert engine.abort(engine.get(0))
-    (record,) = engine.report(engine.compute())
-    assert (record.status, len(record.generated_tokens)) == (Status.ABORTED, 2)
-    engine.check()
-
-
 def test_a_lost_answer_sends_the_requests_back():
     """An error between launch and tokens counts as the step's; an error of concurrent host work does not."""
     notes: list[str] = []
@@ -176,51 +159,6 @@ def test_a_lost_answer_sends_the_requests_back():
 
 
 # Hashing ahead
-
-
-class Hashed:
-    """A request as hashing sees it."""
-
-    def __init__(self, tokens: int, block: int) -> None:
-        self.block = block
-        self.is_ended = False
-        self.unhashed_tokens = self.tokens = tokens // block * block
-
-    def hash_ahead(self, most: int) -> None:
-        self.unhashed_tokens -= min(self.unhashed_tokens, max(self.block, most // self.block * self.block))
-
-    def forget(self) -> None:
-        self.unhashed_tokens = self.tokens
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_hashes_at_a_plan_do_not_depend_on_the_time_of_hashing(seed):
-    """CU-6: hashes are equal with and without slices during steps, whatever arrives, ends or is rehashed meanwhile."""
-    states = []
-    for is_early in (True, False):
-        source, block, requests, seen = random.Random(seed), (64, 48)[seed % 2], [], []
-        hashing = BlockHasher(block)
-        for _ in range(60):
-            if is_early:
-                hashing.begin_slice()
-            for _ in range(source.choice([0, 0, 1, 2])):
-                requests.append(Hashed(source.choice([100, HASH_SLICE + 70, 3 * HASH_SLICE + 11, 20_000]), block))
-                hashing.begin(requests[-1])
-            if is_early:
-                hashing.begin_slice()
-            living = [one for one in requests if not one.is_ended]
-            if living and source.random() < 0.3:
-                source.choice(living).is_ended = True
-            if living and source.random() < 0.1:
-                again = source.choice(living)
-                again.forget()
-                if again not in hashing._unfinished:
-                    hashing.resume(again)
-            hashing.go_on()
-            seen.append([one.unhashed_tokens for one in requests if not one.is_ended])
-        states.append(seen)
-    assert states[0] == states[1]
-    assert any(any(row) for row in states[0]), "everything was hashed at once"
 
 
 # The thread
@@ -266,8 +204,3 @@ def test_requests_are_taken_in_up_to_the_first_other_call():
     thread.close()
     with pytest.raises(RuntimeError):
         thread.submit(step)
-
-
-def test_a_step_that_is_computed_has_its_result():
-    result = StepResult({}, {}, {}, {})
-    assert Computed(result).result() is result

@@ -80,47 +80,9 @@ class TestSkippedTokens:
             assert world.add(prompt, 128) == 0
             world.step()
 
-    def test_a_long_tail_does_not_drive_a_prompt_from_its_prefix(self):
-        """KV-7: less than half of the prompt is cached, and the memory of the replica that has it is almost empty."""
-        world = Replicas(2)
-        for prompt in prompts("A" * 8, tail=500):
-            assert world.add(prompt, 1) == 0
-            world.step()
-            world.step()
-
 
 class TestKnowledge:
     """The router knows of a cache what the scheduler knows: `Replicas.check` compares the two after every step."""
-
-    def test_what_was_evicted_draws_nothing(self):
-        """KV-7: blocks that other prompts have replaced are forgotten at once."""
-        world = Replicas(2, total_blocks=16)
-        first = list(range(800))
-        assert world.add(first, 1) == 0
-        world.run()
-        assert world.add(first, 1) == 0
-        world.run()
-        for i in range(1, 5):
-            world.add(range(5000 * i, 5000 * i + 900), 1, replica_index=0)
-            world.run()
-        world.add(range(60_000, 60_900), 1, replica_index=1)
-        assert world.add(first, 1) == 0, "replica 1 is busy"
-        assert world.add(first, 1) == 0, "it is about to be cached there"
-        world.run()
-        assert world.core.replicas[0].scheduler.counters.skipped_tokens > 0
-
-    def test_salts_keep_tenants_apart(self):
-        """KV-7: a prompt under another salt finds nothing, so it goes where fewer tokens came so far."""
-        world = Replicas(2)
-        tokens = list(range(640))
-        assert world.add(tokens, 1, cache_salt="a") == 0
-        world.run()
-        assert world.add(tokens, 1, cache_salt="b") == 1
-        world.run()
-        for _ in range(2):
-            assert world.add(tokens, 1, cache_salt="b") == 1
-            assert world.add(tokens, 1, cache_salt="a") == 0
-            world.run()
 
     @pytest.mark.parametrize("options", [{"return_log_probs": True}, {"enable_prefix_caching": False}])
     def test_a_prompt_that_reads_nothing_goes_where_the_least_is_queued(self, options: dict[str, bool]):
@@ -199,36 +161,3 @@ class TestKnowledge:
         given = [world.add(range(100 * i, 100 * i + 90), replica_index=index) for i, index in enumerate((4, 0, 3))]
         assert given == [0, 0, 1]
         assert world.add(range(900, 990)) == 1
-
-    def test_round_robin(self):
-        world = Replicas(3, RoutingConfig("round_robin"))
-        assert [world.add(range(100)) for _ in range(4)] == [0, 1, 2, 0]
-
-    @pytest.mark.parametrize("policy", ["least_computed", "longest_prefix", "load_balanced"])
-    def test_without_a_cache_load_decides(self, policy: str):
-        """KV-7: equal prompts are spread if nothing is cached."""
-        world = Replicas(2, RoutingConfig(policy), policy=None)
-        assert [world.add(range(640)) for _ in range(4)] == [0, 1, 0, 1]
-        world.run()
-
-    def test_one_replica_needs_no_router(self):
-        world = Replicas(1, RoutingConfig("longest_prefix"))
-        assert world.add(range(640)) == 0
-        assert world.core._choice is None
-        assert not world.core.scheduler.cache.observers
-
-    def test_other_observers_of_a_cache_get_its_changes_too(self):
-        """KV events and the router both follow the cache of a replica."""
-        world, seen = Replicas(2), []
-
-        class Seen:
-            def __getattr__(self, name: str):
-                return lambda *arguments: seen.append(name)
-
-        cache = world.core.scheduler.cache
-        cache.observers.append(Seen())
-        world.add(range(640), 1)
-        world.run()
-        world.core.reset_prefix_cache()
-        world.check()
-        assert seen == ["on_blocks_stored", "on_cleared"]

@@ -14,7 +14,6 @@ from megatron_ext.kv_events import mirror as mirrors
 from megatron_ext.kv_events.changes import Block, Changes, Delta
 from megatron_ext.kv_events.events import BlockRemoved
 from megatron_ext.kv_events.mirror import Mirror
-from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 from megatron_ext.routing.prompt import Prompt
@@ -184,8 +183,3 @@ def test_a_cleared_cache_shows_its_blocks_for_new_reasons_only():
     told = mirror.apply(Delta(states_removed=dict.fromkeys(blocks)))
     assert [type(one) for one in told.blocks] == [BlockRemoved]
     assert not mirror.contents().blocks
-
-
-def test_without_an_observer_nothing_is_noted():
-    """RP-1: off by default."""
-    assert not PrefixCache(4, None).observers

@@ -98,11 +98,6 @@ def world(request, make_world) -> World:
     return made
 
 
-def read_until(reader: Reader, socket: zmq.Socket, hashes: set[int]) -> None:
-    while reader.blocks.keys() != hashes:
-        assert reader.take(socket.recv_multipart()), "a number is missing"
-
-
 @pytest.mark.parametrize("world", [{}, {"slots": 2}], ids=["attention", "hybrid"], indirect=True)
 def test_events_are_numbered_and_replayed(world):
     """RP-1: events of each socket have numbers from 0 on, without a gap; missed events can be requested."""
@@ -114,25 +109,6 @@ def test_events_are_numbered_and_replayed(world):
         follower.reader.assert_sound()
     assert follower.reader.blocks
     assert replayed(follower.asker, follower.reader.expected) == [], "nothing is missing"
-
-
-def test_a_subscriber_follows(world):
-    """RP-1: every block that the cache has, after every request."""
-    socket = world.subscriber()
-    asker = world.asker()
-    reader = Reader()
-    while not socket.poll(20):  # its subscription takes a while to arrive
-        world.request()
-    first = socket.recv_multipart()
-    for number, payload in replayed(asker, 0)[: int.from_bytes(first[1], "big")]:
-        assert reader.take([b"kv-events", number.to_bytes(8, "big"), payload])
-    assert reader.take(first)
-    for _ in range(8):
-        world.request()
-        read_until(reader, socket, world.cached())
-    world.scheduler.reset_prefix_cache()
-    read_until(reader, socket, set())
-    assert reader.ranks == {0}
 
 
 @pytest.mark.parametrize("world", [{"buffer_steps": 3, "slots": 3}], indirect=True)
@@ -272,20 +248,6 @@ def test_an_address_that_is_taken(make_world):
 class TestSocketFiles:
     """SE-8: events over a path in place of a port."""
 
-    def test_events_and_replays(self, short_path):
-        config = KvEventsConfig(f"ipc://{short_path}/events", kv_events_replay_endpoint=f"ipc://{short_path}/replay")
-        scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"model", None)
-        one = Publisher(config, 1)
-        scheduler.cache.observers = [one.changes]
-        one.start(Mirror(scheduler.limits.block_size, has_states=False))
-        assert (one.blocks.endpoint, one.blocks.replay_endpoint) == (
-            f"ipc://{short_path}/events.1",
-            f"ipc://{short_path}/replay.1",
-        )
-        follower = Worker(one, scheduler.cache)
-        until(follower.has_all)
-        one.close()
-
     def test_a_file_is_not_replaced(self, short_path):
         file = short_path / "events"
         file.write_text("precious")
@@ -301,7 +263,3 @@ class TestSocketFiles:
         first.close()
         assert (short_path / "events").is_socket(), "libzmq leaves it"
         Publisher(config).close()
-
-    def test_a_directory_that_is_not_there(self, short_path):
-        with pytest.raises(ConfigError, match=r"--kv-events-endpoint: ipc://.*cannot be used"):
-            Publisher(KvEventsConfig(f"ipc://{short_path}/nowhere/events"))

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 
 from arguments import parse_server_arguments
-from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.config import RequestParams
 from megatron_ext.config.kv_events import (
     LONGEST_IPC_PATH,
     MAX_BLOCK_TOKENS,
     MAX_TOPIC_BYTES,
-    IpcEndpoint,
     KvEventsConfig,
-    TcpEndpoint,
     parse_endpoint,
 )
-from megatron_ext.engine.core import EngineCore
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.prefix_cache.public_hash import event_salt
-from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.server.run import CacheEvents
-from tests.unit_tests.scheduling.builders import make_limits
 from tests.unit_tests.support.kv_events import Worker, until
 from tests.unit_tests.support.server import tiny_engine
 
@@ -36,15 +30,6 @@ def test_events_are_off_by_default():
     settings = parse_server_arguments([]).server.kv_events
     assert settings == KvEventsConfig()
     assert CacheEvents(settings).publishers == []
-
-
-def test_flags():
-    words = "--kv-events-endpoint tcp://127.0.0.1:5557 --kv-events-topic t --kv-events-buffer-steps 5".split()
-    words += "--kv-events-replay-endpoint tcp://[::1]:5558 --kv-events-states-endpoint tcp://127.0.0.1:5559".split()
-    words += "--kv-events-states-replay-endpoint tcp://127.0.0.1:5560".split()
-    addresses = ("tcp://127.0.0.1:5559", "tcp://127.0.0.1:5560")
-    expected = KvEventsConfig("tcp://127.0.0.1:5557", "t", "tcp://[::1]:5558", 5, *addresses)
-    assert parse_server_arguments(words).server.kv_events == expected
 
 
 @pytest.mark.parametrize(
@@ -63,17 +48,6 @@ def test_endpoints(text, bound, loopback, second):
     """A replica's port is that of the first one and its rank, as in vLLM."""
     endpoint = parse_endpoint(text)
     assert (endpoint.is_bound, endpoint.is_loopback, endpoint.of_replica(1)) == (bound, loopback, second)
-
-
-def test_socket_files():
-    """SE-8: a path of this machine; other replicas of the same world append their rank."""
-    endpoint = parse_endpoint("ipc:///run/user/1000/events")
-    assert endpoint == IpcEndpoint("/run/user/1000/events")
-    assert endpoint.is_bound
-    assert [endpoint.of_replica(rank) for rank in (0, 3)] == [
-        "ipc:///run/user/1000/events",
-        "ipc:///run/user/1000/events.3",
-    ]
 
 
 def test_longest_socket_file():
@@ -151,45 +125,6 @@ def test_warns_of_endpoints_that_other_users_can_read(short_path, caplog, mode, 
     short_path.chmod(mode)
     with caplog.at_level(logging.WARNING), closing(CacheEvents(KvEventsConfig(endpoint.format(short_path)))):
         assert (said in caplog.text) if said else (caplog.text == "")
-
-
-def test_endpoint_of_any_free_port():
-    assert TcpEndpoint("*", 0).of_replica(3) == "tcp://*:*"
-
-
-def engine_of(*schedulers: Scheduler) -> SimpleNamespace:
-    """An engine with these schedulers, as publishers see it."""
-    core = EngineCore.__new__(EngineCore)
-    core.disk, core.replicas = None, [SimpleNamespace(scheduler=one) for one in schedulers]
-    has_states = schedulers[0].cache.states is not None
-    return SimpleNamespace(limits=schedulers[0].limits, is_hybrid=has_states, observe_caches=core.observe_caches)
-
-
-def test_each_replica_of_a_world_has_its_publisher():
-    """RP-1: rank 0 has a mirror of every replica, and tells of each under its rank."""
-    config = KvEventsConfig("tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://127.0.0.1:0")
-    schedulers = [Scheduler(make_limits(), EvictionPolicyName.LRU, b"", slots) for slots in (None, None)]
-    with closing(CacheEvents(config, 2)) as events:
-        events.attach(engine_of(*schedulers))
-        observers = [one.cache.observers for one in schedulers]
-        assert observers == [[publisher.changes] for publisher in events.publishers]
-        assert [publisher._rank for publisher in events.publishers] == [0, 1]
-
-
-def test_each_socket_has_an_address_of_its_own():
-    """Port 0 is any free one: two ranks with blocks, states and the replays of both."""
-    host = "tcp://127.0.0.1:0"
-    with closing(CacheEvents(KvEventsConfig(host, "t", host, 5, host, host), 2)) as events:
-        channels = [channel for one in events.publishers for channel in (one.blocks, one.states)]
-    assert len({address for one in channels for address in (one.endpoint, one.replay_endpoint)}) == 8
-
-
-def test_states_without_an_endpoint_are_mentioned(caplog):
-    """A hybrid model's states are not published unless asked for, which is logged once."""
-    scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"", 3)
-    with closing(CacheEvents(KvEventsConfig("tcp://127.0.0.1:0"))) as events, caplog.at_level(logging.INFO):
-        events.attach(engine_of(scheduler))
-    assert caplog.text.count("there is no --kv-events-states-endpoint") == 1
 
 
 def answers(engine: InferenceEngine) -> list[tuple[tuple[int, ...], int]]:

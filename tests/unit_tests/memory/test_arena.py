@@ -46,22 +46,6 @@ class TestSlabs:
         """A snapshot of 98 MiB and blocks of 1 MiB: 98 blocks a slab; 10 of them in 1000 MiB, one with the dummy."""
         assert plan_slabs([budget_of(MIB, 98 * MIB, 1000 * MIB)]) == SlabLayout(9, 98, spare_blocks=97)
 
-    @pytest.mark.parametrize(
-        ("block", "record", "blocks"),
-        [
-            (6400, 64_000, 10),
-            (6400, 63_936, 10),  # 1 % of it is not used
-            (6400, 64_640, 10),  # blocks leave some
-            (6400, 14_400, 2),
-            (6400, 8000, 1),
-            (6400, 5120, 1),
-        ],
-    )
-    def test_the_slab_that_wastes_least(self, block: int, record: int, blocks: int):
-        layout = plan_slabs([budget_of(block, record)])
-        assert layout is not None
-        assert layout.blocks_per_slab == blocks
-
     @given(ranks=st.lists(BUDGETS, min_size=1, max_size=3))
     def test_any_ranks(self, ranks: list[ArenaBudget]):
         """All have equal numbers, and an arena never takes more than a fixed split of the same rank."""
@@ -97,10 +81,6 @@ class TestSlabs:
     def test_where_an_arena_would_waste_memory_there_is_none(self, ranks: list[ArenaBudget]):
         assert plan_slabs(ranks) is None
 
-    def test_the_rank_with_the_least_room_decides(self):
-        ranks = [budget_of(MIB, 4 * MIB), budget_of(2 * MIB, 8 * MIB, total=80 * MIB)]
-        assert plan_slabs(ranks) == SlabLayout(9, 4, spare_blocks=3)
-
 
 TYPES = (torch.float32, torch.float32)
 SMALL = BatchingConfig(max_requests=4, buffer_size_gb=0.01)
@@ -130,24 +110,6 @@ class TestPlans:
         assert 0 <= missing < room + slots
         assert shared.geometry.blocks > split.geometry.blocks
         assert shared.geometry.snapshot_slots > split.geometry.snapshot_slots
-
-    @pytest.mark.parametrize(
-        ("batching", "cache"),
-        [
-            (dataclasses.replace(SMALL, buffer_size_gb=None, block_count=90), CacheConfig()),
-            (SMALL, CacheConfig(snapshot_slots=5)),
-            (SMALL, CacheConfig(snapshot_buffer_gb=0.001)),
-            (SMALL, CacheConfig(enable_prefix_caching=False)),
-        ],
-        ids=["blocks", "slots", "bytes", "no cache"],
-    )
-    def test_given_numbers_are_a_split(
-        self, batching: BatchingConfig, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
-    ):
-        (plan,) = plan_all([BOTH], batching, cache)
-        monkeypatch.setattr(budget, "SHARES_MEMORY", False)
-        assert plan_all([BOTH], batching, cache) == [plan]
-        assert plan.limits.slabs is None
 
     @pytest.mark.parametrize("shape", [ATTENTION, RECURRENT, NEITHER], ids=["attention", "recurrent", "neither"])
     def test_one_kind_of_layers_shares_nothing(self, shape: ModelShape, caplog: pytest.LogCaptureFixture):
@@ -199,27 +161,6 @@ class TestPools:
         pools = allocate_pools(plan, CPU)
         pools.pages.untyped_storage().fill_(0)
         return pools
-
-    def test_the_bytes_are_those_of_the_plan(self, plan: EnginePlan, pools: Pools):
-        live = pools.live_states
-        held = pools.pages.untyped_storage().nbytes() + live.conv.nbytes + live.ssm.nbytes
-        assert held == plan.geometry.pool_bytes
-
-    def test_shapes_are_those_of_a_split(self, plan: EnginePlan, pools: Pools, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(budget, "SHARES_MEMORY", False)
-        (split,) = plan_all([BOTH], BatchingConfig(max_requests=2, buffer_size_gb=2 / 1024, block_size=16))
-        other = allocate_pools(split, CPU)
-        for one, two, rows in (
-            (pools.kv, other.kv, 2),
-            (pools.snapshots.conv, other.snapshots.conv, 1),
-            (pools.snapshots.ssm, other.snapshots.ssm, 1),
-        ):
-            assert (one.dtype, one.shape[:rows], one.shape[rows + 1 :]) == (
-                two.dtype,
-                two.shape[:rows],
-                two.shape[rows + 1 :],
-            )
-        assert pools.kv.shape[2] == plan.limits.slabs.blocks + 1
 
     def test_blocks_do_not_overlap(self, plan: EnginePlan, pools: Pools):
         for block in range(plan.limits.slabs.dummy_block + 1):

@@ -60,21 +60,16 @@ def nothing() -> None:
     pass
 
 
-def test_blocks_are_read_before_any_is_written(arena: Arena):
-    """KV-3: a destination may be a source: here two blocks change places, and a third follows."""
+def test_log_probs_move_with_their_blocks(arena: Arena):
+    """KV-3, RL-10: all is read before any is written: here two blocks change places, and a third follows."""
     for block in range(3):
         arena.pools.kv[:, :, block] = block
-    make_changes(arena.pools, ArenaChanges(block_copies=((0, 1), (1, 0), (2, 3))), nothing)
-    assert [arena.block(block) for block in range(4)] == [1.0, 0.0, 2.0, 2.0]
-
-
-def test_log_probs_move_with_their_blocks(arena: Arena):
-    """RL-10: they lie beside the arena, in a row for each block."""
     kept = allocate_log_probs(arena.layout.blocks, 16, 8, torch.float32, CPU)
     for tensor in kept.tensors:
         tensor[:] = torch.arange(arena.layout.blocks)[:, None]
     pools = dataclasses.replace(arena.pools, log_probs=kept)
     make_changes(pools, ArenaChanges(block_copies=((0, 1), (1, 0), (2, 3))), nothing)
+    assert [arena.block(block) for block in range(4)] == [1.0, 0.0, 2.0, 2.0]
     for tensor in kept.tensors:
         assert tensor[:4, -1].tolist() == [1.0, 0.0, 2.0, 2.0]
 

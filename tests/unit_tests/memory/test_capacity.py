@@ -154,19 +154,9 @@ class TestPositions:
         assert (plan.limits.max_sequence_length, plan.positions) == (5000, None)
 
 
-def test_exact_numbers_are_kept():
-    plans = plan_all([BOTH, NEITHER], BatchingConfig(block_count=3), CacheConfig(snapshot_slots=5))
-    assert [(one.limits.total_blocks, one.snapshot_slots) for one in plans] == [(3, 5)] * 2
-
-
 def test_no_slot_anywhere_is_no_hit_anywhere():
     geometry = KVCacheConfig(64, 0, 0, None, 9, 0, 0, 64, 64)
     with_states = dataclasses.replace(geometry, state_bytes=8, shortest_prompt_that_can_hit=None)
     agreed = agree([Capacity(geometry, None), Capacity(with_states, 3)], slots_within_blocks=True)
     assert [one.geometry.shortest_prompt_that_can_hit for one in agreed] == [None, None]
     assert [one.paused_blocks for one in agreed] == [3, 3]
-
-
-def test_align_is_for_all_or_none():
-    plans = plan_all([ATTENTION, BOTH], BatchingConfig(block_count=9), CacheConfig(snapshot_mode="align"))
-    assert all(plan.limits.aligned_chunks for plan in plans)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from megatron_ext.config import BatchingConfig, CacheConfig
-from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import ModelMemory, plan_memory
 from megatron_ext.memory.capacity import Capacity, agree, world_kv_cache_config
-from tests.unit_tests.memory.test_budget import number_to_give
 
 MODEL = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
 DRAFTING = dataclasses.replace(MODEL, speculative_tokens=5)
@@ -23,19 +19,6 @@ def test_they_come_off_the_buffer():
     assert (plain.draft_states, drafting.draft_states) == (0, 320)
     assert 0 <= plain.blocks - drafting.blocks - 488 <= 1
     assert plain.pool_bytes - drafting.pool_bytes < 65_536, "the budget is the same"
-
-
-def test_attention_needs_none():
-    model = dataclasses.replace(DRAFTING, state_bytes=0)
-    assert plan_memory(model, BatchingConfig(), OFF, "cpu").draft_states == 0
-
-
-def test_a_buffer_that_is_too_small():
-    """The error names their size, and a number that fits."""
-    with pytest.raises(ConfigError, match=r"64 requests, each with 5 more after drafts.*--num-speculative") as caught:
-        plan_memory(DRAFTING, BatchingConfig(buffer_size_gb=0.03), OFF, "cpu")
-    enough = number_to_give(caught.value)
-    plan_memory(DRAFTING, BatchingConfig(buffer_size_gb=enough), OFF, "cpu")
 
 
 def test_ranks_agree():

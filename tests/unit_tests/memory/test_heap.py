@@ -76,12 +76,3 @@ def test_an_environment_that_says_otherwise_is_heeded():
     said, errors = run("keep", MALLOC_TRIM_THRESHOLD_="4096")
     assert said["kept"] == "False"
     assert "the environment sets MALLOC_TRIM_THRESHOLD_" in errors
-
-
-def test_another_c_library_is_left_alone(monkeypatch, caplog):
-    caplog.set_level("DEBUG", logger=heap.__name__)
-    monkeypatch.setattr(heap.platform, "libc_ver", lambda: ("", ""))
-    monkeypatch.setattr(heap, "_glibc", heap._glibc.__wrapped__)
-    assert not heap.keep_freed_memory()
-    assert "not glibc" in caplog.text
-    heap.give_back_freed_memory()

@@ -44,11 +44,6 @@ def test_version_2_counts_the_group_and_those_above_it(tmp_path: Path):
     assert group_capacities(tmp_path, membership(tmp_path, "0::/a/b")) == [442 * MIB, 50 * MIB]
 
 
-def test_version_2_without_a_limit(tmp_path: Path):
-    write_group(tmp_path / "a", 2, "max", 100 * MIB, 0)
-    assert group_capacities(tmp_path, membership(tmp_path, "0::/a")) == []
-
-
 @pytest.mark.parametrize("group", ["/", "/docker/0123", "/../elsewhere"])
 def test_a_container_sees_its_group_as_the_mount(tmp_path: Path, group: str):
     write_group(tmp_path, 2, 64 * MIB, 60 * MIB, 0)
@@ -63,10 +58,6 @@ def test_version_1_beside_a_version_2_that_has_no_memory(tmp_path: Path):
     lines = ("9:cpu,cpuacct:/jobs", "4:memory:/jobs/one", "1:name=systemd:/a:b", "0::/")
     capacities = group_capacities(tmp_path, membership(tmp_path, *lines))
     assert capacities == [30 * MIB, UNLIMITED - 500 * MIB]
-
-
-def test_no_control_groups(tmp_path: Path):
-    assert group_capacities(tmp_path, tmp_path / "missing") == []
 
 
 def test_the_narrowest_decides(monkeypatch: pytest.MonkeyPatch):
@@ -98,11 +89,6 @@ def test_an_allocation_that_fails_is_one_line(error: Exception):
     with pytest.raises(ConfigError) as caught, allocating("what", lambda: "set 5"):
         raise error
     assert str(caught.value) == "not enough memory for what, although enough seemed to be free; set 5"
-
-
-def test_other_errors_pass_unchanged():
-    with pytest.raises(RuntimeError, match="shapes differ"), allocating("what", lambda: "set 5"):
-        raise RuntimeError("shapes differ")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep to these limits")

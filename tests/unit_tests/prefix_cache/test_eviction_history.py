@@ -65,19 +65,6 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch):
         assert_lost_is_the_difference(prompts, scheduler_of(7, None), scheduler_of(500, None))
 
 
-def test_how_long_ago():
-    scheduler = scheduler_of(7, None)
-    prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
-    assert [lost for _, lost in serve(scheduler, prompts)] == [0, 0, 0, 3]
-    assert (scheduler.counters.lost_requests, scheduler.counters.lost_ago) == (1, 1)
-
-
-def test_nothing_is_looked_up_while_nothing_is_gone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(EvictionHistory, "_lost", None)
-    monkeypatch.setattr(EvictionHistory, "_resume", None)
-    serve(scheduler_of(500, 500), [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]])
-
-
 def test_only_so_much_is_remembered():
     history = EvictionHistory(3)
     for i in range(10):

@@ -77,19 +77,6 @@ def test_a_slab_that_is_written_to_is_not_available():
     assert cache.available_count == 2
 
 
-def test_blocks_that_fill_no_slab_hold_blocks_only():
-    cache = make(1, blocks=3, spare=2)
-    leave(cache, "a", "b")
-    assert take(cache, "b")
-    use = cache.use()
-    assert (use.blocks_total, use.slots_total, use.slabs_of_blocks, use.slabs_of_snapshots) == (2, 1, 0, 1)
-    assert cache.available_count == 5
-    cache.allocate(5)
-    use = cache.use()
-    assert (use.blocks_total, use.slots_total, use.slabs_of_blocks, use.slabs_of_snapshots) == (5, 0, 1, 0)
-    cache.check()
-
-
 def test_the_older_goes_whichever_it_is():
     cache = make(3)
     leave(cache, "a", "b")
@@ -177,12 +164,6 @@ def test_a_reset_lets_slabs_that_are_written_to_go():
     cache.check()
     assert cache.available_count == 8
     assert cache.states.opportunistic.given_up == 1
-
-
-def test_free_blocks_make_room_for_snapshots_together_with_unused_ones():
-    cache = make(1)
-    leave(cache, "a")
-    assert cache.states.obtainable_count == 1
 
 
 def test_what_a_request_has_used_is_as_new_as_its_blocks():

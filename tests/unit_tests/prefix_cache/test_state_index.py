@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -26,132 +25,6 @@ def filled(total: int, block_hashes: bytes, optional: bytes = b"") -> StateIndex
 
 def visible(index: StateIndex) -> set[bytes]:
     return {block_hash for block_hash in (bytes([i]) for i in range(256)) if index.find(block_hash) is not None}
-
-
-def test_found_only_once_it_is_written():
-    """HY-6: a reserved slot cannot be found."""
-    index = StateIndex(1)
-    slot = index.reserve(b"a")
-    assert index.find(b"a") is None
-    assert index.is_reserved(b"a")
-    assert index.obtainable_count == 0
-    index.commit(b"a")
-    assert index.find(b"a") == slot
-    assert not index.is_reserved(b"a")
-    assert (index.taken, index.used_count, index.obtainable_count) == (1, 1, 1)
-
-
-def test_cancelled_snapshot_frees_its_slot():
-    index = StateIndex(1)
-    index.reserve(b"a")
-    index.cancel(b"a")
-    assert index.find(b"a") is None
-    assert index.obtainable_count == 1
-    assert index.taken == 0
-    index.check([])
-
-
-def test_the_oldest_goes_first():
-    """HY-5: never consumed, so by when they were taken."""
-    index = filled(3, b"abc")
-    index.reserve(b"d")
-    assert visible(index) == {b"b", b"c"}
-    assert index.evicted == 1
-
-
-def test_consumed_is_younger_than_taken():
-    """HY-5."""
-    index = filled(3, b"abc")
-    index.consume(b"a")
-    index.reserve(b"d")
-    index.reserve(b"e")
-    assert visible(index) == {b"a"}
-
-
-def test_a_slot_that_is_being_written_is_not_taken():
-    """HY-5, HY-6: the snapshot is left out, and counted."""
-    index = StateIndex(2)
-    index.reserve(b"a")
-    index.reserve(b"b")
-    assert index.reserve(b"c") is None
-    assert index.skipped == 1
-    index.check([])
-
-
-@pytest.mark.parametrize("total", [0])
-def test_no_slots_at_all(total: int):
-    index = StateIndex(total)
-    assert index.reserve(b"a") is None
-    assert index.reserve(b"b", Rank.OPTIONAL) is None
-    assert index.skipped == 2
-
-
-class TestOptional:
-    """EX-1: snapshots of decode never cost one of prefill."""
-
-    def test_free_slots_and_each_others_only(self):
-        index = filled(3, b"abx", optional=b"x")
-        index.reserve(b"y", Rank.OPTIONAL)
-        assert visible(index) == {b"a", b"b"}
-        assert index.reserve(b"z", Rank.OPTIONAL) is None
-        assert visible(index) == {b"a", b"b"}
-        index.commit(b"y")
-
-    def test_the_one_before_is_given_up_though_a_slot_is_free(self):
-        index = filled(4, b"ax", optional=b"x")
-        index.reserve(b"y", Rank.OPTIONAL, instead_of=b"x")
-        assert visible(index) == {b"a"}
-        assert (index.replaced, index.evicted) == (1, 0)
-
-    def test_the_one_before_is_replaced_where_none_is_free_either(self):
-        """The slot is its own request's: no other request lacked one."""
-        index = filled(2, b"ax", optional=b"x")
-        index.reserve(b"y", Rank.OPTIONAL, instead_of=b"x")
-        assert (index.replaced, index.evicted) == (1, 0)
-
-    def test_not_if_it_was_consumed(self):
-        index = filled(4, b"ax", optional=b"x")
-        index.consume(b"x")
-        index.reserve(b"y", Rank.OPTIONAL, instead_of=b"x")
-        assert visible(index) == {b"a", b"x"}
-        assert (index.replaced, index.evicted) == (0, 0)
-
-    def test_consumed_they_are_as_safe_as_others(self):
-        index = filled(2, b"ax", optional=b"x")
-        index.consume(b"x")
-        assert index.reserve(b"y", Rank.OPTIONAL) is None
-        assert visible(index) == {b"a", b"x"}
-
-    @pytest.mark.parametrize("order", [b"xa", b"ax"])
-    def test_prefill_takes_theirs_first(self, order: bytes):
-        """Slots of opportunistic ones go first: without them there would have been a free slot."""
-        index = filled(2, order, optional=b"x")
-        index.reserve(b"b")
-        assert visible(index) == {b"a"}
-        index.reserve(b"c")
-        assert visible(index) == set()
-
-
-def test_a_snapshot_goes_with_its_block():
-    """HY-2: a block without a snapshot has no effect."""
-    index = filled(2, b"ab")
-    index.drop(b"a")
-    index.drop(b"z")
-    assert visible(index) == {b"b"}
-    assert (index.replaced, index.evicted) == (0, 0)
-    index.check([b"b"])
-    with pytest.raises(AssertionError, match="outlives its block"):
-        index.check([b"a"])
-
-
-def test_clear_drops_reserved_snapshots():
-    """EX-4."""
-    index = filled(3, b"ab")
-    index.reserve(b"c")
-    index.clear()
-    assert visible(index) == set()
-    assert index.obtainable_count == 3
-    index.check([])
 
 
 class Lives(RuleBasedStateMachine):
@@ -265,18 +138,6 @@ class Wanted:
     instead_of: bytes | None = None
 
 
-def test_a_provisional_one_takes_a_free_slot_only():
-    """SI-1: an opportunistic one does not take the slot of another, which has equal rank."""
-    index = StateIndex(1)
-    index.reserve(b"a", Rank.OPPORTUNISTIC)
-    assert index.opportunistic_count == 1, "their number is bounded, with those that are being written"
-    index.commit(b"a")
-    assert index.opportunistic_count == 1
-    assert index.reserve(b"b", Rank.OPPORTUNISTIC) is None
-    assert visible(index) == {b"a"}
-    assert (index.skipped, index.opportunistic.given_up) == (0, 0)
-
-
 def test_slots_for_a_step_are_given_out_at_once_in_order():
     """HY-5: the first have the first choice; what is there, or being taken, takes none."""
     index = filled(4, b"ab")
@@ -295,10 +156,3 @@ def test_the_request_that_took_an_optional_one_does_not_make_it_worth_more():
     index.touch(b"b")
     index.reserve(b"c")
     assert visible(index) == {b"a"}
-
-
-def test_an_optional_one_gives_way_to_the_next_of_its_request():
-    index = filled(2, b"xy", optional=b"xy")
-    assert index.reserve_all([Wanted(b"z", Rank.OPTIONAL, instead_of=b"x")]) != [None]
-    assert visible(index) == {b"y"}
-    assert (index.replaced, index.evicted) == (1, 0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache import hash_chain
-from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import Outcome, Status
@@ -21,15 +19,6 @@ from tests.unit_tests.scheduling.builders import add, make_limits, request_of, s
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
-
-
-@pytest.mark.parametrize(
-    ("length", "matched", "position"),
-    [(1, 0, 0), (1, 1, 0), (4, 0, 0), (4, 4, 3), (5, 4, 4), (8, 4, 4), (8, 8, 7), (9, 8, 8), (4, 3, 3)],
-)
-def test_resume_position(length, matched, position):
-    """KV-12: a request resumes after everything cached except the last token."""
-    assert resume_position(length, matched) == position
 
 
 class TestLedger:
@@ -68,18 +57,6 @@ class TestLedger:
         ledger.compute(7, 10)
         assert ledger.reasons == {reason.value: 10}
 
-    def test_generated_tokens_are_no_prompt_tokens(self):
-        """EX-2."""
-        ledger = PrefillLedger(10)
-        ledger.admit(0, 0, 4)
-        ledger.compute(0, 10)
-        for position in range(10, 14):
-            ledger.compute(position, position + 1)
-        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 0)
-        ledger.admit(12, 3, 4)  # after a preemption, what it had generated is cached too
-        ledger.compute(12, 15)
-        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 2)
-
     def test_tokens_of_a_continued_output_are_computed_again(self):
         """RL-11: those that an earlier request has generated; a token after them is new."""
         ledger = PrefillLedger(10, 13)
@@ -87,43 +64,6 @@ class TestLedger:
         ledger.compute(0, 12)
         ledger.compute(12, 14)
         assert (ledger.computed, ledger.recomputed) == (10, 3)
-
-    def test_a_second_admission_counts_only_newly_skipped_tokens(self):
-        """EX-2: computed 2, failed, came back when others had computed 8."""
-        ledger = PrefillLedger(10)
-        ledger.admit(0, 0, 4)
-        ledger.compute(0, 2)
-        ledger.admit(8, 2, 4)
-        ledger.compute(8, 10)
-        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (6, 4, 0)
-        assert ledger.reasons == {"not_cached": 2, "partial_block": 2}
-
-    def test_skipped_tokens_that_are_computed_later(self):
-        """EX-2: preempted, and what it had shared was evicted too."""
-        ledger = PrefillLedger(10)
-        ledger.admit(8, 2, 4)
-        ledger.compute(8, 10)
-        ledger.admit(0, 0, 4)
-        ledger.compute(0, 9)
-        ledger.compute(9, 10)
-        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (8, 2, 10)
-        assert ledger.reasons == {"partial_block": 2}
-
-    def test_an_admission_that_is_retried_skips_once(self):
-        """EX-2, KV-13: the request's forward failed before anything was computed."""
-        ledger = PrefillLedger(10)
-        for _ in range(3):
-            ledger.admit(8, 2, 4)
-        ledger.compute(8, 10)
-        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (8, 2, 0)
-
-    def test_matched_blocks_are_those_of_the_first_admission(self):
-        """KV-9: later blocks were not found by the prompt."""
-        ledger = PrefillLedger(10)
-        assert ledger.matched_blocks is None
-        ledger.admit(4, 1, 4)
-        ledger.admit(8, 2, 4)
-        assert ledger.matched_blocks == 1
 
 
 def run(scheduler: Scheduler, *requests: Request, generate: int = 2) -> None:
@@ -169,17 +109,6 @@ class TestRequests:
             assert accounts(request) == expected, name
         assert scheduler.counters.skipped_tokens == sum(expected[0] for _, expected in cases.values())
 
-    def test_caching_off_goes_before_prompt_log_probs(self):
-        """EX-2."""
-        scheduler = Scheduler(make_limits(), None)
-        scored, opted_out = (
-            request_of(0, range(8), return_log_probs=True),
-            request_of(1, [1], enable_prefix_caching=False),
-        )
-        run(scheduler, scored, opted_out)
-        assert accounts(scored) == (0, {"caching_off": 8})
-        assert accounts(opted_out) == (0, {"opted_out": 1})
-
     def test_no_snapshot(self):
         """EX-2: the blocks are there, but no states to begin with."""
         scheduler = Scheduler(make_limits(), LRU, slots=0)
@@ -189,57 +118,6 @@ class TestRequests:
         assert accounts(again) == (0, {"no_snapshot": 8, "partial_block": 2})
         assert again.ledger.matched_blocks == 2
         assert (scheduler.counters.hits, scheduler.counters.blocks_matched) == (0, 2)
-
-    def test_states_that_are_found_leave_the_rest_of_the_matched_blocks_to_compute(self):
-        """EX-2: a repeated prompt resumes from its last boundary before the last token."""
-        scheduler = Scheduler(make_limits(), LRU, slots=4)
-        run(scheduler, request_of(0, range(8)))
-        again = request_of(1, range(8))
-        run(scheduler, again)
-        assert last_boundary(8, 4) == 4
-        assert accounts(again) == (4, {"no_snapshot": 3, "last_token": 1})
-
-    @pytest.mark.parametrize(("policy", "max_tokens"), [(LRU, 4), (REF_ZERO, 7), (LRU, 16)])
-    def test_sums_are_exact_whatever_happens_in_between(self, policy, max_tokens):
-        """EX-2: failed steps, suspensions and resets in every order, preemptions for want of blocks."""
-        preemptions = skipped = 0
-        for order in itertools.product(["nothing", "fail", "suspend", "reset"], repeat=3):
-            scheduler = Scheduler(make_limits(total_blocks=7, max_tokens=max_tokens), policy)
-            prompts = [[*range(8), *range(50 * i, 50 * i + i)] for i in range(3)]
-            requests = [request_of(i, prompt, num_tokens_to_generate=9) for i, prompt in enumerate(prompts)]
-            add(scheduler, *requests)
-            known, prefilled = Counter(), Counter()
-            for disturbance in order:
-                self.disturb(scheduler, disturbance)
-                self.step(scheduler, known, prefilled)
-            while len(scheduler.queues):
-                self.step(scheduler, known, prefilled)
-            for request in requests:
-                assert request.status is Status.COMPLETED
-                assert request.ledger.skipped + request.ledger.computed == request.prompt_length, order
-                assert request.ledger.prefilled == prefilled[request.request_id], order
-            assert scheduler.counters.skipped_tokens == sum(request.ledger.skipped for request in requests)
-            preemptions += scheduler.counters.preemptions
-            skipped += scheduler.counters.skipped_tokens
-        assert preemptions > 0
-        assert skipped > 0
-
-    @staticmethod
-    def disturb(scheduler: Scheduler, disturbance: str) -> None:
-        if disturbance == "fail":
-            scheduler.abandon(scheduler.schedule().chunks, "planted")
-        elif disturbance == "suspend":
-            scheduler.suspend()
-        elif disturbance == "reset":
-            scheduler.reset_prefix_cache()
-
-    @staticmethod
-    def step(scheduler: Scheduler, known: Counter, prefilled: Counter) -> None:
-        """Run a step, count prompt tokens and recomputed tokens by request, and end finished requests."""
-        for chunk in step(scheduler).chunks:
-            request, name = chunk.request, chunk.request.request_id
-            prefilled[name] += sum(i < max(request.prompt_length, known[name]) for i in range(chunk.start, chunk.end))
-            known[name] = max(known[name], chunk.end)
 
 
 class TestCachingOff:

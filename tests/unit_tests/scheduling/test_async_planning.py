@@ -114,22 +114,6 @@ def test_waiting_requests_are_ranked_before_a_step_that_was_launched_ahead():
     assert planned.scheduler.cache._spared == [waiting.block_hashes]
 
 
-def test_a_prefill_goes_on_beside_decodes():
-    """CU-6: decodes come first and leave their tokens to the prefill; one that ends by count is left out."""
-    planned = Planned()
-    planned.add(range(3), num_tokens_to_generate=2)
-    planned.add(range(20, 50))
-    assert planned.step() == ([(1, 0, 3), (2, 0, 5)], [(1, 3, 4), (2, 5, 12)])
-    assert planned.step() == ([(1, 3, 4), (2, 5, 12)], [(2, 12, 20)])
-
-
-def test_a_request_that_generates_nothing_is_left_out():
-    planned = Planned()
-    planned.add(range(3), num_tokens_to_generate=0)
-    planned.add(range(20, 50))
-    assert planned.step() == ([(1, 0, 3), (2, 0, 5)], [(2, 5, 13)])
-
-
 @pytest.mark.parametrize(
     "asked", [{"return_log_probs": True}, {"audit": AuditTarget(1, 16)}], ids=["prompt log-probs", "audit"]
 )
@@ -181,13 +165,6 @@ def test_room_for_another_prefill_is_waited_for():
     ]
 
 
-def test_a_limit_of_prefills_is_no_room():
-    planned = Planned(max_prefills=1)
-    planned.add(range(21))
-    planned.add(range(70, 90))
-    assert [planned.step()[1] for _ in range(3)] == [[(1, 8, 16)], [(1, 16, 21)], []]
-
-
 def test_a_paused_request_is_waited_for():
     """CU-6: steps planned ahead resume nothing, so it would starve; what it waits for is a block."""
     planned = Planned(total_blocks=5)
@@ -200,16 +177,6 @@ def test_a_paused_request_is_waited_for():
     assert any(paused for paused, _ in found)
     assert any(ahead for _, ahead in found)
     assert not any(paused and ahead for paused, ahead in found)
-
-
-def test_the_place_of_a_request_that_ends_is_waited_for():
-    """CU-6: the batch has room for another one as soon as one has all its tokens."""
-    planned = Planned(max_requests=2)
-    planned.add(range(3), num_tokens_to_generate=2)
-    for start in (20, 40):
-        planned.add(range(start, start + 3))
-    assert planned.step() == ([(1, 0, 3), (2, 0, 3)], [(1, 3, 4), (2, 3, 4)])
-    assert planned.step() == ([(1, 3, 4), (2, 3, 4)], [])
 
 
 def test_a_request_that_cannot_enter_is_not_waited_for():

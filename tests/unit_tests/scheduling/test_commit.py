@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from array import array
 
 import pytest
@@ -47,27 +46,6 @@ def test_min_tokens_hold_for_the_termination_token_only():
     assert (request.finish_reason, request.generated_tokens) == ("stop", [99, 99, 99])
 
 
-def test_blocks_of_a_last_step_can_be_matched():
-    """KV-5: everything is published before any request ends; ends are in the order of the plan."""
-    first, second = request_of(0, range(8), num_tokens_to_generate=1), request_of(1, range(50, 58))
-    scheduler = scheduler_of(first, second, total_blocks=20)
-    assert commit(scheduler, scheduler.schedule(), {0: 1, 1: 2}) == [first]
-    third = request_of(2, range(8))
-    scheduler.add(third)
-    (admission,) = scheduler.schedule().admissions
-    assert len(admission.matched) == 2
-
-
-def test_a_snapshot_and_the_last_token_in_one_step():
-    """HY-6: the snapshot is visible although its request has ended, and no slot stays reserved."""
-    request = request_of(0, range(8), num_tokens_to_generate=1)
-    scheduler = scheduler_of(request, slots=4)
-    assert commit(scheduler, scheduler.schedule(), {0: 1}) == [request]
-    assert scheduler.cache.use().slots_used == 2
-    assert scheduler.cache.states.obtainable_count == 4
-    scheduler.check()
-
-
 @pytest.mark.parametrize("sampled", [{}, {0: 7}, {0: 7, 1: 8, 2: 9}, {0: 7, 2: 9}])
 def test_a_token_for_each_chunk_that_yields_one_and_for_no_other(sampled: dict[int, int]):
     """Other tokens are refused, and the state is unchanged."""
@@ -80,15 +58,6 @@ def test_a_token_for_each_chunk_that_yields_one_and_for_no_other(sampled: dict[i
     assert frozen(scheduler.queues) == before
     assert scheduler.commit(message, {0: 7, 1: 8}) == []
     assert [request.generated_tokens for request in (first, second, long)] == [[7], [8], []]
-
-
-def test_a_message_that_was_pickled_can_be_committed():
-    """The message is all that comes back from where it was computed."""
-    request = request_of(0, range(8), num_tokens_to_generate=1)
-    scheduler = scheduler_of(request, slots=4)
-    message = describe_step(scheduler.schedule().chunks, 4)
-    assert scheduler.commit(pickle.loads(pickle.dumps(message)), {0: 1}) == [request]
-    assert scheduler.cache.use().snapshots_taken == 2
 
 
 class TestRevise:
@@ -114,7 +83,3 @@ class TestRevise:
         record = request.to_record("")
         assert (record.status, record.finish_reason, record.error) == (Status.FAILED, None, "words")
         assert [event.type.name for event in record.events[-3:]] == ["FIRST_TOKEN", "ERROR_NONTRANSIENT", "FAIL"]
-
-    def test_of_a_living_one(self):
-        with pytest.raises(AssertionError, match="still alive"):
-            request_of(0, [1]).revise(Outcome(Status.FAILED))

@@ -54,29 +54,6 @@ class TestReasons:
         assert (said.skipped, said.matched) == (12, 12)
         assert f"at token 14: here 1, there {prompt[14]}" in said.text()
 
-    def test_the_nearest_of_several(self):
-        scheduler = make_scheduler()
-        for at in (1, 3, 2):
-            serve(scheduler, [7] * at + [at + 100] * (12 - at))
-        _, said = serve(scheduler, [7] * 12)
-        assert (said.reason, said.agreeing, said.there) == ("parted", 3, 103)
-
-    def test_never_across_salts(self):
-        scheduler = make_scheduler()
-        prompt = text_of(0, 20)
-        serve(scheduler, prompt, cache_salt="a")
-        assert serve(scheduler, prompt, cache_salt="b")[1].reason == "not_cached"
-
-    def test_too_short(self):
-        assert serve(make_scheduler(), [1, 2, 3])[1].reason == "too_short"
-        assert serve(make_scheduler(slots=3), [1, 2, 3, 4])[1].reason == "too_short"
-
-    def test_all_that_can_be_skipped(self):
-        for slots in (None, 4):
-            scheduler = make_scheduler(slots=slots)
-            serve(scheduler, text_of(0, 10))
-            assert serve(scheduler, text_of(0, 10))[1].reason == "skipped_all"
-
     def test_a_fork_skips_all_that_its_source_computes(self):
         scheduler = make_scheduler()
         inputs = RequestInputs(tuple(text_of(0, 10)), RequestParams(num_tokens_to_generate=1))
@@ -85,14 +62,6 @@ class TestReasons:
         step(scheduler)
         said = samples[1].ledger.explanation
         assert (said.reason, said.skipped, said.matched, said.most) == ("skipped_all", 10, 8, 10)
-
-    def test_a_snapshot_that_was_given_up(self):
-        scheduler = make_scheduler(slots=1)
-        for seed in (0, 1, 2):
-            serve(scheduler, text_of(seed, 10))
-        _, said = serve(scheduler, text_of(0, 10))
-        assert (said.reason, said.ago, said.matched, said.skipped) == ("snapshot_given_up", 1, 8, 0)
-        assert "evicted 1 request ago to free a slot (2 more slots would have kept them)" in said.text()
 
     def test_how_many_more_slots_would_have_kept_it(self):
         """True by a second life of the same prompts with so many, and with one less."""
@@ -117,34 +86,10 @@ class TestReasons:
         assert "snapshot_given_up" in {one.reason for one in said}
         assert {one.slots_short for one in said} == {None}
 
-    def test_no_snapshot_was_taken(self):
-        scheduler = make_scheduler(slots=9)
-        serve(scheduler, text_of(0, 20))
-        _, said = serve(scheduler, text_of(0, 10) + [1] * 6)
-        assert (said.reason, said.matched, said.skipped) == ("no_snapshot", 8, 0)
-
-    def test_a_snapshot_before_the_resume_point_is_of_no_concern(self):
-        """The snapshot was given up without loss; none was taken at the position that would skip more."""
-        scheduler = make_scheduler(slots=3)
-        prompt = text_of(0, 24)
-        for length in (6, 14, 24):  # the third leaves two, and the snapshot at 4 gives up its slot
-            request, _ = serve(scheduler, prompt[:length])
-        _, said = serve(scheduler, [*prompt[:17], 1, 1, 1])
-        assert scheduler.cache.eviction_history.last_snapshot(request.block_hashes[:1]) is not None
-        assert (said.reason, said.skipped, said.matched) == ("no_snapshot", 12, 16)
-
     def test_no_slots(self):
         scheduler = make_scheduler(slots=0)
         serve(scheduler, text_of(0, 20))
         assert serve(scheduler, text_of(0, 20))[1].reason == "no_slots"
-
-    def test_an_evicted_block(self):
-        scheduler = make_scheduler(blocks=6)
-        for seed in (0, 1, 2):
-            serve(scheduler, text_of(seed, 13))
-        _, said = serve(scheduler, text_of(0, 13))
-        assert said.reason == "block_evicted"
-        assert "evicted" in said.text()
 
     def test_reasons_for_the_whole_prompt(self):
         assert serve(make_scheduler(policy=None), text_of(0, 9))[1].reason == "caching_off"
@@ -160,23 +105,6 @@ class TestReasons:
         _, said = serve(scheduler, [*first.tokens, *text_of(1, 7)])
         assert (said.reason, said.agreeing, said.there) == ("turn_ended", length + 1, None)
         assert (said.skipped, said.is_near_miss) == (length // SIZE * SIZE, False)
-
-    def test_the_turn_before_ended_in_a_block_that_another_request_completed(self):
-        """The longer agreement, with an end or with a cached block, is the reason."""
-        for common, reason in ((9, "turn_ended"), (11, "parted")):
-            scheduler = make_scheduler()
-            first, _ = serve(scheduler, text_of(0, 9))
-            note_end(first, scheduler.cache, SIZE)
-            prompt = [*first.tokens, *text_of(1, 7)]
-            serve(scheduler, [*prompt[:common], *text_of(2, 7)])
-            assert serve(scheduler, prompt)[1].reason == reason
-
-    def test_an_end_is_not_the_reason_unless_all_of_the_turn_is_repeated(self):
-        scheduler = make_scheduler()
-        first, _ = serve(scheduler, text_of(0, 10))
-        note_end(first, scheduler.cache, SIZE)
-        assert serve(scheduler, [*first.tokens[:-1], 1, *text_of(1, 7)])[1].reason == "not_cached"
-        assert serve(scheduler, [*first.tokens, *text_of(1, 7)], cache_salt="other")[1].reason == "not_cached"
 
     def test_the_age_of_the_nearest_prefix(self):
         """Age of the nearest cached block, or of the end inside it; of this salt alone."""
@@ -201,10 +129,6 @@ class TestReasons:
         note_end(short, scheduler.cache, SIZE)
         assert said.age is None
         assert ask(90, [*short.tokens, *text_of(5, 6)]).age == 15, "the short prompt ended there"
-
-    def test_it_is_in_the_record(self):
-        request, said = serve(make_scheduler(), [1, 2, 3])
-        assert request.bare_record().prefix_cache_explanation is said
 
 
 def test_ends_are_bounded_and_go_with_the_block_before():
@@ -231,16 +155,6 @@ def test_each_reason_of_a_miss_has_advice():
             advice = Explanation(reason.value, 0, 0, 0, SIZE).advice
             assert advice is not None, reason
             assert advice.endswith("."), reason
-
-
-def test_off_nothing_is_kept():
-    scheduler = Scheduler(make_limits(), LRU)
-    request = request_of(0, range(12), num_tokens_to_generate=1)
-    add(scheduler, request)
-    step(scheduler)
-    assert scheduler.cache.cached_token_ids is None
-    assert request.ledger.explanation is None
-    assert request.bare_record().prefix_cache_explanation is None
 
 
 def common(one: list[int], other: list[int]) -> int:

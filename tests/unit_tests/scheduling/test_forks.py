@@ -107,14 +107,6 @@ def test_a_fork_uses_the_blocks_that_its_source_uses():
     planned.scheduler.check()
 
 
-def test_a_step_with_forks_may_be_followed_by_one_launched_ahead():
-    """CU-6: a fork owns from its admission what it decodes with."""
-    planned = Planned()
-    samples = [planned.add(range(6), group=GROUP) for _ in range(2)]
-    assert planned.step() == ([(1, 0, 6), (2, 6, 6)], [(1, 6, 7), (2, 6, 7)])
-    assert [len(one.block_table) for one in samples] == [2, 2]
-
-
 def test_forks_of_a_failed_step_start_again():
     """KV-6: with the request that was to compute their prompt; they own nothing until then."""
     planned = Planned()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -123,15 +122,6 @@ class TestInFlight:
         assert cached_tokens(scheduler, request.tokens) >= 12
         assert not scheduler.cache.match(old)
 
-    @pytest.mark.parametrize("stage", ["mid-prefill", "decoding"])
-    def test_without_a_reset_it_would(self, stage: str):
-        """Negative control, EX-1."""
-        scheduler = make_scheduler(max_tokens=7)
-        request = self.at(stage, scheduler)
-        for _ in range(6):
-            step(scheduler)
-        assert cached_tokens(scheduler, request.tokens) >= 16
-
     @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
     def test_not_even_the_step_that_is_being_computed(self, invalidate: Invalidate):
         """EX-4: a reset between a step's plan and its end."""
@@ -143,36 +133,6 @@ class TestInFlight:
             commit(scheduler, plan)
             use = scheduler.cache.use()
             assert (use.blocks_cached, use.slots_used) == (0, 0)
-
-    @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
-    def test_begins_anew_when_it_is_admitted_again(self, invalidate: Invalidate):
-        """EX-4: the request then computes with the current weights, and publishes."""
-        scheduler = make_scheduler(max_tokens=7)
-        request = self.at("mid-prefill", scheduler)
-        invalidate(scheduler)
-        scheduler.abandon(scheduler.schedule().chunks, "planted")
-        step(scheduler)
-        step(scheduler)
-        assert request.generated_count == 1
-        assert cached_tokens(scheduler) == 12
-        assert request.ledger.skipped + request.ledger.computed == 12
-
-    def test_shares_with_others_of_its_time_until_the_last_has_left(self):
-        """EX-4, KV-3: blocks in use are not touched."""
-        scheduler = make_scheduler()
-        first, second = request_of(0, [*PROMPT, 70]), request_of(1, [*PROMPT, 80])
-        add(scheduler, first, second)
-        step(scheduler)
-        step(scheduler)
-        assert first.block_table[:3] == second.block_table[:3]
-        scheduler.reset_prefix_cache()
-        add(scheduler, newcomer := request_of(2, [*PROMPT, 90]))
-        assert admitted(step(scheduler)) == [(2, 0, 4)]
-        assert not set(newcomer.block_table) & {*first.block_table, *second.block_table}
-        for request in (first, second, newcomer):
-            scheduler.end(request, Outcome(Status.COMPLETED))
-            scheduler.check()
-        assert scheduler.cache.available_count == 20
 
     def test_waiting_requests_hit_only_later_blocks(self):
         """EX-4: the match is looked up on admission."""
@@ -258,18 +218,6 @@ def test_a_wrong_snapshot_takes_along_what_was_computed_from_it(own: int, droppe
     assert second in scheduler.queues.waiting
     assert cached_tokens(scheduler, second.tokens) == 8
     scheduler.check()
-
-
-@pytest.mark.parametrize("opts_out", list(itertools.product([True, False], repeat=2)))
-def test_a_request_that_opts_out_neither_reads_nor_writes(opts_out: tuple[bool, bool]):
-    """KV-9."""
-    scheduler = make_scheduler()
-    for arrival, wish in enumerate(opts_out):
-        add(scheduler, request := request_of(arrival, PROMPT, enable_prefix_caching=not wish))
-        step(scheduler)
-        scheduler.end(request, Outcome(Status.COMPLETED))
-    assert scheduler.counters.hits == (opts_out == (False, False))
-    assert (scheduler.cache.use().blocks_cached > 0) == (False in opts_out)
 
 
 @pytest.mark.parametrize("states_only", [False, True])

@@ -10,10 +10,9 @@ import itertools
 import pytest
 
 from megatron_ext.config import RequestParams
-from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling.audit import AuditTarget
-from megatron_ext.scheduling.plan import Admission, Deferral, StepBudget, StepPlan
-from megatron_ext.scheduling.planner import chunk_end, plan_admission, plan_step, reason_to_refuse
+from megatron_ext.scheduling.plan import Deferral, StepPlan
+from megatron_ext.scheduling.planner import chunk_end, plan_step, reason_to_refuse
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -50,10 +49,6 @@ def moves(step: StepPlan) -> dict[str, list[int]]:
 class TestTokens:
     """Tokens of a step per request."""
 
-    def test_without_requests(self):
-        step = plan(Situation())
-        assert step == StepPlan((), (), (), (), (), (), ())
-
     def test_decodes_come_first_then_running_prefill_then_admissions(self):
         situation = Situation(total_blocks=20)
         situation.prefilling(0, prompt=20, computed=8)
@@ -65,33 +60,6 @@ class TestTokens:
         assert admitted(step) == [(102, 3)]
         assert step.deferrals == ()
 
-    def test_running_prefill_shares_tokens_oldest_first(self):
-        situation = Situation(total_blocks=20, max_tokens=12)
-        situation.prefilling(2, prompt=15, computed=5)
-        situation.prefilling(1, prompt=12, computed=2)
-        assert chunks_of(plan(situation)) == [(101, 2, 12), (102, 5, 7)]
-
-    def test_running_prefill_without_tokens_is_not_in_the_step(self):
-        situation = Situation(total_blocks=20, max_tokens=8)
-        situation.prefilling(1, prompt=20, computed=2)
-        situation.prefilling(2, prompt=15, computed=5)
-        assert chunks_of(plan(situation)) == [(101, 2, 10)]
-
-    def test_admissions_share_tokens_in_order(self):
-        situation = Situation(total_blocks=20)
-        for arrival, prompt in enumerate((7, 6, 9)):
-            situation.waiting(arrival, prompt)
-        step = plan(situation)
-        assert chunks_of(step) == [(100, 0, 7), (101, 0, 6), (102, 0, 3)]
-        assert admitted(step) == [(100, 2), (101, 2), (102, 3)]
-
-    def test_a_long_prompt_is_admitted_with_all_its_blocks_and_a_first_chunk(self):
-        situation = Situation(total_blocks=8, max_tokens=16)
-        situation.waiting(0, prompt=30)
-        step = plan(situation)
-        assert chunks_of(step) == [(100, 0, 16)]
-        assert admitted(step) == [(100, 8)]
-
     def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it(self):
         situation = Situation(total_blocks=20, chunked_prefill=False)
         situation.decoding(0, prompt=5, generated=1)
@@ -99,14 +67,6 @@ class TestTokens:
         step = plan(situation)
         assert chunks_of(step) == [(100, 5, 6)]
         assert step.deferrals == (Deferral(waiting, "tokens", needed=16, available=15),)
-
-    def test_without_chunked_prefill_a_prompt_that_fits_is_never_cut(self):
-        situation = Situation(total_blocks=20, chunked_prefill=False)
-        situation.waiting(0, prompt=15)
-        second = situation.waiting(1, prompt=2)
-        step = plan(situation)
-        assert chunks_of(step) == [(100, 0, 15)]
-        assert step.deferrals == (Deferral(second, "tokens", needed=2, available=1),)
 
     def test_after_a_preemption_too_many_tokens_are_cut_even_without_chunked_prefill(self):
         """The request was admissible with 14 prompt tokens; refusing it now would lose its generated tokens."""
@@ -119,16 +79,6 @@ class TestTokens:
         situation.prefilling(0, prompt=14, generated=5, computed=16)
         assert chunks_of(plan(situation)) == [(100, 16, 19)]
 
-    def test_every_request_decodes_in_a_full_batch(self):
-        situation = Situation(max_requests=4, max_tokens=4)
-        for arrival in range(4):
-            situation.decoding(arrival, prompt=2, generated=1)
-        situation.waiting(4, prompt=1)
-        step = plan(situation)
-        assert chunks_of(step) == [(100, 2, 3), (101, 2, 3), (102, 2, 3), (103, 2, 3)]
-        (one,) = step.deferrals
-        assert (one.resource, one.needed, one.available) == ("requests", 1, 0)
-
     def test_one_generated_token_computed_again_counts_among_the_decodes(self):
         """A preempted request may get one token of the budget for a generated token: a decode to the layers."""
         situation = Situation(total_blocks=20, max_tokens=8)
@@ -138,100 +88,9 @@ class TestTokens:
         assert [chunk.is_decode for chunk in step.chunks] == [True, False]
         assert chunks_of(step) == [(101, 5, 6), (100, 5, 12)]
 
-    def test_a_prefill_of_one_token_is_no_decode(self):
-        situation = Situation()
-        situation.waiting(0, prompt=1)
-        (chunk,) = plan(situation).chunks
-        assert not chunk.is_decode
-        assert chunk.yields_token
-
-    def test_the_last_prompt_token_is_prefill(self):
-        situation = Situation()
-        situation.prefilling(0, prompt=9, computed=8)
-        (chunk,) = plan(situation).chunks
-        assert (chunk.start, chunk.end, chunk.is_decode, chunk.yields_token) == (8, 9, False, True)
-
-
-class TestAdmission:
-    """Admission, first come, first served; no request overtakes another."""
-
-    @pytest.mark.parametrize(("prompt", "blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-    def test_blocks_of_a_prompt(self, prompt: int, blocks: int):
-        situation = Situation()
-        situation.waiting(0, prompt)
-        assert admitted(plan(situation)) == [(100, blocks)]
-
-    @pytest.mark.parametrize(
-        ("budget", "deferral"),
-        [
-            (StepBudget(blocks=3, requests=1, tokens=1), None),
-            (StepBudget(blocks=3, requests=0, tokens=1), ("requests", 1, 0)),
-            (StepBudget(blocks=2, requests=1, tokens=1), ("blocks", 3, 2)),
-            (StepBudget(blocks=3, requests=1, tokens=0), ("tokens", 1, 0)),
-        ],
-    )
-    def test_each_resource_defers_by_name(self, budget: StepBudget, deferral: tuple | None):
-        """KV-13: a deferral names what is short."""
-        request = make_request(0, prompt=9)
-        decision, _ = plan_admission(request, [], make_limits(), budget, PrefixCache(8, None))
-        if deferral is None:
-            assert isinstance(decision, Admission)
-            assert (decision.new_blocks, decision.chunk.start, decision.chunk.end) == (3, 0, 1)
-        else:
-            assert decision == Deferral(request, *deferral)
-
-    def test_a_deferred_head_is_not_overtaken(self):
-        situation = Situation(total_blocks=8)
-        situation.decoding(0, prompt=19, generated=1)  # 5 blocks
-        head = situation.waiting(1, prompt=13)  # wants 4 of the 3 that are free
-        situation.waiting(2, prompt=1)
-        step = plan(situation)
-        assert admitted(step) == []
-        assert step.deferrals == (Deferral(head, "blocks", needed=4, available=3),)
-
-    def test_a_preempted_request_comes_before_younger_ones(self):
-        situation = Situation(max_tokens=16)
-        situation.waiting(3, prompt=4)
-        situation.waiting(1, prompt=6, generated=2)
-        assert chunks_of(plan(situation)) == [(101, 0, 8), (103, 0, 4)]
-
-    def test_blocks_of_growing_requests_are_taken_before_admissions(self):
-        situation = Situation(total_blocks=3)
-        situation.decoding(0, prompt=4, generated=1)  # owns 1, wants a second for its token 4
-        head = situation.waiting(1, prompt=8)
-        step = plan(situation)
-        assert chunks_of(step) == [(100, 4, 5)]
-        assert step.deferrals == (Deferral(head, "blocks", needed=2, available=1),)
-
-    def test_no_admission_while_a_request_is_paused(self):
-        situation = Situation(total_blocks=5)
-        situation.decoding(0, prompt=6, generated=1)  # 2 blocks, goes on
-        situation.prefilling(1, prompt=4, computed=1)  # 1 block
-        situation.paused(2, prompt=8, generated=1)  # 2 blocks, wants a third
-        situation.waiting(3, prompt=1)
-        step = plan(situation)
-        assert moves(step) == {}
-        assert step.deferrals == ()  # it was not even asked
-        assert chunks_of(step) == [(100, 6, 7), (101, 1, 4)]
-
-    def test_no_admission_in_a_step_that_preempts(self):
-        situation = Situation(total_blocks=4, paused_blocks=0)
-        situation.decoding(0, prompt=8, generated=1)  # 2 blocks, wants a third
-        situation.decoding(1, prompt=8, generated=1)  # the same
-        situation.waiting(2, prompt=1)  # 1 block will be free
-        step = plan(situation)
-        assert moves(step) == {"preemptions": [101]}
-        assert chunks_of(step) == [(100, 8, 9)]
-
 
 class TestGrowth:
     """Blocks for the next token: older first, then pause, then preempt."""
-
-    def test_a_token_in_a_block_with_room_needs_nothing(self):
-        situation = Situation(total_blocks=2)
-        situation.decoding(0, prompt=5, generated=3)
-        assert situation.free_blocks == 0
-        assert chunks_of(plan(situation)) == [(100, 7, 8)]
 
     def test_the_older_request_gets_the_last_block(self):
         situation = Situation(total_blocks=3)
@@ -240,14 +99,6 @@ class TestGrowth:
         step = plan(situation)
         assert chunks_of(step) == [(100, 4, 5)]
         assert moves(step) == {"pauses": [101]}
-
-    def test_a_younger_request_that_needs_no_block_goes_on(self):
-        situation = Situation(total_blocks=3)
-        situation.decoding(0, prompt=8, generated=1)
-        situation.decoding(1, prompt=2, generated=1)
-        step = plan(situation)
-        assert chunks_of(step) == [(101, 2, 3)]
-        assert moves(step) == {"pauses": [100]}
 
     def test_paused_requests_resume_oldest_first(self):
         situation = Situation(total_blocks=4)
@@ -258,23 +109,6 @@ class TestGrowth:
         assert moves(step) == {"resumes": [100]}
         assert chunks_of(step) == [(100, 4, 5), (101, 2, 3)]
 
-    def test_an_older_running_request_comes_before_a_paused_one(self):
-        situation = Situation(total_blocks=3)
-        situation.decoding(0, prompt=4, generated=1)
-        situation.paused(1, prompt=4, generated=1)
-        step = plan(situation)
-        assert moves(step) == {}
-        assert chunks_of(step) == [(100, 4, 5)]
-
-    def test_the_youngest_is_preempted_if_no_request_can_run(self):
-        situation = Situation(total_blocks=6)
-        for arrival in range(3):
-            situation.decoding(arrival, prompt=8, generated=1)  # 2 blocks each, all want a third
-        step = plan(situation)
-        # Two blocks come free: both others go on.
-        assert moves(step) == {"preemptions": [102]}
-        assert chunks_of(step) == [(100, 8, 9), (101, 8, 9)]
-
     def test_as_many_are_preempted_as_it_takes(self):
         situation = Situation(total_blocks=3)
         for arrival in range(3):
@@ -282,14 +116,6 @@ class TestGrowth:
         step = plan(situation)
         assert moves(step) == {"pauses": [101], "preemptions": [102]}
         assert chunks_of(step) == [(100, 4, 5)]
-
-    def test_no_preemption_while_a_prefill_can_run(self):
-        situation = Situation(total_blocks=4)
-        situation.decoding(0, prompt=8, generated=1)
-        situation.prefilling(1, prompt=8, computed=4)
-        step = plan(situation)
-        assert moves(step) == {"pauses": [100]}
-        assert chunks_of(step) == [(101, 4, 8)]
 
     def test_paused_requests_keep_at_most_their_budget(self):
         situation = Situation(total_blocks=6, paused_blocks=3)
@@ -308,14 +134,6 @@ class TestGrowth:
         situation.decoding(2, prompt=8, generated=1)
         assert moves(plan(situation)) == {"pauses": [102]}
 
-    def test_budget_zero_preempts_instead_of_pausing(self):
-        situation = Situation(total_blocks=4, paused_blocks=0)
-        situation.prefilling(0, prompt=8, computed=4)
-        situation.decoding(1, prompt=8, generated=1)
-        step = plan(situation)
-        assert moves(step) == {"preemptions": [101]}
-        assert chunks_of(step) == [(100, 4, 8)]
-
     def test_the_paused_one_goes_even_if_a_younger_one_runs(self):
         """Running requests are not stopped: only paused requests are over the budget."""
         situation = Situation(total_blocks=3, paused_blocks=0)
@@ -324,11 +142,6 @@ class TestGrowth:
         step = plan(situation)
         assert moves(step) == {"preemptions": [100]}
         assert chunks_of(step) == [(101, 2, 3)]
-
-    def test_a_request_as_large_as_the_pool_decodes_to_its_last_token(self):
-        situation = Situation(total_blocks=4)
-        situation.decoding(0, prompt=8, generated=8)
-        assert chunks_of(plan(situation)) == [(100, 15, 16)]
 
 
 def test_a_chunk_of_an_audit_ends_at_the_snapshot_that_it_compares():
@@ -362,11 +175,6 @@ class TestAdmissible:
             assert refusal is None
         else:
             assert refusal.startswith(f"{expected}shorten the prompt, or ")
-
-    @pytest.mark.parametrize(("total_blocks", "length"), [(3, 12), (16, 64), (100, 64)])
-    def test_the_longest_sequence_is_what_the_pool_holds(self, total_blocks: int, length: int):
-        """KV-12."""
-        assert make_limits(total_blocks=total_blocks).max_model_len == length
 
     def test_admissible_requests_are_admitted_alone(self):
         for prompt, generate, chunked in itertools.product(range(1, 34), (1, 8, 32), (True, False)):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
@@ -58,83 +56,11 @@ def test_one_at_a_time():
     )
 
 
-def test_without_a_limit_all_at_once():
-    """The control, and what it was before."""
-    scheduler = make_scheduler()
-    add(scheduler, *(unique(arrival, 10) for arrival in range(3)))
-    assert chunks(step(scheduler)) == {0: (0, 10), 1: (0, 10), 2: (0, 10)}
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3])
-def test_no_step_has_more(limit):
-    scheduler = make_scheduler(max_prefills=limit)
-    add(scheduler, *(unique(arrival, 5 + 17 * (arrival % 4)) for arrival in range(12)))
-    counts = []
-    while len(scheduler.queues):
-        counts.append(len(prefills(step(scheduler))))
-    assert max(counts) == limit
-
-
-def test_prefills_in_progress_come_first():
-    """The last piece of a prompt of two steps and a bit leaves tokens of the step unused with a limit of one."""
-    scheduler = make_scheduler(max_prefills=1)
-    add(scheduler, unique(0, 150), unique(1, 10))
-    assert [chunks(step(scheduler)) for _ in range(4)] == [
-        {0: (0, 64)},
-        {0: (64, 128)},
-        {0: (128, 150)},
-        {0: (150, 151), 1: (0, 10)},
-    ]
-
-
 def test_short_prompts_share_a_step():
     """A step begins prefills by default until they have enough tokens together: a cold leader is not split."""
     scheduler = make_scheduler(enough_prefill_tokens=20)
     add(scheduler, *(unique(arrival, length) for arrival, length in enumerate([6, 6, 6, 6, 50, 6, 6])))
     assert [prefills(step(scheduler)) for _ in range(4)] == [[0, 1, 2, 3], [4], [5, 6], []]
-
-
-def test_a_request_that_may_not_begin_keeps_its_place():
-    """Shorter requests do not overtake it: prefills begin in order of arrival while requests keep coming."""
-    scheduler = make_scheduler(max_prefills=1)
-    add(scheduler, unique(0, 60), unique(1, 200))
-    begun, last = [], 1
-    for _ in range(40):
-        last += 1
-        add(scheduler, unique(last, 3, generate=1))
-        plan = step(scheduler)
-        begun += [admission.request.request_id for admission in plan.admissions]
-    assert begun == sorted(begun) == list(range(len(begun)))
-    assert begun[1] == 1
-    assert len(begun) > 30
-
-
-def test_no_request_starves():
-    """Each of 40 long prompts has its first token after as many steps as the work before it and its own take."""
-    scheduler = make_scheduler(max_prefills=1)
-    requests = [unique(arrival, 100, generate=2) for arrival in range(40)]
-    add(scheduler, *requests)
-    first_tokens = {}
-    for number in range(1, 200):
-        step(scheduler)
-        for request in requests:
-            if request.generated_count and request not in first_tokens:
-                first_tokens[request] = number
-    assert [first_tokens[request] for request in requests] == [2 * (place + 1) for place in range(40)]
-
-
-def test_decodes_keep_their_pace():
-    """SC-3: each request that decodes gets a token in each step, whatever prefills."""
-    scheduler = make_scheduler(max_prefills=1)
-    add(scheduler, *(unique(arrival, 8, generate=30) for arrival in range(4)))
-    for _ in range(4):
-        step(scheduler)
-    add(scheduler, *(unique(arrival, 150, generate=1) for arrival in range(4, 8)))
-    for _ in range(12):
-        before = {r: r.generated_count for r in scheduler.queues.running if r.is_decoding}
-        step(scheduler)
-        assert all(request.generated_count == count + 1 for request, count in before.items())
-        assert len(before) >= 4
 
 
 def test_prefills_beside_decodes_are_bounded():
@@ -210,32 +136,3 @@ def test_a_follower_of_a_delayed_request(limit):
     while len(scheduler.queues):
         step(scheduler)
     assert [one.ledger.skipped for one in (leader, other, follower)] == [0, 0, 40]
-
-
-def simulate(limit: int, decode_ms: float = 5.0, token_ms: float = 0.2) -> tuple[list[float], float]:
-    """Eight requests that have 128 tokens of their own each, at once, as in the issue's table.
-
-    Returns:
-        Each one's time to its first token if a step costs so much and so much more for each token of prefill, and the
-        time until all have ended.
-    """
-    scheduler = make_scheduler(max_prefills=limit, max_tokens=2048)
-    requests = [unique(arrival, 128, generate=32) for arrival in range(8)]
-    add(scheduler, *requests)
-    now, first = 0.0, {}
-    while len(scheduler.queues):
-        plan = step(scheduler)
-        now += decode_ms + token_ms * sum(chunk.length for chunk in plan.chunks if not chunk.is_decode)
-        for request in requests:
-            if request.generated_count and request not in first:
-                first[request] = now
-    return [first[request] for request in requests], now
-
-
-def test_times_to_first_tokens_fall():
-    """SC-3: counted in a model of costs: the mean falls by a third and more, all tokens take a fifth more at most."""
-    (few, few_end), (all_at_once, end) = simulate(1), simulate(0)
-    assert statistics.mean(few) < 0.7 * statistics.mean(all_at_once)
-    assert few[0] < 0.2 * all_at_once[0]
-    assert few_end < 1.2 * end
-    assert sum(one < other for one, other in zip(few, all_at_once, strict=True)) >= 5

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
 import random
 import subprocess
 import sys
@@ -58,29 +56,6 @@ def test_literal_messages_of_a_prompt_and_its_first_decode():
     assert second.chunks[0] == ScheduledChunk(0, (7,), 10, 11, True, (0, 1, 2), 0, 0, sampling=greedy)
 
 
-def test_a_prompt_in_chunks_and_again_with_its_generated_tokens():
-    """Chunks are cut in the prompt, at its end, or after it when a lost request is computed anew."""
-    scheduler = hybrid_scheduler(max_tokens=4, chunked_prefill=True)
-    request = request_of(0, range(20, 30), num_tokens_to_generate=4, enable_prefix_caching=False)
-    scheduler.add(request)
-    steps = [schedule(scheduler).chunks[0].token_ids for _ in range(4)]
-    assert steps == [(20, 21, 22, 23), (24, 25, 26, 27), (28, 29), (7,)]
-    scheduler.suspend()
-    steps = [schedule(scheduler).chunks[0].token_ids for _ in range(3)]
-    assert steps == [(20, 21, 22, 23), (24, 25, 26, 27), (28, 29, 7, 7)]
-
-
-def test_a_resumed_request_carries_its_restore():
-    scheduler = hybrid_scheduler()
-    for arrival in (0, 1):
-        scheduler.add(request_of(arrival, range(10), num_tokens_to_generate=1))
-        message = schedule(scheduler)
-    (chunk,) = message.chunks
-    assert (chunk.start, chunk.shared_end, chunk.token_ids) == (8, 8, (8, 9))
-    assert chunk.restore is not None
-    assert chunk.restore.slot == 0
-
-
 def test_end_tokens_are_forbidden_until_min_tokens():
     scheduler = hybrid_scheduler()
     scheduler.add(request_of(0, range(5), end=3, num_tokens_to_generate=4, min_tokens=2))
@@ -125,14 +100,6 @@ def play(seed: int) -> Iterator[ScheduledStep]:
         yield schedule(scheduler)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_message_survives_pickling(seed):
-    messages = list(play(seed))
-    assert any(chunk.snapshots for one in messages for chunk in one.chunks)
-    assert any(chunk.restore for one in messages for chunk in one.chunks)
-    assert pickle.loads(pickle.dumps(messages)) == messages
-
-
 def test_two_schedulers_given_the_same_commands_write_equal_messages():
     """Messages are equal in processes that hash differently (KV-7: ranks rely on it)."""
     code = "from tests.unit_tests.scheduling.test_step import play; print(repr([list(play(s)) for s in range(5)]))"
@@ -145,16 +112,3 @@ def test_two_schedulers_given_the_same_commands_write_equal_messages():
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1]
     assert len(outputs[0]) > 1000
-
-
-def test_another_command_gives_another_message():
-    """Negative control."""
-    assert list(play(0)) != list(play(1))
-
-
-def test_messages_are_immutable():
-    message = next(play(0))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        message.num_decode = 3
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        message.chunks[0].start = 3

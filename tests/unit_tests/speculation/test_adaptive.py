@@ -14,7 +14,6 @@ from megatron_ext.speculation.adaptive import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     MAX_IDLE_STEPS,
-    Acceptance,
     AdaptiveDrafter,
     CostRow,
     DraftCosts,
@@ -82,34 +81,6 @@ def test_large_batches_draft_less():
     assert allot([0.3], [4], 1, CHEAP) == [3]
     assert allot([0.05], [4], 1, CHEAP) == [0]
     assert allot([0.9], [4], 1, costs_of((1, 1.0, 0.1))) == [4]  # no single draft pays
-
-
-def test_acceptance_follows_recent_drafts():
-    known = Acceptance()
-    for _ in range(8):
-        known = known.verified(4, 4, 0)
-    assert known.likelihood > 0.95
-    for _ in range(8):
-        known = known.verified(4, 0, 0)
-    assert known.likelihood < 0.3
-    for _ in range(4):
-        known = known.verified(1, 1, 0)
-    assert known.likelihood > 0.6
-
-
-def test_pauses_grow_and_a_success_ends_them():
-    known, now = Acceptance(), 0
-    pauses = []
-    for _ in range(10):
-        now = known.due
-        known = known.verified(1, 0, now)
-        pauses.append(known.due - now)
-    assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(1, 11)]
-    after = known.verified(1, 1, known.due)
-    assert after.pause == FIRST_PAUSE
-    assert after.due == known.due  # it goes on trying at once
-    early = known.verified(1, 1, known.due - 1)  # not a trial
-    assert early.due == known.due - 1 + FIRST_PAUSE
 
 
 class Text:
@@ -202,14 +173,6 @@ def test_drafts_that_never_come_cost_little(requests, guesses_are_free):
         for i, count in drafts.items():
             drafter.accepted(i, count, 0)
     assert cost / steps < 0.02
-
-
-def test_new_requests_begin_with_the_acceptance_of_others():
-    drafter = AdaptiveDrafter(Knowing(), CHEAP, guesses_are_free=True)
-    assert len(drafter.propose([DraftRequest(0, (1,), 7)])[0]) > 3
-    for _ in range(20):
-        drafter.accepted(0, 4, 0)
-    assert len(drafter.propose([DraftRequest(1, (1,), 7)]).get(1, ())) <= 1
 
 
 class Drafting(RuleBasedStateMachine):

@@ -76,12 +76,3 @@ def test_a_fixed_cost_decides_about_drafts(cost, drafts):
     drafting = Drafting(SpeculationConfig("ngram", 4, speculative_draft_cost=cost))
     found = drafting.propose([DraftRequest(0, [1, 2, 3, 4, 5, 6, 1, 2], 4)])
     assert len(found.get(0, ())) == drafts
-
-
-def test_costs_are_measured_where_they_matter():
-    """SP-6: not without drafts, with a fixed number of them, or with a fixed cost."""
-    assert SpeculationConfig("ngram", 4).measures_costs
-    assert SpeculationConfig(num_speculative_tokens=4).measures_costs
-    assert not SpeculationConfig().measures_costs
-    assert not SpeculationConfig(**NGRAM).measures_costs
-    assert not SpeculationConfig("ngram", 4, speculative_draft_cost=0.1).measures_costs

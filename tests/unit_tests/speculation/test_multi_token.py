@@ -74,14 +74,6 @@ def test_a_text_begins_again_after_a_gap(kept, start):
     drafter.check()
 
 
-def test_long_texts_are_read_over_several_proposals():
-    """SP-10: a step's tokens limit what is read; drafts come after that."""
-    drafter, states = made()
-    states.ranges[0] = range(39)
-    assert [drafter.propose([ask(40)]) for _ in range(3)] == [{}, {}, {0: (1, 1)}]
-    assert [length for _, length, _ in states.read] == [16, 16, 7, 1]
-
-
 def test_there_are_no_drafts_without_hidden_states():
     """SP-10: of a request that was never computed here, and of one whose last state is missing."""
     drafter, states = made()

@@ -16,7 +16,6 @@ from megatron_ext.prefix_cache.disk.slot import (
     MARKER,
     DiskUnavailableError,
     SlotHeldError,
-    file_system_type,
     take_all_slots,
     take_slot,
     take_slot_of_rank,
@@ -31,7 +30,6 @@ from tests.unit_tests.prefix_cache.disk.lives import (
     is_read,
     put,
 )
-from tests.unit_tests.support.foreign import ForeignFiles
 from tests.unit_tests.support.source import ROOT
 
 
@@ -93,13 +91,6 @@ def test_tools_create_nothing(directory):
     assert not os.listdir(directory)
 
 
-def test_a_marker_of_others_is_refused(directory):
-    directory.mkdir()
-    (directory / MARKER).write_text("something else\n")
-    with pytest.raises(ConfigError, match="is not the marker of a prefix cache"):
-        take_slot(directory)
-
-
 def test_a_damaged_marker_is_written_again(directory, caplog):
     """DC-3: like all other damage it costs no start, and the slots stay; beside other files it is refused."""
     open_directory_store(directory, IDENTITY, LIMIT).close()
@@ -148,20 +139,6 @@ def test_files_of_an_earlier_format_are_erased_and_said(directory, caplog):
     assert ["format 1 of an earlier version; the marker is" in one for one in caplog.messages] == [True]
 
 
-@pytest.mark.parametrize("others", [[], ["thesis.txt"]])
-def test_an_earlier_format_costs_no_start(directory, others):
-    """DC-2: without a slot, and beside files of others, too."""
-    directory.mkdir()
-    for name in others:
-        (directory / name).touch()
-    (directory / MARKER).write_text("megatron_ext prefix cache, format 6\n")
-    with pytest.raises(ConfigError, match="has the format 6 of an earlier version; `erase` removes"):
-        take_all_slots(directory)
-    take_slot(directory).close()
-    assert sorted(os.listdir(directory)) == sorted([MARKER, "slot-0", *others])
-    assert (directory / MARKER).read_text().endswith("format 7\n")
-
-
 def kept_entry(directory: Path) -> NewEntry:
     """An entry that a process has left in a directory."""
     store, entry = open_directory_store(directory, IDENTITY, LIMIT), entry_after(None, [1])
@@ -206,14 +183,6 @@ def test_what_others_can_write_to_is_refused(directory, name):
         open_directory_store(directory, IDENTITY, LIMIT)
 
 
-@pytest.mark.parametrize("name", ["", "slot-0", "slot-0/lock"])
-def test_files_of_another_user_are_refused(directory, monkeypatch, name):
-    """DC-4."""
-    ForeignFiles(monkeypatch).add(path_of(directory, name))
-    with pytest.raises(ConfigError, match="uid 65534"):
-        open_directory_store(directory, IDENTITY, LIMIT)
-
-
 def test_a_directory_that_cannot_be_written_is_said_in_one_line():
     """DC-3."""
     with fast_directory() as folder:
@@ -239,20 +208,3 @@ def test_a_network_file_system_is_refused_by_name(directory, tmp_path, monkeypat
     with pytest.raises(DiskUnavailableError, match=f"{directory} is on a network file system .nfs4.; name a local one"):
         take_slot(directory)
     assert not os.listdir(directory)
-
-
-def test_types_of_mounts():
-    table = "\n".join(
-        [
-            "1 0 8:1 / / rw - ext4 /dev/sda rw",
-            "2 1 0:3 / /data rw,relatime shared:1 master:2 - nfs host:/x rw",
-            "3 2 0:4 / /data/local\\040disk rw - xfs /dev/sdb rw",
-            "4 1 0:5 / /data/local\\040disk/a rw - tmpfs none rw",
-            "5 1 0:6 / /data/local\\040disk/a rw - btrfs none rw",
-        ]
-    )
-    found = {path: file_system_type(path, table) for path in ("/", "/database", "/data", "/data/b/c")}
-    assert found == {"/": "ext4", "/database": "ext4", "/data": "nfs", "/data/b/c": "nfs"}
-    assert file_system_type("/data/local disk/b", table) == "xfs"
-    assert file_system_type("/data/local disk/a/b", table) == "btrfs"
-    assert file_system_type("/x", "") == ""

@@ -77,15 +77,6 @@ def test_entries_outlive_the_process(store, directory):
     store.close()
 
 
-def test_what_was_used_longest_ago_goes_first(store):
-    for number in range(PAGES):
-        assert fill(store, page(number, used=float(-number)))
-    assert fill(store, page(100, used=5.0))
-    assert fill(store, page(101, used=5.0))
-    assert set(range(PAGES)) - set(numbers(store)) == {PAGES - 1, PAGES - 2}
-    store.check()
-
-
 def test_what_was_used_longer_ago_than_all_is_not_taken(store):
     for number in range(PAGES):
         assert fill(store, page(number, used=1.0))
@@ -95,16 +86,6 @@ def test_what_was_used_longer_ago_than_all_is_not_taken(store):
     assert not store.put(page(101, used=9.0), [bytes(PAGES * PAGE_BYTES)])
     assert len(store) == PAGES
     assert fill(store, page(102, used=1.0))
-    store.check()
-
-
-def test_room_of_what_was_forgotten_is_used_first(store):
-    """An entry would be evicted for nothing, or one that has room be refused."""
-    for number in range(PAGES):
-        assert fill(store, page(number, used=1.0))
-    store.forget([page(3).key])
-    assert fill(store, page(100, used=0.5))
-    assert (len(store), store.use.drops) == (PAGES, {})
     store.check()
 
 
@@ -161,17 +142,6 @@ def test_places_in_the_order_are_bounded_by_the_entries(store):
     assert {*range(7)} <= set(numbers(store))
 
 
-def test_within_a_sequence_the_deeper_entry_goes_first(store):
-    chain = [page(0)]
-    for number in range(1, PAGES):
-        chain.append(entry_after(chain[-1], [number]))
-    for entry in chain:
-        assert fill(store, entry)
-    assert numbers(store) == list(range(PAGES))
-    assert fill(store, page(99, used=1.0))
-    assert numbers(store) == [99, *range(PAGES - 1)]
-
-
 def test_a_use_changes_the_order_also_after_a_restart(store, directory):
     for number in range(PAGES):
         assert fill(store, page(number, used=float(number)))
@@ -225,14 +195,6 @@ def test_a_smaller_budget_keeps_what_was_used_last(store, directory):
     store.close()
 
 
-def test_tokens_are_compared(store):
-    entry = page(7)
-    fill(store, entry)
-    assert list(store.read(entry.key, [bytearray(CONTENT)], [7])) == [7]
-    assert store.read(entry.key, [bytearray(CONTENT)], [8]) is None
-    assert store.use.drops == {"tokens": 1}
-
-
 @pytest.mark.parametrize("forget", [DiskStore.clear, DiskStore.erase, lambda store: store.forget([page(1).key])])
 def test_forgotten_entries_are_gone_at_once(store, directory, monkeypatch, forget):
     """DC-4: nothing has to follow for the entries to be gone from the medium."""
@@ -241,17 +203,6 @@ def test_forgotten_entries_are_gone_at_once(store, directory, monkeypatch, forge
     monkeypatch.setattr(EntryFiles, "sync", lambda files: (sync(files), left.append(os.listdir(directory / "slot-0"))))
     forget(store)
     assert left == [["lock"]]
-
-
-def test_entries_of_another_identity_stay_when_the_cache_is_cleared(store, directory):
-    """DC-4."""
-    fill(store, page(1))
-    store = reopened(store, directory, OTHER)
-    fill(store, page(2))
-    store.clear()
-    store = reopened(store, directory)
-    assert numbers(store) == [1]
-    store.close()
 
 
 @pytest.mark.parametrize("rest", [b"", b"x" * 7, b"x" * 100, None])
@@ -386,26 +337,6 @@ def test_a_lock_that_was_replaced_ends_the_use_of_the_store(store, directory, ca
     (directory / "slot-0" / "lock").touch(0o600)
     store.commit()
     assert "the lock was replaced" in caplog.text
-    assert not store.use.is_on
-
-
-def test_files_are_this_users_alone(store, directory):
-    fill(store, page(1))
-    store.commit()
-    modes = {path.name: path.stat().st_mode & 0o777 for path in directory.rglob("*")}
-    assert modes.pop("slot-0") == 0o700
-    assert modes.keys() == {"prefix_cache_marker", "lock", file_of(directory, page(1).key).name}
-    assert set(modes.values()) == {0o600}
-    assert directory.stat().st_mode & 0o777 == 0o700
-
-
-def test_erase_removes_the_files_of_the_slot_alone(store, directory):
-    """DC-4."""
-    foreign = directory / "slot-0" / "notes.txt"
-    foreign.write_text("mine")
-    fill(store, page(1))
-    store.erase()
-    assert sorted(os.listdir(directory / "slot-0")) == ["lock", "notes.txt"]
     assert not store.use.is_on
 
 

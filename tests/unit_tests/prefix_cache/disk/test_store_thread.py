@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -173,16 +172,6 @@ def test_bytes_that_wait_are_those_of_the_queue(store, monkeypatch):
     assert [one.key in store for one in entries] == [False] * 4 + [True]
 
 
-def test_what_is_on_disk_already_is_used_again(store):
-    """EX-11: its time decides when it leaves the disk."""
-    thread, (entry,) = StoreThread(store), chain(1)
-    give(thread, entry)
-    settle(thread)
-    give(thread, dataclasses.replace(entry, used=5.0))
-    assert thread.stop(PATIENCE)
-    assert store.find(entry.key).used == 5.0
-
-
 def test_uses_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
     """EX-11: the last one counts; each eviction from memory tells some."""
     gate, (entry,) = Gate(monkeypatch), chain(1)
@@ -208,19 +197,6 @@ def test_a_busy_store_commits(store, monkeypatch):
     gate.is_open.set()
     assert thread.stop(PATIENCE)
     assert {1, 2} <= set(left)
-
-
-def test_loads_that_are_given_up_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
-    """EX-11."""
-    gate, (entry,) = Gate(monkeypatch), chain(1)
-    thread = StoreThread(store)
-    give(thread, entry)
-    assert gate.is_reached.wait(PATIENCE)
-    for _ in range(9):
-        begin(thread, item(entry)).is_given_up = True
-    assert len(thread._loads) == 1
-    gate.is_open.set()
-    assert thread.stop(PATIENCE)
 
 
 def test_a_load_that_has_ended_is_not_waited_for(store, monkeypatch):
@@ -296,17 +272,6 @@ def test_a_use_comes_before_the_choice_of_what_goes_or_names_what_is_gone(store,
     assert old[1].key not in gone
     assert {*gone} == {one.key for one in (*old[2:], *entries[300:]) if one.key not in store}
     assert [store.find(one.key).used for one in (old[0], entries[-1])] == [1000.0, 1001.0]
-
-
-def test_a_load_of_an_entry_that_is_gone_fails_as_a_whole(store):
-    """EX-11: as one whose tokens differ does."""
-    thread, entries = StoreThread(store), chain(2)
-    give(thread, entries[0])
-    load = begin(thread, item(entries[0]), item(entries[1]))
-    assert len(read(thread, load)) == load.own_progress == 1
-    settle(thread)
-    assert read(thread, begin(thread, item(entries[0], [9] * 4))) == []
-    thread.stop(PATIENCE)
 
 
 def test_a_load_that_is_given_up_reads_no_more(store, monkeypatch):
@@ -458,17 +423,3 @@ def test_an_error_outside_the_store_ends_its_use(store, monkeypatch):
     thread.clear()
     assert not thread.use.is_on
     assert thread.stop(PATIENCE)
-
-
-def test_snapshots_and_blocks_are_counted_as_they_come_and_go(store):
-    """DC-6: the counts of a store that changes all the time cost nothing to read."""
-    thread = StoreThread(store)
-    block = chain(1)[0]
-    snapshot = entry_after(None, [0] * 4, EntryKind.SNAPSHOT)
-    for one in (block, snapshot):
-        give(thread, one)
-    settle(thread)
-    assert (store.use.blocks, store.use.snapshots) == (1, 1)
-    thread.remove([block.key])
-    assert thread.stop(PATIENCE)
-    assert (store.use.blocks, store.use.snapshots) == (0, 1)

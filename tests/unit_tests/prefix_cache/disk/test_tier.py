@@ -105,13 +105,6 @@ def test_a_resume_point_is_looked_for_once():
     assert tier.find_run(NAMES, 0, 4).end == 1
 
 
-def test_without_recurrent_layers_blocks_are_enough():
-    """EX-11."""
-    tier, _, _ = tier_with(blocks="bcd", has_states=False)
-    assert tier.find_run(NAMES, 1, 4) == LoadableRun(4, 1, False, 300)
-    assert tier.find_run(NAMES, 1, 3) == LoadableRun(3, 1, False, 200)
-
-
 def test_what_is_read_is_checked_against_the_tokens_of_the_request():
     """EX-11: each block's, and those of the snapshot's block."""
     tier, disk, _ = tier_with(blocks="ab", snapshots="b")
@@ -155,15 +148,6 @@ def test_what_left_the_disk_in_the_meantime_is_written_again():
     assert EntryKey(EntryKind.BLOCK, b"b") in disk.entries
 
 
-def test_entries_that_find_no_place_in_the_queue_are_counted():
-    """EX-11."""
-    tier, disk, _ = tier_with()
-    disk.is_full = True
-    tier.on_evicted([CachedEntry(b"a", None, 1, 0, None)])
-    assert tier.drops == {"queue_full": 1}
-    assert len(tier) == 0
-
-
 def test_entries_that_the_disk_dropped_are_not_loaded():
     """EX-11."""
     tier, disk, _ = tier_with(blocks="abc", has_states=False)
@@ -196,17 +180,6 @@ def test_a_load_is_given_up_at_its_deadline():
     assert tier.complete() == [ready]
 
 
-def test_a_load_that_could_not_be_read_is_given_up_at_once():
-    """EX-11."""
-    tier, disk, _ = tier_with(blocks="ab", has_states=False)
-    number = tier.begin(tier.find_run(NAMES, 0, 4), NAMES, TOKENS, 4)
-    assert not tier.is_due
-    disk.finish(number, is_read=False)
-    tier.follow()
-    assert tier.is_due
-    assert (tier.failed(), tier.late()) == ({number: 0}, [])
-
-
 def test_loads_are_bounded_in_number_and_bytes():
     """EX-11: but one load is always possible, however large."""
     tier, _, _ = tier_with(blocks="ab", has_states=False)
@@ -217,22 +190,6 @@ def test_loads_are_bounded_in_number_and_bytes():
         assert not tier.loads or not tier.has_room(huge)
         tier.begin(run, NAMES, TOKENS, 4)
     assert not tier.has_room(run)
-
-
-def test_what_is_decided_by_time_is_counted():
-    """EX-11: loads that are read already take no more time of the disk; without time for loads there are none."""
-    tier, disk, _ = tier_with(blocks="ab", has_states=False)
-    run = tier.find_run(NAMES, 0, 4)
-    tier.estimates.reading.note(run.size, 1.0)
-    tier.estimates.prefill.note(100, 1.0)
-    tier.begin(run, NAMES, TOKENS, 4)
-    assert not tier.pays(run, 150)
-    disk.finish(1, is_read=True)
-    tier.follow()
-    assert tier.pays(run, 150)
-    assert tier.counts.loads_slower == 1
-    tier._load_seconds = 0.0
-    assert tier.find_run(NAMES, 0, 4) is None
 
 
 def test_a_load_begins_only_where_reading_is_quicker_than_computing():

@@ -58,18 +58,6 @@ def test_damage_is_found_once(tmp_path, capsys):
     assert main([str(tmp_path / "cache"), "verify"]) == DONE
 
 
-def test_only_our_files_are_erased(tmp_path, capsys):
-    """DC-4."""
-    directory = tmp_path / "cache"
-    filled(directory)
-    (directory / "slot-0" / "mine").touch()
-    assert main([str(directory), "erase"]) == DONE
-    assert "4 entries erased" in capsys.readouterr().out
-    assert sorted(os.listdir(directory / "slot-0")) == ["lock", "mine"]
-    assert main([str(directory), "list"]) == DONE
-    assert "0 entries" in capsys.readouterr().out
-
-
 def test_files_of_an_earlier_format_are_erased_on_demand_alone(tmp_path, capsys):
     """DC-4: another version may still use them."""
     directory = tmp_path / "cache"
@@ -117,11 +105,3 @@ def test_a_held_slot_is_named_after_all_others(tmp_path, capsys):
             assert f"slot-0 is held by process {os.getpid()}; stop it first" in printed.err
             assert "POST /reset_prefix_cache" in printed.err
         assert len(store.all_entries()) == 4
-
-
-def test_what_is_not_ours_is_refused(tmp_path):
-    """DC-4."""
-    filled(tmp_path / "cache")
-    assert main([str(tmp_path), "erase"]) == BAD_USAGE
-    assert main([str(tmp_path / "none"), "list"]) == BAD_USAGE
-    assert not (tmp_path / "none").exists()

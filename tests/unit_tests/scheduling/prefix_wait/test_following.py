@@ -51,42 +51,6 @@ class TestBlocksOfALeaderThatHasEnded:
         assert scheduler.counters.skipped_tokens == 960
         assert scheduler.cache.use().blocks_cached == (1 if policy is LRU else 0)
 
-    def test_they_are_kept_while_there_is_no_room(self):
-        """KV-6: with one running state slot the followers run one after the other.
-
-        Each finds what the first one left.
-        """
-        scheduler = make_scheduler(REF_ZERO, max_requests=1)
-        add(scheduler, *(sharing(arrival) for arrival in range(4)))
-        assert run_prefills(scheduler) == 4
-        assert scheduler.counters.skipped_tokens == 3 * 8
-        assert scheduler.cache.use().blocks_cached == 0
-
-    def test_they_are_dropped_with_the_last_waiting_request(self):
-        """KV-4, EX-8: blocks are dropped when the last waiting request is aborted, so that no request finds them."""
-        scheduler = make_scheduler(REF_ZERO)
-        requests = [sharing(0), sharing(1), sharing(2, shared=4)]
-        add(scheduler, *requests)
-        step(scheduler)
-        scheduler.end(requests[0], Outcome(Status.COMPLETED))
-        use = [scheduler.cache.use().blocks_cached]
-        for request in requests[1:]:
-            scheduler.end(request, Outcome(Status.ABORTED))
-            scheduler.check()
-            use.append(scheduler.cache.use().blocks_cached)
-        assert use == [2, 1, 0]
-        assert scheduler.cache.use().blocks_evicted == 0
-
-    def test_blocks_without_waiting_requests_are_dropped_at_once(self):
-        """KV-4: a request that came too late to wait has no claim."""
-        scheduler = make_scheduler(REF_ZERO)
-        leader = sharing(0)
-        add(scheduler, leader)
-        step(scheduler)
-        add(scheduler, sharing(1))
-        scheduler.end(leader, Outcome(Status.COMPLETED))
-        assert scheduler.cache.use().blocks_cached == 0
-
     @BOTH
     def test_followers_do_not_wait_again_for_evicted_blocks(self, policy):
         """KV-6: else each would wait for the one before it, and lose its blocks again."""
@@ -103,16 +67,6 @@ class TestBlocksOfALeaderThatHasEnded:
         assert admitted(plan) == [(1, 0, 3), (2, 0, 3)]
         assert followers(plan) == {3: 1} or followers(plan) == {3: 2}
         assert admitted(step(scheduler)) == [(3, 2, 1)]
-
-    @BOTH
-    def test_after_a_leader_that_was_aborted_one_leads_and_the_rest_wait(self, policy):
-        """KV-6: the aborted leader published nothing for them."""
-        scheduler = make_scheduler(policy, max_tokens=4)
-        leader = sharing(0)
-        add(scheduler, leader, sharing(1), sharing(2))
-        step(scheduler)
-        scheduler.end(leader, Outcome(Status.ABORTED))
-        assert followers(step(scheduler)) == {2: 1}
 
 
 class TestBoundaryOfTheLeader:
@@ -152,14 +106,3 @@ class TestBoundaryOfTheLeader:
         add(scheduler, request_of(0, range(17)), request_of(1, range(12)))
         plan = step(scheduler)
         assert (len(plan.admissions), plan.deferrals) == (2, ())
-
-    def test_it_does_not_wait_for_a_leader_of_this_step_that_begins_on_the_boundary(self):
-        """KV-6: this also holds for a leader that resumes there."""
-        scheduler = make_scheduler(LRU, slots=8)
-        first = request_of(0, range(9))
-        add(scheduler, first)
-        step(scheduler)  # leaves states at 8
-        add(scheduler, request_of(1, range(17)), request_of(2, range(12)))
-        plan = step(scheduler)
-        assert [(one.request.request_id, one.chunk.start) for one in plan.admissions] == [(1, 8), (2, 8)]
-        assert plan.deferrals == ()

@@ -87,25 +87,6 @@ class TestWhoIsLookedAt:
         assert scheduler.schedule().deferrals[-1].request.request_id == 2
         assert 0 < entries.count < 40  # of 500 blocks
 
-    def test_a_sleeper_that_is_aborted_is_forgotten(self):
-        """EX-8."""
-        scheduler = led(3)
-        step(scheduler)
-        victim = next(request for request in scheduler.queues.waiting if request.request_id == 2)
-        scheduler.end(victim, Outcome(Status.ABORTED))
-        scheduler.check()
-        assert asleep(scheduler) == {1: 0, 3: 0}
-        assert [request.request_id for request in scheduler.queues.waiting] == [1, 3]
-
-    def test_an_older_request_comes_first_among_the_woken(self):
-        """KV-6: the line is in order of arrival however it was filled."""
-        scheduler = led(3, max_requests=8)
-        step(scheduler)
-        add(scheduler, request_of(-1, [*SHARED, 99]))  # as one that was preempted
-        step(scheduler)
-        step(scheduler)
-        assert [one for one, *_ in admitted(step(scheduler))][:2] == [-1, 1]
-
 
 class CountingDict(dict):
     """Dict that counts look-ups."""
@@ -129,13 +110,6 @@ class TestHashing:
         monkeypatch.setattr(block_hasher, "HASH_SLICE", 8)
         monkeypatch.setattr(planner, "HASH_SLICE", 8)
 
-    def test_a_prompt_of_a_slice_is_hashed_on_arrival(self):
-        scheduler = make_scheduler()
-        request = make_request(0, 11)
-        add(scheduler, request)
-        assert request.unhashed_tokens == 0
-        assert len(request.chain) == 2
-
     def test_the_rest_in_slices_in_order_of_arrival(self):
         """The first in the queue takes the first slices, since it needs its hashes."""
         scheduler = make_scheduler(max_requests=1, max_tokens=64)
@@ -146,13 +120,6 @@ class TestHashing:
             step(scheduler)
             left.append([request.unhashed_tokens for request in requests[1:]])
         assert left == [[16, 16, 16], [16, 16, 16], [0, 16, 16], [0, 8, 16], [0, 0, 16]]
-
-    def test_the_look_ends_where_a_slice_does(self):
-        """Order stays; a request that is not hashed has its turn in a later step."""
-        scheduler = make_scheduler(max_tokens=64, max_sequence_length=64)
-        add(scheduler, *(make_request(arrival, 16) for arrival in range(4)))
-        assert [one for one, *_ in admitted(step(scheduler))] == [100, 101]  # the slice of the step hashed one
-        assert [one for one, *_ in admitted(step(scheduler))] == [102, 103]
 
     @pytest.mark.parametrize("seed", range(10))
     def test_plans_do_not_depend_on_hashing_ahead(self, seed):
@@ -171,17 +138,6 @@ class TestHashing:
             found.append(plans)
         assert found[0] == found[1]
 
-    def test_new_weights_are_hashed_in_slices_too(self):
-        """EX-4: every key is another one then."""
-        scheduler = make_scheduler(max_requests=1, max_tokens=64)
-        requests = [make_request(arrival, 8) for arrival in range(5)]
-        add(scheduler, *requests)
-        step(scheduler)
-        scheduler.weights_changed(restarts=False)
-        assert [request.unhashed_tokens for request in requests[1:]] == [8, 8, 8, 8]
-        step(scheduler)
-        assert sum(request.unhashed_tokens for request in requests[1:]) in (16, 24)
-
     def test_nothing_is_kept_of_ended_requests(self):
         scheduler = make_scheduler(max_requests=1)
         requests = [make_request(arrival, 40) for arrival in range(6)]
@@ -190,15 +146,6 @@ class TestHashing:
             scheduler.end(request, Outcome(Status.ABORTED))
         scheduler.schedule()
         assert not scheduler._hashing._unfinished
-
-    def test_a_request_that_opts_out_is_not_hashed(self):
-        """KV-9."""
-        scheduler = make_scheduler()
-        request = request_of(0, range(40), enable_prefix_caching=False)
-        add(scheduler, request)
-        step(scheduler)
-        assert request.unhashed_tokens == 0
-        assert request.chain is None
 
 
 def lose_a_sleeper(queue: WaitingQueue) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
+from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
@@ -57,25 +57,6 @@ def test_the_second_sighting_hits(shared: int, slots: int, least: int, max_token
     assert Users(off).sightings(shared) == [0, 0, shared // 64 * 64]
 
 
-@pytest.mark.parametrize("rest", range(0, 520, 40))
-def test_wherever_they_part(rest: int):
-    """Checkpoints are at the divergence, not at the nearest grid position."""
-    shared = 1500 + rest
-    _, second, third = Users(make_scheduler(40)).sightings(shared)
-    assert second > shared - 64 * 5
-    assert third == shared // 64 * 64
-
-
-def test_counts_of_their_own():
-    scheduler = make_scheduler(40)
-    Users(scheduler).sightings(2048)
-    use, states = scheduler.cache.use(), scheduler.cache.states
-    assert use.provisional_consumed == 1
-    assert use.provisional_taken == use.provisional_consumed + use.provisional_given_up + use.provisional_slots
-    assert use.slots_used + use.provisional_slots + states.free_count == 40
-    assert use.snapshots_taken == 2 + 3 + 2 - 1  # 2496, 2560; and the end of the match; 2048 is there
-
-
 def others(scheduler: Scheduler) -> set[bytes]:
     """Snapshots that were requested or resumed from."""
     states = scheduler.cache.states
@@ -120,26 +101,6 @@ def test_the_twin_tells_a_guess_that_displaces(monkeypatch: pytest.MonkeyPatch):
         test_unused_ones_change_nothing_else(3)
 
 
-def test_the_twin_tells_guesses_that_stand_in_line_with_others(monkeypatch: pytest.MonkeyPatch):
-    add = SnapshotOrder.add
-    monkeypatch.setattr(SnapshotOrder, "add", lambda self, block_hash, rank: add(self, block_hash, Rank.ORDINARY))
-    with pytest.raises(AssertionError):
-        test_unused_ones_change_nothing_else(3)
-
-
-def test_without_a_free_slot_there_are_none():
-    """Results equal those without opportunistic checkpoints."""
-    scheduler, twin = make_scheduler(12), make_scheduler(12, OFF)
-    for one in (scheduler, twin):
-        users = Users(one, 1)
-        for _ in range(6):
-            users.ask(users.tokens(192))  # two snapshots each: the slots are full
-        taken = one.cache.use().provisional_taken
-        assert users.sightings(2048) == [0, 0, 2048]
-        assert one.cache.use().provisional_taken == taken == 0
-    assert others(scheduler) == others(twin)
-
-
 def test_a_limit_of_their_number():
     scheduler = make_scheduler(64, OpportunisticRules(max_slots=5))
     users = Users(scheduler)
@@ -172,19 +133,6 @@ def test_a_checkpoint_is_where_others_resume():
     assert plain.ask([*prefix, *plain.tokens(600)]).ledger.skipped == 768
 
 
-def test_a_requested_snapshot_replaces_an_opportunistic_one():
-    """A request that reads nothing computes the states again, and leaves them."""
-    scheduler = make_scheduler(40)
-    users = Users(scheduler)
-    prompt = users.tokens(1100)
-    users.ask(prompt)
-    block_hashes = users.ask(prompt[:1030], return_log_probs=True).block_hashes
-    assert others(scheduler) >= {block_hashes[15]}
-    assert not scheduler.cache.states.is_provisional(block_hashes[15])
-    assert scheduler.cache.use().provisional_given_up == 1
-    scheduler.check()
-
-
 def test_of_more_boundaries_than_slots_the_last_are_kept():
     """The slots that the rest was to have are taken in the meantime: a request skips the more the later a state is."""
     scheduler = make_scheduler(40, max_tokens=1300)
@@ -203,17 +151,6 @@ def test_of_more_boundaries_than_slots_the_last_are_kept():
     assert taken == passed[-room:]
 
 
-def test_a_failed_step_leaves_none():
-    scheduler = make_scheduler(40)
-    add(scheduler, request_of(0, range(2560)))
-    plan = scheduler.schedule()
-    assert len([one for one in plan.snapshots if one.rank is Rank.OPPORTUNISTIC]) == 9
-    scheduler.abandon(plan.chunks, "RuntimeError: planted")
-    scheduler.check()
-    assert scheduler.cache.states.free_count == 40
-    assert scheduler.cache.use().provisional_taken == 0
-
-
 def test_a_reset_in_the_middle_of_a_prompt():
     """EX-4: a prompt that began before the reset leaves nothing."""
     scheduler = make_scheduler(40, max_tokens=700)
@@ -226,17 +163,3 @@ def test_a_reset_in_the_middle_of_a_prompt():
         step(scheduler)
     use = scheduler.cache.use()
     assert (use.provisional_slots, use.provisional_taken, use.provisional_given_up) == (0, 2, 2)
-
-
-def test_a_guess_given_up_is_not_lost():
-    """SI-6: no request lacked a slot."""
-    scheduler = make_scheduler(12, total_blocks=60)
-    users = Users(scheduler)
-    for _ in range(12):
-        users.ask(users.tokens(1300))
-    use = scheduler.cache.use()
-    assert use.provisional_given_up > 0
-    prompt = users.tokens(1300)
-    users.ask(prompt)
-    users.ask([*users.tokens(1), *prompt])
-    assert scheduler.counters.lost_slot_tokens == 0

@@ -53,20 +53,6 @@ def test_it_would_be_seen_if_one_was_missing_or_elsewhere(
         test_nothing_saves_more()
 
 
-def test_evenly():
-    assert sorted(place(0, 39, 40, (), RULES)) == list(range(4, 39, 4))
-    few = sorted(place(0, 135, 8, (), RULES))
-    assert len(few) == 8
-    gaps = [b - a for a, b in zip([0, *few], few, strict=False)]
-    assert max(gaps) - min(gaps) <= RULES.spacing
-
-
-def test_where_the_grid_has_one_too_many_the_first_is_left_out():
-    """It would save least, being close to where computing begins."""
-    assert sorted(place(1, 21, 1, (), RULES)) == [20]
-    assert sorted(place(3, 23, 3, (), RULES)) == [10, 15, 20]
-
-
 def test_no_more_than_a_prompt_is_worth():
     """However many slots there are."""
     assert len(place(0, 39, 10_000, (), RULES)) == 9

@@ -9,8 +9,7 @@ from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.planner import plan_step
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import describe_step
-from tests.unit_tests.scheduling.builders import add, commit, frozen, make_limits, request_of, step
+from tests.unit_tests.scheduling.builders import add, frozen, make_limits, request_of, step
 
 
 def make_scheduler(*requests: Request, slots: int | None = 8, **limits: object) -> Scheduler:
@@ -60,43 +59,3 @@ def test_decode_past_a_boundary_names_the_replaced_snapshot():
         seen += [(one.position, one.instead_of) for one in plan.snapshots if one.is_optional]
         step(scheduler)
     assert seen == [(4, None), (8, request.block_hashes[0])]
-
-
-def test_slots_are_given_out_with_the_blocks_and_before_the_message():
-    """HY-5: the message contains the plan with its slots."""
-    scheduler = make_scheduler(request_of(0, range(10)), request_of(1, range(20, 33)), slots=1)
-    foreseen = planned(scheduler)
-    plan = scheduler.schedule()
-    assert plan.snapshots == foreseen.snapshots
-    assert positions(plan) == [(0, 8, False), (1, 12, False)]
-    message = describe_step(plan.chunks, 4)
-    assert [[one.position for one in chunk.snapshots] for chunk in message.chunks] == [[8], []]
-    assert scheduler.cache.states.skipped == 1
-    commit(scheduler, plan)
-    scheduler.check()
-
-
-def test_an_existing_snapshot_takes_no_slot():
-    first, again = request_of(0, range(10), num_tokens_to_generate=1), request_of(1, range(10))
-    scheduler = make_scheduler(first)
-    step(scheduler)
-    add(scheduler, again)
-    plan = scheduler.schedule()
-    assert positions(plan) == []  # it resumes from there
-    assert again.restore is not None
-
-
-def test_no_snapshots_without_states_or_for_a_request_that_opts_out():
-    """HY-4, KV-9."""
-    assert planned(make_scheduler(request_of(0, range(10)), slots=None)).snapshots == ()
-    assert planned(make_scheduler(request_of(0, range(10), enable_prefix_caching=False))).snapshots == ()
-
-
-def test_a_request_from_before_a_reset_leaves_no_snapshot():
-    """EX-4."""
-    request = request_of(0, range(10))
-    scheduler = make_scheduler(request, max_tokens=6)
-    step(scheduler)
-    assert positions(planned(scheduler)) == [(0, 8, False)]
-    scheduler.reset_prefix_cache()
-    assert planned(scheduler).snapshots == ()

@@ -40,30 +40,6 @@ def test_positions(start: int, end: int, length: int, shared_end: int, expected:
     assert prefill_positions(start, end, length, shared_end, BLOCK) == expected
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "length", "stops", "expected"),
-    [
-        (0, 15, 15, [12], 12),
-        (12, 15, 15, [12], 15),  # the rest
-        (0, 10, 15, [12], 8),  # the budget ends inside a block
-        (0, 3, 15, [12], 3),  # not even a block
-        (3, 4, 15, [12], 4),  # catches up with the grid
-        (3, 5, 15, [12], 4),
-        (3, 10, 15, [12], 8),
-        (3, 15, 15, [4, 12], 4),
-        (5, 7, 15, [12], 7),
-        (13, 14, 15, [12], 14),  # after the last boundary
-        (8, 9, 9, [8], 9),  # a tail needs no whole block
-        (0, 16, 16, [12, 16], 12),
-        (12, 16, 16, [12, 16], 16),
-        (0, 40, 40, [20, 36], 20),
-    ],
-)
-def test_aligned_ends(start: int, end: int, length: int, stops: list[int], expected: int):
-    """LA-1."""
-    assert cut_aligned(start, end, length, stops, BLOCK) == expected
-
-
 @given(st.integers(1, 80), st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 9))
 def test_aligned_chunks_reach_the_end_over_every_wanted_boundary(length: int, budgets: list[int], shared: int):
     """LA-1: every token helps, every stop is the end of a chunk, and a chunk that reaches a boundary ends on one."""
@@ -109,9 +85,3 @@ def test_no_prompt_leaves_more_than_the_estimate(length: int, budgets: list[int]
             left |= set(prefill_positions(start, end, length, shared_end, BLOCK))
         start = end
     assert len(left) + 1 <= max_snapshots(length, BLOCK, is_aligned=is_aligned)
-
-
-def test_the_estimate_is_not_wild():
-    assert max_snapshots(3, BLOCK, is_aligned=False) == 1
-    assert max_snapshots(100, BLOCK, is_aligned=False) == 4
-    assert max_snapshots(100, BLOCK, is_aligned=True) == 25 + 1

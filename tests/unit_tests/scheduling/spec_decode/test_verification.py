@@ -96,10 +96,6 @@ class TestLimits:
         scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU, params=params, **limits)
         assert max_drafts(request, scheduler.limits) == expected
 
-    def test_without_keys_no_boundary_matters(self):
-        scheduler, request = decoding(aligned_chunks=True)
-        assert max_drafts(request, scheduler.limits) == 3
-
     @pytest.mark.parametrize(
         ("limits", "expected"),
         [
