@@ -16,7 +16,6 @@ from megatron_ext.models.new_directory import require_place
 from megatron_ext.offline.output_file import check_output_paths
 from megatron_ext.offline.prompts import check_prompt_file
 from megatron_ext.parallel.world import world_of_environment
-from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError, prepare_directory, unusable
 from megatron_ext.server.api_keys import load_keys
 from megatron_ext.text.tokenizer_files import read_template_file
@@ -59,5 +58,3 @@ def _check_cache(cache: CacheConfig) -> None:
             prepare_directory(Path(cache.prefix_cache_dir))
         except DiskUnavailableError as error:
             raise unusable(error) from None
-    if cache.audit_dir is not None:
-        AuditReports(Path(cache.audit_dir)).require()

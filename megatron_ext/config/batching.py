@@ -355,13 +355,6 @@ class CacheConfig:
         maximum=MAX_UNITS,
         bounds=f"between 0 (no audits) and {MAX_UNITS}",
     )
-    audit_dir: str | None = option(
-        None,
-        "Directory for a report of each wrong entry that --prefix-cache-audit finds; default: audits/ in "
-        "--prefix-cache-dir",
-        flag="--prefix-cache-audit-dir",
-        metavar="DIR",
-    )
     prefix_cache_dir: str | None = option(
         None, "Directory, of a local file system, that keeps the cache's contents for the next start", metavar="DIR"
     )
@@ -391,11 +384,6 @@ class CacheConfig:
         require(
             budget is None or slots is None,
             f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",
-        )
-        require(
-            self.audit_dir is None or (self.audit_dir != "" and self.audit_interval > 0),
-            f"--prefix-cache-audit-dir {self.audit_dir!r} names a directory for reports of --prefix-cache-audit N: "
-            "give both, or leave it out",
         )
         place = self.prefix_cache_dir
         require(place != "", "--prefix-cache-dir is empty; leave it out for a cache that ends with the process")

@@ -17,7 +17,6 @@ from itertools import count
 from typing import Final
 
 from megatron_ext.config import RequestParams
-from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.scheduling.audit import AuditTarget, Differences
@@ -113,13 +112,11 @@ class CacheAudit:
     Attributes:
         counts: Counts since the engine started.
         findings: Last findings.
-        reports: Where findings are written; None if nowhere.
     """
 
     scheduler: Scheduler
     counts: AuditCounts = field(default_factory=AuditCounts)
     findings: deque[AuditFinding] = field(default_factory=lambda: deque(maxlen=MAX_FINDINGS))
-    reports: AuditReports | None = None
     _due: deque[tuple[tuple[int, ...], AuditTarget]] = field(default_factory=deque)  # hits, with their tokens
     _current: Request | None = None
     _hits: int = 0
@@ -237,8 +234,6 @@ class CacheAudit:
         digest = public_hash(block_hash)
         finding = AuditFinding(kind, digest, position, difference, found.bound, dropped, time.time(), is_from_disk)
         self.findings.append(finding)
-        if self.reports is not None:
-            self.reports.write({"key": block_hash.hex()} | finding.shown())
         logger.error(
             "an audit of the prefix cache found wrong %s at token %d (block hash %s): the largest difference is %.3g "
             "of the layer's largest value, the bound %.3g; %d blocks are dropped, and requests that use them start "

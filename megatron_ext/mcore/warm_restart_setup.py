@@ -13,8 +13,7 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.memory.entry_memory import PoolEntries
 from megatron_ext.parallel.cache_ranks import open_beside_others
 from megatron_ext.parallel.parallel_context import ParallelContext
-from megatron_ext.prefix_cache.audit_reports import AuditReports
-from megatron_ext.prefix_cache.disk.slot import FORMAT, REPORTS, DiskUnavailableError, unusable
+from megatron_ext.prefix_cache.disk.slot import FORMAT, DiskUnavailableError, unusable
 from megatron_ext.prefix_cache.disk.store import DiskStore, open_directory_store
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.hash_chain import root_hash
@@ -123,25 +122,3 @@ def cache_identity(controller: InferenceController, model: Sequence[bytes]) -> b
             *model,
         ]
     )
-
-
-def write_audit_reports(engine: InferenceEngine, cache: CacheConfig) -> None:
-    """Let audits write reports: to the directory that is named, or else beside the cache on disk, if there is one.
-
-    Args:
-        engine: The engine; its cache is on disk already if it is to be.
-        cache: Settings.
-
-    Raises:
-        ConfigError: The directory that is named cannot be used.
-    """
-    if cache.audit_dir is not None:
-        reports = AuditReports(Path(cache.audit_dir))
-        reports.require()
-    elif cache.prefix_cache_dir is not None and engine.core.disk is not None:
-        reports = AuditReports(Path(cache.prefix_cache_dir) / REPORTS)
-    else:
-        return
-    for replica in engine.core.replicas:
-        if replica.audit is not None:
-            replica.audit.reports = reports

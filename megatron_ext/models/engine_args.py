@@ -17,7 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators, plan_pools
-from megatron_ext.mcore.warm_restart_setup import keep_engine, open_part, write_audit_reports
+from megatron_ext.mcore.warm_restart_setup import keep_engine, open_part
 from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.models.identity import cache_facts, weights_digest
@@ -98,7 +98,6 @@ class EngineArgs:
         if digest is not None:
             facts = cache_facts(loaded, digest, settings.parallel, self._parallel_context)
             keep_engine(engine, facts, cache, self._parallel_context)
-        write_audit_reports(engine, cache)
         return engine
 
 

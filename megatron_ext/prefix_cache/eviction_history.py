@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
@@ -34,21 +33,6 @@ class LostTokens:
 
 
 NOTHING_LOST = LostTokens()
-MAX_SLOTS_SHORT = 1024  # missing slots are counted up to this number
-
-
-@dataclass(frozen=True)
-class EvictedSnapshot:
-    """Evicted snapshot.
-
-    Attributes:
-        ago: Requests admitted since the eviction.
-        slots_short: Additional slots that would have kept it under LRU; None if they are more than
-            `MAX_SLOTS_SHORT`.
-    """
-
-    ago: int
-    slots_short: int | None
 
 
 class _EvictedHashes:
@@ -58,15 +42,14 @@ class _EvictedHashes:
         self._max = max_hashes
         self.block_hashes: OrderedDict[BlockHash, int] = OrderedDict()
 
-    def note(self, block_hashes: Iterable[BlockHash], now: int) -> BlockHash | None:
-        """Note hashes; return the hash that was forgotten to make room for the last, if any."""
-        noted, max_, forgotten = self.block_hashes, self._max, None
+    def note(self, block_hashes: Iterable[BlockHash], now: int) -> None:
+        """Note hashes."""
+        noted, max_ = self.block_hashes, self._max
         for block_hash in block_hashes:
             noted[block_hash] = now
             noted.move_to_end(block_hash)
             if len(noted) > max_:
-                forgotten, _ = noted.popitem(last=False)
-        return forgotten
+                noted.popitem(last=False)
 
 
 class EvictionHistory:
@@ -78,7 +61,6 @@ class EvictionHistory:
 
     def __init__(self, max_hashes: int = MAX_HASHES) -> None:
         self._blocks, self._snapshots = _EvictedHashes(max_hashes), _EvictedHashes(max_hashes)
-        self._with_blocks: set[BlockHash] = set()  # snapshots that were evicted with their blocks
         self._now = 0  # admissions so far
 
     def __len__(self) -> int:
@@ -94,16 +76,11 @@ class EvictionHistory:
         if states is not None:
             for block_hash in states.among(block_hashes):
                 if not states.is_provisional(block_hash):
-                    self.on_snapshot_removed_with_block(block_hash)
+                    self.on_snapshot_removed(block_hash)
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Record a snapshot that was evicted, or found no slot."""
-        self._with_blocks -= {block_hash, self._snapshots.note((block_hash,), self._now)}
-
-    def on_snapshot_removed_with_block(self, block_hash: BlockHash) -> None:
-        """Record a snapshot that was dropped with its evicted block: more slots would not have kept it."""
-        self.on_snapshot_removed(block_hash)
-        self._with_blocks.add(block_hash)
+        self._snapshots.note((block_hash,), self._now)
 
     def on_blocks_stored(self, block_hashes: Iterable[BlockHash]) -> None:
         """Forget the hashes of blocks that are cached now."""
@@ -113,15 +90,12 @@ class EvictionHistory:
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Forget the hash of a snapshot that is stored now."""
-        if self._snapshots.block_hashes:
-            self._snapshots.block_hashes.pop(block_hash, None)
-            self._with_blocks.discard(block_hash)
+        self._snapshots.block_hashes.pop(block_hash, None)
 
     def clear(self) -> None:
         """Forget all hashes; after a reset, misses are not due to a lack of memory."""
         self._blocks.block_hashes.clear()
         self._snapshots.block_hashes.clear()
-        self._with_blocks.clear()
 
     def lost(
         self,
@@ -157,29 +131,13 @@ class EvictionHistory:
 
     def block_ago(self, block_hash: BlockHash) -> int | None:
         """Return the number of requests admitted since the block of `block_hash` was evicted; None if it was not."""
-        return self._ago(self._blocks, block_hash)
+        evicted_at = self._blocks.block_hashes.get(block_hash)
+        return None if evicted_at is None else self._now - evicted_at
 
-    def last_snapshot(self, block_hashes: Sequence[BlockHash]) -> EvictedSnapshot | None:
-        """Return the last of these snapshots that was evicted; None if there was no eviction."""
+    def snapshot_ago(self, block_hashes: Sequence[BlockHash]) -> int | None:
+        """Return the number of requests admitted since the last of these snapshots was evicted; None if none was."""
         evicted = self._snapshots.block_hashes
-        found = next((block_hash for block_hash in reversed(block_hashes) if block_hash in evicted), None)
-        return None if found is None else EvictedSnapshot(self._now - evicted[found], self._slots_short(found))
-
-    def _slots_short(self, block_hash: BlockHash) -> int | None:
-        """Return the slots missing to keep a snapshot: one for each snapshot evicted since, and its own.
-
-        None if they are more than `MAX_SLOTS_SHORT`.
-        """
-        evicted = islice(reversed(self._snapshots.block_hashes), MAX_SLOTS_SHORT)
-        short = 0
-        for one in evicted:
-            short += one not in self._with_blocks
-            if one == block_hash:
-                return short
-        return None
-
-    def _ago(self, given: _EvictedHashes, block_hash: BlockHash) -> int | None:
-        return self._now - given.block_hashes[block_hash] if block_hash in given.block_hashes else None
+        return next((self._now - evicted[one] for one in reversed(block_hashes) if one in evicted), None)
 
     def _resume(
         self, length: int, block_hashes: Sequence[BlockHash], run: int, start: int, block_size: int, states: StateIndex
@@ -212,4 +170,3 @@ class EvictionHistory:
         for given, remaining in ((self._blocks, cached), (self._snapshots, snapshots)):
             assert not given.block_hashes.keys() & remaining, "something is there and gone"
             assert len(given.block_hashes) <= given._max, "too much is remembered"
-        assert self._with_blocks <= self._snapshots.block_hashes.keys(), "too much is remembered of forgotten snapshots"

@@ -70,11 +70,9 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     if cache.states.total == 0:
         return dataclasses.replace(blank, reason=MissReason.NO_SLOTS.value)
     size = blank.block_size
-    gone = cache.eviction_history.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
-    if gone is None:
-        return dataclasses.replace(blank, reason=MissReason.NO_SNAPSHOT.value)
-    short = gone.slots_short if cache.shared_memory is None else None  # else snapshots go for blocks, too
-    return dataclasses.replace(blank, reason=MissReason.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
+    ago = cache.eviction_history.snapshot_ago(request.block_hashes[blank.skipped // size : goal // size])
+    reason = MissReason.NO_SNAPSHOT if ago is None else MissReason.SNAPSHOT_GIVEN_UP
+    return dataclasses.replace(blank, reason=reason.value, ago=ago)
 
 
 def _after_match(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:

@@ -97,8 +97,6 @@ class Explanation:
         here: Token of this request after the agreeing ones.
         there: Token of the cached prefix at that position; must not be shown to other users.
         ago: Requests admitted since the missing entry was evicted.
-        slots_short: Additional snapshot slots that would have kept the entry under `lru`; None if slots are not the
-            cause.
         age: Seconds since the nearest prefix of the same salt was cached, or since the earlier request ended.
         block_size: Tokens of a block.
     """
@@ -112,7 +110,6 @@ class Explanation:
     here: int | None = None
     there: int | None = None
     ago: int | None = None
-    slots_short: int | None = None
     age: float | None = None
     from_disk: int = 0
 
@@ -165,7 +162,7 @@ class Explanation:
             f"computing began at {self.skipped}",
             MissReason.NO_SLOTS: f"{self.matched} tokens are cached, and there are no slots for their states",
             MissReason.SNAPSHOT_GIVEN_UP: f"{self.matched} tokens are cached; states before {self._goal()} were "
-            f"evicted{when} {self._missing_slots_text()}; computing began at {self.skipped}",
+            f"evicted{when} to free memory; computing began at {self.skipped}",
             MissReason.NO_SNAPSHOT: f"{self.matched} tokens are cached, and no snapshot of states lies between "
             f"{self.skipped} and {self._goal()}",
             MissReason.BLOCK_EVICTED: f"the block after token {self.matched}{_marked(excerpt)} was evicted{when} to "
@@ -204,11 +201,6 @@ class Explanation:
             return ""
         unit, seconds = next(one for one in _UNITS if self.age >= 2 * one[1] or one[1] == 1)
         return f" {self.age / seconds:.0f} {unit} ago"
-
-    def _missing_slots_text(self) -> str:
-        if self.slots_short is None:
-            return "to free memory"
-        return f"to free a slot ({self.slots_short} more slot{'s' * (self.slots_short > 1)} would have kept them)"
 
     def _goal(self) -> int:
         return min(self.matched, self.most)

@@ -27,7 +27,7 @@ from megatron_ext.trusted_path import UntrustedPathError, name_of, open_director
 logger = logging.getLogger(__name__)
 
 MARKER = "prefix_cache_marker"
-REPORTS = "audits"  # folder of reports of audits
+REPORTS = "audits"  # folder of an earlier version
 LOCK = "lock"
 FORMAT = 7  # of the files; larger ones are refused. No flipped bit of this digit makes it a larger one
 MAX_SLOTS = 64

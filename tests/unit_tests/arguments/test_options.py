@@ -95,7 +95,7 @@ OPTIONS = """
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
 --inference-dynamic-batching-prefix-caching-mamba-mode --inference-dynamic-batching-prefix-caching-provisional-slots
 --explain-prefix-cache --no-explain-prefix-cache --prefix-cache-log-probs --no-prefix-cache-log-probs
---prefix-cache-audit --prefix-cache-audit-dir
+--prefix-cache-audit
 --prefix-cache-dir --prefix-cache-dir-optional --no-prefix-cache-dir-optional --prefix-cache-disk-gb
 --prefix-cache-drain-seconds --prefix-cache-load-seconds
 --inference-dynamic-batching-prefix-caching-coordinator-policy

@@ -24,7 +24,6 @@ COMMANDS = [
     ("run --profile file/x", "--profile file/x: Not a directory"),
     ("run --prefix-cache-dir file/x", "--prefix-cache-dir file/x: Not a directory"),
     ("run --prefix-cache-dir folder", "folder has other files and no prefix_cache_marker"),
-    ("run --prefix-cache-audit 1 --prefix-cache-audit-dir file/x", "--prefix-cache-audit-dir"),
     ("run --chat-template nowhere", "--chat-template nowhere: No such file or directory"),
     (
         "serve --chat-template broken.jinja --dry-run",

@@ -102,7 +102,6 @@ REFUSED = [
     (BatchingConfig, {"max_tokens": 8, "max_requests": 9}, ["max-tokens 8", "max-requests 9"]),
     (BatchingConfig, {"num_cuda_graphs": 0}, ["-num-cuda-graphs 0", "or -1 for 16"]),
     (CacheConfig, {"snapshot_slots": 2, "snapshot_buffer_gb": 1.0}, ["-mamba-gb 1.0", "-mamba-slots 2"]),
-    (CacheConfig, {"audit_dir": "reports"}, ["--prefix-cache-audit-dir 'reports'", "give both"]),
     (CacheConfig, {"prefix_cache_dir": ""}, ["--prefix-cache-dir is empty", "leave it out"]),
     (CacheConfig, {"prefix_cache_dir": "d", "eviction_policy": "ref_zero"}, ["--prefix-cache-dir d", "ref_zero"]),
     (

@@ -84,6 +84,23 @@ class TestSkippedTokens:
 class TestKnowledge:
     """The router knows of a cache what the scheduler knows: `Replicas.check` compares the two after every step."""
 
+    def test_what_was_evicted_draws_nothing(self):
+        """KV-7: blocks that other prompts have replaced are forgotten at once."""
+        world = Replicas(2, total_blocks=16)
+        first = list(range(800))
+        assert world.add(first, 1) == 0
+        world.run()
+        assert world.add(first, 1) == 0
+        world.run()
+        for i in range(1, 5):
+            world.add(range(5000 * i, 5000 * i + 900), 1, replica_index=0)
+            world.run()
+        world.add(range(60_000, 60_900), 1, replica_index=1)
+        assert world.add(first, 1) == 0, "replica 1 is busy"
+        assert world.add(first, 1) == 0, "it is about to be cached there"
+        world.run()
+        assert world.core.replicas[0].scheduler.counters.skipped_tokens > 0
+
     @pytest.mark.parametrize("options", [{"return_log_probs": True}, {"enable_prefix_caching": False}])
     def test_a_prompt_that_reads_nothing_goes_where_the_least_is_queued(self, options: dict[str, bool]):
         """KV-7: a request for log-probs of its prompt, or without the cache, computes all of it anywhere."""

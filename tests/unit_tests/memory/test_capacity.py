@@ -160,3 +160,8 @@ def test_no_slot_anywhere_is_no_hit_anywhere():
     agreed = agree([Capacity(geometry, None), Capacity(with_states, 3)], slots_within_blocks=True)
     assert [one.geometry.shortest_prompt_that_can_hit for one in agreed] == [None, None]
     assert [one.paused_blocks for one in agreed] == [3, 3]
+
+
+def test_align_is_for_all_or_none():
+    plans = plan_all([ATTENTION, BOTH], BatchingConfig(block_count=9), CacheConfig(snapshot_mode="align"))
+    assert all(plan.limits.aligned_chunks for plan in plans)

@@ -77,22 +77,7 @@ def test_only_so_much_is_remembered():
     for name in (7, 10):
         history.on_blocks_removed([bytes([name])])
     assert [history.block_ago(bytes([i])) is not None for i in (7, 8, 9, 10)] == [True, False, True, True], "gone again"
-    for i in range(10):
-        history.on_snapshot_removed_with_block(bytes([i]))
     history.check(set(), set())
-
-
-def test_slots_that_were_missing():
-    """SI-6: a slot is missing for each snapshot that found none since; those that went with their block had theirs."""
-    history = EvictionHistory()
-    history.on_snapshot_removed(b"wanted")
-    history.on_snapshot_removed_with_block(b"with its block")
-    history.on_snapshot_removed(b"another")
-    assert history.last_snapshot([b"wanted"]).slots_short == 2
-    assert history.last_snapshot([b"another"]).slots_short == 1
-    history.on_snapshot_stored(b"with its block")
-    history.on_snapshot_removed(b"with its block")
-    assert history.last_snapshot([b"wanted"]).slots_short == 3
 
 
 def test_a_reset_loses_nothing_for_want_of_memory():

@@ -11,7 +11,6 @@ import pytest
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.cached_token_ids import MAX_ENDS, CachedTokenIds
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
-from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.explain_admission import note_end
 from megatron_ext.scheduling.explanation import Explanation, MissReason, Reason
 from megatron_ext.scheduling.request import Request
@@ -63,28 +62,15 @@ class TestReasons:
         said = samples[1].ledger.explanation
         assert (said.reason, said.skipped, said.matched, said.most) == ("skipped_all", 10, 8, 10)
 
-    def test_how_many_more_slots_would_have_kept_it(self):
-        """True by a second life of the same prompts with so many, and with one less."""
-
-        def last_of(slots: int) -> Explanation:
-            scheduler = make_scheduler(slots=slots)
-            for seed in range(6):
-                serve(scheduler, text_of(seed, 10))
-            return serve(scheduler, text_of(1, 10))[1]
-
-        short = last_of(2).slots_short
-        assert short == 3
-        assert last_of(2 + short).reason == "skipped_all"
-        assert last_of(2 + short - 1).slots_short == 1
-
-    def test_slots_are_not_counted_where_blocks_take_their_place(self):
-        """KV-7: in a shared memory more slots alone would have kept nothing."""
-        layout = SlabLayout(8, 2)
-        limits = make_limits(block_size=SIZE, total_blocks=layout.blocks, max_tokens=100, explains=True, slabs=layout)
-        scheduler = Scheduler(limits, LRU, b"model")
-        said = [serve(scheduler, text_of(seed % 4, 10))[1] for seed in range(12)]
-        assert "snapshot_given_up" in {one.reason for one in said}
-        assert {one.slots_short for one in said} == {None}
+    def test_a_snapshot_before_the_resume_point_is_of_no_concern(self):
+        """The snapshot was given up without loss; none was taken at the position that would skip more."""
+        scheduler = make_scheduler(slots=3)
+        prompt = text_of(0, 24)
+        for length in (6, 14, 24):  # the third leaves two, and the snapshot at 4 gives up its slot
+            request, _ = serve(scheduler, prompt[:length])
+        _, said = serve(scheduler, [*prompt[:17], 1, 1, 1])
+        assert scheduler.cache.eviction_history.snapshot_ago(request.block_hashes[:1]) is not None
+        assert (said.reason, said.skipped, said.matched) == ("no_snapshot", 12, 16)
 
     def test_no_slots(self):
         scheduler = make_scheduler(slots=0)

@@ -22,8 +22,6 @@ def make_scheduler(*prompts: int, **limits: object) -> tuple[Scheduler, list[Req
     return scheduler, requests
 
 
-
-
 class TestLife:
     @pytest.mark.parametrize(("prompt", "tokens"), [(5, 4), (7, 2), (8, 1)])
     @pytest.mark.parametrize("is_suspended", [False, True])

@@ -195,6 +195,14 @@ def test_a_smaller_budget_keeps_what_was_used_last(store, directory):
     store.close()
 
 
+def test_tokens_are_compared(store):
+    entry = page(7)
+    fill(store, entry)
+    assert list(store.read(entry.key, [bytearray(CONTENT)], [7])) == [7]
+    assert store.read(entry.key, [bytearray(CONTENT)], [8]) is None
+    assert store.use.drops == {"tokens": 1}
+
+
 @pytest.mark.parametrize("forget", [DiskStore.clear, DiskStore.erase, lambda store: store.forget([page(1).key])])
 def test_forgotten_entries_are_gone_at_once(store, directory, monkeypatch, forget):
     """DC-4: nothing has to follow for the entries to be gone from the medium."""
