@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -14,7 +13,6 @@ from benchmarks.gpu.worst_cases import WorstCases
 from benchmarks.operators.calls import TINY, Call, Calls, Sizes
 from megatron_ext.mcore import platform
 from megatron_ext.ops.backends import preferring
-from megatron_ext.ops.libraries import FLASHINFER, LIBRARIES, MAMBA_SSM
 
 ENOUGH = 0.05  # seconds for which calls are repeated, at least
 FEWEST, MOST = 3, 200  # calls
@@ -22,11 +20,6 @@ FEWEST, MOST = 3, 200  # calls
 
 Makers = dict[str, Callable[[], Call]]
 """Makers of calls by name."""
-COMPUTED = {
-    MAMBA_SSM: re.compile(r"(convolution|selective scan|ssd), \d+ decode"),
-    FLASHINFER: re.compile(r"attention of .*"),
-}
-"""Library -> names of the calls that it computes."""
 
 
 @case("gpu", reserved=60.0, needs_cuda=True)
@@ -37,9 +30,6 @@ def operators(run: Run) -> None:
     for like, calls in (("kernel", mild), ("worst case", worst)):
         for name, make in calls.items():
             run.attempt(name, partial(_kernel, run, name, make), like=like)
-    for library, calls in library_calls(mild | worst, platform.device()).items():
-        for name, make in calls.items():
-            run.attempt(f"{name}, by {library}", partial(_by_library, run, name, library, make), like=library)
     for name, make in mild.items():
         run.attempt(f"{name}, by plain torch", partial(_reference, run, name, make), like="plain")
 
@@ -53,28 +43,12 @@ def planned_calls(
     return kept, WorstCases(dtype, device, is_quick=is_quick).all()
 
 
-def library_calls(makers: Makers, device: torch.device) -> dict[str, Makers]:
-    """Return the calls that the installed libraries compute, by library."""
-    return {
-        library: {name: make for name, make in makers.items() if names.fullmatch(name)}
-        for library, names in COMPUTED.items()
-        if LIBRARIES[library].problem(device) is None
-    }
-
-
 @torch.inference_mode()
 def _kernel(run: Run, name: str, make: Callable[[], Call]) -> None:
     call = make()
     taken, called = seconds_of(call.work)
     rate = call.amount / taken / 1e12
     run.row(name, {"us": 1e6 * taken, "us a call": 1e6 * called, f"{call.unit}/s": rate})
-
-
-@torch.inference_mode()
-def _by_library(run: Run, name: str, library: str, make: Callable[[], Call]) -> None:
-    call = make()
-    with preferring(library):
-        run.row(name, {f"{library} us": 1e6 * seconds_of(call.work)[0]})
 
 
 @torch.inference_mode()

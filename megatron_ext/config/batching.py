@@ -11,9 +11,8 @@ from megatron_ext.config.options import option, require, require_options
 
 _BATCHING = "--inference-dynamic-batching"
 DTYPES = ("fp32", "bf16", "fp16")
-# auto: on CUDA Triton, on CPUs C++ and, for large weights, oneDNN, else plain torch; onednn: for all weights;
-# mamba-ssm and flashinfer: libraries for CUDA, never chosen by auto
-OPERATOR_BACKENDS = ("auto", "reference", "triton", "onednn", "mamba-ssm", "flashinfer")
+# auto: on CUDA Triton, on CPUs C++ and, for large weights, oneDNN, else plain torch; onednn: for all weights
+OPERATOR_BACKENDS = ("auto", "reference", "triton", "onednn")
 WEIGHT_QUANTIZATIONS = ("none", "int8")
 # Log-probs of generated tokens: of the model's logits, or of the distributions that the tokens were drawn from
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -168,8 +167,7 @@ class BatchingConfig:
     operator_backend: str = option(
         OPERATOR_BACKENDS[0],
         "Implementation of attention, convolutions and scans: auto is Triton on CUDA if it can be imported, C++ on "
-        "CPUs if it could be compiled, else plain torch (reference); mamba-ssm and flashinfer are libraries for "
-        "CUDA",
+        "CPUs if it could be compiled, else plain torch (reference)",
         choices=OPERATOR_BACKENDS,
     )
     pack_weights: bool | None = option(

@@ -20,7 +20,7 @@ from megatron_ext.mcore.core_factory import make_worker
 from megatron_ext.mcore.cuda_graph_setup import Messages, check_ranks, cuda_graph_runner_for, recorded_steps_for
 from megatron_ext.mcore.draft_cost_measurement import measure_costs
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.layers.layer_map import layer_places, model_shape, operator_shapes
+from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
 from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, PredictionParts
 from megatron_ext.mcore.packed_weights import pack_weights
@@ -237,7 +237,7 @@ def _build_controller(
 ) -> tuple[InferenceController, list[MultiTokenEngine]]:
     """Build the controller of this rank's engine or worker, and the drafters of layers, by depth."""
     device = next(model.parameters()).device
-    backend_selection.check(batching.operator_backend, device, operator_shapes(model, batching, dtype))
+    backend_selection.check(batching.operator_backend, device)
     if batching.quantizes_weights and (not packs_weights or samples_of(model) is not None):
         raise ConfigError(
             f"--cpu-weight-quantization {batching.cpu_weight_quantization} would replace the weights of a model that "
@@ -250,9 +250,8 @@ def _build_controller(
             )
         check_ranks(batching, Messages.here(device), device)
     compile_operators(model, batching)
-    # Before the memory for the pools is measured: packed weights and workspaces of libraries come first.
+    # Weights are packed before the memory for the pools is measured.
     packed, identity = pack_weights(model, batching, parallel_context) if packs_weights else (None, "")
-    backend_selection.reserve(batching.operator_backend, device)
     prediction = _prediction_of(model, config, dtype, speculation)
     plan = plan_engine(
         model_shape(model, batching, dtype),

@@ -14,9 +14,8 @@ from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.experts import EXPERTS
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
-from megatron_ext.ops.libraries import FLASHINFER, LIBRARIES, OperatorShapes
 from megatron_ext.ops.linear import LINEAR, onednn
-from megatron_ext.ops.paged_attention import PAGED_ATTENTION, flashinfer
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.ops.rotary import ROTARY_WRITE
 from megatron_ext.ops.sampling import SAMPLING
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
@@ -31,33 +30,19 @@ OPERATORS: Sequence[Backends[Backend]] = (
 )
 
 
-def check(wanted: str, device: torch.device, shapes: OperatorShapes | None = None) -> None:
-    """Check that this machine supports the requested backend, and a requested library the model.
+def check(wanted: str, device: torch.device) -> None:
+    """Check that this machine supports the requested backend.
 
     Args:
         wanted: Name of a backend, or AUTO.
         device: Device of the model.
-        shapes: Shapes and types of the model's operators; None if they are not known.
 
     Raises:
-        ConfigError: The backend is not available, or does not support the model; the message names alternatives.
+        ConfigError: The backend is not available; the message names alternatives.
     """
     problem = triton.problem(device) if wanted == triton.NAME else onednn.problem() if wanted == onednn.NAME else None
-    if wanted in LIBRARIES:
-        problem = LIBRARIES[wanted].problem(device, shapes)
     if problem is not None:
         raise ConfigError(f"--operator-backend {wanted}: {problem}; {AUTO} and reference work here")
-
-
-def reserve(wanted: str, device: torch.device) -> None:
-    """Allocate the memory that a requested library keeps, before the memory for pools is measured.
-
-    Args:
-        wanted: Name of a backend that `check` has accepted, or AUTO.
-        device: Device of the model.
-    """
-    if wanted == FLASHINFER:
-        flashinfer.workspace(device)
 
 
 def check_quantization(device: torch.device) -> None:

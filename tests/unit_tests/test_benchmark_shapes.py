@@ -6,9 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("benchmarks.gpu.operators")
-from benchmarks.gpu.operators import library_calls, planned_calls
+from benchmarks.gpu.operators import planned_calls
 from benchmarks.operators.calls import TINY, Sizes
-from megatron_ext.ops.libraries import FLASHINFER, LIBRARIES, MAMBA_SSM, OperatorLibrary
 
 WORST = (
     "attention of Nemotron-H 8B, 64 decodes at 131,072",
@@ -27,21 +26,6 @@ def test_worst_cases_replace_mild_ones() -> None:
     assert set(WORST) <= set(worst)
     assert not mild.keys() & worst.keys()
     assert not any(name.startswith(("attention", "tokens", "best")) for name in mild)
-
-
-def test_installed_libraries_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CU-13: calls of operators that a library computes, of libraries that can be used."""
-    mild, worst = planned_calls(Sizes(), torch.bfloat16, torch.device("meta"))
-    cuda = torch.device("cuda")
-    usable = {MAMBA_SSM, FLASHINFER}
-    monkeypatch.setattr(
-        OperatorLibrary, "problem", lambda library, device: None if library in map(LIBRARIES.get, usable) else "absent"
-    )
-    found = library_calls(mild | worst, cuda)
-    assert found[FLASHINFER].keys() == {name for name in worst if name.startswith("attention of")}
-    assert sorted(name.partition(",")[0] for name in found[MAMBA_SSM]) == ["convolution", "selective scan", "ssd"]
-    usable.remove(FLASHINFER)
-    assert library_calls(mild | worst, cuda).keys() == {MAMBA_SSM}
 
 
 @pytest.mark.long

@@ -14,7 +14,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_ext.ops.libraries import LIBRARIES
 from tests.unit_tests.support.source import PACKAGE, ROOT, imported_modules, parse
 from tools import pins
 from tools.check_python import OLDEST_GLIBC, platform_problem, python_problem, supported
@@ -56,7 +55,7 @@ IMPORTED_BY_OTHERS = {
     "transformer-engine": "megatron.core.extensions.transformer_engine",
 }
 """Distribution -> what imports it in place of our code."""
-MODULES = {"megatron-core": "megatron", "pyyaml": "yaml", "pyzmq": "zmq", "flashinfer-python": "flashinfer"}
+MODULES = {"megatron-core": "megatron", "pyyaml": "yaml", "pyzmq": "zmq"}
 """Distribution -> its module, where the names differ by more than dashes."""
 TOOLS = {"mypy", "pytest-asyncio", "pytest-timeout", "ruff"}
 """Distributions of the extra `dev` that are run, not imported."""
@@ -65,9 +64,8 @@ EXTRAS = re.findall(r"^([a-z]+) = \[", PROJECT.partition("optional-dependencies]
 
 
 def imported(*folders: str) -> set[str]:
-    """Top-level modules that the code of folders imports, those of operators' libraries included."""
-    packages = [package for library in LIBRARIES.values() for package in library.packages]
-    found = {package.module for package in packages if "megatron_ext" in folders}
+    """Top-level modules that the code of folders imports."""
+    found = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         found.update(imported_modules(parse(path)))
     return {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - OWN

@@ -9,13 +9,11 @@ import torch
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.config.layers import is_attention, is_recurrent
-from megatron_ext.config.model_fields import SOFTMAX_TYPES
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_config import LayerConfig
 from megatron_ext.mcore.layers.stack import HybridStack
 from megatron_ext.memory.engine_plan import ModelShape
 from megatron_ext.memory.state_pool import StateShape
-from megatron_ext.ops.libraries import OperatorShapes
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -85,18 +83,4 @@ def stack_shape(stack: HybridStack, config: LayerConfig, batching: BatchingConfi
         head_channels=config.kv_channels,
         dtype=dtype,
         states=states,
-    )
-
-
-def operator_shapes(model: HybridModel, batching: BatchingConfig, dtype: torch.dtype) -> OperatorShapes:
-    """Return the shapes and types of a model's operators; see `model_shape`."""
-    shape, config = model_shape(model, batching, dtype), model.config
-    return OperatorShapes(
-        dtype=dtype,
-        head_channels=shape.head_channels if shape.attention_layers else None,
-        has_sinks=config.softmax_type != SOFTMAX_TYPES[0],
-        conv_window=shape.states.conv[1] + 1 if shape.states else None,
-        conv_dtype=shape.states.conv_dtype if shape.states else None,
-        is_captured=batching.has_input_buffers,
-        is_whole=model.pre_process and model.post_process,
     )

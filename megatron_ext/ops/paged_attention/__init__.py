@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.backends import FunctionBackend, Operator
-from megatron_ext.ops.paged_attention import flashinfer, reference
+from megatron_ext.ops.paged_attention import reference
 from megatron_ext.ops.paged_attention.batch import PagedBatch, StaticBatch, build_paged_batch
 
 
@@ -35,7 +35,6 @@ PAGED_ATTENTION = Operator(
     "paged_attention",
     FunctionBackend(cpp.NAME, cpp.takes, {"paged_attention": _attend_in_cpp}.get),
     triton.backend(__name__),
-    flashinfer.BACKEND,
 )
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.mamba_ssm import library_backend, selective_decode
 from megatron_ext.ops.recurrence import Recurrence, cpp_backend
 from megatron_ext.ops.selective_scan import reference
 
-_TRITON = triton.backend(__name__)
 SELECTIVE_SCAN = Recurrence(
     "selective_scan",
     reference.selective_scan,
     reference.selective_scan_step,
     cpp_backend("selective", D=None),
-    _TRITON,
-    library_backend(_TRITON, selective_decode),
+    triton.backend(__name__),
 )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.mamba_ssm import library_backend, ssd_decode
 from megatron_ext.ops.recurrence import Recurrence, cpp_backend
 from megatron_ext.ops.ssd.reference import ssd_scan, ssd_step
 
-_TRITON = triton.backend(__name__)
-SSD = Recurrence("ssd", ssd_scan, ssd_step, cpp_backend("ssd", D=None), _TRITON, library_backend(_TRITON, ssd_decode))
+SSD = Recurrence("ssd", ssd_scan, ssd_step, cpp_backend("ssd", D=None), triton.backend(__name__))

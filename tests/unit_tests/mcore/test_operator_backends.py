@@ -10,11 +10,9 @@ import torch
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
-from megatron_ext.ops import backend_selection, libraries, triton
-from megatron_ext.ops.paged_attention import flashinfer
+from megatron_ext.ops import backend_selection, triton
 from megatron_ext.ops.triton.kernel_registry import watch
-from tests.unit_tests.ops.library_stand_ins import UPDATES, PagedPrefillWrapper, install
-from tests.unit_tests.support.caching import BLOCK, CachingDriver
+from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, assert_snapshots_equal_oracle, build_driver
 from tests.unit_tests.support.models import CONFIGS
@@ -49,66 +47,6 @@ def test_kernels_in_an_engine_equal_a_recompute_with_the_cache_and_without(get_o
         assert_equals_oracle(driver, request_id, get_oracle(kind))
     assert driver.records[1].generated_tokens == driver.records[0].generated_tokens
     assert_snapshots_equal_oracle(driver, PROMPT, get_oracle(kind))
-
-
-@needs_triton
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["hybrid", pytest.param("mamba1", marks=pytest.mark.kernels)])
-def test_updates_of_a_library_in_an_engine(get_oracle, monkeypatch, kind):
-    """CU-15: decodes by stand-ins of mamba-ssm and causal-conv1d, on the engine's own slots."""
-    monkeypatch.setattr(libraries.OperatorLibrary, "problem", lambda *_: None)  # it needs a device, stand-ins do not
-    updates = {"ssd" if kind == "hybrid" else "selective_scan": 0, "causal_conv1d": 0}
-    found = {}
-    for name in updates:
-        package, stand_in = UPDATES[name]
-        found[name] = stand_in()
-        install(monkeypatch, package, found[name])
-    driver = build_driver(get_oracle, kind, operator_backend="mamba-ssm", max_requests=4, max_tokens=40)
-    assert set(driver.engine.controller.chosen_operators()["mamba-ssm"]) > set(updates)
-    driver.add(0, PROMPT, num_tokens_to_generate=3)
-    driver.add(1, BRANCH, num_tokens_to_generate=2)
-    driver.run()
-    for request_id in range(2):
-        assert_equals_oracle(driver, request_id, get_oracle(kind))
-    layers = len(driver.engine.controller.inference_wrapped_model.inference_context.live_states.conv)
-    assert {name: len(one.calls) for name, one in found.items()} == dict.fromkeys(updates, 2 * layers)
-
-
-def spy(monkeypatch, module, name: str, order: list[str]) -> None:
-    """Note calls of a function."""
-    function = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given: order.append(name) or function(*given))
-
-
-def test_attention_of_a_library_in_an_engine(monkeypatch):
-    """CU-16: a stand-in of FlashInfer over the engine's own blocks, planned once a step, cold and after a hit."""
-    monkeypatch.setattr(libraries.OperatorLibrary, "problem", lambda *_: None)
-    install(monkeypatch, libraries.PAGED_PREFILL, PagedPrefillWrapper)
-    monkeypatch.setattr(PagedPrefillWrapper, "planned", [])
-    monkeypatch.setattr(PagedPrefillWrapper, "ran", [])
-    flashinfer._planned_layers.cache_clear()
-    order: list[str] = []
-    spy(monkeypatch, flashinfer, "workspace", order)
-    spy(monkeypatch, platform, "available_memory", order)
-    config = dataclasses.replace(CONFIGS["attention_only"], kv_channels=64)
-    model = build_model(config, device=torch.device("cpu"), dtype=torch.bfloat16, seed=3)
-    logits = {}
-    for backend, first in (("reference", "available_memory"), ("flashinfer", "workspace")):
-        order.clear()
-        driver = CachingDriver(model, config, operator_backend=backend, dtype=torch.bfloat16, max_requests=4)
-        assert order[0] == first, "pools are planned with the memory that the workspace leaves"
-        for request_id, tokens in enumerate((PROMPT, BRANCH)):
-            driver.add(request_id, tokens, num_tokens_to_generate=2, return_log_probs=False)
-            driver.run()
-        assert driver.skipped(0, 1)[1] == BLOCK
-        seen = [driver.seen[request_id].logits for request_id in range(2)]
-        logits[backend] = torch.stack([seen[i][len(one)][0] for i, one in enumerate((PROMPT, BRANCH))])
-    layers = config.hybrid_override_pattern.count("*")
-    assert len(PagedPrefillWrapper.ran) == layers * len(PagedPrefillWrapper.planned) == layers * 4
-    found, expected = logits["flashinfer"].float(), logits["reference"].float()
-    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
-    assert (expected[0] - expected[1]).abs().max() > 0.5 * expected.abs().max(), "two prompts are told apart"
-    flashinfer._planned_layers.cache_clear()
 
 
 def bf16_driver(backend: str, driver: type = HybridDriver, **settings: object):

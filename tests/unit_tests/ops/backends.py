@@ -9,17 +9,15 @@ import pytest
 from megatron_ext.mcore import platform
 from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.libraries import LIBRARIES
 
 
 def usable(backends: Backends) -> list[str]:
     """All names but the C++ one's where there is no compiler, or where models live on a GPU; nothing is built.
 
-    Triton's are tested where it can be imported: on the CPU under its interpreter. Libraries lack shapes, and have
-    tests of their own.
+    Triton's are tested where it can be imported: on the CPU under its interpreter.
     """
     device = platform.device()
-    missing = set(LIBRARIES)
+    missing = set()
     if not (cpp.can_be_built() and device.type == "cpu"):
         missing.add(cpp.NAME)
     if triton.problem(device) is not None:
