@@ -106,12 +106,12 @@ def convolution(
     *,
     activate: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Causal depthwise convolution with SiLU, or without: y [T, Cn] and final states [S, Cn, K-1], both fp64.
+    """Causal depthwise convolution with SiLU, or without: y [T, Cn] and the state after every token [T, Cn, K-1], fp64.
 
     Differentiable; x [T, Cn], weight [Cn, K], bias [Cn], initial_states [S, Cn, K-1].
     """
     channels, window = weight.shape
-    ys, finals = [], []
+    ys, states = [], []
     for sequence, tokens in enumerate(torch.arange(sum(lengths)).split(tuple(lengths))):
         past = torch.zeros(channels, window - 1, dtype=torch.float64)
         if initial_states is not None:
@@ -122,8 +122,8 @@ def convolution(
             y = y if bias is None else y + bias.double()
             ys.append(y * torch.sigmoid(y) if activate else y)
             past = columns[:, 1:]
-        finals.append(past)
-    return torch.stack(ys), torch.stack(finals)
+            states.append(past)
+    return torch.stack(ys), torch.stack(states)
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

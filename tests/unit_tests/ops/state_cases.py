@@ -1,7 +1,7 @@
 """Operators with states: inputs and formulas, and steps of sequences for the parity tests of kernels.
 
-Three steps: some sequences begin; all go on, with states kept on the way; some decode one token. Pools hold NaN in
-unwritten places, and rows and slots of padding are in every step.
+Some sequences begin; all go on, with states kept on the way; some decode one token. Pools hold NaN in unwritten places;
+Triton's kernels get rows and slots of padding in every step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import platform
+from megatron_ext.mixers.recurrent import cut_between
 from megatron_ext.ops import triton
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
@@ -20,7 +21,7 @@ from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
-from megatron_ext.ops.varlen import PackedChunks
+from megatron_ext.ops.varlen import PackedChunks, pack_chunks
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import (
     assert_close,
@@ -29,7 +30,6 @@ from tests.unit_tests.ops.oracles import (
     recurrence,
     selective_recurrence,
 )
-from tests.unit_tests.support.chunk_grid import cut_chunks
 
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65)  # tokens of the sequences, a decoded one included
 DONE = (0, 0, 0, 0, 16, 31, 1, 33)  # computed by the first step
@@ -39,6 +39,14 @@ KEPT_SLOTS = 7
 LIVE = (4, 0, 7, 2, 9, 5, 1, 8)  # of 11 slots
 
 ROUNDINGS = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of states that were stored
+
+OPERATORS = {
+    "causal_conv1d": CAUSAL_CONV1D,
+    "plain_conv1d": PLAIN_CONV1D,
+    "ssd": SSD,
+    "selective_scan": SELECTIVE_SCAN,
+    "gated_delta_rule": GATED_DELTA_RULE,
+}
 
 Truth = Callable[[Sequence[Tensor], Sequence[int]], tuple[Tensor, Tensor]]
 
@@ -54,9 +62,9 @@ class Operator:
     truth: Truth
 
 
-def operator(name: str, size: int, dtype: torch.dtype = torch.float32, total: int = sum(LENGTHS)) -> Operator:
+def operator(name: str, size: int, dtype: torch.dtype = torch.float32) -> Operator:
     """Operator with `size` states (columns of the convolution's window, channels of a key), with slow decay."""
-    generator = torch.Generator().manual_seed(3)
+    generator, total = torch.Generator().manual_seed(3), sum(LENGTHS)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
@@ -67,33 +75,26 @@ def operator(name: str, size: int, dtype: torch.dtype = torch.float32, total: in
     if name in ("causal_conv1d", "plain_conv1d"):
         weight, bias = normal(130, size), normal(130)  # more channels than a program has
         activate = name == "causal_conv1d"
-        truth: Truth = lambda t, n: _conv(weight, bias, t[0], activate)  # noqa: E731
-        run = CAUSAL_CONV1D if activate else PLAIN_CONV1D
-        return Operator(run, [normal(total, 130)], lambda x: (x, weight, bias), {}, truth)
+        truth: Truth = lambda t, n: convolution(t[0], weight, bias, n, activate=activate)  # noqa: E731
+        return Operator(OPERATORS[name], [normal(total, 130)], lambda x: (x, weight, bias), {}, truth)
     if name == "ssd":
         A, D = -uniform(4) * 0.05, uniform(4)
         tokens = [normal(total, 4, 18), uniform(total, 4) * 0.2, normal(total, 2, size), normal(total, 2, size)]
         truth = lambda t, n: recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
-        return Operator(SSD, tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth)
+        return Operator(OPERATORS[name], tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth)
     if name == "gated_delta_rule":
         tokens = [normal(total, 2, size), normal(total, 2, size), normal(total, 4, 18 if size < 65 else 32)]
         tokens += [-uniform(total, 4) * 0.01, uniform(total, 4) * 0.3]
-        return Operator(GATED_DELTA_RULE, tokens, lambda *t: t, {"normalize": True}, _delta)
+        return Operator(OPERATORS[name], tokens, lambda *t: t, {"normalize": True}, _delta)
     A, D = -uniform(20, size) * 0.05, uniform(20)
     tokens = [normal(total, 20), uniform(total, 20) * 0.2, normal(total, size), normal(total, size)]
     truth = lambda t, n: selective_recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
-    return Operator(SELECTIVE_SCAN, tokens, lambda u, dt, b, c: (u, dt, A, b, c), {"D": D}, truth)
+    return Operator(OPERATORS[name], tokens, lambda u, dt, b, c: (u, dt, A, b, c), {"D": D}, truth)
 
 
 def _delta(tokens: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     q, k = (t.double() * (t.double().square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in tokens[:2])
     return delta_recurrence(q, k, *tokens[2:], lengths)
-
-
-def _conv(weight: Tensor, bias: Tensor, x: Tensor, activate: bool) -> tuple[Tensor, Tensor]:
-    y, _ = convolution(x, weight, bias, [len(x)], activate=activate)
-    padded = torch.cat([x.new_zeros(weight.shape[1] - 1, x.shape[1]), x]).double()
-    return y, padded.unfold(0, weight.shape[1] - 1, 1)[1:]
 
 
 def _with_padding(chunks: PackedChunks) -> PackedChunks:
@@ -103,15 +104,29 @@ def _with_padding(chunks: PackedChunks) -> PackedChunks:
 
 
 class Steps:
-    """Pools of one layer, and the steps that advance them."""
+    """Pools of one layer, and the steps that advance them.
 
-    def __init__(self, name: str, size: int, dtype: torch.dtype, states: torch.dtype) -> None:
+    Snapshots lie `gap` elements apart, as those of one layer do in an arena. Only Triton's kernels get padding.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        dtype: torch.dtype,
+        states: torch.dtype,
+        backend: str = triton.NAME,
+        gap: int = 0,
+    ) -> None:
         self.operator, self.device, self.dtype = operator(name, size, dtype), platform.device(), dtype
+        self.backend, self.has_padding = backend, backend == triton.NAME
         self.parts = list(zip(*(t.split(LENGTHS) for t in self.operator.tokens), strict=True))
         self.truths = [self.operator.truth(part, [len(part[0])]) for part in self.parts]
         shape = self.truths[0][1].shape[1:]
         self.live = torch.full((11, *shape), torch.nan, dtype=states, device=self.device)
-        self.snapshots = torch.full((KEPT_SLOTS, *shape), torch.nan, dtype=states, device=self.device)
+        gap, size = gap + shape.numel(), shape.numel()
+        memory = torch.empty((KEPT_SLOTS - 1) * gap + size, dtype=states, device=self.device)
+        self.snapshots = memory.as_strided((KEPT_SLOTS, *shape), (gap, *self.live.stride()[1:])).fill_(torch.nan)
 
     def prefill(
         self,
@@ -122,30 +137,39 @@ class Steps:
         padding: bool = True,
     ) -> Tensor:
         """Compute tokens [start, end) of some sequences; `kept` as KEPT. With padding, a sequence of it comes last."""
+        padding &= self.has_padding
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        chunks, behind = cut_chunks(starts, lengths, 16, self.device), [-1] * padding
+        stops = [sorted(tokens for kept_row, tokens, _ in kept if kept_row == row) for row in rows]
+        chunks = pack_chunks(
+            [cut_between(start, n, 16, s) for start, n, s in zip(starts, lengths, stops, strict=True)], self.device
+        )
+        chunk_ends, behind = chunks.cu_chunk_seqlens.tolist()[1:], [-1] * padding
         if padding:
             chunks = _with_padding(chunks)
         first = [sum(lengths[:index]) - start for index, start in enumerate(starts)]
-        places = [(slot, rows.index(row), -1, first[rows.index(row)] + tokens) for row, tokens, slot in kept]
-        places.append((-1, 0, -1, 1))  # padding
+        tokens_of = [(slot, rows.index(row), first[rows.index(row)] + tokens) for row, tokens, slot in kept]
+        places = [(slot, sequence, chunk_ends.index(tokens), tokens) for slot, sequence, tokens in tokens_of]
+        places += [(-1, 0, -1, 1)] * padding
         slots = StateSlots(
             self._index([*(LIVE[row] for row in rows), *behind]),
             torch.tensor([*(start > 0 for start in starts), *(False for _ in behind)], device=self.device),
             SnapshotPlaces(*(self._index(column) for column in zip(*places, strict=True))) if kept else None,
         )
         where = {"chunks": chunks, "slots": slots, "live": self.live, "snapshots": self.snapshots}
-        with self.operator.run.backends.forced(triton.NAME):
+        with self.operator.run.backends.forced(self.backend):
             return self.operator.run.prefill(*self._inputs(rows, starts, ends), **where, **self._options()).cpu()
 
     def decode(self, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Compute one token of some sequences, after two rows of padding."""
-        inputs = self._inputs(rows, positions, [position + 1 for position in positions], padding=2)
-        slots = self._index([-1, -1, *(LIVE[row] for row in rows)])
-        with self.operator.run.backends.forced(triton.NAME):
+        """Compute one token of some sequences, after two rows of padding; of a single one by a slice of its slot."""
+        padding = 2 * self.has_padding
+        inputs = self._inputs(rows, positions, [position + 1 for position in positions], padding=padding)
+        slots = self._index([*([-1] * padding), *(LIVE[row] for row in rows)])
+        if slots.numel() == 1:
+            slots = slice(LIVE[rows[0]], LIVE[rows[0]] + 1)
+        with self.operator.run.backends.forced(self.backend):
             y = self.operator.run.decode(*inputs, slots=slots, live=self.live, **self._options()).cpu()
-        assert not y[:2].any()
-        return y[2:]
+        assert not y[:padding].any()
+        return y[padding:]
 
     def run(self) -> None:
         """All three steps, each compared with the truth."""
@@ -156,9 +180,10 @@ class Steps:
         ends = [LENGTHS[row] - (row in DECODED) for row in rows]
         y = self.prefill(rows, [DONE[row] for row in rows], ends, KEPT)
         self.check_outputs("second step", y, rows, [DONE[row] for row in rows], ends)
-        last = [LENGTHS[row] - 1 for row in DECODED]
-        y = self.decode(DECODED, last)
-        self.check_outputs("decode", y, DECODED, last, [LENGTHS[row] for row in DECODED])
+        for decoded in (DECODED[:-1], DECODED[-1:]):
+            last = [LENGTHS[row] - 1 for row in decoded]
+            y = self.decode(decoded, last)
+            self.check_outputs("decode", y, decoded, last, [LENGTHS[row] for row in decoded])
         self.check_states()
 
     def check_outputs(

