@@ -126,18 +126,29 @@ def convolution(
     return torch.stack(ys), torch.stack(states)
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of one row, query by query: [queries, Hq, D] in fp64.
 
-    q [queries, Hq, D] are the last positions of keys and values [K, Hkv, D].
+    q [queries, Hq, D] are the last positions of keys and values [K, Hkv, D]; sinks [Hq].
     """
     shared = q.shape[1] // keys.shape[1]
     keys, values = (t.double().repeat_interleave(shared, dim=1) for t in (keys, values))
     out = []
     for i, query in enumerate(q.double()):
         seen = keys.shape[0] - q.shape[0] + i + 1
-        weights = torch.softmax(torch.einsum("hd,khd->hk", query, keys[:seen]) * scale, dim=-1)
-        out.append(torch.einsum("hk,khd->hd", weights, values[:seen]))
+        first = 0 if window is None else max(0, seen - window)
+        scores = torch.einsum("hd,khd->hk", query, keys[first:seen]) * scale
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        weights = torch.softmax(scores, dim=-1)[:, : seen - first]
+        out.append(torch.einsum("hk,khd->hd", weights, values[first:seen]))
     return torch.stack(out)
 
 

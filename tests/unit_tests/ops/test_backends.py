@@ -29,13 +29,6 @@ PLAIN = Named("plain")
 ON_CPU, ON_META = torch.empty(1), torch.empty(1, device="meta")
 
 
-def test_the_first_that_takes_the_input_is_chosen() -> None:
-    backends = Backends("an operator", FAST, PLAIN)
-    assert backends.names == ("fast", "plain")
-    assert backends.choose(ON_META) is FAST
-    assert backends.choose(ON_CPU) is PLAIN
-
-
 def test_one_can_be_forced_for_a_while() -> None:
     backends = Backends("an operator", FAST, PLAIN)
     with backends.forced("plain"):
@@ -84,15 +77,6 @@ def test_every_operator_is_in_the_table_of_the_start() -> None:
         id(one): one for one in (getattr(value, "backends", value) for value in values) if isinstance(one, Backends)
     }
     assert {one.operator for one in found.values()} == {one.operator for one in (*OPERATORS, LINEAR)}
-
-
-@pytest.mark.parametrize("backends", OPERATORS, ids=lambda backends: backends.operator)
-def test_every_operator_ends_with_its_reference_which_takes_anything(backends: Backends) -> None:
-    assert backends.names[-1] == "reference"
-    with backends.forced("reference"):
-        reference = backends.choose(ON_CPU)
-    for x in (ON_CPU, ON_META, ON_CPU.double(), ON_CPU.int(), torch.ones(1, requires_grad=True)):
-        assert reference.takes(x)
 
 
 def test_data_of_a_backend_is_prepared_once() -> None:

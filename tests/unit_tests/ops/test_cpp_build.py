@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import stat
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -127,23 +126,6 @@ class TestOnce:
         assert compiler.count() == 2 * CALLS
         assert library_file(pytest.fail) == left
 
-    def test_builds_wait_for_each_other(self, tmp_path):
-        """Also builds of other sources: they share the folder that is compiled in."""
-        waits, has = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            with cache.lock(lambda line: waits.set()):
-                has.set()
-
-        with BuildCache(tmp_path / "cache") as cache:
-            thread = threading.Thread(target=wait)
-            with cache.lock(pytest.fail):
-                thread.start()
-                waits.wait()
-                assert not has.is_set()
-            thread.join()
-        assert has.is_set()
-
 
 def copy_sources(folder: Path) -> Path:
     """Copy the package's C++ sources below another folder."""
@@ -176,23 +158,6 @@ class TestKept:
             build_version(version).close()
         assert self.kept(cache) == {3, 4, 5, 6}
         assert len(list(cache.iterdir())) == 4 + len(["lock"])
-
-    def test_a_use_counts(self, cache, build_version, fake):
-        for version in range(4):
-            build_version(version).close()
-        fake(version="fake 0")
-        library_file(pytest.fail)
-        build_version(4).close()
-        now = self.kept(cache) - {2, 3, 4}
-        assert len(now) == 1
-        assert now.pop() > 4
-
-    def test_a_library_in_use_outlives_its_build(self, cache, build_version):
-        used = [build_version(version) for version in range(6)]
-        assert self.kept(cache) == {2, 3, 4, 5}
-        for library in used:
-            assert os.pread(library.handle, 10, 0) == b"made\n"
-            library.close()
 
 
 class TestKey:
@@ -243,16 +208,6 @@ class TestKey:
             keys.append(library_build.build_key(library_build.toolchain()))
         assert keys[0] == keys[1]
 
-    @pytest.mark.parametrize(
-        ("capability", "name", "flag"),
-        [("AVX512", "AVX512", "-mavx512f"), ("AVX2", "AVX2", "-mfma"), ("?", "DEFAULT", "")],
-    )
-    def test_flags_follow_the_cpu_capability_of_torch(self, monkeypatch, capability, name, flag):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-        flags = library_build._flags()
-        assert f"-DCPU_CAPABILITY={name}" in flags
-        assert (flag in flags) if flag else not any(one.startswith("-m") for one in flags)
-
 
 class TestWithout:
     """Missing library: the reference computes, and a warning appears once."""
@@ -285,12 +240,6 @@ class TestWithout:
         assert compiler.count() > calls
         assert not (cache / "building").exists()
 
-    def test_a_library_that_cannot_be_loaded(self, cache, fake, monkeypatch, capsys):
-        fake()
-        self.assert_the_reference_computes(monkeypatch)
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert last.endswith("file too short); without that file it is compiled again")
-
     def test_a_cache_that_others_may_write(self, cache, fake):
         fake()
         cache.mkdir(parents=True)
@@ -305,13 +254,6 @@ class TestWithout:
         ForeignFiles(monkeypatch).add(path)
         self.assert_the_reference_computes(monkeypatch)
         assert f"slower, because {path}: the file belongs to another user" in capsys.readouterr().err
-
-    def test_a_cache_that_cannot_be_written(self, tmp_path, cache, fake, monkeypatch):
-        fake()
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        with pytest.raises(BuildError, match="Not a directory; set XDG_CACHE_HOME to another directory"):
-            library_file(pytest.fail)
 
     def test_the_folder_is_made_for_the_user_alone(self, cache, fake):
         fake()
@@ -344,11 +286,6 @@ class TestSwitch:
         monkeypatch.setenv("CXX", "/nowhere/c++")
         monkeypatch.setenv(cpp.SWITCH, "required")
         with pytest.raises(ConfigError, match="MEGATRON_EXT_CPP=required: CXX=/nowhere/c\\+\\+ does not exist"):
-            cpp.are_used()
-
-    def test_another_value(self, cache, monkeypatch):
-        monkeypatch.setenv(cpp.SWITCH, "yes")
-        with pytest.raises(ConfigError, match="MEGATRON_EXT_CPP=yes: it must be auto, off or required"):
             cpp.are_used()
 
 

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.ops import cpp
-from megatron_ext.ops.cpp import library_build
-from megatron_ext.ops.cpp.library_build import CompileError, compile_library
-
-needs_compiler = pytest.mark.skipif(not cpp.can_be_built(), reason="there is no C++ compiler")
+from megatron_ext.ops.cpp.library_build import compile_library
 
 
 def is_gone(pid: int) -> bool:
@@ -40,12 +36,3 @@ def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
     pids = [int(pid) for pid in started.read_text().split()]
     while not all(is_gone(pid) for pid in pids):  # for ever, if they were not ended
         time.sleep(0.01)
-
-
-def test_a_compiler_that_does_not_end_is_ended(tmp_path, monkeypatch):
-    script = tmp_path / "slow"
-    script.write_text("#!/bin/sh\nsleep 600\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(library_build, "_LONGEST_RUN", 0.1)
-    with pytest.raises(CompileError, match="still running after 0 s"):
-        compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path)

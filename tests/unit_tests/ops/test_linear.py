@@ -21,9 +21,9 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp as operators
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.cpp import can_be_built
-from megatron_ext.ops.linear import INT8, LINEAR, PackableLinear, choice_identity, choose, cpp, onednn, reference, table
+from megatron_ext.ops.linear import INT8, PackableLinear, choice_identity, choose, cpp, onednn, table
 from megatron_ext.ops.linear.few_rows import rows_are_independent
-from megatron_ext.ops.linear.table import MIB, Row, row_for
+from megatron_ext.ops.linear.table import MIB, row_for
 
 BOUND = 8 * torch.finfo(torch.float32).eps  # times the sum of the absolute products
 CPU = torch.device("cpu")
@@ -105,20 +105,6 @@ def test_shapes_and_layouts_of_inputs(product):
         assert_within_bound(found, given, weight)
 
 
-@products
-@torch.inference_mode()
-def test_rows_are_independent(product):
-    """NaN stays in its row, and a row is within the bound beside any others."""
-    weight, x = numbers(48, 512, dtype=product.dtype), numbers(9, 512, dtype=product.dtype)
-    multiply = product.make(weight.clone())
-    poisoned = x.clone()
-    poisoned[4] = torch.nan
-    found = multiply(poisoned)
-    assert found[4].isnan().all()
-    kept = [row for row in range(9) if row != 4]
-    assert_within_bound(found[kept], x[kept], weight)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(97, 256), (64, 1024), (97, 1025), (576, 1536), (64, 8192)])
@@ -189,13 +175,6 @@ class TestInt8:
             x = numbers(rows, inputs, seed=1, dtype=dtype)
             assert_within_bound(multiply(x, bias), x, multiply.dequantized(), bias)
 
-    @torch.inference_mode()
-    def test_rows_have_the_same_bits_however_they_are_batched(self):
-        multiply, x = cpp.Int8Weight(numbers(300, 1100)), numbers(300, 1100, seed=1)
-        whole = multiply(x)
-        for rows in (*range(1, 27), 97, 260):
-            assert torch.equal(multiply(x[:rows]), whole[:rows]), rows
-
     def test_zeros_and_numbers_that_are_not_finite(self):
         """Zeros stay zeros; an infinite number makes its output NaN, and no other one."""
         weight = numbers(5, 40)
@@ -230,19 +209,6 @@ class TestInt8:
         layer.load_state_dict({"weight": new}, strict=False)
         assert layer.packed is None
         assert torch.equal(layer.weight, new)
-
-
-@needs_compiler
-@torch.inference_mode()
-def test_inputs_of_another_type_than_the_weight():
-    """Outputs have the type of the inputs, as the sums in fp32 are rounded once."""
-    weight = numbers(40, 300, dtype=torch.bfloat16)
-    multiply = cpp.PanelWeight(weight)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = numbers(7, 300, dtype=dtype)
-        found = multiply(x)
-        assert found.dtype is dtype
-        assert_within_bound(found, x, weight)
 
 
 def test_a_product_in_16_bits_is_outside_the_bound():
@@ -376,14 +342,6 @@ class TestChoice:
         ):
             assert choose(torch.empty(outputs, inputs, device=CPU)).name == ("onednn" if packs else "reference")
 
-    @pytest.mark.parametrize("name", ["DEFAULT", "AVX1024"])
-    def test_a_missing_instruction_set_takes_the_reference(self, monkeypatch, name):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: name)
-        assert choose(torch.empty(4096, 4096)).name == "reference"
-
-    def test_a_missing_type_takes_the_reference(self):
-        assert choose(torch.empty(2048, 2048, dtype=torch.float64)).name == "reference"
-
     @needs_compiler
     @pytest.mark.parametrize("dtype", cpp.DTYPES)
     @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
@@ -407,32 +365,11 @@ class TestChoice:
         found = choice_identity(onednn.BACKEND, torch.bfloat16, is_forced=False)
         assert ("AMX" if "amx" in name else "AVX512_BF16") in found.split()
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-    def test_other_types_have_no_instructions_of_their_own(self, monkeypatch, dtype):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-        assert table.instruction_sets(dtype) == ("AVX512",)
-
-    @pytest.mark.parametrize(
-        ("capability", "has_amx"), [("AVX2", False), ("AVX512", False), ("AVX512", True), ("SVE256", False)]
-    )
-    def test_rows_are_called_independent_where_they_were_measured(self, monkeypatch, capability, has_amx):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
-        weight = torch.empty(2, 2, dtype=torch.bfloat16)
-        assert rows_are_independent(weight) == (capability != "SVE256" and not has_amx)
-        assert not rows_are_independent(weight.float())
-
     def test_a_lowered_cpu_has_no_instructions_for_bf16(self, monkeypatch):
         """The CPU still has them, and torch says so."""
         for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
             monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
         assert table.instruction_sets(torch.bfloat16) == ("AVX2",)
-
-    def test_a_torch_without_the_private_names_has_its_own_name(self, monkeypatch):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-            monkeypatch.delattr(torch.cpu, name, raising=False)
-        assert table.instruction_sets(torch.bfloat16) == ("AVX512",)
 
     def test_other_devices_take_the_reference(self):
         assert choose(torch.empty(4096, 4096, device="meta")).name == "reference"
@@ -468,23 +405,6 @@ class TestChoice:
         with preferring("onednn"), pytest.raises(ConfigError, match=r"--operator-backend onednn .*float32.*; auto and"):
             choose(weight)
 
-    def test_identities_differ_by_instruction_set_type_and_limits(self, monkeypatch):
-        def identity(is_forced: bool = False) -> str:
-            return choice_identity(onednn.BACKEND, torch.float32, is_forced=is_forced)
-
-        found = [identity(), identity(is_forced=True)]
-        rows = [Row(name, torch.float32, 64, MIB, "onednn", "-") for name in ("AVX2", "AVX512")]
-        monkeypatch.setattr(table, "row_for", lambda dtype: rows[0])
-        found.append(identity())
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-        found.append(identity())
-        assert len(set(found)) == 4
-
-    def test_rows_are_unique_and_name_a_backend_and_a_cpu(self):
-        keys = [(row.instruction_set, row.dtype) for row in table.TABLE]
-        assert len(set(keys)) == len(keys) > 0
-        assert all(row.backend in LINEAR.names and row.measured_on for row in table.TABLE)
-
 
 @needs_onednn
 class TestLayer:
@@ -513,16 +433,6 @@ class TestLayer:
         with torch.inference_mode():
             assert_within_bound(layer(x), x, weight, layer.bias)
             assert torch.equal(layer.product(x), layer.packed(x)), "the packed weight computes"
-
-    @pytest.mark.parametrize(
-        "write", [lambda one: one.mul_(2), lambda one: one.normal_(), lambda one: one[3].copy_(torch.zeros(40))]
-    )
-    def test_writes_of_a_packed_weight_raise(self, layer, write):
-        weight = self.packed(layer)
-        with torch.no_grad(), pytest.raises(RuntimeError, match="written-to tensor"):
-            write(layer.weight)
-        layer.unpack()
-        assert torch.equal(layer.weight, weight)
 
     @pytest.mark.parametrize("write", [lambda one: one.zero_(), lambda one: one.fill_(2.5)])
     def test_filling_with_one_number_is_kept(self, layer, write):
@@ -574,13 +484,6 @@ class TestLayer:
         assert others == ["saving"] * 2
         assert len(layer._state_dict_pre_hooks) == 2, "one of ours, however often it is packed"
 
-    def test_a_state_dict_is_loaded(self, layer):
-        self.packed(layer)
-        new = numbers(24, 40, seed=5)
-        layer.load_state_dict({"weight": new, "bias": torch.zeros(24)})
-        assert layer.packed is None
-        assert torch.equal(layer.weight, new)
-
     def test_gradients_need_the_parameter(self, layer):
         """A packed layer is unpacked where gradients are enabled."""
         weight = self.packed(layer)
@@ -588,14 +491,6 @@ class TestLayer:
         layer(x).sum().backward()
         assert torch.allclose(layer.weight.grad, x.sum(0).expand(24, 40))
         assert torch.equal(layer.weight, weight)
-
-    def test_a_weight_of_the_call(self, layer):
-        """A weight that comes with the call computes, unless it is the one that is packed."""
-        weight, x = self.packed(layer), numbers(3, 40)
-        other = nn.Parameter(numbers(24, 40, seed=7))
-        with torch.inference_mode():
-            assert_within_bound(layer.product(x, None, other), x, other)
-            assert_within_bound(layer.product(x, None, layer.weight), x, weight)
 
     def test_a_weight_beside_keeps_its_values(self):
         layer, shared = PackableLinear(40, 24, bias=False), nn.Parameter(numbers(24, 40))
@@ -612,8 +507,3 @@ class TestLayer:
         layer.unpack()
         assert layer.packed_beside == ()
         assert torch.equal(shared, before)
-
-
-def test_the_reference_packs_nothing():
-    assert reference.BACKEND.pack is None
-    assert LINEAR.names[-1] == reference.BACKEND.name

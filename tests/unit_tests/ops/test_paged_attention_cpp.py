@@ -153,26 +153,6 @@ def test_memory_of_a_thread_is_what_the_plan_counts(head_size: int) -> None:
     assert counted / 16 <= 4 * cpp.kernels().attention_floats_of_a_thread(head_size) <= counted
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_size", [5, 24, 64, 100])
-def test_16_bits_are_widened_exactly(dtype: torch.dtype, head_size: int) -> None:
-    """Equal to the bit with keys and values that were fp32 before, in decodes and prefills."""
-    sequence = Sequence(150, head_size=head_size, dtype=dtype)
-    sequence.q = sequence.q.float()
-    cuts = (149, 150), (5, 8), (0, 150)
-    found = sequence.attend(*cuts)
-    sequence.caches = [cache.float() for cache in sequence.caches]
-    assert torch.equal(found, sequence.attend(*cuts))
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_shared_spans_are_one_softmax(threads: int) -> None:
-    sequence = Sequence(5000, head_size=16)
-    torch.set_num_threads(threads)
-    want = attention(sequence.q[4990:], sequence.keys, sequence.values, 0.3)
-    assert_close("spans", sequence.attend((4990, 5000)), want)
-
-
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nan_does_not_spread_to_other_queries(poison: float) -> None:
     """Queries are lanes of one vector; keys to come are not read by earlier queries, and weigh nothing if they are."""

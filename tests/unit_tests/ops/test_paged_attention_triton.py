@@ -7,10 +7,9 @@ for; pools hold NaN wherever no sequence has written.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.ops import backends, triton
-from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention, reference
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, paged_attention, reference
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, watch
 from tests.unit_tests.ops.backends import interpreted, usable
-from tests.unit_tests.ops.oracles import assert_close, attention
+from tests.unit_tests.ops.oracles import assert_close
+from tests.unit_tests.ops.test_paged_attention import SCALE, Step
 from tests.unit_tests.support.kernel_races import no_shared_cells
 
 if triton.NAME not in usable(PAGED_ATTENTION):
@@ -30,62 +30,12 @@ pytestmark = [*interpreted(triton.NAME)]
 kernels = importlib.import_module("megatron_ext.ops.paged_attention.kernels")
 merging = importlib.import_module("megatron_ext.ops.paged_attention.kernels_merge")
 COVERED = ("paged_decode_split", "merge_splits", "paged_prefill")  # here and in test_paged_attention.py
-SCALE = 0.3
 
 
 @pytest.fixture(autouse=True)
 def backend() -> Iterator[None]:
     with PAGED_ATTENTION.forced(triton.NAME):
         yield
-
-
-class Pool:
-    """Sequences (queries, keys) whose keys lie in blocks in no order; everything else is NaN."""
-
-    def __init__(
-        self,
-        rows: Sequence[tuple[int, int]],
-        block: int = 16,
-        heads: tuple[int, int] = (4, 2),
-        head_size: int = 32,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.generator = torch.Generator().manual_seed(7)
-        self.rows, self.block, self.dtype = rows, block, dtype
-        counts = [-(-keys // block) for _, keys in rows]
-        order = (torch.randperm(sum(counts), generator=self.generator) + 1).tolist()
-        self.tables = [[order.pop() for _ in range(count)] for count in counts]
-        shape = (sum(counts) + 1, block, heads[1], head_size)
-        self.caches = [torch.full(shape, math.nan, dtype=dtype) for _ in range(2)]
-        self.written = [[self.random(keys, *shape[2:]) for _ in range(2)] for _, keys in rows]
-        for table, written in zip(self.tables, self.written, strict=True):
-            for cache, own in zip(self.caches, written, strict=True):
-                launching = torch.tensor(table).repeat_interleave(block)[: len(own)] * block
-                cache.flatten(0, 1)[launching + torch.arange(len(own)) % block] = own
-        self.q = self.random(sum(queries for queries, _ in rows), heads[0], head_size)
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.dtype)
-
-    def batch(self, few: int) -> PagedBatch:
-        """Batch with `few` sequences that decode, each with one query or more."""
-        queries, keys = zip(*self.rows, strict=True)
-        batch = build_paged_batch(self.tables, queries, keys, 0, self.block, "cpu")
-        return dataclasses.replace(batch, num_decode=few)
-
-    def attend(self, few: int, window: int | None = None) -> Tensor:
-        return paged_attention(self.q, *self.caches, self.batch(few), scale=SCALE, window=window)
-
-    def expected(self, window: int | None = None) -> Tensor:
-        parts, queries = [], self.q.split([queries for queries, _ in self.rows])
-        for own, (keys, values) in zip(queries, self.written, strict=True):
-            if window is None:
-                parts.append(attention(own, keys, values, SCALE))
-                continue
-            for i in range(len(own)):
-                seen = slice(max(0, len(keys) - len(own) + i + 1 - window), len(keys) - len(own) + i + 1)
-                parts.append(attention(own[i : i + 1], keys[seen], values[seen], SCALE))
-        return torch.cat(parts)
 
 
 DECODES = [(1, keys) for keys in (1, 2, 15, 16, 17, 63, 64, 65, 513)]
@@ -96,9 +46,9 @@ MIXED = [(1, 17), (1, 65), (15, 15), (3, 63), (65, 65), (1, 33)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_head_sizes_and_types(head_size: int, heads: tuple[int, int], block: int, dtype: torch.dtype) -> None:
     """CU-2: decodes and prefills, groups of heads, blocks that are a multiple of 16."""
-    pool = Pool(MIXED, block, heads, head_size, dtype)
+    pool = Step(MIXED, 2, *heads, head_size, dtype, block)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    assert_close("mixed", pool.attend(2).float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
+    assert_close("mixed", pool.attend().float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
 
 
 @contextlib.contextmanager
@@ -116,12 +66,12 @@ def test_programs_take_turns_over_the_spans_of_a_decode(
     window: int | None, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CU-2: whichever programs compute and merge spans, the bits are the same, with room for each or for groups."""
-    pool = Pool([(1, longest), (1, 30), (2, 600)], heads=(2, 1), head_size=16)
+    pool = Step([(1, longest), (1, 30), (2, 600)], 3, 2, 1)
     found = []
     for turns, slots in ((16, 32), (1, 2)):
         few = {"FEWEST_A_TILE": turns, "ENOUGH_PROGRAMS": 1, "FEWEST_SLOTS": slots, "PARTIAL_BYTES": 0}
         with programs(monkeypatch, **few):
-            found.append(pool.attend(3, window))
+            found.append(pool.attend(window=window))
     assert_close("decodes", found[0], pool.expected(window), atol=1e-5, rtol=1e-5)
     assert torch.equal(found[0], found[1])
 
@@ -129,11 +79,11 @@ def test_programs_take_turns_over_the_spans_of_a_decode(
 @pytest.mark.parametrize("window", [None, 4090])
 def test_keys_of_a_short_prefill_are_split(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """CU-2: a suffix after cached keys is computed by spans, with the bits of one program for all keys."""
-    pool = Pool([(1, 9), (2, 70), (3, 4110)], heads=(2, 1), head_size=16)
+    pool = Step([(1, 9), (2, 70), (3, 4110)], 1, 2, 1)
     found = []
     for tiles in (0, 192):
         with programs(monkeypatch, FEW_TILES=tiles), watch() as launches:
-            found.append(pool.attend(1, window))
+            found.append(pool.attend(window=window))
         assert [one.kernel for one in launches].count("merge_splits") == (2 if tiles else 1)
     assert_close("warm", found[0], pool.expected(window), atol=1e-5, rtol=1e-5)
     assert torch.equal(found[0], found[1])
@@ -155,11 +105,11 @@ def test_every_configuration(name: str, channels: int, arch: int, monkeypatch: p
     """CU-2: every compiled configuration is right, with the same bits whether keys of a prefill are split."""
     monkeypatch.setattr(triton, "architecture", lambda device: arch)
     size = channels if channels < 64 else channels - 16
-    pool = Pool([*MIXED, (2, kernels.PREFILL_SPAN + 4)], head_size=size, dtype=DTYPES[name])
+    pool = Step([*MIXED, (2, kernels.PREFILL_SPAN + 4)], 2, head_size=size, dtype=DTYPES[name])
     with watch() as launches:
-        got = pool.attend(2)
+        got = pool.attend()
     with programs(monkeypatch, FEW_TILES=0):
-        assert torch.equal(pool.attend(2), got)
+        assert torch.equal(pool.attend(), got)
     assert {(launch.kernel, launch.config) for launch in launches} == set(launched(name, channels, arch))
     tolerance = 1e-5 if name == "fp32" else 0.02
     assert_close("mixed", got.float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
@@ -183,9 +133,9 @@ def test_those_are_all_configurations() -> None:
 def test_tiles_of_warp_groups_are_for_their_architecture(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CU-25: a launch takes the tile of the device; others than sm_90 get the smaller ones."""
     monkeypatch.setattr(triton, "architecture", lambda device: arch)
-    pool = Pool([(3, 5)], head_size=128, heads=(1, 1), dtype=torch.bfloat16)
+    pool = Step([(3, 5)], 0, 1, 1, 128, torch.bfloat16)
     with watch() as launches:
-        pool.attend(0)
+        pool.attend()
     (tile,) = [one.config["M"] for one in launches if one.kernel == "paged_prefill"]
     assert tile == (128 if arch == 90 else 64)
     assert [kernels.many(kernels.NARROW, size, arch)["M"] for size in (64, 256)] == [128, 64 if arch == 90 else 32]
@@ -193,28 +143,28 @@ def test_tiles_of_warp_groups_are_for_their_architecture(arch: int, monkeypatch:
 
 def test_lengths_of_decodes() -> None:
     """CU-2: around blocks, tiles of keys and spans."""
-    pool = Pool(DECODES)
-    assert_close("decodes", pool.attend(len(DECODES)), pool.expected(), atol=1e-5, rtol=1e-5)
+    pool = Step(DECODES, len(DECODES))
+    assert_close("decodes", pool.attend(), pool.expected(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("few", [0, 4])
 def test_several_queries_may_decode(few: int) -> None:
     """K + 1 queries that verify K proposed tokens; one whose first queries end in an earlier span than its last."""
-    pool = Pool([(4, 17), (3, 514), (5, 65), (5, 5)])
-    assert_close("verified", pool.attend(few), pool.expected(), atol=1e-5, rtol=1e-5)
+    pool = Step([(4, 17), (3, 514), (5, 65), (5, 5)], few)
+    assert_close("verified", pool.attend(), pool.expected(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 500])
 def test_windows(window: int) -> None:
     """FA-4 in the kernels: the last keys of each query only, in both kernels."""
-    pool = Pool([(1, 3), (1, 65), (2, 514), (1, 600), (5, 5), (40, 63), (65, 65)])
-    assert_close("window", pool.attend(4, window), pool.expected(window), atol=1e-5, rtol=1e-5)
+    pool = Step([(1, 3), (1, 65), (2, 514), (1, 600), (5, 5), (40, 63), (65, 65)], 4)
+    assert_close("window", pool.attend(window=window), pool.expected(window), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("fixed_order_dot")
 def test_a_long_window_changes_no_bit() -> None:
-    pool = Pool(MIXED)
-    assert torch.equal(pool.attend(2, 65), pool.attend(2))
+    pool = Step(MIXED, 2)
+    assert torch.equal(pool.attend(window=65), pool.attend())
 
 
 def padded(
@@ -237,10 +187,10 @@ def padded(
 @pytest.mark.parametrize(("few", "sequences", "blocks", "tokens"), [(4, 12, 30, 7), (2, 6, 40, 0), (8, 20, 1, 64)])
 def test_padding_changes_no_bit(few: int, sequences: int, blocks: int, tokens: int) -> None:
     """CU-4: padding is not read and gives zeros; all other outputs are unchanged, bit for bit."""
-    pool = Pool(MIXED)
-    plain, batch = pool.attend(2), pool.batch(2)
+    pool = Step(MIXED, 2)
+    plain, batch = pool.attend(), pool.batch()
     q, batch = padded(batch, pool.q, few, sequences, blocks, tokens)
-    got = paged_attention(q, *pool.caches, batch, scale=SCALE)
+    got = paged_attention(q, pool.key_cache, pool.value_cache, batch, scale=SCALE)
     real = [0, 1, *range(few, few + len(plain) - 2)]
     assert torch.equal(got[real], plain)
     assert not got[[i for i in range(len(got)) if i not in real]].any()
@@ -255,10 +205,10 @@ def test_the_grid_depends_on_shapes_only(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(vars(kernel), "function", stand_in)
     seen = []
     for rows in ([(1, 17), (1, 65), (15, 15)], [(1, 40), (1, 2), (9, 33)]):
-        pool = Pool(rows)
-        q, batch = padded(pool.batch(2), pool.q, 4, 8, 8 - pool.batch(2).block_table.shape[1], 20 - len(pool.q))
+        pool = Step(rows, 2)
+        q, batch = padded(pool.batch(), pool.q, 4, 8, 8 - pool.batch().block_table.shape[1], 20 - len(pool.q))
         with watch() as launches:
-            paged_attention(q, *pool.caches, batch, scale=SCALE)
+            paged_attention(q, pool.key_cache, pool.value_cache, batch, scale=SCALE)
         seen.append((tuple(grids), tuple(launches)))
         grids.clear()
     assert seen[0] == seen[1]
@@ -267,50 +217,26 @@ def test_the_grid_depends_on_shapes_only(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("fixed_order_dot")
 def test_neighbours_and_cuts_change_no_bit() -> None:
     """CU-3, HY-14, TE-1: the place of a cut and the neighbouring sequences change no bit."""
-    pool = Pool([(100, 100)], heads=(6, 2))
-    whole, queries = pool.attend(0), pool.q
+    pool = Step([(100, 100)], 0, 6, 2)
+    whole, queries = pool.attend(), pool.q
     for first in (1, 16, 63, 99):
         pool.rows, pool.q = [(100 - first, 100)], queries[first:]
-        assert torch.equal(pool.attend(0), whole[first:]), first
-    pool = Pool(DECODES)
-    together = pool.attend(len(DECODES))
+        assert torch.equal(pool.attend(), whole[first:]), first
+    pool = Step(DECODES, len(DECODES))
+    together = pool.attend()
     for i, row in enumerate(DECODES):
-        alone = Pool(DECODES)
+        alone = Step(DECODES, len(DECODES))
         alone.rows, alone.tables, alone.q = [row], [pool.tables[i]], pool.q[i : i + 1]
-        assert torch.equal(alone.attend(1), together[i : i + 1]), row
+        assert torch.equal(alone.attend(decode_rows=1), together[i : i + 1]), row
 
 
 def test_where_there_is_no_kernel_the_reference_computes_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     """CU-3: heads of more than 256 channels."""
     backends.say_once.cache_clear()
-    pool = Pool([(1, 17), (3, 5)], head_size=272)
+    pool = Step([(1, 17), (3, 5)], 1, head_size=272)
     for window in (None, 4):
-        assert_close("large", pool.attend(1, window), pool.expected(window))
+        assert_close("large", pool.attend(window=window), pool.expected(window))
     assert capsys.readouterr().err.count("heads of 272 channels") == 1
     with PAGED_ATTENTION.forced("reference"):
-        on_host = reference.paged_attention(pool.q, *pool.caches, pool.batch(1), scale=SCALE)
-        assert_close("reference", pool.attend(1), on_host)
-
-
-class TestTheComparisonCanFail:
-    """Negative controls: one key more, another block, a window one key longer."""
-
-    def test_one_key_more(self) -> None:
-        pool = Pool(DECODES[4:6])
-        want = pool.expected()
-        pool.rows = [(1, 16), (1, 62)]
-        with pytest.raises(AssertionError):
-            assert_close("fewer", pool.attend(2), want)
-
-    def test_swapped_blocks(self) -> None:
-        pool = Pool([(1, 32), (20, 48)])
-        want = pool.expected()
-        pool.tables = [table[::-1] for table in pool.tables]
-        with pytest.raises(AssertionError):
-            assert_close("swapped", pool.attend(1), want)
-
-    @pytest.mark.parametrize("few", [0, 1])
-    def test_window(self, few: int) -> None:
-        pool = Pool([(1, 100)])
-        with pytest.raises(AssertionError):
-            assert_close("window", pool.attend(few, 6), pool.expected(5))
+        on_host = reference.paged_attention(pool.q, pool.key_cache, pool.value_cache, pool.batch(), scale=SCALE)
+        assert_close("reference", pool.attend(), on_host)

@@ -37,17 +37,6 @@ def test_equals_upstream(channels: int, percent: float) -> None:
     assert not torch.allclose(ours, states[POSITIONS])
 
 
-def test_pairs_are_complex_numbers() -> None:
-    """Independent of upstream: channels i and i + 4 turn by position * base^(-i/4)."""
-    torch.manual_seed(1)
-    states = torch.randn(5, 1, 2, 8)
-    turned = rotate(states, rotation_at(angles(8), POSITIONS, torch.float32))
-    angle = POSITIONS[:, None].double() * 500.0 ** (-torch.arange(4).double() / 4)
-    pairs = torch.complex(states[..., :4].double(), states[..., 4:].double())
-    expected = pairs * torch.polar(torch.ones_like(angle), angle)[:, None, None]
-    torch.testing.assert_close(turned.double(), torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
-
-
 def test_angles_are_never_rounded() -> None:
     """A 16-bit result comes from angles in fp32: position 69 has no place in bf16 beside its fractions."""
     table = angles(8)

@@ -125,22 +125,6 @@ def test_records_beyond_two_billion_elements() -> None:
     assert all(torch.equal(bits(target), bits(want)) for (_, target), want in zip(pools.pairs, wanted, strict=True))
 
 
-@pytest.mark.parametrize("rows", [[], [-1, -1, -1]], ids=str)
-def test_padding_alone_changes_nothing(rows: list[int]) -> None:
-    pools = Pools(torch.bfloat16, torch.float32)
-    wanted = pools.expected(rows, rows)
-    pools.copy(rows, rows)
-    assert all(torch.equal(bits(target), bits(want)) for (_, target), want in zip(pools.pairs, wanted, strict=True))
-
-
-def test_a_kind_without_a_recurrent_state() -> None:
-    """Short convolutions have none: its pools are empty."""
-    pools = Pools(torch.float32, torch.float32, (0,))
-    wanted = pools.expected([3], [2])
-    pools.copy([3], [2])
-    assert torch.equal(bits(pools.pairs[0][1]), bits(wanted[0]))
-
-
 def test_a_wrong_row_is_seen() -> None:
     """Negative control."""
     pools = Pools(torch.float32, torch.float32)

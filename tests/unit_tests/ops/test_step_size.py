@@ -73,17 +73,6 @@ def test_extremes() -> None:
     assert_right(sizes, want)
 
 
-def test_tokens_know_nothing_of_each_other() -> None:
-    """Tokens are independent to the bit, whatever their neighbours, and zero tokens are allowed."""
-    dt, bias, log = numbers(9, 40), numbers(40), numbers(40)
-    whole, _ = step_sizes(dt, bias, log)
-    alone, _ = step_sizes(dt[4:5], bias, log)
-    assert torch.equal(whole[4:5], alone)
-    sizes, rates = step_sizes(dt[:0], bias, log)
-    assert sizes.shape == (0, 40)
-    assert_right(rates, -log.double().exp())
-
-
 def test_one_launch_for_all_and_the_reference_where_there_is_none(backend: str) -> None:
     """CU-1, CU-3."""
     dt, log = numbers(3, 4), numbers(4)

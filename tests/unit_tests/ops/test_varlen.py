@@ -9,14 +9,6 @@ import torch
 from megatron_ext.ops.varlen import pack_chunks, stage_arrays
 
 
-def test_sequences_of_chunks_literal() -> None:
-    packed = pack_chunks([[2, 1], [1], [2]], "cpu").sequences
-    assert packed.lengths == (3, 1, 2)
-    assert packed.cu_seqlens.tolist() == [0, 3, 4, 6]
-    assert packed.seq_idx.tolist() == [0, 0, 0, 1, 2, 2]
-    assert packed.cu_seqlens.dtype == packed.seq_idx.dtype == torch.int64
-
-
 def test_pack_chunks_literal() -> None:
     chunks = pack_chunks([[2, 4], [3]], "cpu")
     assert chunks.sequences.lengths == (6, 3)

@@ -59,20 +59,6 @@ def test_rows_that_are_not_written_anew_are_found(monkeypatch: pytest.MonkeyPatc
     assert differing_steps(range(2)) > 0
 
 
-def test_the_same_table_is_read_once(monkeypatch: pytest.MonkeyPatch):
-    written = []
-    write = BlockRows._write
-    monkeypatch.setattr(BlockRows, "_write", lambda self, *args: (written.append(args[0]), write(self, *args)))
-    rows, one, other = BlockRows(), (7, 8, 9), (5,)
-    for _ in range(3):
-        assert rows.of([4, 1], [one, other]).tolist() == [[7, 8, 9], [5, 0, 0]]
-    assert written == [4, 1]
-    assert rows.of([1], [(5, 6)]).tolist() == [[5, 6]]
-    assert rows.of([4], [(3,)]).tolist() == [[3]]
-    assert rows.of([4, 1], [one, other]).tolist() == [[7, 8, 9], [5, 0, 0]], "what others left behind is gone"
-    assert written == [4, 1, 1, 4, 4, 1]
-
-
 def test_tables_are_int32_and_places_are_not():
     """CU-24: a pool may have more than 2^31 tokens, in fewer blocks than that."""
     rules = dataclasses.replace(RULES, block_size=1 << 24, dummy_block=1 << 9)
@@ -82,11 +68,3 @@ def test_tables_are_int32_and_places_are_not():
     assert {one.slot_mapping.dtype for one in staged} == {torch.int64}
     assert min(int(one.slot_mapping.min()) for one in staged) >= 0
     assert max(int(one.slot_mapping.max()) for one in staged) > 1 << 31
-
-
-def test_rows_are_copies():
-    """A step keeps what it was staged with."""
-    rows = BlockRows()
-    before = rows.of([0], [(1, 2)])
-    rows.of([0], [(3, 4)])
-    assert before.tolist() == [[1, 2]]

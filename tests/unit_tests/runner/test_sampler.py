@@ -17,7 +17,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.config.request import TokenBiases
 from megatron_ext.engine.result import StepResult
 from megatron_ext.ops import triton
-from megatron_ext.ops.sampling import SAMPLING, reference, sample_tokens, sampling_metadata
+from megatron_ext.ops.sampling import SAMPLING, reference
 from megatron_ext.runner import sampler
 from megatron_ext.runner import sampler as runner_sampler
 from megatron_ext.runner.cuda_graphs import graph_sampler
@@ -41,7 +41,6 @@ from megatron_ext.runner.step_output import sample_and_score
 from megatron_ext.scheduling.step import LogitsOptions, Sampling
 from tests.priority import TestPriority
 from tests.unit_tests.ops.backends import usable
-from tests.unit_tests.support.programs import ProgramRecorder, differences
 from tests.unit_tests.support.replay import ReplayedGraphs
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -275,32 +274,6 @@ def test_a_row_does_not_depend_on_the_others(backend: None) -> None:
         assert alone == scored
 
 
-MIXES = {
-    "all greedy": [None] * 6,
-    "all drawn": [0.1, 0.5, 0.9, 0.3, 0.7, 0.99],
-    "mixed": [None, 0.5, None, None, 0.7, 0.99],
-}
-
-
-@pytest.mark.parametrize("forbids", [False, True])
-@pytest.mark.parametrize("mix", MIXES)
-def test_greedy_drawn_and_forbidden(choose: Callable, mix: str, forbids: bool) -> None:
-    """SA-2: each row is the operator's token of its own logits without its forbidden token."""
-    logits = torch.randn(6, WORDS, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    best, expected, rows = logits.argmax(-1).tolist(), [], []
-    for i, uniform in enumerate(MIXES[mix]):
-        forbidden, own = (best[i],) if forbids and i % 2 else (), logits[i : i + 1].clone()
-        own[:, list(forbidden)] = -torch.inf
-        rows.append(sampling(uniform, temperature=0.5 + i, top_k=10 * i, top_p=0.9, forbidden=forbidden))
-        drawn = (
-            [] if uniform is None else [sample_tokens(own, sampling_metadata([0.5 + i], [10 * i], [0.9], [uniform]))]
-        )
-        expected.append(int(drawn[0] if drawn else own.argmax()))
-    found = choose(logits, rows)
-    assert found == expected
-    assert not forbids or all(found[i] != best[i] for i in (1, 3, 5))
-
-
 @pytest.mark.parametrize("token", [-1, WORDS, 10**9])
 def test_a_forbidden_token_outside_the_vocabulary(choose: Callable, token: int) -> None:
     """SA-2: the tokenizer's end token may be none of the model's; of equal best tokens the first one is taken."""
@@ -347,40 +320,6 @@ def test_only_allowed_tokens_are_kept(choose: Callable) -> None:
 # Costs
 
 
-def test_rows_that_ask_for_nothing_are_not_processed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only rows with options are copied, and only by the processors that change one of them."""
-    seen = []
-    process = runner_sampler.process_logits
-
-    def noted(logits: Tensor, parts: object, processors: list) -> Tensor:
-        seen.append((len(logits), [one.apply.__name__ for one in processors]))
-        return process(logits, parts, processors)
-
-    monkeypatch.setattr(runner_sampler, "process_logits", noted)
-    logits, plain = torch.zeros(4, WORDS), sampling(0.5)
-    Eager().choose(logits, [plain] * 4)
-    assert not seen
-    Eager().choose(logits, [plain, sampling(0.5, options_of(min_p=0.2)), plain, sampling(forbidden=(3,))])
-    Eager().choose(logits, [sampling(None, options_of((1, 2), 1, frequency_penalty=0.2))] * 4)
-    Eager().choose(logits, [sampling(None, options_of((1, 2), 2, frequency_penalty=0.2))] * 4)  # nothing generated
-    assert seen == [(2, ["forbid", "drop_improbable"]), (4, ["penalize"])]
-
-
-def test_drawn_logits_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator reads the model's own logits, whether or not some rows are greedy."""
-    seen = []
-
-    def watch(given: Tensor, *rest: object) -> Tensor:
-        seen.append(given.data_ptr())
-        return sample_tokens(given, *rest)
-
-    monkeypatch.setattr(runner_sampler, "sample_tokens", watch)
-    logits = torch.zeros(6, WORDS)
-    for mix in ("all drawn", "mixed", "all greedy"):
-        Eager().choose(logits, [sampling(one) for one in MIXES[mix]])
-    assert seen == [logits.data_ptr()] * 2
-
-
 def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """SE-2: scores and draws take no more memory than stated, for any rows; nothing else changes."""
     sizes = []
@@ -421,15 +360,6 @@ def test_each_list_matters(name: str) -> None:
     assert differing
 
 
-def test_masks_matter() -> None:
-    """The negative control: with every token allowed some token is another one."""
-    captured, rows = Captured(), rows_of(2, masks=True)
-    guided = captured.choose(logits_of(2), rows).tokens
-    captured.buffers.parts(captured.masked)["masks"].fill_(-1)
-    captured.graphs.run(sampler_needs_of(rows))
-    assert captured.fetch(rows, is_scored=True).tokens != guided
-
-
 @pytest.mark.parametrize("one", PROCESSORS, ids=lambda one: one.apply.__name__)
 def test_neutral_inputs_change_nothing(one: object) -> None:
     """CU-4: rows without options keep their logits in every processor."""
@@ -439,38 +369,6 @@ def test_neutral_inputs_change_nothing(one: object) -> None:
     parts = {name: torch.from_numpy(array) for name, array in arrays.items()}
     logits = logits_of(5)[[0, 1, 2, 3, 5]].repeat(3, 1)[:ROWS]
     assert torch.equal(runner_sampler.process_logits(logits, parts, [one]), logits)
-
-
-def test_two_steps_are_the_same_program() -> None:
-    """CU-5: processed, drawn and scored, whatever is asked; nothing is read back and nothing comes from the host."""
-    with SAMPLING.forced("reference"):
-        captured, programs = Captured(), []
-        for seed in (1, 3):
-            rows = rows_of(seed, masks=True)
-            captured.write(rows)
-            needs = sampler_needs_of(rows)
-            assert all(needs)
-            programs.append(ProgramRecorder())
-            with programs[-1]:
-                captured.graphs.run(needs)
-    first, second = programs
-    assert len(first.operations) > 50
-    assert not differences(first, second)
-    assert not first.unfit
-
-
-def test_unrequested_outputs_are_neither_sent_nor_computed_nor_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CU-5: the lists stay here, one graph runs, the tokens alone come back."""
-    captured, sent, fetched = Captured(graphs := ReplayedGraphs()), [], []
-    send, fetched_by = captured.buffers.send, captured.outputs.fetch
-    monkeypatch.setattr(captured.buffers, "send", lambda layout, **rest: (sent.append(layout), send(layout, **rest)))
-    monkeypatch.setattr(captured.outputs, "fetch", lambda count: (fetched.append(count), fetched_by(count))[1])
-    for kinds in ({"processed": False, "scored": False}, {}):
-        graphs.replayed = 0
-        captured.choose(logits_of(2), rows_of(2, **kinds))
-        fetched.append(graphs.replayed)
-    assert sent == [BASE, captured.processed]
-    assert fetched == [ROWS, 1, captured.output.count, 2]
 
 
 def test_room_of_a_captured_step() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_ext.ops.ssd import SSD
 from megatron_ext.runner import sampler
 from megatron_ext.runner.sampler import rows_at_once, score_rows
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -59,21 +58,6 @@ def test_logits_are_never_more_than_the_budget(driver, monkeypatch, rows):
     for mine, other in zip(pieces.prompt_top_n_log_probs, whole.prompt_top_n_log_probs, strict=True):
         assert len(mine) == 3
         assert mine == pytest.approx(other, abs=1e-5)
-
-
-def test_they_are_those_of_a_recompute(driver, get_oracle, monkeypatch):
-    """EX-5, SE-2: log-probs are right in chunks and in pieces of chunks, beside requests that decode."""
-    at_once(monkeypatch, 13)
-    for request_id, length in enumerate((150, 3, 40, 101)):
-        driver.add(request_id, make_prompt(length))
-    driver.run()
-    for request_id in range(4):
-        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
-
-
-def test_rows_and_a_vocabulary_larger_than_the_budget():
-    assert rows_at_once(10**9) == 1
-    assert rows_at_once(131_072) * 131_072 * 12 <= sampler.SCORING_BYTES
 
 
 def test_rows_that_ask_for_different_numbers(monkeypatch):
@@ -132,36 +116,6 @@ def test_no_memory_for_sampled_tokens_ends_those_that_find_none_alone(driver, ge
     records = driver.run()
     assert records[1].status is Status.FAILED
     for request_id in (0, 2, 3):
-        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
-
-
-def test_another_error_repeats_the_step(driver, get_oracle, monkeypatch):
-    """KV-5: the device is gone for all of them."""
-    driver.add(0, PROMPT)
-    with monkeypatch.context() as patch:
-        patch.setattr(driver.engine.controller, "_scored_logits", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            driver.step()
-        driver.engine.check()
-    driver.run()
-    assert "ERROR_TRANSIENT" in driver.events(0)
-    assert_equals_oracle(driver, 0, get_oracle("hybrid"))
-
-
-def test_no_memory_in_the_forward_repeats_the_step(driver, get_oracle, monkeypatch):
-    """KV-5: the error belongs to no particular request."""
-    driver.add(0, PROMPT)
-    driver.add(1, make_prompt(30))
-
-    def fail(*_: object, **__: object) -> None:
-        raise CPU_ALLOCATOR
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SSD, "prefill", fail)
-        with pytest.raises(RuntimeError, match="can't allocate"):
-            driver.step()
-    driver.run()
-    for request_id in (0, 1):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
 

@@ -152,48 +152,6 @@ def test_a_regular_expression(loaded, expression):
     assert len({record.generated_text for record in stopped}) > 1
 
 
-def test_penalties_and_biases_act_within_the_form(loaded):
-    """Tokens made likely come only where the grammar allows; bad words give way to the grammar."""
-    form = {"type": "regex", "regex": "(a|b)(a|b)(a|b)"}
-    a, b = (loaded.tokenizer.tokenize_plain(letter)[0] for letter in "ab")
-    engine = engine_of(loaded)
-
-    def text(**fields: object) -> str:
-        (record,) = engine.generate([PROMPT], RequestParams(num_tokens_to_generate=8, response_format=form, **fields))
-        return record.generated_text
-
-    lone = {"logit_bias": {a: 60, b: 60, 0: 90}}
-    assert text(logit_bias={b: 90, 0: 100}) == "bbb"
-    assert text(logit_bias={a: 90, 0: 100}) == "aaa"
-    assert text(**lone, bad_words=("b",)) == "aaa"
-    assert text(**lone, bad_words=("b", "a")) in {x + y + z for x in "ab" for y in "ab" for z in "ab"}
-
-
-def test_a_matcher_that_is_lost_fails_its_request_alone(loaded, monkeypatch):
-    take, doomed = Matcher.take, []
-
-    def failing(self, tokens):
-        if tokens and len(doomed) < 1:
-            doomed.append(self)
-        if doomed and self is doomed[0] and tokens:
-            raise ValueError("planted")
-        take(self, tokens)
-
-    monkeypatch.setattr(Matcher, "take", failing)
-    records = engine_of(loaded).generate([PROMPT] * 3, [row_metadata(1), row_metadata(4), NEIGHBOUR][0])
-    assert [record.status for record in records].count(Status.FAILED) == 1
-    (failed,) = [record for record in records if record.status is Status.FAILED]
-    assert failed.error == "the output cannot satisfy response_format: planted"
-    assert not failed.is_fault
-
-
-def test_an_answer_needs_an_end(loaded):
-    engine = engine_of(loaded)
-    with pytest.raises(ValueError, match="needs a token that ends the answer"):
-        engine.add_request(0, PROMPT, RequestParams(ignore_eos=True, response_format={"type": "json_object"}))
-    assert not engine.has_unfinished_requests()
-
-
 def test_by_programs(loaded, answers):
     """CU-5, SA-5: masks in fixed places give the answers of plain steps, beside one that may say anything."""
     engine = engine_of(loaded, max_requests=4, cuda_graph_impl="local", num_cuda_graphs=1)

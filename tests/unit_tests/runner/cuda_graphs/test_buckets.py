@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,9 +11,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.config.request import TokenBiases
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, decode_sizes, why_eager
-from megatron_ext.runner.cuda_graphs.input_batch import layout_of
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
-from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.layout import Layout
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
@@ -155,18 +152,3 @@ def test_the_host_waits_for_the_copy_before_the_last_one(monkeypatch):
     second = answers.fetch(2)
     assert (first().tolist(), second().tolist()) == ([1, 2, 3], [4, 5])
     assert [note.split()[0] for note in notes] == ["mark", "mark", "wait", "wait"]
-
-
-def test_every_number_of_a_layout_has_a_place_of_its_own():
-    """CU-4: in any bucket no two names share a number, and the largest bucket is the longest."""
-    rules = StagingRules(16, 100, 64, True, 1, True, torch.device("cpu"))
-    for bucket in buckets().all():
-        layout = layout_of(bucket, rules)
-        arrays = {
-            name: part.numpy() for name, part in layout.parts(torch.zeros(layout.count, dtype=torch.int64)).items()
-        }
-        for i, place in enumerate(arrays.values()):
-            assert not place.any()
-            place[...] = i + 1
-        assert sum(array.size for array in arrays.values()) == layout.count
-        assert all(np.unique(array).tolist() == [i + 1] for i, array in enumerate(arrays.values()) if array.size)

@@ -11,9 +11,7 @@ import random
 import pytest
 import torch
 
-from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
-from megatron_ext.errors import ConfigError
-from megatron_ext.mcore import cuda_graph_setup
+from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.runner import logits_processors
 from megatron_ext.runner.cuda_graphs.input_batch import SpareSlots
@@ -220,26 +218,6 @@ def test_steps_outside_the_program_are_reported_once(get_oracle, caplog, monkeyp
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
 
-def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
-    """CU-5, CU-6: log-probs and min tokens need no token on the host; forbidden tokens are known before."""
-    prompt, scored = make_prompt(20), {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
-    end = get_oracle("hybrid").greedy(prompt, 3).tokens[2]
-    records = []
-    for kind in (PaddedDriver, Driver):
-        driver = new_driver("hybrid", get_oracle, kind)
-        driver.add(0, prompt, num_tokens_to_generate=14, min_tokens=9, termination_id=end, **scored)
-        driver.add(1, prompt[:17], num_tokens_to_generate=9, **(scored if kind is PaddedDriver else {}))
-        driver.run()
-        records.append(driver.records)
-        if kind is PaddedDriver:
-            assert driver.eager_steps == 0
-            assert driver.steps_ahead > 5
-    assert end not in records[0][0].generated_tokens[:9]
-    for found, expected in zip(*(one.values() for one in records), strict=True):
-        assert found.generated_tokens == expected.generated_tokens
-        assert found.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-4)
-
-
 @pytest.mark.parametrize("has_peers", [False, True])
 def test_graphs_of_weights_that_have_not_moved(get_oracle, has_peers):
     """CU-21: they are kept, unless weights may have moved on another rank, as all ranks capture together."""
@@ -250,18 +228,6 @@ def test_graphs_of_weights_that_have_not_moved(get_oracle, has_peers):
     driver.run()
     runner.notice_new_weights()
     assert {runner.is_captured(bucket) for bucket in driver.buckets} == {not has_peers}
-
-
-def test_experts_that_no_program_computes(get_oracle, caplog, monkeypatch):
-    """CU-5: experts that cannot be captured give a message, and unchanged results."""
-    monkeypatch.setattr(cuda_graph_setup, "problem_of", lambda _: "its experts are of another kind")
-    with caplog.at_level(logging.WARNING):
-        driver = Driver(get_oracle("experts").model, CONFIGS["experts"], cuda_graph_impl="local")
-    assert driver.context.cuda_graph_runner is None
-    assert "experts are of another kind" in caplog.text
-    driver.add(0, make_prompt(20))
-    driver.run()
-    assert_equals_oracle(driver, 0, get_oracle("experts"))
 
 
 def test_a_lost_snapshot_is_refused_before_anything_is_computed(get_oracle):
@@ -276,25 +242,6 @@ def test_a_lost_snapshot_is_refused_before_anything_is_computed(get_oracle):
     driver.run()
     assert driver.records[1].status is Status.COMPLETED
     assert_equals_oracle(driver, 1, get_oracle("hybrid"))
-
-
-def test_padding_has_memory_of_its_own(get_oracle):
-    """Two states beside those of requests, and four for snapshots of steps launched ahead; none without programs.
-
-    They are in the pools, and in the sizes that people are told.
-    """
-    padded, plain = (new_driver("hybrid", get_oracle, kind).context for kind in (PaddedDriver, Driver))
-    assert padded.plan.geometry.live_states == plain.plan.geometry.live_states + 6
-    assert padded.plan.geometry.pool_bytes - plain.plan.geometry.pool_bytes == 6 * plain.plan.geometry.state_bytes
-    for name, more in (("live_states", 1), ("snapshots", 5)):
-        own, others = (getattr(context, name).ssm.shape[1] for context in (padded, plain))
-        assert own == others + more
-
-
-@pytest.mark.parametrize("settings", [{"cuda_graph_impl": "graphs"}, {"num_cuda_graphs": 0}, {"num_cuda_graphs": -2}])
-def test_contradictory_settings_are_refused(settings):
-    with pytest.raises(ConfigError, match="cuda-graph"):
-        BatchingConfig(**settings)
 
 
 def test_tokens_are_read_after_the_launch(get_oracle):
@@ -331,26 +278,3 @@ def test_a_run_that_takes_the_tokens_of_others_is_seen(get_oracle, monkeypatch):
     assert_equals_oracle(driver, 0, get_oracle("attention_only"))
     with pytest.raises(AssertionError):
         assert_equals_oracle(driver, 1, get_oracle("attention_only"))
-
-
-def test_records_do_not_depend_on_when_a_step_is_launched(get_oracle):
-    """CU-6: tokens, log-probs, the best tokens and counts, of greedy and drawn requests, to the last bit."""
-    found = []
-    for waits in (False, True):
-        driver = new_driver("hybrid", get_oracle)
-        if waits:
-            driver.wait_for_tokens()
-        scored = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
-        driver.add(0, make_prompt(40), num_tokens_to_generate=30, **scored)
-        driver.add(1, make_prompt(17), num_tokens_to_generate=21, temperature=0.9, min_p=0.05, seed=3, **scored)
-        driver.add(2, make_prompt(9), num_tokens_to_generate=25, min_tokens=12, termination_id=5)
-        driver.run()
-        assert (driver.steps_ahead > 20) is not waits
-        assert driver.eager_steps == 0
-        records = driver.records.values()
-        found.append(
-            [(one.generated_tokens, one.generated_log_probs, one.generated_top_n_log_probs) for one in records]
-            + [(one.step_count, one.prefill_reasons) for one in records]
-            + [driver.scheduler.cache.use()]
-        )
-    assert found[0] == found[1]

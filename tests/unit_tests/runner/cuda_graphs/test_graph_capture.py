@@ -6,7 +6,6 @@ calls that it should. Where there is a device, or a pretended one, its graphs ar
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
@@ -26,7 +25,7 @@ from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, CudaGraphs, HoldingCapture
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
-from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import new_driver, serve
+from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import serve
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import build_slow_decay
@@ -115,38 +114,6 @@ def test_graphs_equal_plain_steps(get_oracle, kind):
         for position, [(conv, ssm), *_] in others.items():
             assert_states_close(own[position][0][0], conv, f"request {request_id} after {position} tokens")
             assert_states_close(own[position][0][1], ssm, f"request {request_id} after {position} tokens")
-
-
-PARAMS = [
-    {"return_log_probs": True, "top_n_logprobs": 20, "presence_penalty": 0.6, "temperature": 0.7, "seed": 1},
-    {"return_log_probs": True},
-    {"min_tokens": 12, "repetition_penalty": 1.4, "bad_words": ("<5>", "<7><9>")},
-    {"return_log_probs": True, "top_n_logprobs": 3, "logit_bias": {3: 4.0, 8: -100}, "frequency_penalty": -0.5},
-    {},
-    {"min_p": 0.2, "temperature": 1.3, "seed": 5, "min_tokens": 3, "return_log_probs": True},
-]
-
-
-def test_graphs_take_all_options_in_one_step(get_oracle):
-    """CU-5, SA-1, SE-2: log-probs, penalties, biases, words, min_p and min_tokens, beside rows without options."""
-    runs = []
-    for kind in (Captured, Driver):
-        run = new_driver("hybrid", get_oracle, kind, max_sequence_length=96)
-        for request_id, params in enumerate(PARAMS):
-            prompt, plain = make_prompt(20) + make_prompt(5, request_id), {"return_log_probs": False}
-            run.add(request_id, prompt, num_tokens_to_generate=14, **(plain | {"skip_prompt_log_probs": True} | params))
-            run.step()
-        run.run()
-        runs.append(run)
-    captured, plain = runs
-    assert captured.eager_steps == 0
-    for request_id, record in plain.records.items():
-        found = captured.records[request_id]
-        assert found.generated_tokens == record.generated_tokens
-        assert (found.generated_log_probs is None) is ("return_log_probs" not in PARAMS[request_id])
-        assert found.generated_log_probs == pytest.approx(record.generated_log_probs, abs=1e-4)
-        pairs = zip(found.generated_top_n_log_probs or (), record.generated_top_n_log_probs or (), strict=True)
-        assert all(own == pytest.approx(other, abs=1e-4) for own, other in pairs)
 
 
 def test_a_decode_follows_its_prefill_at_once(get_oracle):
@@ -341,76 +308,3 @@ def test_stand_in_keeps_captured_numbers():
         numbers[0] = 5.0
         replay()
         assert answer.tolist() == [10.0, 11.0], "a graph cannot know"
-
-
-class Calls:
-    """Stand-in for the functions of `torch.cuda` that `CudaGraphs` uses.
-
-    Attributes:
-        made: Calls, as text.
-        pools: Handles that were returned.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[str] = []
-        self.pools = 0
-        calls = self
-
-        class Stream:
-            def __init__(self, device: object) -> None:
-                self.name = f"side of {device}"
-
-            def wait_stream(self, other: Stream) -> None:
-                calls.made.append(f"{self.name} waits for {other.name}")
-
-        class Graph:
-            def replay(self) -> None:
-                calls.made.append("replay")
-
-        def graph(_: Graph, *, pool: int, stream: Stream, capture_error_mode: str):
-            return self.within(f"graph on {stream.name} in pool {pool}, {capture_error_mode}")
-
-        main = Stream("main")
-        for name, value in {"Stream": Stream, "CUDAGraph": Graph, "graph": graph}.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self.within(stream.name))
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.new_pool)
-
-    def new_pool(self) -> int:
-        self.pools += 1
-        return self.pools
-
-    @contextlib.contextmanager
-    def within(self, name: str):
-        self.made.append(f"begin {name}")
-        yield
-        self.made.append(f"end {name}")
-
-
-def test_calls_of_cuda(monkeypatch):
-    """CU-5: run beside the stream first, captured once into memory that graphs share, then replayed, never run.
-
-    Everything on one stream of its own, since cuBLAS has a workspace for each; other threads may go on; no collection
-    of garbage while something is captured; another pool for those that come when all are gone.
-    """
-    calls = Calls(monkeypatch)
-    graphs, main, side = CudaGraphs(torch.device("cuda", 1)), "side of main", "side of cuda:1"
-    collects: list[bool] = []
-
-    def run() -> None:
-        calls.made.append("run")
-        collects.append(gc.isenabled())
-
-    for pool in (1, 2):
-        program = graphs.capture(run)
-        warmed = [f"{side} waits for {main}", f"begin {side}", "run", "run", f"end {side}", f"{main} waits for {side}"]
-        captured = f"graph on {side} in pool {pool}, thread_local"
-        assert calls.made == [*warmed, f"begin {captured}", "run", f"end {captured}"]
-        calls.made.clear()
-        program()
-        assert calls.made == ["replay"]
-        calls.made.clear()
-        graphs.forget()
-    assert collects == [True, True, False] * 2
-    assert gc.isenabled()
