@@ -128,27 +128,9 @@ class TestTool:
         monkeypatch.setenv(bases.VARIABLE, str(tmp_path))
         assert base.asked_core() == ("0.20.7", tmp_path)
 
-    @pytest.mark.parametrize("given", ["0.20.0", "/nowhere"])
-    def test_what_is_neither_names_the_choices(self, given: str):
-        with pytest.raises(SystemExit) as ended:
-            bases.main([given, "true"])
-        assert all(one in str(ended.value) for one in (given, *bases.WHEELS))
-
-    def test_a_failed_download_is_one_line(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        def fail(*_: object) -> None:
-            raise ValueError("no such file")
-
-        monkeypatch.setattr(oracles, "download", fail)
-        with pytest.raises(SystemExit, match=r"^bases\.py: error: no such file$"):
-            bases.main(["0.19.0", "true"])
-
 
 class TestMark:
     """The mark `base`, by which `.ci/run` chooses what runs with another megatron-core."""
-
-    @pytest.mark.parametrize("path", base.PATHS)
-    def test_the_paths_exist(self, path: str):
-        assert (ROOT / path).exists()
 
     @pytest.mark.parametrize(
         ("expression", "imported"),

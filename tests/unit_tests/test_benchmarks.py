@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from benchmarks.__main__ import MODULES, beside, chosen, main, run_process
-from benchmarks.cases import CASES, Run, empty_page
-from benchmarks.goals import GOALS, Goal
+from benchmarks.__main__ import MODULES, chosen, main, run_process
+from benchmarks.cases import CASES, empty_page
+from benchmarks.goals import GOALS
 from benchmarks.gpu import models
 from benchmarks.latency import steps
 from benchmarks.throughput import ranks
@@ -110,30 +110,3 @@ def test_peers_start_without_this_package():
     program = "import sys; sys.modules.update(dict.fromkeys(['megatron_ext', 'megatron', 'rich'])); import benchmarks."
     program += ", benchmarks.".join(modules)
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
-def test_an_error_costs_no_other_figure_and_long_parts_are_left_out():
-    clock = [0.0]
-
-    def take(seconds: float) -> None:
-        clock[0] += seconds
-
-    run = Run(seconds=10.0, now=lambda: clock[0])
-    assert not run.attempt("bad", lambda: [][0])
-    assert run.attempt("first", lambda: take(5.0), like="long")
-    assert not run.attempt("second", lambda: take(1.0), like="long")
-    assert run.attempt("third", lambda: take(4.0), like="short")
-    assert not run.attempt("fourth", lambda: take(0.1))
-    assert list(run.page["failed"]) == ["bad"]
-    assert run.page["left_out"] == ["second", "fourth"]
-
-
-def test_goals_are_met_or_missed_by_how_much():
-    goal = Goal("g", "a", "row*", "ms", 0.8, over="b")
-    pages = {name: empty_page() | {"rows": {"row 1": {"ms": value}}} for name, value in (("a", 2.0), ("b", 2.0))}
-    assert goal.judge(pages)["result"] == "missed by 25 %"
-    assert goal.judge({"a": pages["a"]})["result"] == "not measured"
-    worst = Goal("g", "a", "row*", "ms", 1.5, is_upper_bound=False)
-    pages["a"]["rows"]["row 2"] = {"ms": 1.0}
-    assert worst.judge(pages)["result"] == "missed by 50 %"
-    assert beside(pages["a"]["rows"], pages["b"]["rows"]) == {"row 1": {"ms: ours / its": 1.0}}

@@ -7,21 +7,9 @@ import re
 
 import pytest
 
-from megatron_ext.server.openai.protocol import Message
-from megatron_ext.text.tool_calls.formats import HERMES, Guidance
-from megatron_ext.text.tool_calls.functions import Function
 from tests.clients import run
-from tests.clients.expected import FACTS, TEXT
-from tests.clients.server import called, leaves_no_choice, prescribed_grammar
 
 FOLDERS = sorted({(row.folder, row.is_node) for row in run.ROWS})
-MESSAGES = [
-    {"role": "user", "content": "Hello"},
-    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "old", "arguments": "{}"}}]},
-    {"role": "user", "content": "Again"},
-    {"role": "assistant", "tool_calls": [{"id": "2", "function": {"name": "new", "arguments": "{}"}}]},
-    {"role": "tool", "content": "done", "tool_call_id": "2"},
-]
 
 
 def test_each_row_has_a_script_and_a_version():
@@ -55,40 +43,3 @@ def test_missing_node_is_a_failure(monkeypatch):
     row = next(row for row in run.ROWS if row.is_node)
     [line] = run.play(row, {})
     assert "NODE IS MISSING" in line
-
-
-def test_differences_are_found():
-    assert run.differences(FACTS, FACTS) == []
-    [changed] = run.differences(FACTS | {"stream_text": "else"}, FACTS)
-    assert "else" in changed
-    assert TEXT in changed
-    [missing] = run.differences({}, {"answer": 1})
-    assert "null" in missing
-    [unknown] = run.differences({"more": 1}, {})
-    assert "more" in unknown
-
-
-def test_calls_since_the_last_question_count():
-    messages = [Message.model_validate(message) for message in MESSAGES]
-    assert called(messages) == {"new"}
-    assert called(messages[:3]) == set()
-
-
-@pytest.mark.parametrize(
-    ("properties", "is_called"),
-    [({}, True), ({"city": {"enum": ["Oslo"]}}, True), ({"city": {"const": "Oslo"}}, True), ({"cmd": {}}, False)],
-)
-def test_functions_with_free_arguments_are_not_called(properties, is_called):
-    """An agent would run a command of an untrained model."""
-    assert leaves_no_choice({"properties": properties}) is is_called
-
-
-@pytest.mark.parametrize(("is_parallel", "names"), [(True, ["a", "b"]), (False, ["a"])])
-def test_prescribed_calls(is_parallel, names):
-    """Each function is called once and in order, or the first one alone."""
-    guidance = Guidance((Function("a"), Function("b")), must_call=True, is_parallel=is_parallel)
-    grammar = prescribed_grammar(guidance, HERMES, lambda text: None)
-    assert re.findall(r'"name\\": \\"(\w)', grammar) == names
-    start = grammar.splitlines()[0]
-    assert start.count("<tool_call>") == len(names)
-    assert "*" not in start

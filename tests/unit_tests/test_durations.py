@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.durations import SLOWEST, package_of
+from tests.durations import SLOWEST
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 0.1
@@ -104,16 +104,6 @@ def test_tables(tmp_path, workers):
     assert packages["tests/unit_tests/engine"][1] >= 2 * SECONDS
     assert packages["all"][1] >= packages["tests/unit_tests/engine"][1]
     assert f"{SLOWEST} slowest of {SLOWEST + 6} tests" in output
-
-
-def test_no_tables(tmp_path):
-    assert "slowest" not in run(tmp_path, "-q", "--deselect=tests/unit_tests/engine")
-
-
-def test_packages():
-    assert package_of("tests/unit_tests/ops/ssd/test_x.py::TestA::test_b[a/b]") == "tests/unit_tests/ops"
-    assert package_of("tests/functional_tests/test_x.py::test_b") == "tests/functional_tests"
-    assert package_of("test_x.py::test_b") == "."
 
 
 def test_this_project_reports(pytestconfig):

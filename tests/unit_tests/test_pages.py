@@ -14,9 +14,8 @@ import pytest
 from arguments.parser import build_server_parser
 from megatron_ext.commands.main import main
 from tests.unit_tests.support.source import ROOT
-from tools.pages import chart, figures, packages, reference, staging, terminal
+from tools.pages import chart, figures, reference, staging
 from tools.pages.attributes import Field, fields_of
-from tools.pages.staging import BrokenLinkError
 
 CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
 FOLDERS = ("docs", "examples", "benchmarks", "megatron_ext")
@@ -95,11 +94,6 @@ def test_each_page_begins_with_what_can_be_done_after_it(address):
     assert first[1] in VERBS
 
 
-def test_a_page_that_begins_with_a_description_is_seen():
-    assert OPENING.match("# Design\n\nThe package extends\n")[1] not in VERBS
-    assert OPENING.match("# Design\n![figure](a.svg)\n\nRead on\n") is None
-
-
 def test_nothing_is_fetched_by_readers():
     assert "font: false" in CONFIG
     assert "strict: true" in CONFIG
@@ -133,10 +127,6 @@ def test_blocks_that_are_marked_runnable_run(language, body, tmp_path, monkeypat
     assert "tokens generated" in capfd.readouterr().out
 
 
-def test_some_blocks_are_marked():
-    assert {param.id for param in RUNNABLE} >= {"README.md-0", "README.md-1", "README.md-2"}
-
-
 class TestFigures:
     """PY-15: pictures are what their scripts draw; the chart's figures are those of the measured table."""
 
@@ -144,37 +134,10 @@ class TestFigures:
     def test_each_is_up_to_date(self, name):
         assert (figures.FOLDER / name).read_text("utf-8") == figures.FIGURES[name]().svg()
 
-    def test_the_chart_reads_the_table(self):
-        head = (
-            "| machine; [link](x) | ours | over the floor | over vLLM's (tcmalloc preloaded) | over transformers' "
-            "| over llama.cpp's, f32 |"
-        )
-        row = "| 5 M: warm, 128 | 1,100 / 2 | 3 | 0.5 / 4 | 0.25 |  |"
-        text = f"<!-- benchmarks: standard -->\n\n{head}\n| --- |\n{row}\n<!-- benchmarks: end -->"
-        machine, rows = chart.read(text)
-        assert machine == "machine"
-        ratios = {"vLLM": [0.5, 4.0], "transformers": [0.25], "llama.cpp": []}
-        assert rows == [chart.Row("5 M: warm, 128", [1100.0, 2.0], ratios)]
-        assert chart.figures(rows[0], 1) == {"megatron_ext": 2.0, "vLLM": 0.5}
-
     def test_the_table_of_the_readme_is_up_to_date(self):
         """At most six rows, in plain figures, of the run that RESULTS.md has."""
         assert "".join((chart.MARKS[0], chart.table(), chart.MARKS[1])) in (ROOT / "README.md").read_text("utf-8")
         assert len(chart.table().splitlines()) <= 8
-
-    def test_packages_are_above_all_that_they_import(self):
-        graph = {"a": set(), "b": {"a"}, "c": {"a"}, "d": {"b"}}
-        assert packages.layers(graph) == [["a"], ["b", "c"], ["d"]]
-        with pytest.raises(ValueError, match="a, b"):
-            packages.layers({"a": {"b"}, "b": {"a"}})
-
-    def test_the_terminal_leaves_out_the_middle(self):
-        requests = "".join(f"    {n:2}  10  0\n        < p\n        > a\n" for n in range(9))
-        lines = terminal.shortened(f"start: x\n┏━┓\n{requests}\n9 requests\n")
-        assert "┏━┓" not in lines
-        assert [line for line in lines if "more" in line] == ["        ... 3 more"]
-        assert lines[-2:] == ["", "9 requests"]
-        assert sum(line.endswith(" 10  0") for line in lines) == terminal.FIRST + terminal.LAST
 
 
 class TestStaging:
@@ -198,18 +161,9 @@ class TestStaging:
     def test_addresses(self, source, target, expected):
         assert staging.site_link(Path(source), target, self.PAGES) == expected
 
-    def test_a_link_to_nothing(self):
-        with pytest.raises(BrokenLinkError, match=r"docs/scale\.md: none\.md leads nowhere"):
-            staging.site_link(Path("docs/scale.md"), "none.md", self.PAGES)
-
     def test_lists_and_tables_get_a_blank_line(self):
         text = "text\n- a\n- b\n  - c\nmore\n| a |\n|---|\n```\nx\n- y\n```"
         expected = "text\n\n- a\n- b\n    - c\nmore\n\n| a |\n|---|\n```\nx\n- y\n```"
-        assert "\n".join(staging.spaced(text)) == expected
-
-    def test_what_belongs_to_an_item_stays_in_it(self):
-        text = "1. a\n   b\n\n   | c |\n   ```\n   - d\n   ```\n2. e\n\n- f\n  g\nh"
-        expected = "1. a\n    b\n\n    | c |\n    ```\n    - d\n    ```\n2. e\n\n- f\n    g\nh"
         assert "\n".join(staging.spaced(text)) == expected
 
     def test_labels_are_titles_where_they_were_names_of_files(self):
@@ -217,10 +171,6 @@ class TestStaging:
         text = "[clients.md](clients.md#x) [a client](clients.md) [images/speed.svg](images/speed.svg) [no.md](no.md)"
         found = staging.with_titles(Path("docs/server.md"), text)
         assert found == text.replace("[clients.md]", "[Clients]")
-
-    def test_pages_keep_their_text(self):
-        text = staging.page(Path("docs/concepts/blocks.md"), self.PAGES)
-        assert text.split() == (ROOT / "docs/concepts/blocks.md").read_text("utf-8").split()
 
 
 class TestReference:
@@ -236,24 +186,6 @@ class TestReference:
         """A list like ([0]*1+[1]*3) lost its stars, and was set in italics."""
         (row,) = [line for line in reference.flags().splitlines() if "`--moe-layer-freq`" in line]
         assert r"(\[0\]\*1+\[1\]\*3)" in row
-
-    def test_metrics(self):
-        text = reference.metrics()
-        for name in ("requests_running", "prefix_cache_disk_on", "time_to_first_token_seconds"):
-            assert f"| `megatron_ext_{name}` |" in text
-        assert ". Labels: `outcome`: stop, length, failed, aborted |" in text
-        assert "__" not in text
-
-    def test_routes(self):
-        text = reference.routes()
-        assert "| `POST /v1/chat/completions` | yes |" in text
-        assert "| `GET /health` | no |" in text
-        assert "**`messages`**" in text
-
-    def test_python(self):
-        text = reference.python()
-        assert "\n## load_engine\n" in text
-        assert "\n### LoadedEngine.generate\n" in text
 
 
 @dataclasses.dataclass

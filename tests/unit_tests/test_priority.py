@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.on_request import long_except
-from tests.priority import VARIABLE, TestPriority, level_of, parse_level
+from tests.priority import VARIABLE, TestPriority, level_of
 
 EACH_LEVEL = """
 import pytest
@@ -96,8 +96,3 @@ def test_this_project_selects(pytestconfig, request):
     """The plugin is in place, and tests of this file have no mark."""
     assert pytestconfig.pluginmanager.has_plugin("priority")
     assert level_of(request.node) is TestPriority.MEDIUM
-
-
-def test_a_level_is_a_name_or_a_number():
-    assert [parse_level(str(level.value)) for level in TestPriority] == list(TestPriority)
-    assert [parse_level(level.name.lower()) for level in TestPriority] == list(TestPriority)

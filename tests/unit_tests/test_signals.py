@@ -36,10 +36,6 @@ def test_a_signal_raises(number, code, name):
     assert (caught.value.exit_code, caught.value.signal_name, watched.is_asked) == (code, name, True)
 
 
-def test_nothing_that_recovers_from_errors_goes_on():
-    assert not issubclass(Interrupted, Exception)
-
-
 def test_a_held_signal_is_noted(clock):
     with Interruption() as watched:
         watched.hold()

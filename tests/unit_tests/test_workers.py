@@ -38,11 +38,6 @@ def test_in_parallel(number):
     assert multiprocessing.parent_process() is not None
     with open("others", "a") as file: file.write(".")
 """
-FAILS_TWICE = """
-import pytest
-@pytest.mark.realtime
-def test_fails(): assert False
-"""
 HANGS = """
 import pytest, threading
 
@@ -114,13 +109,6 @@ def test_those_of_real_time_run_alone_and_once_more_if_they_fail(tmp_path):
     assert "assert was_there" in output.split("second time only")[1]
 
 
-def test_a_test_that_fails_twice_fails(tmp_path):
-    code, output = run(tmp_path, FAILS_TWICE, "--workers", "2")
-    assert code == 1
-    assert "1 failed" in output
-    assert "the second time" not in output
-
-
 def test_a_test_that_hangs_fails(tmp_path):
     code, output = run(tmp_path, HANGS, "--workers", "1")
     assert code == 1
@@ -156,12 +144,6 @@ def test_nothing_follows_the_first_failure(tmp_path):
     code, output = run(tmp_path, ENDS, "--workers", "1", "-x")
     assert code == 1
     assert "1 failed, 1 passed" in output
-
-
-def test_a_negative_number_of_workers(tmp_path):
-    code, output = run(tmp_path, ENDS, "--workers", "-1")
-    assert code == pytest.ExitCode.USAGE_ERROR
-    assert "--workers -1 must be at least 1, or 0 for one process" in output
 
 
 def test_threads_that_forks_would_lack(tmp_path):

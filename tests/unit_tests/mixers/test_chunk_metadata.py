@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.mixers.recurrent import cut_between
-from megatron_ext.ops.chunked import cut_evenly
 from megatron_ext.ops.varlen import pack_chunks
 
 
@@ -20,27 +19,6 @@ def test_example_of_a_continuation() -> None:
     assert chunks.chunk_counts == (2,)
     assert chunks.cu_chunk_seqlens.tolist() == [0, 182, 1100]
     assert chunks.last_chunk_indices.tolist() == [1]
-
-
-@pytest.mark.parametrize(
-    ("length", "longest", "pieces"),
-    [(1, 64, [1]), (64, 64, [64]), (65, 64, [64, 1]), (200, 64, [64, 64, 64, 8]), (3, 1, [1, 1, 1])],
-)
-def test_chunks_of_a_training_sequence(length: int, longest: int, pieces: list[int]) -> None:
-    assert cut_evenly(length, longest) == pieces
-
-
-def test_several_sequences() -> None:
-    """HY-9: chunks restart at every sequence."""
-    chunks = pack_chunks([[4, 4, 1], [1, 4, 1], [1]], "cpu")
-    assert chunks.chunk_lengths == (4, 4, 1, 1, 4, 1, 1)
-    assert chunks.chunk_counts == (3, 3, 1)
-    assert chunks.sequences.lengths == (9, 6, 1)
-    assert chunks.cu_chunk_seqlens.tolist() == [0, 4, 8, 9, 10, 14, 15, 16]
-    assert chunks.chunk_seq_idx.tolist() == [0, 0, 0, 1, 1, 1, 2]
-    assert chunks.last_chunk_indices.tolist() == [2, 5, 6]
-    assert chunks.sequences.cu_seqlens.tolist() == [0, 9, 15, 16]
-    assert chunks.sequences.seq_idx.tolist() == [0] * 9 + [1] * 6 + [2]
 
 
 @pytest.mark.parametrize(
@@ -75,11 +53,3 @@ def test_wanted_states_are_ends_and_chunks_are_few(data, start: int, length: int
         inside = [size for size, at in zip(pieces, ends, strict=True) if begin < at <= end]
         assert len(inside) == -(-(end - begin) // chunk_size)
         assert max(inside) - min(inside) <= 1
-
-
-def test_the_prefill_of_a_step() -> None:
-    """HY-9: every sequence by itself."""
-    chunks = pack_chunks([cut_between(0, 9, 4, [8]), cut_between(3, 6, 4, []), cut_between(8, 1, 4, [])], "cpu")
-    assert chunks.chunk_lengths == (4, 4, 1, 3, 3, 1)
-    assert chunks.chunk_counts == (3, 2, 1)
-    assert chunks.last_chunk_indices.tolist() == [2, 4, 5]

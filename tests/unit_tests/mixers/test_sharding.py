@@ -16,16 +16,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from megatron_ext.config import RECURRENT_KINDS, ModelConfig, SourceConfig
+from megatron_ext.config import RECURRENT_KINDS, ModelConfig
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.mcore.versions import VERSION
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.mixers.mixer import RecurrentMixer
-from megatron_ext.models.build import build_model, transformer_config
-from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.text.tokenizer import NullTokenizer
+from megatron_ext.models.build import transformer_config
 from tests.priority import TestPriority
 from tests.unit_tests.support.models import MAMBA1
 from tests.unit_tests.support.tensor_parallel import as_rank
@@ -158,43 +156,6 @@ def test_without_the_split_another_layout_reads_interleaved_rows(tmp_path: Path)
     assert not torch.equal(read, whole)
 
 
-PLACES = {
-    "mamba2": {
-        "A_log": ((8,), (4,)),
-        "dt_bias": ((8,), (4,)),
-        "D": ((8,), (4,)),
-        "in_proj.weight.z": ((40, 16), (20, 0)),
-        "in_proj.weight.x": ((40, 16), (20, 0)),
-        "in_proj.weight.B": ((12, 16), (6, 0)),
-        "in_proj.weight.C": ((12, 16), (6, 0)),
-        "in_proj.weight.dt": ((8, 16), (4, 0)),
-        "conv1d.weight.x": ((40, 1, 4), (20, 0, 0)),
-        "conv1d.weight.B": ((12, 1, 4), (6, 0, 0)),
-        "conv1d.weight.C": ((12, 1, 4), (6, 0, 0)),
-        "conv1d.bias.x": ((40,), (20,)),
-        "conv1d.bias.B": ((12,), (6,)),
-        "conv1d.bias.C": ((12,), (6,)),
-        "norm.weight": ((40,), (20,)),
-        "out_proj.weight": ((16, 40), (0, 20)),
-    },
-    "mamba1": {
-        "in_proj.weight.x": ((40, 16), (20, 0)),
-        "in_proj.weight.z": ((40, 16), (20, 0)),
-        "conv1d.weight": ((40, 1, 4), (20, 0, 0)),
-        "conv1d.bias": ((40,), (20,)),
-        "x_proj.weight": ((12, 40), (0, 20)),
-        "dt_proj.weight": ((40, 6), (20, 0)),
-        "dt_proj.bias": ((40,), (20,)),
-        "A_log": ((40, 3), (20, 0)),
-        "D": ((40,), (20,)),
-        "dt_layernorm.weight": ((6,), (0,)),
-        "b_layernorm.weight": ((3,), (0,)),
-        "c_layernorm.weight": ((3,), (0,)),
-        "out_proj.weight": ((16, 40), (0, 20)),
-    },
-}
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_multipliers_of_a_projection_are_those_of_its_parts(ranks: int) -> None:
     """FA-1: a factor each of z, x, B, C and dt, whatever a rank has of them."""
@@ -203,14 +164,6 @@ def test_multipliers_of_a_projection_are_those_of_its_parts(ranks: int) -> None:
     conv_inputs, (dt,), z = mixer.split(torch.ones(sum(sizes)))
     parts = torch.cat([z, conv_inputs, dt]).split(sizes)
     assert [one.unique().tolist() for one in parts] == [[factor] for factor in factors]
-
-
-@pytest.mark.parametrize("kind", MIXERS)
-def test_keys_shapes_and_places(kind: str) -> None:
-    """Shapes and offsets of every tensor on rank 1 of 2; Mamba-2's are those of megatron-core's `MambaMixer`."""
-    found = shards(sharded_state(mixer_of_rank(kind, 1, 2)))
-    places = {key.removeprefix(PREFIX): (shard.global_shape, shard.global_offset) for key, shard in found.items()}
-    assert places == PLACES[kind]
 
 
 @pytest.fixture
@@ -244,16 +197,3 @@ def test_same_shards_as_upstream(index: int, ranks: int, upstream_mixer: type) -
     for key, shard in ours.items():
         assert torch.equal(shard.data, theirs[key].data), key
         assert shard.without_data() == theirs[key].without_data(), key
-
-
-@pytest.mark.parametrize("inner_norm", ["none", "plain", "weighted"])
-def test_a_saved_model_comes_back(inner_norm: str, tmp_path: Path) -> None:
-    """`--save`, then `--load`: configuration and every weight."""
-    config = dataclasses.replace(MAMBA1, mamba_inner_norm=inner_norm)
-    model = build_model(config, device=torch.device("cpu"), seed=3)
-    tokenizer = NullTokenizer(config.vocab_size)
-    save_model(tmp_path / "saved", LoadedModel(model, config, tokenizer, torch.float32, "test"))
-    loaded = load_model(SourceConfig(load=str(tmp_path / "saved")), {}, device=torch.device("cpu"))
-    assert loaded.config == config
-    for name, value in model.state_dict().items():
-        assert value is None or torch.equal(value, loaded.model.state_dict()[name]), name

@@ -148,19 +148,6 @@ def test_a_prefill_that_fails_sends_both_steps_back(get_oracle, monkeypatch, at)
     assert driver.steps_ahead > 2
 
 
-def test_an_abort_discards_a_chunk(get_oracle):
-    """CU-6: a request that ends while its next chunk is computed; another one takes its blocks, slots and tokens."""
-    driver = new_driver("hybrid", get_oracle, **SIZES)
-    driver.add(0, make_prompt(17), num_tokens_to_generate=12)
-    driver.add(1, make_prompt(700), num_tokens_to_generate=4)
-    driver.step()
-    driver.engine.core.abort(driver.engine.core.get(1))
-    driver.add(2, make_prompt(600, 3), num_tokens_to_generate=4)
-    driver.run()
-    for request_id in (0, 2):
-        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
-
-
 def test_tokens_that_are_not_taken_are_seen(get_oracle, monkeypatch):
     """The negative control: decodes beside a prefill get whatever the host has sent."""
 
