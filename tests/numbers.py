@@ -21,8 +21,8 @@ MCORE = tuple(
         "operator_backends",
         "packed_weights",
         "recurrent_kinds",
-        "snapshots_decode",
         "snapshots_dtypes",
+        "snapshots_positions",
         "steps",
         "verification",
     )

@@ -21,7 +21,6 @@ MODEL = "its model is on the host, where megatron-core does not compute beside a
 BATCH = "a device's products are rounded by what else is in the batch, and so are bf16's near ties"
 CPU = "it is about the host"
 HOST = {
-    "mcore/test_recurrent_kinds.py::test_training_has_gradients_everywhere": MODEL,
     "mcore/layers/test_residual_layers.py": MODEL,
     "mcore/layers/test_grouped_moe.py": MODEL,
     "mcore/layers/test_moe.py": MODEL,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from megatron_ext.offline.results import MEGATRON_KEYS
 
 LOG_PROB_TOLERANCE = 1e-3  # absolute, fp32
 OUTCOME = ("generated_tokens", "generated_text", "logprobs")  # metrics that the cache must not change
-_NEIGHBOURS = 3  # tokens shown on each side of a difference
 _DECIMALS = 6  # of stored log-probs
 _TIMES = ("latency", "ttft")
 _NOT_STORED = ("throughput", "mem-max-allocated-bytes", "version")
@@ -30,6 +28,14 @@ _COUNTS = (
     "recomputed_token_count",
     "prefill_reasons",
 )
+_KEYS = {
+    "generated_tokens": ("generated_tokens",),
+    "generated_text": ("input_prompt", "generated_text"),
+    "logprobs": (*_LOG_PROBS, *_TOP_N),
+    "counts": _COUNTS,
+}
+"""Keys of a request's entry that a metric compares."""
+METRICS = (*_KEYS, "events", "times", "system")
 _PASS_VALUES = tuple(key for key in MEGATRON_KEYS if key not in _NOT_STORED)
 _SYSTEM_VALUES = (
     "model",
@@ -76,7 +82,7 @@ def without_rounding(fresh: Results, stored: Results) -> Results:
         settled[key] = entry | {
             name: known[name]
             for name in (*_LOG_PROBS, *_TOP_N)
-            if name in entry and name in known and not any(_apart(name, known[name], entry[name]))
+            if name in entry and name in known and not any(_unequal(name, known[name], entry[name], LOG_PROB_TOLERANCE))
         }
     return Results(settled, fresh.run)
 
@@ -102,100 +108,46 @@ def differences(
     found = [f"request {key} is missing" for key in expected if key not in got]
     found += [f"request {key} has no golden values" for key in got if key not in expected]
     for key in (key for key in expected if key in got):
+        where = f"request {key}"
         for name in metrics:
-            if name == "logprobs":
-                found += _log_probs(f"request {key}", expected[key], got[key], tolerance)
-            elif name in _REQUEST_METRICS:
-                found += _REQUEST_METRICS[name](f"request {key}", expected[key], got[key])
+            limit = tolerance if name == "logprobs" else 0.0
+            found += _unequal_keys(where, expected[key], got[key], _KEYS.get(name, ()), limit)
+        found += _events(where, expected[key], got[key]) if "events" in metrics else ()
+        found += _times(where, expected[key], got[key]) if "times" in metrics else ()
     if "system" in metrics:
-        found += _unequal("the last pass", golden.requests, fresh.requests, _PASS_VALUES)
-        found += _unequal("the run", golden.run, fresh.run, _SYSTEM_VALUES)
+        found += _unequal_keys("the last pass", golden.requests, fresh.requests, _PASS_VALUES)
+        found += _unequal_keys("the run", golden.run, fresh.run, _SYSTEM_VALUES)
     return found
 
 
-def _unequal(where: str, golden: dict, fresh: dict, keys: Iterable[str]) -> Iterator[str]:
-    """Values that differ; of objects only the keys that do."""
+def _unequal_keys(where: str, golden: dict, fresh: dict, keys: Iterable[str], tolerance: float = 0.0) -> Iterator[str]:
+    """First difference of each key's value, and the number of others."""
     for key in keys:
-        if key not in fresh:
-            yield f"{where}: {key} is missing"
-        elif key not in golden:
-            yield f"{where}: {key} is new: {fresh[key]!r}"
-        elif isinstance(golden[key], dict) and isinstance(fresh[key], dict):
-            yield from _unequal(f"{where}: {key}", golden[key], fresh[key], golden[key] | fresh[key])
-        elif golden[key] != fresh[key]:
-            yield f"{where}: {key} is {_brief(fresh[key])}, golden {_brief(golden[key])}"
+        parts = [{key: one[key]} if key in one else {} for one in (golden, fresh)]
+        first, *others = list(_unequal(where, *parts, tolerance)) or [None]
+        if first is not None:
+            yield first + (f"; {len(others)} more" if others else "")
 
 
-def _brief(value: Any) -> str:
-    return f"an object of {len(value)} keys" if isinstance(value, dict) else repr(value)
+def _unequal(where: str, golden: Any, fresh: Any, tolerance: float) -> Iterator[str]:
+    """Values that differ, floats by more than the tolerance, in lists and objects of any depth."""
+    if isinstance(golden, dict) and isinstance(fresh, dict):
+        for key in golden | fresh:
+            if key in golden and key in fresh:
+                yield from _unequal(f"{where}: {key}", golden[key], fresh[key], tolerance)
+            else:
+                yield f"{where}: {key} is {'missing' if key in golden else 'new'}"
+    elif isinstance(golden, list) and isinstance(fresh, list):
+        for index, (one, other) in enumerate(zip(golden, fresh, strict=False)):
+            yield from _unequal(f"{where}[{index}]", one, other, tolerance)
+        if len(golden) != len(fresh):
+            yield f"{where} has {len(fresh)} entries, golden {len(golden)}"
+    elif golden != fresh and not _is_close(golden, fresh, tolerance):
+        yield f"{where} is {fresh!r}, golden {golden!r}"
 
 
-def _tokens(where: str, golden: dict, fresh: dict) -> Iterator[str]:
-    """The first token that differs, between its neighbours."""
-    expected, got = golden["generated_tokens"], fresh["generated_tokens"]
-    if expected == got:
-        return
-    lengths = len(expected), len(got)
-    first = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(lengths))
-    yield (
-        f"{where}: generated_tokens[{first}] is {_around(got, first)}, golden {_around(expected, first)}"
-        + (f"; {len(got)} tokens, golden {len(expected)}" if len(got) != len(expected) else "")
-    )
-
-
-def _around(tokens: Sequence[int], index: int) -> str:
-    """Format tokens as `... 4 5 >6< 7 8 ...`; `>end<` after the last token."""
-    first, end = max(0, index - _NEIGHBOURS), index + 1 + _NEIGHBOURS
-    here = f">{tokens[index]}<" if index < len(tokens) else ">end<"
-    words = [*map(str, tokens[first:index]), here, *map(str, tokens[index + 1 : end])]
-    return " ".join(["..."] * (first > 0) + words + ["..."] * (end < len(tokens)))
-
-
-def _text(where: str, golden: dict, fresh: dict) -> Iterator[str]:
-    yield from _unequal(where, golden, fresh, ["input_prompt", "generated_text"])
-
-
-def _counts(where: str, golden: dict, fresh: dict) -> Iterator[str]:
-    yield from _unequal(where, golden, fresh, _COUNTS)
-
-
-def _log_probs(where: str, golden: dict, fresh: dict, tolerance: float = LOG_PROB_TOLERANCE) -> Iterator[str]:
-    for key in (*_LOG_PROBS, *_TOP_N):
-        if (key in golden) != (key in fresh):
-            yield f"{where}: {key} is {'missing' if key in golden else 'new'}"
-        elif key in golden:
-            apart = list(_apart(f"{where}: {key}", golden[key], fresh[key], tolerance))
-            yield from _summary(apart, tolerance)
-
-
-def _summary(found: Sequence[tuple[str, float]], tolerance: float) -> Iterator[str]:
-    """The first difference, how many more there are, the largest, and what would have been let pass."""
-    if not found:
-        return
-    line, _ = found[0]
-    more = f"; {len(found) - 1} more, the largest {max(apart for _, apart in found):.2g}" if len(found) > 1 else ""
-    yield f"{line}{more} (tolerance {tolerance:g})"
-
-
-def _apart(where: str, golden: Any, fresh: Any, tolerance: float = LOG_PROB_TOLERANCE) -> Iterator[tuple[str, float]]:
-    """Numbers that differ by more than the tolerance, in lists and objects of the same shape, and by how much."""
-    if isinstance(golden, list) and isinstance(fresh, list) and len(golden) == len(fresh):
-        for index, (one, other) in enumerate(zip(golden, fresh, strict=True)):
-            yield from _apart(f"{where}[{index}]", one, other, tolerance)
-    elif isinstance(golden, dict) and isinstance(fresh, dict) and golden.keys() == fresh.keys():
-        for key in golden:
-            yield from _apart(f"{where}[{key}]", golden[key], fresh[key], tolerance)
-    elif isinstance(golden, float) and isinstance(fresh, float):
-        if not abs(golden - fresh) <= tolerance:  # this way round, NaN differs too
-            yield f"{where} is {fresh}, golden {golden}, {abs(golden - fresh):.2g} apart", abs(golden - fresh)
-    elif golden != fresh:
-        yield f"{where} has another shape: {_shape(fresh)}, golden {_shape(golden)}", math.inf
-
-
-def _shape(value: Any) -> str:
-    if isinstance(value, list):
-        return f"{len(value)} entries"
-    return f"keys {sorted(value)}" if isinstance(value, dict) else repr(value)
+def _is_close(golden: Any, fresh: Any, tolerance: float) -> bool:
+    return isinstance(golden, float) and isinstance(fresh, float) and abs(golden - fresh) <= tolerance  # NaN is not
 
 
 def _events(where: str, golden: dict, fresh: dict) -> Iterator[str]:
@@ -215,17 +167,6 @@ def _times(where: str, golden: dict, fresh: dict) -> Iterator[str]:
     stamps = [event["timestamp"] for event in fresh.get("events", ())]
     if stamps != sorted(stamps):
         yield f"{where}: timestamps of events go back"
-
-
-_REQUEST_METRICS: dict[str, Callable[[str, dict, dict], Iterator[str]]] = {
-    "generated_tokens": _tokens,
-    "generated_text": _text,
-    "logprobs": _log_probs,
-    "counts": _counts,
-    "events": _events,
-    "times": _times,
-}
-METRICS = (*_REQUEST_METRICS, "system")
 
 
 def _golden_request(entry: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def run_here(tmp_path, monkeypatch) -> Callable[..., Results]:
 
 @functools.cache
 def golden_of(name: str) -> Results:
-    """Golden values of a case: read when a test needs them, so that one without any fails alone."""
+    """Golden values of a case."""
     return CASES[name].golden_values()
 
 
@@ -53,11 +53,6 @@ def entries(name: str) -> list[dict[str, Any]]:
 def token_ids(entry: dict[str, Any]) -> list[int]:
     """A prompt of the null tokenizer."""
     return [int(token) for token in entry["input_prompt"].split()]
-
-
-def test_there_are_caching_cases():
-    assert {f"gpt/{name}" for name in ("chat", "shared_prefix", "eviction_lru", "eviction_ref_zero")} <= set(CASES)
-    assert len(CACHING) >= 6
 
 
 @each_caching_case

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from megatron_ext.scheduling.request_events import EventType
@@ -37,25 +39,6 @@ class TestAgainstRecompute:
             assert driver.fewest_free_blocks == 0
             check_all(driver, get_oracle(kind))
 
-    @pytest.mark.long
-    @pytest.mark.parametrize("block_size", [16, 64])
-    def test_mixed_batch(self, get_driver, get_oracle, kind, prefill, block_size):
-        driver = get_driver(kind, block_size=block_size, **prefill)
-        for request_id, length in enumerate(LENGTHS):
-            driver.add(request_id, make_prompt(length))
-        driver.run()
-        assert any(len(step) >= len(LENGTHS) - 1 for step in driver.steps)
-        check_all(driver, get_oracle(kind))
-
-    @pytest.mark.long
-    def test_requests_that_arrive_while_others_run(self, get_driver, get_oracle, kind, prefill):
-        driver = get_driver(kind, max_requests=4, **prefill)  # so that running state slots change owners
-        for request_id, length in enumerate(reversed(LENGTHS)):
-            driver.add(request_id, make_prompt(length))
-            driver.step()
-        driver.run()
-        check_all(driver, get_oracle(kind))
-
     @pytest.mark.parametrize("paused_blocks", [0, 8])
     def test_mixed_batch_under_pressure(self, get_driver, get_oracle, kind, prefill, paused_blocks):
         """The pool holds six of the nine prompts and nothing more, and four of the six soon need another block."""
@@ -74,3 +57,15 @@ class TestAgainstRecompute:
         assert (driver.count(EventType.PAUSE) > 0) == (paused_blocks != 0)
         assert sum(record.recomputed_token_count for record in driver.records.values()) > 0
         check_all(driver, get_oracle(kind))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
+def test_a_run_on_pickled_messages(get_driver, get_oracle, kind):
+    """Execution needs only the message of a step: no request, no scheduler, no second copy of a fact."""
+    driver = get_driver(kind, max_tokens=40)
+    stage = driver.context.stage
+    driver.context.stage = lambda message: stage(pickle.loads(pickle.dumps(message)))
+    for request_id, length in enumerate((3, 70, 17)):
+        driver.add(request_id, make_prompt(length))
+    driver.run()
+    check_all(driver, get_oracle(kind))

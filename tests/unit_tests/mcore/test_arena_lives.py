@@ -15,7 +15,6 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.memory import budget, capacity
 from megatron_ext.memory.arena import ArenaBudget, plan_slabs
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
-from megatron_ext.runner.cuda_graphs import buckets
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life, life_with_drafts, seeds
 from tests.unit_tests.support.drafters import any_token, right_for_a_while
@@ -119,17 +118,6 @@ def test_random_lives_with_drafts(get_driver, get_oracle, few_slabs, seed: int):
 def test_random_lives_of_captured_steps(get_oracle, few_slabs, seed: int):
     """CU-6: padded steps, and steps that are launched ahead, whose states are named and copied later."""
     source, kind = random.Random(f"arena and graphs {seed}"), KINDS[seed % 3]
-    few_slabs(source.choice([3, 4, 5]))
-    driver = PaddedDriver(get_oracle(kind).model, CONFIGS[kind], cache=cache_of(source), **tiny(source))
-    live_on(Life(driver, source), get_oracle(kind))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", seeds([1], 6))
-def test_random_lives_of_prefills_launched_ahead(get_oracle, few_slabs, monkeypatch, seed: int):
-    """CU-6: eager chunks of prompts, whose snapshots take slabs from blocks that are moved."""
-    monkeypatch.setattr(buckets, "MIXED_STEPS", ((1, 8),))
-    source, kind = random.Random(f"x {seed}"), KINDS[seed % 3]
     few_slabs(source.choice([3, 4, 5]))
     driver = PaddedDriver(get_oracle(kind).model, CONFIGS[kind], cache=cache_of(source), **tiny(source))
     live_on(Life(driver, source), get_oracle(kind))

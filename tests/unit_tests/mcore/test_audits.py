@@ -8,18 +8,15 @@ import random
 import pytest
 import torch
 
-from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
+from megatron_ext.config import CacheConfig
 from megatron_ext.engine import cache_audit
 from megatron_ext.engine.cache_audit import MAX_DUE, AuditCounts, CacheAudit
-from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.memory import budget
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, packed_tokens
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life, seeds
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
-from tests.unit_tests.support.models import HYBRID, build_slow_decay
-from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -159,21 +156,6 @@ def test_living_requests_start_again(get_driver, get_oracle, entry: str):
 
 
 class TestTime:
-    def test_every_nth(self, get_driver):
-        driver = get_driver("hybrid", cache=CacheConfig(audit_interval=3))
-        for _ in range(8):
-            serve(driver, PROMPT)
-        assert (driver.scheduler.counters.hits, audit_of(driver).counts.due) == (7, 2)
-        assert audit_of(driver).counts.completed == 2
-
-    def test_none_without_the_flag(self, get_driver):
-        driver = get_driver("hybrid", cache=CacheConfig())
-        for _ in range(3):
-            serve(driver, PROMPT)
-        assert driver.engine.core.statistics().audit is None
-        assert "audit_due" not in driver.engine.core.statistics().prefix_cache()
-        assert audit_of(driver) is None
-
     def test_not_beside_others(self, get_driver):
         """An audit waits until no other request lives; those for which too many wait are left out and counted."""
         driver = get_driver("attention_only", cache=EACH)
@@ -203,16 +185,6 @@ class TestTime:
         assert 1 not in driver.records
         driver.run()
 
-    def test_entries_that_have_gone(self, get_driver):
-        driver = get_driver("attention_only", cache=EACH)
-        serve(driver, PROMPT)
-        driver.add(1, PROMPT, num_tokens_to_generate=1, skip_prompt_log_probs=True)
-        while not driver.records.get(1):
-            driver.step()
-        driver.engine.reset_prefix_cache()
-        driver.run()
-        assert audit_of(driver).counts == AuditCounts(due=1, left_out_evicted=1)
-
 
 @pytest.mark.usefixtures("any_share")
 @pytest.mark.parametrize("seed", seeds([0, 1], 9))
@@ -241,32 +213,3 @@ def test_random_lives(get_driver, get_oracle, seed: int):
     assert audit_of(driver).counts.due > 0
     assert not audit_of(driver).findings
     assert_complete(audit_of(driver).counts)
-
-
-@pytest.mark.soak
-def test_a_sound_cache_of_many_requests():
-    """Every tenth hit of 10,200 requests is audited, and nothing is found."""
-    source, stems, chats, served = random.Random(7), [make_prompt(120, seed) for seed in range(12)], [], 0
-    engine = build_engine(
-        build_slow_decay(HYBRID),
-        HYBRID,
-        PieceTokenizer(HYBRID.vocab_size),
-        BatchingConfig(block_size=BLOCK, buffer_size_gb=0.02, max_requests=16),
-        CacheConfig(audit_interval=10),
-        dtype=torch.float32,
-    )
-    while served < 10_200:
-        for name in range(served, served + source.randint(1, 8)):
-            is_new = not chats or source.random() < 0.6
-            stem = source.choice(stems)[: source.choice([48, 64, 100, 120])] if is_new else source.choice(chats)
-            prompt = [*stem, *make_prompt(source.randint(1, 40), seed=name % 50)][:400]
-            engine.add_request(name, prompt, RequestParams(num_tokens_to_generate=source.randint(1, 12)))
-        while engine.has_unfinished_requests():
-            for record in engine.step_modern()["finished_request_records"]:
-                served += 1
-                chats = [*chats[-29:], [*record.prompt_tokens, *record.generated_tokens]]
-    audit = engine.core.replicas[0].audit
-    print(f"{served} requests: {audit.counts}")
-    assert audit.counts.completed >= 1000
-    assert not audit.findings
-    assert_complete(audit.counts)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-import time
-
 import pytest
-from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_ext.config import BatchingConfig, CacheConfig
-from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_events import EventType
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
-from tests.unit_tests.support.models import ATTENTION_ONLY, EXPERTS, HYBRID
+from tests.unit_tests.support.models import EXPERTS, HYBRID
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -43,16 +37,6 @@ class TestChunkThatCannotBeScheduled:
         assert [len(step) for step in driver.steps] == [2, 1, 1, 1]
         driver.run()
         for request_id in (0, 1):
-            assert_equals_oracle(driver, request_id, get_oracle(kind))
-
-    def test_a_prefill_gets_the_single_token_that_decodes_leave(self, get_driver, get_oracle, kind):
-        driver = get_driver(kind, max_tokens=4, max_requests=4)
-        for request_id in range(3):
-            driver.add(request_id, make_prompt(1, seed=request_id), num_tokens_to_generate=60)
-        driver.add(3, make_prompt(50))
-        driver.run()
-        assert driver.seen[3].chunks[:3] == [(0, 1), (1, 2), (2, 3)]
-        for request_id in range(4):
             assert_equals_oracle(driver, request_id, get_oracle(kind))
 
 
@@ -85,44 +69,6 @@ class TestSuspend:
         assert driver.records[0].recomputed_token_count == driver.seen[0].chunks[1][1]
         assert driver.events(0) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "ADD_CONTEXT", "FINISH"]
 
-    def test_before_every_step(self, get_driver, get_oracle, kind, chunked):
-        """A prompt longer than a step never gets anywhere like this, so all fit into one."""
-        driver = get_driver(kind, max_tokens=200, enable_chunked_prefill=chunked)
-        driver.add(0, make_prompt(63), num_tokens_to_generate=4)
-        driver.add(1, make_prompt(65), num_tokens_to_generate=4)
-        while driver.engine.has_unfinished_requests():
-            driver.engine.suspend()
-            driver.engine.resume()
-            driver.step()
-        driver.run()
-        assert driver.records[0].recomputed_token_count == 63 + 64 + 65
-        for request_id in (0, 1):
-            assert_equals_oracle(driver, request_id, get_oracle(kind))
-
-    def test_a_request_that_fills_the_pool_ends_after_resume_and_the_others_go_on(
-        self, get_driver, get_oracle, kind, chunked
-    ):
-        driver = get_driver(kind, block_count=2, max_tokens=200, enable_chunked_prefill=chunked)
-        driver.add(0, make_prompt(30))
-        driver.add(1, make_prompt(3))
-        driver.step()
-        driver.engine.suspend()
-        driver.engine.resume()
-        driver.run()
-        assert driver.records[0].finish_reason == "length"
-        assert driver.records[0].generated_tokens == get_oracle(kind).greedy(make_prompt(30), 3).tokens
-        assert_equals_oracle(driver, 1, get_oracle(kind))
-
-
-def test_a_suspended_engine_does_not_step(get_driver):
-    driver = get_driver()
-    driver.add(0, make_prompt(3))
-    driver.engine.suspend()
-    with pytest.raises(EngineSuspendedError):
-        driver.engine.step_modern()
-    driver.engine.resume()
-    driver.run()
-
 
 def test_a_suspended_engine_can_be_reset(get_driver, get_oracle):
     """The pools are there again, and nothing of the old requests."""
@@ -152,7 +98,7 @@ EVICTED_PARAMS = {
 
 
 class TestEvictionKeepsTheRequest:
-    """The base's eviction drops stop words and every attribute that was added to a request."""
+    """KV-10: the base's eviction drops stop words and every attribute that was added to a request."""
 
     def alone(self, get_driver, kind: str, **more: object) -> Driver:
         driver = get_driver(kind)
@@ -194,28 +140,6 @@ class TestEvictionKeepsTheRequest:
         assert times[EventType.FIRST_TOKEN] < times[EventType.EVICT]
 
 
-class TestPauses:
-    """Pauses: in the base every request is "paused" at every block border for an instant."""
-
-    def test_a_request_at_a_boundary_is_not_paused_while_a_block_is_free(self, get_driver):
-        driver = get_driver(block_count=20)
-        for request_id, length in enumerate((15, 16, 17)):
-            driver.add(request_id, make_prompt(length), num_tokens_to_generate=40)
-        driver.run()
-        assert driver.count(EventType.PAUSE) == driver.count(EventType.EVICT) == 0
-
-    def test_a_pause_is_noted_once_however_long_it_lasts(self, get_driver):
-        driver = get_driver(block_count=3)
-        driver.add(0, make_prompt(17), num_tokens_to_generate=10)  # two blocks are enough
-        driver.add(1, make_prompt(16), num_tokens_to_generate=4)  # needs a second block at once
-        driver.run()
-        ran = [sum(chunk[0] == 1 for chunk in step) for step in driver.steps]
-        assert ran == [1] + [0] * 9 + [1] * 3
-        assert driver.events(1) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "PAUSE", "FINISH"]
-        assert driver.events(0).count("PAUSE") == 0
-        assert driver.records[1].recomputed_token_count == 0  # it kept what it had
-
-
 class TestSmallPools:
     """Small pools kill the base's loop; a budget of 0 silently gives 2 blocks; blocks pay for a running state each."""
 
@@ -235,21 +159,6 @@ class TestSmallPools:
                 assert record.status is Status.FAILED
                 assert f"the KV pool has {blocks}, for {16 * blocks} tokens" in record.error
 
-    @pytest.mark.parametrize(("kind", "config"), [("hybrid", HYBRID), ("attention_only", ATTENTION_ONLY)])
-    def test_no_budget_is_an_error_with_the_number_to_give(self, get_oracle, kind, config):
-        def build(gigabytes: float):
-            batching = BatchingConfig(buffer_size_gb=gigabytes, block_size=16, max_requests=3)
-            model = get_oracle(kind).model
-            return build_engine(model, config, PieceTokenizer(97), batching, dtype=next(model.parameters()).dtype)
-
-        with pytest.raises(ConfigError) as caught:
-            build(0)
-        assert "\n" not in str(caught.value)
-        enough = float(re.search(r"at least ([\d.]+) GB", str(caught.value))[1])
-        assert build(enough).geometry.blocks >= 1
-        with pytest.raises(ConfigError):
-            build(enough * 0.9)
-
     def test_the_budget_pays_for_one_live_state_a_request_and_blocks_of_keys_and_values(self, get_oracle):
         batching = BatchingConfig(buffer_size_gb=0.01, block_size=16, max_requests=5)
         model = get_oracle("hybrid").model
@@ -264,22 +173,6 @@ class TestSmallPools:
         assert context.memory_buffer.nbytes == (geometry.blocks + 1) * geometry.block_bytes
         live = context.live_states
         assert live.conv.nbytes + live.ssm.nbytes == 5 * geometry.state_bytes
-
-
-class TestEvents:
-    """The base has one ADD event, and its clock can go back."""
-
-    def test_complete_and_in_order_although_wall_clock_time_goes_back(self, get_driver, monkeypatch):
-        backwards = itertools.count(2e9, -60)
-        monkeypatch.setattr(time, "time", lambda: next(backwards))
-        driver = get_driver(max_tokens=40)
-        driver.add(0, make_prompt(129))
-        driver.run()
-        record = driver.records[0]
-        assert driver.events(0) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "FINISH"]  # one admission, four chunks
-        times = [event.timestamp for event in record.events]
-        assert times == sorted(times)
-        assert 0 < record.ttft <= record.latency
 
 
 class TestAttentionFree:
@@ -304,11 +197,6 @@ class TestAttentionFree:
         for request_id in driver.records:
             assert_equals_oracle(driver, request_id, get_oracle("attention_free"))
 
-    def test_blocks_cost_nothing_so_there_are_enough(self, get_driver):
-        driver = get_driver("attention_free", block_count=None, max_requests=3, max_sequence_length=100)
-        assert driver.engine.geometry.block_bytes == 0
-        assert driver.engine.geometry.blocks == 3 * 7
-
 
 class TestDummyForward:
     """The base's dummy step (expert parallelism) resets the context if there is a list of CUDA graphs."""
@@ -317,25 +205,6 @@ class TestDummyForward:
     def experts(self, get_oracle) -> Oracle:
         """Oracle of a model with experts that the step computes; other layers are passed over."""
         return get_oracle("experts")
-
-    @pytest.mark.parametrize("graphs", [[], [object()]], ids=["no_graphs", "graphs"])
-    def test_requests_in_flight_do_not_notice(self, experts, graphs):
-        driver = Driver(experts.model, EXPERTS, max_tokens=40, max_requests=3)
-        driver.context.cuda_graph_batch_dimensions_list = graphs
-        for request_id, length in enumerate((5, 129, 64, 3)):  # decodes, mid-prefill, waits, waits
-            driver.add(request_id, make_prompt(length))
-        for _ in range(3):
-            before = [driver.engine.get_request(i).computed_end for i in range(4)]
-            driver.engine.controller.dummy_forward()
-            driver.engine.check()
-            assert [driver.engine.get_request(i).computed_end for i in range(4)] == before
-            driver.step()
-        assert before[0] > 5
-        assert 0 < before[1] < 129
-        assert before[3] == 0
-        driver.run()
-        for request_id in range(4):
-            assert_equals_oracle(driver, request_id, experts)
 
     def test_every_moe_layer_computes_one_token(self, experts):
         """Others wait for each of them; and for no other layer."""

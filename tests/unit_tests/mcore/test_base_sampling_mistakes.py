@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.request_events import EventType
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
@@ -45,39 +43,6 @@ class TestStopWords:
         if with_log_probs:
             assert len(record.generated_log_probs) == 4
         assert_equals_oracle(driver, 0, get_oracle("hybrid"))
-
-    def test_on_the_very_first_token(self, get_driver, get_oracle):
-        record, driver, _ = self.stopped(get_driver, get_oracle, ["END", "x"], ("END",))
-        assert record.generated_text == ""
-        assert len(record.generated_tokens) == len(record.generated_log_probs) == len(driver.steps) == 1
-
-    def test_the_prompt_does_not_count(self, get_driver, get_oracle):
-        """The stop word begins in the prompt."""
-        tokens = get_oracle("hybrid").greedy(self.PROMPT, 1).tokens
-        names = {self.PROMPT[-1]: "st", tokens[0]: "op"}
-        driver = get_driver("hybrid", tokenizer=PieceTokenizer(97, names))
-        driver.add(0, self.PROMPT, num_tokens_to_generate=3, stop_words=("stop",))
-        driver.run()
-        assert driver.records[0].finish_reason == "length"
-
-    def test_a_stop_word_ends_one_request_only(self, get_driver, get_oracle):
-        driver = get_driver("hybrid")
-        token = get_oracle("hybrid").greedy(self.PROMPT, 3).tokens[2]
-        driver.add(0, self.PROMPT, stop_words=(f"<{token}>",))
-        driver.add(1, self.PROMPT)
-        driver.run()
-        assert [len(driver.records[i].generated_tokens) for i in (0, 1)] == [3, 8]
-        for request_id in (0, 1):
-            assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
-
-    def test_the_next_request_of_the_same_id_has_none(self, get_driver, get_oracle):
-        driver = get_driver("hybrid")
-        token = get_oracle("hybrid").greedy(self.PROMPT, 3).tokens[2]
-        for stop_words, length in (((f"<{token}>",), 3), ((), 8)):
-            future = driver.engine.add_request(0, self.PROMPT, RequestParams(8, stop_words=stop_words))
-            while not future.done():
-                driver.engine.step_modern()
-            assert len(future.result().generated_tokens) == length
 
 
 class TestSampling:
@@ -160,15 +125,3 @@ def nucleus(logits, *, temperature: float, top_k: int, top_p: float) -> set[int]
             kept.add(token)
         mass += weight
     return kept
-
-
-def test_megatrons_own_sampling_params_are_understood(get_driver, get_oracle):
-    """The base's class samples by default; greedy is top_k 1."""
-    driver = get_driver()
-    params = SamplingParams(top_k=1, num_tokens_to_generate=5, return_log_probs=True)
-    driver.engine.add_request(0, make_prompt(7), params)
-    driver.engine.add_request(1, make_prompt(8), RequestParams(num_tokens_to_generate=5))
-    driver.run()
-    for request_id in (0, 1):
-        assert len(driver.records[request_id].generated_tokens) == 5
-        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))

@@ -1,13 +1,16 @@
-"""EX-2, EX-5, KV-10: accounts, log-probs of prompts, events and statistics of an engine with a cache.
+"""EX-2, EX-5: accounts, log-probs of prompts, statistics and log lines of an engine.
 
 scheduling/test_accounting.py has the reasons.
 """
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_ext.scheduling.request_events import EventType
+from megatron_ext.engine.step_log import StepLog
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
@@ -64,51 +67,6 @@ def test_prompt_log_probs(get_caching_driver, oracle):
         assert_equals_oracle(driver, request_id, oracle)
 
 
-def test_prompt_log_probs_after_a_suspension(get_caching_driver, oracle):
-    """EX-5: log-probs from before stay, missing ones are computed, though others have cached the prompt meanwhile."""
-    driver = get_caching_driver(max_tokens=40)
-    driver.add(0, make_prompt(100), skip_prompt_log_probs=False)
-    driver.step()
-    driver.engine.suspend()
-    driver.engine.resume()
-    driver.add(1, make_prompt(100))
-    driver.run()
-    assert driver.skipped(0, 1) == [0, 96]
-    assert driver.records[0].prefill_reasons == {"prompt_logprobs": 100}
-    assert driver.records[0].recomputed_token_count == 40
-    for request_id in range(2):
-        assert_equals_oracle(driver, request_id, oracle)
-
-
-def test_events_and_times(warm):
-    """KV-10: a hit tells the same story as a miss; its first token comes after one step, at a later time than it."""
-    warm.add(1, [*PROMPT[:48], *make_prompt(60, seed=2)], num_tokens_to_generate=3)
-    warm.add(2, [*PROMPT[:48], *make_prompt(60, seed=3)], num_tokens_to_generate=3)
-    warm.run()
-    story = ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "FINISH"]
-    assert [warm.events(request_id) for request_id in (1, 2)] == [story, story]
-    assert warm.skipped(1, 2) == [48, 48]
-    assert [warm.records[request_id].step_count for request_id in (1, 2)] == [3, 4]
-    for request_id in (1, 2):
-        record = warm.records[request_id]
-        times = {event.type: event.timestamp for event in record.events}
-        assert record.ttft == times[EventType.FIRST_TOKEN] - times[EventType.ADD_ENGINE] > 0
-        assert times[EventType.ADD_ENGINE] < times[EventType.ADD_CONTEXT] < times[EventType.FIRST_TOKEN]
-
-
-def test_statistics(get_caching_driver):
-    """EX-2, FX-6: statistics of the engine in the JSON output and in the log line."""
-    driver = get_caching_driver(block_count=6)
-    for request_id in range(3):
-        driver.add(request_id, PROMPT, num_tokens_to_generate=1)
-    driver.run()
-    driver.add(3, make_prompt(70), num_tokens_to_generate=1)
-    driver.run()
-    use = {"blocks_total": 6, "blocks_cached": 5, "blocks_evictable": 5, "blocks_in_use": 0, "blocks_evicted": 2}
-    happened = {"hits": 2, "coordination_waits": 2}
-    assert driver.engine.core.statistics().prefix_cache().items() >= (use | happened).items()
-
-
 def test_the_log_line(warm, caplog):
     """FX-6: computed and skipped tokens, cached and evictable blocks."""
     warm.engine.core.step_log.interval = 1
@@ -123,3 +81,48 @@ def test_the_log_line(warm, caplog):
         "prefill (cumul): computed 62, skipped 48 (43.6% skipped)",
         "prefix cache util: KV 3/100 blocks cached (3 evictable)",
     ]
+
+
+def test_computed_and_recomputed_tokens_are_exact(get_driver):
+    """EX-2: against the chunks that ran: what was below a request's high-water mark was computed again."""
+    driver = get_driver(block_count=12, max_tokens=40)
+    for request_id, length in enumerate((64, 48, 31, 15, 129, 16)):
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=20)
+    for _ in range(6):
+        driver.step()
+    driver.engine.suspend()
+    driver.engine.resume()
+    for request_id, record in driver.run().items():
+        reached = again = 0
+        for start, end in driver.seen[request_id].chunks:
+            again += max(0, min(end, reached) - start)
+            reached = max(reached, end)
+        assert record.recomputed_token_count == again
+        assert record.computed_prefill_token_count == record.prompt_token_count
+        assert record.step_count == len(driver.seen[request_id].chunks)
+        assert record.prefill_reasons == {"caching_off": record.prompt_token_count}
+    assert sum(record.recomputed_token_count for record in driver.records.values()) > 0
+
+
+def test_a_line_of_the_load_after_ten_seconds_of_work(get_caching_driver, caplog, monkeypatch):
+    """Tokens a second and hit rate are of the work since the last line; time without requests is not counted."""
+    driver = get_caching_driver(max_tokens=40)
+    times = itertools.count(step=4.0)
+    monkeypatch.setattr("megatron_ext.engine.core.time", SimpleNamespace(perf_counter=lambda: 0.0))
+    driver.engine.core.step_log = StepLog(None, lambda: next(times))
+
+    def lines(request_id: int) -> list[str]:
+        caplog.clear()
+        driver.add(request_id, make_prompt(70), num_tokens_to_generate=4)
+        driver.run()
+        return [one for one in caplog.messages if one.startswith("step ")]
+
+    with caplog.at_level("INFO", logger="megatron_ext.engine.step_log"):
+        (line,) = lines(0)  # steps end at 0, 4, 8, 12 and 16
+        assert "requests: 1 running, 0 paused, 0 waiting, 0 ended" in line
+        rates = "12.0 s of work: prompt 5.8 tokens/s, generation 0.2 tokens/s, prefix cache hit rate 0.0%"
+        assert rates in line
+        times = itertools.count(4000.0, step=4.0)
+        (line,) = lines(1)  # 4 s of the first request, and 8 of its own
+        assert "12.0 s of work: prompt 0.5 tokens/s" in line
+        assert "prefix cache hit rate 91.4%" in line

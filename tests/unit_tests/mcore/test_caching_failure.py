@@ -79,32 +79,6 @@ def test_a_forward_that_raises(get_oracle, kind, call):
     assert "ERROR_TRANSIENT" in driver.events(1)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("megatron_ext.mcore.context.stage_step", id="states_are_restored_already"),
-        pytest.param("megatron_ext.mcore.controller.sample_and_score", id="the_forward_has_succeeded"),
-    ],
-)
-def test_failing_before_and_after_the_forward(get_oracle, monkeypatch, target):
-    """KV-5: the slots were written, but no request can find them, however often it fails."""
-    driver = in_flight(get_oracle, "hybrid")
-    cached = driver.scheduler.cache.use().blocks_cached
-
-    def fail(*_: object, **__: object) -> None:
-        raise Broken
-
-    with monkeypatch.context() as patch:
-        patch.setattr(target, fail)
-        for _ in range(3):
-            with pytest.raises(Broken):
-                driver.step()
-            assert_nothing_is_held(driver)
-            assert driver.snapshots_of(LONG) == [64]
-            assert driver.scheduler.cache.use().blocks_cached == cached
-    assert finish(driver, get_oracle) == {0: 0, 1: 64, 2: 144, 3: 0}
-
-
 def test_failing_when_the_only_slot_was_to_be_written(get_oracle):
     """The slot's content is lost with the failed step; the request computes all tokens, and leaves it again."""
     driver = build_driver(get_oracle, slots=1)
@@ -180,19 +154,6 @@ def test_aborts(get_oracle, kind, stage):
     assert found == skipped
 
 
-def test_a_paused_request_is_aborted(get_oracle):
-    driver = build_driver(get_oracle, "attention_only", block_count=6)
-    prompt = PROMPT[: 3 * BLOCK]
-    for request_id, length in enumerate((48, 48, 20)):
-        driver.add(request_id, prompt[:length], num_tokens_to_generate=20)
-    while not len(driver.scheduler.queues.paused):
-        driver.step()
-    assert [request.request_id for request in driver.scheduler.queues.paused] == [2]
-    driver.engine.abort_request(2)
-    driver.engine.check()
-    assert finish(driver, get_oracle, "attention_only") == {0: 0, 1: 47}
-
-
 @pytest.mark.parametrize("slots", [100, 0])
 def test_a_preempted_request_resumes_from_its_snapshot(get_oracle, slots):
     """Blocks of the request were kept as evictable: only tokens after its snapshot are computed again."""
@@ -203,13 +164,3 @@ def test_a_preempted_request_resumes_from_its_snapshot(get_oracle, slots):
     assert "EVICT" in driver.events(1)
     starts = [start for start, end in driver.seen[1].chunks if end - start > 1]
     assert starts == [0, 16 if slots else 0]
-
-
-def test_paused_requests_keep_their_states(get_oracle):
-    """Paused requests decode on, though others need the blocks that they share and those of their snapshots."""
-    driver = build_driver(get_oracle, slots=2, block_count=6)
-    prompt = make_prompt(3 * BLOCK)
-    for request_id, length in enumerate((48, 49, 20)):
-        driver.add(request_id, [*prompt, 7][:length], num_tokens_to_generate=20)
-    assert finish(driver, get_oracle)[1] > 0
-    assert driver.scheduler.counters.pauses > 0

@@ -115,31 +115,3 @@ def test_short_prompts(get_caching_driver, oracle):
             driver.run()
             assert_equals_oracle(driver, request_id, oracle)
     assert driver.skipped(101, 115, 116, 117, 132) == [0, 0, 15, 16, 31]
-
-
-def test_hits_of_continuing_requests(get_caching_driver, oracle):
-    """KV-2: a prompt with a cached beginning whose rest takes several chunks; each chunk reads the shared blocks."""
-    driver = get_caching_driver(max_tokens=30)
-    prompt = make_prompt(50)
-    driver.add(0, prompt, num_tokens_to_generate=20)
-    for _ in range(3):
-        driver.step()
-    driver.add(1, [*prompt, *make_prompt(100, seed=1)])
-    driver.run()
-    assert driver.skipped(1) == [48]
-    assert [start for start, _ in driver.seen[1].chunks[:4]] == [48, 77, 106, 135]
-    for request_id in (0, 1):
-        assert_equals_oracle(driver, request_id, oracle)
-
-
-def test_a_block_completed_in_mid_prefill_is_found(get_caching_driver, oracle):
-    """KV-5: another hits the beginning of a prompt whose end is computed beside it, in the same step."""
-    driver = get_caching_driver(max_tokens=40)
-    prompt = make_prompt(90)
-    driver.add(0, prompt)
-    driver.step()
-    driver.add(1, [*prompt[:33], *make_prompt(7, seed=1)])
-    driver.run()
-    assert driver.steps[2] == ((0, 80, 90), (1, 32, 40))
-    for request_id in (0, 1):
-        assert_equals_oracle(driver, request_id, oracle)

@@ -56,21 +56,6 @@ def test_opting_out(get_caching_driver, oracle):
         assert_equals_oracle(driver, request_id, oracle)
 
 
-def test_turns_of_a_chat(get_caching_driver, oracle):
-    """EX-1: each turn hits the answer before it, up to the last block that decoding has completed."""
-    driver = get_caching_driver(max_tokens=40)
-    text = make_prompt(30)
-    skipped = []
-    for turn in range(4):
-        driver.add(turn, text, num_tokens_to_generate=25)
-        driver.run()
-        skipped += driver.skipped(turn)
-        assert_equals_oracle(driver, turn, oracle)
-        text = [*text, *driver.records[turn].generated_tokens, *make_prompt(6, seed=turn)]
-    computed = [30 + 31 * turn + 24 for turn in range(3)]  # the last generated token is not
-    assert skipped == [0, *(length // BLOCK * BLOCK for length in computed)] == [0, 48, 80, 112]
-
-
 def test_a_block_completed_in_decode_is_shared_at_once(get_caching_driver, oracle):
     """EX-1, KV-5: the block is shared as soon as its last token's KV is written, and not before."""
     driver = get_caching_driver()
@@ -85,22 +70,6 @@ def test_a_block_completed_in_decode_is_shared_at_once(get_caching_driver, oracl
     driver.run()
     assert driver.skipped(1, 2) == [16, 32]
     for request_id in range(3):
-        assert_equals_oracle(driver, request_id, oracle)
-
-
-def test_two_that_generate_the_same_share_it(get_caching_driver, oracle):
-    """EX-1, KV-3: equal blocks that both complete become one, when neither could have known before."""
-    driver = get_caching_driver()
-    for request_id in range(2):
-        driver.add(request_id, PROMPT, num_tokens_to_generate=30, skip_prompt_log_probs=False)
-    while driver.engine.get_request(0).computed_end < 70:
-        driver.step()
-    tables = [driver.engine.get_request(request_id).block_table for request_id in range(2)]
-    assert tables[0][:4] == tables[1][:4]
-    assert tables[0][4:] != tables[1][4:]
-    assert driver.scheduler.cache.use().blocks_in_use == 6
-    driver.run()
-    for request_id in range(2):
         assert_equals_oracle(driver, request_id, oracle)
 
 

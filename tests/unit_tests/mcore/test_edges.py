@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_ext.config import BatchingConfig, RequestParams
+from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
-from tests.unit_tests.support.models import HYBRID, build_slow_decay
-from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -36,23 +30,6 @@ class TestPromptLengths:
             driver.add(request_id, make_prompt(length), num_tokens_to_generate=6)
         driver.run()
         for request_id in range(len(self.LENGTHS)):
-            assert_equals_oracle(driver, request_id, get_oracle(kind))
-
-    def test_one_token_in_and_one_out(self, get_driver, get_oracle, kind):
-        driver = get_driver(kind)
-        driver.add(0, [7], num_tokens_to_generate=1)
-        driver.run()
-        record = driver.records[0]
-        assert (record.prompt_log_probs, len(record.generated_tokens), record.step_count) == ((), 1, 1)
-        assert_equals_oracle(driver, 0, get_oracle(kind))
-
-    def test_a_pool_that_fits_to_the_last_token(self, get_driver, get_oracle, kind):
-        """The last generated token is sampled but never computed, so it needs no place."""
-        driver = get_driver(kind, block_count=3)
-        driver.add(0, make_prompt(3 * BLOCK), num_tokens_to_generate=1)
-        driver.add(1, make_prompt(3 * BLOCK - 5), num_tokens_to_generate=6)
-        driver.run()
-        for request_id in (0, 1):
             assert_equals_oracle(driver, request_id, get_oracle(kind))
 
 
@@ -95,18 +72,6 @@ class TestTooLarge:
         assert len(record.generated_log_probs) == 9
         for request_id in (1, 2):
             assert_equals_oracle(driver, request_id, get_oracle(kind))
-
-    def test_a_request_has_the_whole_pool_before_it_ends(self, get_driver, get_oracle, kind):
-        """The young one is in its way at first, and is served to the end all the same."""
-        driver = get_driver(kind, block_count=5)
-        driver.add(0, make_prompt(20), num_tokens_to_generate=80)
-        driver.add(1, make_prompt(20), num_tokens_to_generate=40)
-        driver.add(2, make_prompt(33), num_tokens_to_generate=3)
-        driver.run()
-        count = 5 * BLOCK + 1 - 20
-        assert driver.records[0].generated_tokens == get_oracle(kind).greedy(make_prompt(20), count).tokens
-        assert driver.records[0].finish_reason == "length"
-        assert "EVICT" in driver.events(1)
 
     def test_longer_than_the_model(self, get_driver, get_oracle, kind):
         driver = get_driver(kind, max_sequence_length=30)
@@ -156,17 +121,6 @@ class TestNonsense:
         driver.add(0, [4])  # and now it is not
         driver.run()
 
-    def test_contradicting_lengths(self, get_driver):
-        params = SamplingParams(num_tokens_total=10, num_tokens_to_generate=5)
-        with pytest.raises(ConfigError, match="contradict each other"):
-            get_driver().engine.add_request(0, [3], params)
-
-    def test_a_step_with_nothing_to_do(self, get_driver):
-        driver = get_driver()
-        result = driver.step()
-        assert (result["active_request_ids"], result["finished_request_records"]) == ([], [])
-        assert driver.engine.step_count == 0
-
 
 class TestPrompts:
     """Prompts in three spellings."""
@@ -193,21 +147,6 @@ class TestPrompts:
             assert record.generated_tokens == get_oracle("hybrid").greedy(prompt, 4).tokens
         again = driver.engine.generate(prompts[1:], RequestParams(num_tokens_to_generate=4))
         assert [record.request_id for record in again] == [3, 4]
-
-    def test_a_request_ends_at_the_end_of_its_document(self, get_driver, get_oracle):
-        prompt = make_prompt(9)
-        tokens = get_oracle("hybrid").greedy(prompt, 8).tokens
-        end = tokens[3]
-        assert end not in tokens[:3]
-        driver = get_driver()
-        driver.add(0, prompt, termination_id=end)
-        driver.add(1, prompt, termination_id=end, ignore_eos=True)  # FX-5
-        driver.run()
-        record, ignoring = driver.records[0], driver.records[1]
-        assert (record.finish_reason, record.generated_tokens) == ("stop", tokens[:4])
-        assert record.generated_text == "".join(f"<{token}>" for token in tokens[:3])
-        assert (ignoring.finish_reason, ignoring.generated_tokens) == ("length", tokens)
-        assert len(record.generated_log_probs) == 4
 
     def test_log_probs_only_where_asked(self, get_driver, get_oracle):
         driver = get_driver()
@@ -259,35 +198,3 @@ def test_a_refused_admission_changes_nothing(get_driver, get_oracle, limits, wai
     assert driver.records[1].computed_prefill_token_count == waiting
     for request_id in (0, 1):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
-
-
-def test_graphs_are_refused():
-    """The setting is refused, not silently ignored."""
-    model = build_slow_decay(HYBRID)
-    model.config.cuda_graph_impl = "local"
-    with pytest.raises(ConfigError, match="cuda_graph_impl 'local' is not supported"):
-        build_engine(model, HYBRID, PieceTokenizer(97), BatchingConfig(block_count=2), dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("batching", "message"),
-    [
-        (
-            BatchingConfig(buffer_size_gb=10**6),
-            "GB of memory are free for this process; give --inference-dynamic-batching-buffer-size-gb [0-9.]+",
-        ),
-    ],
-)
-def test_impossible_sizes_are_refused(batching, message):
-    """Impossible sizes are refused before anything is allocated; nothing is clamped silently."""
-    model = build_slow_decay(HYBRID)
-    with pytest.raises(ConfigError, match=message):
-        build_engine(model, HYBRID, PieceTokenizer(97), batching, dtype=torch.float32)
-
-
-def test_more_positions_than_were_learned_are_refused():
-    """Learned positions bound a sequence; without them a sequence may be longer."""
-    config = dataclasses.replace(HYBRID, position_embedding_type="learned_absolute")
-    batching = BatchingConfig(block_count=2, max_sequence_length=10**6)
-    with pytest.raises(ConfigError, match=r"is more than the .* learned positions"):
-        build_engine(build_slow_decay(config), config, PieceTokenizer(97), batching, dtype=torch.float32)

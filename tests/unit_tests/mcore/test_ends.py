@@ -76,18 +76,6 @@ def test_stop_token_ids(model, free, ignores):
     assert record.generated_text == "".join(f"<{token}>" for token in free[:at])
 
 
-def test_texts_with_special_tokens(model, free):
-    """Shown if asked for, and stop words are found in both."""
-    ends = (free[2],)
-    shown, _ = generate(model, ends=ends, ignore_eos=True, skip_special_tokens=False)
-    hidden, _ = generate(model, ends=ends, ignore_eos=True)
-    assert shown.generated_text == "".join(f"<{token}>" for token in free)
-    assert hidden.generated_text == "".join(f"<{token}>" for token in free if token != free[2])
-    cut, _ = generate(model, ends=ends, ignore_eos=True, skip_special_tokens=False, stop_words=(f"<{free[6]}>",))
-    at = free.index(free[6])
-    assert cut.generated_text == "".join(f"<{token}>" for token in free[:at])
-
-
 def test_megatrons_requests_have_no_token_of_a_stop_word(model, free):
     """As in Megatron, generated tokens end where the text does."""
     word = f"<{free[3]}><{free[4]}>"
@@ -122,22 +110,3 @@ class TestNoToken:
         records = driver.run()
         assert records[1].skipped_prefill_token_count == 32
         assert_equals_expected(driver, 1, Oracle(model).greedy(PROMPT, 4))
-
-    def test_suspended_on_the_way(self, model):
-        driver = Driver(model, HYBRID, max_tokens=16, max_requests=4)
-        driver.add(0, PROMPT, num_tokens_to_generate=0)
-        driver.step()
-        driver.engine.suspend()
-        driver.engine.resume()
-        record = driver.run()[0]
-        expected = Oracle(model).prompt_log_probs(PROMPT)
-        torch.testing.assert_close(torch.tensor(record.prompt_log_probs), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_bias_of_no_token_is_refused(model):
-    driver = Driver(model, HYBRID)
-    with pytest.raises(ValueError, match="token id 97 is not in the vocabulary of 97"):
-        driver.add(0, PROMPT, logit_bias={97: 1.0})
-    with pytest.raises(ValueError, match="begins with no piece"):
-        driver.add(0, PROMPT, bad_words=("nothing",))
-    assert not driver.engine.has_unfinished_requests()

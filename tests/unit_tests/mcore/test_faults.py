@@ -33,13 +33,6 @@ class Planted(Exception):
     """Injected error."""
 
 
-class Unprintable(Exception):
-    """Error whose text cannot be made."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
 def submit(driver: Driver) -> dict[int, asyncio.Future]:
     """Four requests that prefill, decode and stop by words beside each other."""
     return {
@@ -190,16 +183,6 @@ def test_a_tokenizer_that_knows_one_token_less(get_driver):
     assert_nothing_is_left(driver)
 
 
-def test_an_error_without_words(get_driver, monkeypatch):
-    """SE-2: even an error whose text cannot be made ends one request only."""
-    driver = get_driver()
-    submit(driver)
-    inject_matcher(driver, monkeypatch, Unprintable())
-    driver.run()
-    assert driver.records[VICTIM].error == "Unprintable"
-    assert_nothing_is_left(driver)
-
-
 def test_a_record_that_fails_again_and_again(get_driver, monkeypatch):
     """SE-2: every record of the run, that of an aborted request and that of a refused one included."""
     driver = get_driver(block_count=8)
@@ -243,19 +226,6 @@ class TestErrorsThatEndNoRequest:
         assert {name: record.generated_tokens for name, record in records.items()} == tokens
         assert all(record.status is Status.COMPLETED for record in records.values())
         assert_nothing_is_left(driver)
-
-    def test_callbacks(self, get_driver, expected, caplog):
-        """Asyncio logs what a callback raises."""
-        driver = get_driver(max_tokens=60)
-        futures = submit(driver)
-
-        def raise_planted(_: asyncio.Future) -> None:
-            raise Planted("in a callback")
-
-        futures[VICTIM].add_done_callback(raise_planted)
-        self.check(driver, expected())
-        assert sum("in a callback" in str(record.exc_info) for record in caplog.records) == 1
-        assert all(future.done() for future in futures.values())
 
     def test_a_future_that_takes_no_result(self, get_driver, expected, caplog):
         driver = get_driver(max_tokens=60)
@@ -343,35 +313,6 @@ def test_negative_control_a_commit_that_raises_is_seen(get_driver, monkeypatch):
         driver.engine.check()
 
 
-class TestStopWords:
-    """Stop words: the text is checked after the commit, with results as before."""
-
-    @pytest.mark.parametrize("count", [3, 4, 5])
-    def test_a_stop_word_in_the_last_token_is_the_reason(self, get_driver, count):
-        """KV-10: the reason does not depend on whether the length had ended the request already."""
-        plain = get_driver()
-        plain.add(0, PROMPTS[0], num_tokens_to_generate=8)
-        tokens = plain.run()[0].generated_tokens
-        assert tokens[3] not in tokens[:3]
-        driver = get_driver()
-        driver.add(0, PROMPTS[0], num_tokens_to_generate=count, stop_words=(f"<{tokens[3]}>",))
-        record = driver.run()[0]
-        assert record.generated_tokens == tokens[: min(count, 4)]
-        assert record.finish_reason == ("length" if count == 3 else "stop")
-        assert (f"<{tokens[3]}>" in record.generated_text) == (count == 3 and tokens[3] in tokens[:3])
-        assert driver.events(0).count("FINISH") == 1
-        assert_nothing_is_left(driver)
-
-    def test_the_termination_token_comes_before_a_stop_word(self, get_driver):
-        plain = get_driver()
-        plain.add(0, PROMPTS[0])
-        tokens = plain.run()[0].generated_tokens
-        driver = get_driver()
-        driver.add(0, PROMPTS[0], termination_id=tokens[2], stop_words=(f"<{tokens[2]}>",))
-        record = driver.run()[0]
-        assert (record.finish_reason, record.generated_tokens) == ("stop", tokens[:3])
-
-
 class TestSuspended:
     """`generate` is refused before anything is queued."""
 
@@ -387,12 +328,6 @@ class TestSuspended:
         assert [record.status for record in engine.generate([PROMPTS[0]])] == [Status.COMPLETED]
         assert engine.finished_request_count == 1
         assert_nothing_is_left(driver)
-
-    def test_a_step_says_it_too(self, get_driver):
-        engine = get_driver().engine
-        engine.suspend()
-        with pytest.raises(Exception, match=r"suspended; call resume\(\)"):
-            engine.step_modern()
 
     def test_a_bad_prompt_drops_the_good_ones_before_it_too(self, get_driver):
         engine = get_driver().engine

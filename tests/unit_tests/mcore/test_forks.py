@@ -109,12 +109,6 @@ class TestOnePrefill:
         check(driver, oracle, range(3))
         assert driver.engine.core.counters.coordination_waits == 2
 
-    def test_without_snapshots(self, start):
-        driver, oracle = start(cache=CacheConfig(snapshot_slots=0))
-        add_samples(driver, range(3))
-        check(driver, oracle, range(3))
-        assert prefilled(driver) == 55
-
     def test_in_an_arena(self, start, monkeypatch):
         """Blocks that share memory with snapshots are copied alike."""
         monkeypatch.setattr(budget, "SHARES_MEMORY", True)
@@ -153,18 +147,6 @@ class TestSources:
         check(driver, oracle, range(4))
         assert prefilled(driver) == 55
 
-    def test_one_that_is_scored(self, start):
-        """EX-5: only the sample whose prompt's log-probs are asked for computes the prompt for them."""
-        driver, oracle = start()
-        for request_id in range(3):
-            params = RequestParams(
-                num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=request_id != 1
-            )
-            driver.engine.core.add(request_id, RequestInputs(tuple(PROMPT), params), group=0)
-        check(driver, oracle, range(3))
-        assert driver.records[1].computed_prefill_token_count == 55
-        assert driver.records[2].computed_prefill_token_count == 0
-
     def test_one_that_leaves_before(self, start):
         """EX-8: another sample computes the prompt then."""
         driver, oracle = start(max_tokens=20)
@@ -190,24 +172,8 @@ class TestSources:
         second = 0 if in_flight is InFlight.RECOMPUTE else 55
         assert [driver.records[i].computed_prefill_token_count for i in range(3)] == [55, second, 0]
 
-    def test_requests_of_no_group_share_blocks_only(self, start):
-        driver, oracle = start()
-        for request_id in range(2):
-            driver.add(request_id, PROMPT, skip_prompt_log_probs=True)
-        check(driver, oracle, range(2))
-        assert driver.records[1].computed_prefill_token_count == 7
-
 
 class TestRoom:
-    def test_more_samples_than_fit(self, start):
-        """Later ones resume at the last block; nothing is taken that is not there."""
-        driver, oracle = start(max_requests=3)
-        add_samples(driver, range(7))
-        check(driver, oracle, range(7))
-        skipped = [driver.records[i].skipped_prefill_token_count for i in range(7)]
-        assert skipped[:3] == [0, 55, 55]
-        assert set(skipped[3:]) <= {48, 55}
-
     def test_few_blocks(self, start):
         """Samples are preempted and paused as other requests are; blocks are neither lost nor shared too long."""
         driver, oracle = start(block_count=8)

@@ -67,18 +67,6 @@ def test_rejected_drafts_are_overwritten(made):
     assert kept.kept(1) == range(2, 4)
 
 
-def test_the_longest_unused_gives_way(made):
-    """SP-10: where more requests were begun than run at once."""
-    kept, compute, model = made
-    compute((1, 0, 1), (2, 0, 1))
-    compute((1, 1, 2))
-    compute((3, 0, 1))
-    assert [len(kept.kept(name)) for name in (1, 2, 3)] == [2, 0, 1]
-    kept.reset()
-    assert not kept.kept(1)
-    assert len(model.decoder._forward_hooks) == 1
-
-
 def test_captured_steps(made):
     """SP-12: they write through rows that are set before; padding, a failed step and a capture change nothing."""
     kept, compute, model = made

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from unittest import mock
 
 import pytest
-import torch
 
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.runner import step_output
 from megatron_ext.scheduling.explain_admission import explain_admission
 from megatron_ext.scheduling.record import Status
-from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_caching_matrix import (
     BLOCK,
@@ -36,8 +34,7 @@ from tests.unit_tests.support.driver import (
     make_prompt,
     outputs_of,
 )
-from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver
-from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.hybrid_caching import build_driver
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -101,24 +98,6 @@ def explained(driver: Driver, name: int) -> tuple[str, dict[str, int]]:
     return record.prefix_cache_explanation.reason, record.prefill_reasons
 
 
-@pytest.mark.parametrize(
-    "kind",
-    long_except(["attention_only", "hybrid"], ["attention_only", "hybrid", "gated_delta_net", "mamba1", "short_conv"]),
-)
-def test_places_where_prompts_diverge(get_oracle, kind):
-    """RL-10: around a boundary of blocks, in small chunks; the third request with a beginning has states there."""
-    scored = build_driver(get_oracle, kind, log_probs=True, max_tokens=21)
-    plain = build_driver(get_oracle, kind, max_tokens=21)
-    names = iter(range(100))
-    for common in (2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1):
-        for seed in range(3):
-            prompt, name = [*make_prompt(3 * BLOCK, seed=7)[:common], *make_prompt(25, seed=seed)], next(names)
-            skipped = serve(scored, name, prompt, cache_salt=str(common))
-            assert skipped == serve(plain, name, prompt, cache_salt=str(common), skip_prompt_log_probs=True)
-            assert_equals_oracle(scored, name, get_oracle(kind))
-        assert skipped == common // BLOCK * BLOCK
-
-
 @pytest.mark.parametrize("kind", ["attention_only", "hybrid"])
 def test_blocks_of_requests_that_did_not_ask(get_oracle, kind):
     """RL-10, EX-2: they have no log-probs: all is computed, which is explained, and kept for the next request."""
@@ -139,59 +118,6 @@ def test_blocks_of_requests_that_did_not_ask(get_oracle, kind):
     assert explained(driver, 4) == ("prompt_logprobs", {"prompt_logprobs": len(PROMPT)})
     for name in range(5):
         assert_equals_oracle(driver, name, get_oracle(kind))
-
-
-def test_a_prompt_of_whole_blocks_is_continued(get_oracle):
-    """RL-10: the token after the last block is scored from the state that the prompt's last token has left."""
-    driver = build_driver(get_oracle, log_probs=True, max_tokens=21)
-    assert serve(driver, 0, PROMPT[: 4 * BLOCK], num_tokens_to_generate=0) == 0
-    assert serve(driver, 1, PROMPT) == 4 * BLOCK
-    assert_equals_oracle(driver, 1, get_oracle("hybrid"))
-
-
-def test_blocks_that_another_request_publishes_first(get_oracle):
-    """RL-10, KV-5: equal blocks that two requests compute side by side are one block, which has no log-probs."""
-    driver = build_driver(get_oracle, log_probs=True)
-    driver.add(0, PROMPT, num_tokens_to_generate=8)
-    driver.add(1, PROMPT, **SCORED)
-    driver.step()
-    assert driver.steps[0] == ((0, 0, len(PROMPT)), (1, 0, len(PROMPT)))
-    assert driver.scheduler.cache.kept.count(DataKind.LOG_PROBS) == 0
-    driver.run()
-    assert [serve(driver, 2, PROMPT), serve(driver, 3, PROMPT)] == [0, 4 * BLOCK]
-    for name in range(4):
-        assert_equals_oracle(driver, name, get_oracle("hybrid"))
-
-
-def test_evicted_blocks(get_oracle):
-    """RL-10, KV-4: blocks that come again without log-probs are computed for them."""
-    driver = build_driver(get_oracle, log_probs=True, block_count=7)
-    assert [serve(driver, 0, PROMPT), serve(driver, 1, PROMPT)] == [0, 4 * BLOCK]
-    serve(driver, 2, make_prompt(6 * BLOCK), skip_prompt_log_probs=True)
-    serve(driver, 3, PROMPT, skip_prompt_log_probs=True)
-    assert [serve(driver, 4, PROMPT), serve(driver, 5, PROMPT)] == [0, 4 * BLOCK]
-    for name in range(6):
-        assert_equals_oracle(driver, name, get_oracle("hybrid"))
-
-
-def test_beside_a_request_that_opted_out(get_oracle):
-    """RL-10, EX-2: a prompt that is scored and not cached, in chunks that end where blocks do, in the same step."""
-    driver = build_driver(get_oracle, log_probs=True, max_tokens=53 + 64)
-    driver.add(0, make_prompt(53), **SCORED)
-    driver.add(1, PROMPT, **SCORED, enable_prefix_caching=False)
-    driver.run()
-    assert driver.steps[0] == ((0, 0, 53), (1, 0, 64))
-    assert serve(driver, 2, make_prompt(53)) == 48
-    for name in range(3):
-        assert_equals_oracle(driver, name, get_oracle("hybrid"))
-
-
-def test_alternatives_are_computed_and_leave_log_probs(get_oracle):
-    """RL-10: a request for the best tokens reads none, and leaves those of the prompt's own."""
-    driver = build_driver(get_oracle, log_probs=True)
-    assert serve(driver, 0, PROMPT, top_n_logprobs=2) == 0
-    assert serve(driver, 1, PROMPT) == 4 * BLOCK
-    assert_equals_oracle(driver, 1, get_oracle("hybrid"))
 
 
 def test_what_forgets(get_oracle):
@@ -237,36 +163,6 @@ def test_entries_from_disk_have_none(get_driver, get_oracle, tmp_path):
     for name in range(3):
         assert_equals_oracle(driver, name, get_oracle("hybrid"))
     driver.engine.close()
-
-
-@pytest.mark.parametrize("is_scored", [True, False])
-@pytest.mark.parametrize("kind", ["attention_only", "hybrid"])
-def test_leaders(get_oracle, kind, is_scored):
-    """RL-10, KV-6: a request for log-probs waits for a prefix that another such request computes, and for no other."""
-    driver = build_driver(get_oracle, kind, log_probs=True)
-    driver.add(0, PROMPT, **(SCORED | {"skip_prompt_log_probs": not is_scored}))
-    driver.add(1, PROMPT, **SCORED)
-    driver.run()
-    assert driver.scheduler.counters.coordination_waits == is_scored
-    assert driver.skipped(1) == [4 * BLOCK if is_scored else 0]
-    for name in range(2):
-        assert_equals_oracle(driver, name, get_oracle(kind))
-
-
-def test_log_probs_of_new_weights():
-    """RL-10: after an update they are those of the new weights."""
-    kind = "hybrid"
-    model = build_slow_decay(CONFIGS[kind])
-    driver = HybridDriver(model, CONFIGS[kind], log_probs=True)
-    serve(driver, 0, PROMPT)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.01)
-    driver.engine.weights_changed()
-    assert [serve(driver, 1, PROMPT), serve(driver, 2, PROMPT)] == [0, 4 * BLOCK]
-    old, computed, kept = (torch.tensor(driver.records[name].prompt_log_probs) for name in range(3))
-    torch.testing.assert_close(kept, computed, atol=1e-4, rtol=1e-4)
-    assert (kept - old).abs().max() > 1e-3
 
 
 DAMAGES = {

@@ -60,12 +60,3 @@ def test_an_allocation_that_fails_all_the_same(model, monkeypatch: pytest.Monkey
     assert "\n" not in str(caught.value)
     geometry = build(model, block_count=number_of(str(caught.value)), block_size=16, max_requests=2).geometry
     assert geometry.pool_bytes <= left < tried[0]
-
-
-def test_other_errors_are_not_changed(model, monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: object) -> None:
-        raise RuntimeError("a mistake")
-
-    monkeypatch.setattr(pools, "StatePool", fail)
-    with pytest.raises(RuntimeError, match="a mistake"):
-        build(model, block_count=5, block_size=16, max_requests=2)

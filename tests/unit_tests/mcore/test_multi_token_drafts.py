@@ -124,29 +124,6 @@ def test_a_proposal_again():
     driver.run()
 
 
-def test_memory_is_what_the_plan_says():
-    """SP-10: keys, values, states and hidden states."""
-    driver = Watched("hybrid", 2, None)
-    pools, planned = driver.drafter._context.allocated, driver.context.plan.geometry
-    tensors = [pools.kv, driver.drafter._hidden._rows]
-    tensors += [one for pool in (pools.live_states, pools.snapshots) for one in (pool.conv, pool.ssm)]
-    assert sum(one.nbytes for one in tensors) == planned.draft_layers.pool_bytes(planned.blocks)
-
-
-def test_pools_are_given_back():
-    """SP-10: a suspend frees them; texts are read again afterwards."""
-    driver = Watched("hybrid", 2, "kernel")
-    driver.add(0, make_prompt(21), num_tokens_to_generate=8)
-    driver.run()
-    driver.engine.suspend()
-    assert driver.drafter._context.pools is None
-    assert driver.drafter._hidden._rows is None
-    driver.engine.resume()
-    driver.add(1, make_prompt(21), num_tokens_to_generate=8)
-    records = driver.run()
-    assert records[1].generated_tokens == records[0].generated_tokens
-
-
 def test_a_request_that_lives_through_a_suspend_is_drafted_for_as_before():
     """SP-10: outputs of the layer from before the suspend are no part of its next drafts."""
     driver = Watched("attention_only", 2, None)

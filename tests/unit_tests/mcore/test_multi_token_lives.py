@@ -16,10 +16,9 @@ from megatron_ext.config.in_flight import InFlight
 from megatron_ext.mcore.warm_restart_setup import keep_engine
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.ops.linear import onednn
-from megatron_ext.scheduling.request_events import EventType
 from tests.unit_tests.mcore.test_random_lives import Life, tiny
 from tests.unit_tests.support.drafters import assert_same, caching
-from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
+from tests.unit_tests.support.driver import Driver, assert_logits_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.multi_token import LAYERS, MODES, Watched, build_predicting, predicting, worst_difference
 from tests.unit_tests.support.oracle import Oracle
@@ -50,21 +49,6 @@ def test_random_lives(seed, kind, count, mode):
     assert driver.scheduler.counters.drafted > 10
     assert worst_difference(driver) < 1e-4
     driver.drafter.check()
-
-
-@pytest.mark.parametrize(
-    ("kind", "mode"), [("hybrid", "kernel"), pytest.param("attention_only", None, marks=pytest.mark.long)]
-)
-def test_preemption(kind, mode):
-    """SP-11: requests that lose their blocks keep their hidden states, and go on with right drafts."""
-    driver = Watched(kind, 3, mode, block_count=3, max_requests=2, paused_buffer_size_gb=0)
-    for name in range(2):
-        driver.add(name, make_prompt(14, name), num_tokens_to_generate=14, skip_prompt_log_probs=True)
-    driver.run()
-    assert driver.count(EventType.EVICT) > 0
-    for name in range(2):
-        assert_equals_oracle(driver, name, Oracle(predicting(kind)))
-    assert worst_difference(driver) < 1e-4
 
 
 def talk(driver: Driver) -> None:

@@ -120,19 +120,6 @@ def test_two_swapped_rows_are_seen(hybrid, get_oracle, which, layer):
         assert_equals_oracle(hybrid, OTHER, get_oracle("hybrid"))
 
 
-@pytest.mark.parametrize("which", ["ssm", "conv"])
-def test_a_state_from_one_token_earlier_is_seen(hybrid, get_oracle, which):
-    def shift(driver: Driver) -> None:
-        states = getattr(driver.context.live_states, which)[:, slot(driver)]
-        before = states.clone()
-        driver.step()
-        states.copy_(before)
-
-    run(hybrid, shift)
-    assert_is_seen(hybrid, get_oracle("hybrid"), in_states=True)
-    assert_logits_differ(hybrid, get_oracle("hybrid"))
-
-
 def test_an_ignored_initial_state_is_seen(hybrid, get_oracle):
     """Continuation chunks that start from zero, as if they were the beginning."""
     stage = hybrid.context.stage
@@ -164,20 +151,6 @@ def test_a_zeroed_block_is_seen(get_driver, get_oracle, kind, moment):
     assert_is_seen(driver, get_oracle(kind), in_states=False)
     assert_logits_differ(driver, get_oracle(kind))
     assert_equals_oracle(driver, OTHER, get_oracle(kind))
-
-
-@pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
-def test_two_swapped_blocks_are_seen(get_driver, get_oracle, kind):
-    """Between two requests: within one, full blocks may stand in any order once their keys are written."""
-
-    def swap(driver: Driver) -> None:
-        one, other = (driver.engine.get_request(i) for i in (VICTIM, OTHER))
-        mine, yours = one.block_table[1], other.block_table[1]
-        one.block_table = (one.block_table[0], yours, *one.block_table[2:])
-        other.block_table = (other.block_table[0], mine, *other.block_table[2:])
-
-    driver = run(get_driver(kind, max_tokens=40), swap, after_tokens=130)
-    assert_is_seen(driver, get_oracle(kind), in_states=False)
 
 
 def test_detects_reads_of_unwritten_keys(get_driver):

@@ -83,22 +83,6 @@ def test_tiles_of_ssd_in_an_engine_equal_the_reference(is_padded):
     assert (expected[0] - expected[1]).abs().max() > 0.5 * expected.abs().max(), "two prompts are told apart"
 
 
-def test_the_reference_alone_computes_where_it_is_asked_for(get_driver):
-    """CU-3."""
-    asked, auto = (
-        get_driver("hybrid", operator_backend=name).engine.controller.chosen_operators()
-        for name in ("reference", "auto")
-    )
-    assert list(asked) == ["reference"]
-    assert sum(map(len, auto.values())) == len(asked["reference"]), "every operator, by one of its backends"
-
-
-@needs_triton
-def test_the_chosen_backends_are_named(get_driver):
-    operators = get_driver("hybrid", operator_backend="triton").engine.controller.chosen_operators()
-    assert {"causal_conv1d", "ssd", "selective_scan"} <= set(operators["triton"])
-
-
 @pytest.mark.parametrize(("device", "why"), [("cpu", "with TRITON_INTERPRET=1 in the environment only"), ("meta", "")])
 def test_triton_where_it_cannot_run_is_refused(monkeypatch, device, why):
     """CU-3: the setting is refused before anything is allocated, and the message names what would work."""

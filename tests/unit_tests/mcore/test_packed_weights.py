@@ -19,13 +19,13 @@ from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.mcore.core_factory import ContextResources
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.packed_weights import PackedWeights, pack_weights, unpack_weights
-from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples, mark_weights_changed, saved_tensors
+from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples, saved_tensors
 from megatron_ext.models.load import load_model
-from megatron_ext.models.megatron.dist_checkpoint import load_dist_weights, save_dist_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update.disk import NewWeights
 from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.ops.cpp import can_be_built
-from megatron_ext.ops.linear import INT8, LINEAR, Packable, cpp, onednn
+from megatron_ext.ops.linear import INT8, Packable, cpp, onednn
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver
@@ -107,18 +107,6 @@ class TestEngine:
         assert all(counts.values()), "each packed weight has computed"
         assert_packed(model)
 
-    def test_padded_steps_leave_experts_as_they_are(self):
-        """`dense_moe` reads their parameters."""
-        config = CONFIGS["experts"]
-        model = build_slow_decay(config)
-        batching = BatchingConfig(operator_backend=ALL, cuda_graph_impl="local")
-        pack_weights(model, batching)
-        packed = {name: one.packed is not None for name, one in model.named_modules() if isinstance(one, Packable)}
-        assert {name for name, is_packed in packed.items() if not is_packed} == {
-            name for name in packed if ".experts." in name
-        }
-        assert any(".experts." in name for name in packed)
-
     @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
     def test_small_weights_are_not_packed_unless_asked_for(self, backend):
         """The table's weights are larger; golden values of small models do not change."""
@@ -146,11 +134,6 @@ class TestEngine:
         assert all(layer.packed is None for layer in layers(model))
         assert "linear" in driver.engine.controller.chosen_operators()["reference"]
 
-    def test_the_table_at_start_up_names_the_backend(self):
-        """CU-3."""
-        driver = Driver(build_slow_decay(TIED), TIED, operator_backend=ALL, packs_weights=True)
-        assert driver.engine.controller.chosen_operators()["onednn"] == ("linear",)
-
     def test_a_cache_of_other_products_has_other_roots(self):
         """Blocks of engines whose weights are packed otherwise have different hashes."""
         plans = []
@@ -159,16 +142,6 @@ class TestEngine:
             driver = Driver(model, CONFIGS["hybrid"], operator_backend=ALL, packs_weights=packs)
             plans.append(driver.context.plan.fingerprint)
         assert plans[0] != plans[1]
-
-    def test_a_second_engine_of_the_reference_unpacks(self):
-        """Two engines around one model, one after the other, as comparisons build them."""
-        model = build_slow_decay(CONFIGS["hybrid"])
-        before = contents(model)
-        pack_weights(model, BatchingConfig(operator_backend=ALL))
-        assert_packed(model)
-        pack_weights(model, BatchingConfig(operator_backend="reference"))
-        assert all(layer.packed is None for layer in layers(model))
-        assert_same(saved_tensors(model), before)
 
 
 @pytest.mark.skipif(not can_be_built(), reason="there is no C++ compiler")
@@ -204,24 +177,6 @@ class TestSixteenBits:
         assert (found - exact).abs().mean() < 1.5 * error.mean()
         assert (found - exact).abs().max() < 2 * error.max()
 
-    @pytest.mark.parametrize("dtype", cpp.DTYPES)
-    def test_weights_stay_in_16_bits(self, dtype):
-        model = build_slow_decay(CONFIGS["hybrid"]).to(dtype)
-        expected = contents(build_slow_decay(CONFIGS["hybrid"]).to(dtype))
-        packed, identity = pack_weights(model, BatchingConfig())
-        assert packed.backend == "cpp"
-        assert f"cpp AVX2 {dtype}" in identity
-        assert_packed(model)
-        assert {layer.packed._panels.dtype for layer in layers(model)} == {dtype}
-        assert_same(contents(model), expected)
-
-    def test_identities_name_every_type(self):
-        """A model of two types depends on both choices."""
-        model = build_slow_decay(CONFIGS["hybrid"]).to(torch.bfloat16)
-        model.output_layer.to(torch.float16)
-        _, identity = pack_weights(model, BatchingConfig())
-        assert all(str(dtype) in identity for dtype in cpp.DTYPES)
-
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
@@ -248,13 +203,6 @@ class TestSaving:
             found = contents(load_model(source, {}, device=torch.device("cpu")).model)
         assert_same(found, expected)
         assert_packed(model)
-
-    def test_names_and_shapes_need_no_unpacking(self):
-        """Any thread may ask for them while the engine runs."""
-        model, _ = packed_model()
-        shapes = writer_of(model).shapes()
-        assert_packed(model)
-        assert shapes == {name: tuple(one.shape) for name, one in contents(model).items()}
 
 
 def by_update(model: nn.Module, new: dict[str, Tensor]) -> None:
@@ -319,24 +267,6 @@ class TestUpdates:
         assert_equals_oracle(driver, 1, Oracle(new))
         assert_same(contents(model), values)
 
-    def test_a_refused_update_changes_nothing(self):
-        model, packed = packed_model()
-        before = contents(build_slow_decay(CONFIGS["hybrid"]))
-        with pytest.raises(ConfigError):
-            writer_of(model).write({"no such tensor": torch.zeros(1)})
-        packed.refresh()
-        assert_packed(model)
-        assert_same(contents(model), before)
-
-    def test_loaders_fill_a_packed_model(self, tmp_path):
-        new = build_slow_decay(CONFIGS["hybrid"], seed=6)
-        save_dist_checkpoint(tmp_path / "new", new, CONFIGS["hybrid"])
-        model, packed = packed_model()
-        load_dist_weights(model, tmp_path / "new")
-        packed.refresh()
-        assert_packed(model)
-        assert_same(contents(model), contents(new))
-
     def test_a_tied_embedding_is_packed_again_alone(self):
         """An edit of the shared parameter, whose values stay in place, packs nothing else."""
         model, packed = packed_model(TIED)
@@ -387,13 +317,6 @@ class TestQuantized:
         assert 0 < error.mean() < 0.15
         assert error.max() < 0.8
 
-    def test_a_cache_of_quantized_weights_has_other_roots(self):
-        plans = {
-            self.driver(build_slow_decay(CONFIGS["hybrid"]), CONFIGS["hybrid"], one).context.plan.fingerprint
-            for one in ("none", "int8")
-        }
-        assert len(plans) == 2
-
     @pytest.mark.parametrize(
         ("config", "write"),
         [(CONFIGS["hybrid"], by_update), (TIED, by_disk), (CONFIGS["hybrid"], by_shards), (TIED, by_state_dict)],
@@ -438,21 +361,10 @@ class TestQuantized:
                 save()
         assert list(tmp_path.iterdir()) == []
 
-    def test_an_engine_of_exact_weights_needs_the_model_again(self):
-        model = build_slow_decay(CONFIGS["hybrid"])
-        pack_weights(model, self.INT8)
-        with pytest.raises(ConfigError, match="quantized"):
-            pack_weights(model, BatchingConfig())
-
     def test_a_callers_model_is_refused(self):
         model = build_slow_decay(CONFIGS["hybrid"])
         with pytest.raises(ConfigError, match=r"--cpu-weight-quantization int8.*owner"):
             Driver(model, CONFIGS["hybrid"], cpu_weight_quantization="int8")
-
-    def test_without_our_kernels_it_is_refused(self, monkeypatch):
-        monkeypatch.setattr(packed_weights.backend_selection.cpp, "are_used", lambda: False)
-        with pytest.raises(ConfigError, match="--cpu-weight-quantization int8: the C"):
-            pack_weights(build_slow_decay(CONFIGS["hybrid"]), self.INT8)
 
     def test_ranks_of_different_cpus_are_refused(self):
         with pytest.raises(ConfigError, match=r"CPUs differ.*OTHER"):
@@ -491,20 +403,6 @@ class TestKeptOriginals:
         packed.refresh()
         assert all(layer.packed is not None for layer in layers(model))
 
-    @pytest.mark.parametrize("is_counted", [True, False])
-    def test_edits_are_packed_again(self, is_counted):
-        """A write that torch does not count needs `mark_weights_changed`, as always."""
-        model, packed = packed_model(attached=True)
-        layer = next(iter(layers(model)))
-        with torch.no_grad():
-            (layer.weight if is_counted else layer.weight.data).mul_(2)
-        if not is_counted:
-            packed.refresh()
-            assert not torch.equal(layer.packed.dense(), layer.weight)
-            mark_weights_changed(model)
-        packed.refresh()
-        assert torch.equal(layer.packed.dense(), layer.weight)
-
 
 class TestMemory:
     def test_packed_models_have_no_second_copy(self):
@@ -541,12 +439,3 @@ class TestRanks:
         assert (packed.backend, identity) == ("reference", "")
         assert all(layer.packed is None for layer in layers(model))
         assert "OTHER" in caplog.text
-
-    def test_a_rank_without_such_weights_has_the_others_identity(self):
-        """Hashes of blocks are equal on all ranks, whichever layers they hold."""
-        first = build_slow_decay(CONFIGS["hybrid"])
-        _, expected = pack_weights(first, BatchingConfig(operator_backend=ALL), self.context(""))
-        small = build_slow_decay(CONFIGS["hybrid"])
-        packed, identity = pack_weights(small, BatchingConfig(), self.context(expected))
-        assert identity == expected != ""
-        assert packed.backend == LINEAR.names[-1]

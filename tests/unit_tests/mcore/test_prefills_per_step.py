@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import CacheConfig, batching
-from megatron_ext.config.batching import ENOUGH_PREFILL_TOKENS
 from tests.unit_tests.support.driver import assert_equals_oracle, assert_states_equal_oracle, make_prompt
 
 PREFIX = make_prompt(64, seed=9)
@@ -38,13 +37,6 @@ def test_results_do_not_depend_on_it(play, get_oracle, limit):
     most = max(sum(start < prompts[request] for request, start, _ in step) for step in held.steps)
     assert most <= (limit or 3)
     assert max(sum(start < prompts[request] for request, start, _ in step) for step in free.steps) > most
-
-
-def test_the_default_is_by_device(play):
-    limits = play(max_prefills_per_step=None).scheduler.limits
-    assert (limits.max_prefills, limits.enough_prefill_tokens) == (0, ENOUGH_PREFILL_TOKENS["cpu"])
-    limits = play(max_prefills_per_step=3).scheduler.limits
-    assert (limits.max_prefills, limits.enough_prefill_tokens) == (3, None)
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.5])

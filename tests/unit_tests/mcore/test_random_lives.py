@@ -261,35 +261,3 @@ def test_a_paused_request_keeps_the_state_that_it_goes_on_from(get_driver, get_o
     assert all([one.position for one in states] == [16] for states in kept)
     for name in range(2):
         assert_equals_oracle(driver, name, oracle)
-
-
-def test_a_reset_forgets_the_requests_in_flight(get_driver, get_oracle):
-    driver = get_driver(max_tokens=40, max_requests=3)
-    futures = [driver.add(request_id, make_prompt(length)) for request_id, length in enumerate((5, 129, 64, 3))]
-    for _ in range(2):
-        driver.step()
-    driver.engine.reset()
-    driver.watch_scheduler()
-    driver.engine.check()
-    assert all(future.cancelled() for future in futures)
-    assert not driver.engine.has_unfinished_requests()
-    assert driver.free_blocks == driver.scheduler.blocks.total
-    assert (driver.engine.lifetime_prefill_token_count, driver.engine.step_count) == (0, 0)
-    driver.seen.clear()
-    for request_id, length in enumerate((129, 5)):
-        driver.add(request_id, make_prompt(length))
-    driver.run()
-    for request_id in range(2):
-        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
-
-
-def test_two_engines_share_a_model(get_driver, get_oracle):
-    """A model knows nothing of the engines around it."""
-    drivers = [get_driver(max_tokens=40), get_driver(block_size=64, max_tokens=70)]
-    for seed, driver in enumerate(drivers):
-        driver.add(0, make_prompt(100, seed))
-    while any(driver.engine.has_unfinished_requests() for driver in drivers):
-        for driver in drivers:
-            driver.step()
-    for driver in drivers:
-        assert_equals_oracle(driver, 0, get_oracle("hybrid"))

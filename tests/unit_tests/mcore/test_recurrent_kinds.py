@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 import pytest
-import torch
 
-from megatron_ext.errors import ConfigError
-from megatron_ext.models.build import resolve_spec
-from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
-from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_states_equal_oracle, make_prompt
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, assert_snapshots_equal_oracle, build_driver
-from tests.unit_tests.support.models import GATED_DELTA_NET, build_slow_decay
-from tests.unit_tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -84,21 +77,6 @@ def test_at_every_length(get_oracle, kind):
             assert_equals_oracle(driver, request_id, get_oracle(kind))
 
 
-@pytest.mark.parametrize("budget", long_except([17], [17, 64]))
-def test_states_do_not_depend_on_where_prefill_was_cut(get_oracle, budget):
-    """HY-9, HY-7, FX-2, FX-4: chunks shorter than the convolution window among them."""
-    oracle = get_oracle("gated_delta_net")
-    driver = build_driver(get_oracle, "gated_delta_net", max_tokens=budget, max_requests=8)
-    prompts = [make_prompt(length, seed=length) for length in (1, 2, 33, 66, 129)]
-    for number, prompt in enumerate(prompts):
-        driver.add(number, prompt, num_tokens_to_generate=3)
-    driver.run()
-    for number, prompt in enumerate(prompts):
-        assert_states_equal_oracle(driver, number, oracle)
-        boundary = (len(prompt) - 1) // BLOCK * BLOCK
-        assert assert_snapshots_equal_oracle(driver, prompt, oracle)[-1:] == ([boundary] if boundary else [])
-
-
 @pytest.mark.parametrize("block", long_except([48], [48, 80]))
 def test_snapshots_inside_one_prefill(get_oracle, block):
     """HY-4, HY-12: snapshots are right for every block size; the kernel chunk does not depend on it."""
@@ -110,29 +88,6 @@ def test_snapshots_inside_one_prefill(get_oracle, block):
         assert_equals_oracle(driver, number, get_oracle("gated_delta_net"))
     snapshots = assert_snapshots_equal_oracle(driver, prompt, get_oracle("gated_delta_net"))
     assert snapshots == [2 * block, 3 * block]
-
-
-STACKS = {
-    "no attention": {"hybrid_override_pattern": "M-M-"},
-    "two in a row": {"hybrid_override_pattern": "MM*"},
-    "gated attention": {"attention_output_gate": True, "qk_layernorm": True, "apply_layernorm_1p": True}
-    | {"position_embedding_type": "rope", "rotary_percent": 0.5},
-    "gated shared experts": {"hybrid_override_pattern": "ME*E", "num_experts": 6, "moe_ffn_hidden_size": 20}
-    | {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True, "swiglu": True},
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fields", STACKS.values(), ids=STACKS)
-def test_other_stacks(fields):
-    """LA-2: stacks without attention use blocks as bookkeeping only; others have attention and experts (Qwen3-Next)."""
-    config = dataclasses.replace(GATED_DELTA_NET, **fields)
-    oracle = Oracle(build_slow_decay(config))
-    driver = HybridDriver(oracle.model, config, max_tokens=40)
-    prompt = make_prompt(3 * BLOCK + 5)
-    assert [driver.sight(number, prompt) for number in range(2)] == [0, 48]
-    for number in range(2):
-        assert_equals_oracle(driver, number, oracle)
 
 
 class TestPools:
@@ -157,13 +112,6 @@ class TestPools:
         assert (len(short.context.pools.kv[0]), short.context.snapshots.ssm.numel()) == (1, 0)
         layers, channels, kept = 3, 48, 4
         assert short.engine.geometry.state_bytes == layers * channels * kept * 4
-
-    def test_of_a_gated_delta_net(self, get_driver):
-        """Convolution state [80, 2] and recurrent matrix [4, 8, 12] of two layers, in fp32."""
-        geometry = get_driver("gated_delta_net").engine.geometry
-        assert geometry.state_bytes == 2 * 4 * (80 * 2 + 4 * 8 * 12)
-        narrow = get_driver("gated_delta_net", conv_states_dtype="bf16").engine.geometry
-        assert narrow.state_bytes == 2 * (2 * 80 * 2 + 4 * 4 * 8 * 12)
 
 
 class TestNegativeControls:
@@ -200,20 +148,6 @@ class TestNegativeControls:
             driver.sight(0, PROMPT)
         self.assert_is_seen(driver, get_oracle("mamba1"))
 
-    def test_a_state_of_a_token_before(self, get_oracle, monkeypatch):
-        """The convolution keeps the inputs before the last one."""
-        scan = PLAIN_CONV1D.reference_scan
-
-        def shifted(*args: object, **kwargs: object) -> object:
-            scanned = scan(*args, **kwargs)
-            return scanned._replace(chunk_states=scanned.chunk_states.roll(1, dims=2))
-
-        driver = build_driver(get_oracle, "short_conv")
-        with monkeypatch.context() as patch, PLAIN_CONV1D.backends.forced("reference"):
-            patch.setattr(PLAIN_CONV1D, "reference_scan", shifted)
-            driver.sight(0, PROMPT)
-        self.assert_is_seen(driver, get_oracle("short_conv"))
-
     @staticmethod
     def assert_is_seen(driver: HybridDriver, oracle) -> None:
         assert_equals_oracle(driver, 0, oracle)
@@ -222,29 +156,6 @@ class TestNegativeControls:
             assert_equals_oracle(driver, 1, oracle)
         difference = driver.seen[1].logits[len(PROMPT)][0] - oracle.logits(PROMPT)[-1]
         assert not difference.abs().max() < 1e-3
-
-
-def test_a_spec_of_another_kind_is_refused():
-    """A model has one kind of recurrent layers: the pattern's M, whichever way it is named."""
-    own = "megatron_ext.mcore.layer_specs"
-    named = dataclasses.replace(GATED_DELTA_NET, spec=(own, "gated_delta_net_stack_spec"))
-    assert resolve_spec(named) == resolve_spec(GATED_DELTA_NET)
-    for kind, name in (("mamba2", "gated_delta_net_stack_spec"), ("gated_delta_net", "hybrid_stack_spec")):
-        config = dataclasses.replace(GATED_DELTA_NET, recurrent_layer=kind, spec=(own, name))
-        with pytest.raises(ConfigError, match=f"--spec {own} {name} .*--recurrent-layer is {kind}; give"):
-            resolve_spec(config)
-
-
-def test_training_has_gradients_everywhere():
-    """A served model trains: a forward with labels gives every parameter a finite gradient that is not zero."""
-    model = build_slow_decay(GATED_DELTA_NET).train()
-    tokens = torch.tensor([make_prompt(70), make_prompt(70, seed=1)])
-    loss = model(tokens, torch.arange(70).expand(2, -1), None, labels=tokens.roll(-1, 1)).mean()
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.abs().max() > 0, name
 
 
 def test_the_oracle_has_a_long_memory(get_oracle):

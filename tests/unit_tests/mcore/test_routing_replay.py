@@ -128,20 +128,6 @@ def test_rejected_drafts_leave_no_rows(gpt: nn.Module) -> None:
         assert_recorded(record, gpt, GPT)
 
 
-def test_output_cut_by_a_stop_word(gpt: nn.Module) -> None:
-    driver = caching(gpt)
-    driver.add(0, PROMPT)
-    text = driver.run()[0].generated_text
-    driver.add(1, PROMPT, stop_words=[text[2]])
-    assert_recorded(driver.run()[1], gpt, GPT)
-
-
-def test_nothing_is_recorded_by_default(gpt: nn.Module) -> None:
-    driver = CachingDriver(gpt, GPT)
-    driver.add(0, PROMPT)
-    assert driver.run()[0].routing_indices is None
-
-
 def test_models_without_experts_are_refused() -> None:
     model = build_model(dataclasses.replace(ATTENTION_ONLY), device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="--moe-enable-routing-replay records the experts of tokens, and this model"):

@@ -15,15 +15,6 @@ def convert(params: SamplingParams | RequestParams | None, prompt: int = 10, lon
     return to_request_params(params, prompt, longest)
 
 
-def test_nothing_is_greedy():
-    assert convert(None) == RequestParams()
-
-
-def test_ours_passes_through():
-    params = RequestParams(temperature=0.5)
-    assert convert(params) is params
-
-
 def test_defaults_are_megatrons():
     """Megatron samples at temperature 1 unless told otherwise; 30 tokens, on newer versions as many as fit."""
     count = 30 if VERSION < (0, 17) else 64 - 10
@@ -83,17 +74,7 @@ def test_what_is_not_honoured_is_refused_by_name(given):
         convert(with_attributes(**given))
 
 
-def test_they_survive_serialisation():
-    params = SamplingParams()
-    params.add_attributes({"seed": 7})
-    assert convert(SamplingParams.deserialize(params.serialize())).seed == 7
-
-
 class TestLength:
-    def test_a_total_counts_the_prompt(self):
-        params = SamplingParams(num_tokens_to_generate=None, num_tokens_total=25)
-        assert convert(params, prompt=10).num_tokens_to_generate == 15
-
     def test_a_total_leaves_at_least_one(self):
         params = SamplingParams(num_tokens_to_generate=None, num_tokens_total=25)
         assert convert(params, prompt=24).num_tokens_to_generate == 1
@@ -104,27 +85,7 @@ class TestLength:
         with pytest.raises(ConfigError, match="num_tokens_total 25 and num_tokens_to_generate 30"):
             convert(SamplingParams(num_tokens_total=25, num_tokens_to_generate=30))
 
-    def test_no_length_fills_the_longest_sequence(self):
-        assert convert(SamplingParams(num_tokens_to_generate=None), 10, 64).num_tokens_to_generate == 54
-
     @pytest.mark.parametrize("prompt", [63, 64, 100])
     def test_a_prompt_that_leaves_no_room_is_left_to_the_engine(self, prompt: int):
         """Such a prompt fails alone, like any that is too long; the parameters are valid."""
         assert convert(SamplingParams(num_tokens_to_generate=None), prompt, 64).num_tokens_to_generate == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"temperature": -1.0}, "temperature -1.0"),
-        ({"top_p": 2.0}, "top_p 2.0"),
-        ({"top_k": -1}, "top_k -1"),
-        ({"num_tokens_to_generate": -1}, "num_tokens_to_generate -1"),
-        ({"top_n_logprobs": 3}, "return_log_probs"),
-        ({"stop_words": [""]}, "stop word is empty"),
-        ({"stop_words": "END"}, "one text"),
-    ],
-)
-def test_refuses_impossible_params(changes: dict, named: str):
-    with pytest.raises(ConfigError, match=named):
-        convert(SamplingParams(**changes))

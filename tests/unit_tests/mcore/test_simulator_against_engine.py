@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from benchmarks.simulation.truth import SESSIONS, Memory, compare, small_turns
-from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, RequestParams, SourceConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, RequestParams
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.models.load import load_model
 from megatron_ext.simulation.replay import Replay
 from megatron_ext.simulation.trace import Turn
 from megatron_ext.text.tokenizer import NullTokenizer
@@ -98,21 +96,3 @@ def test_request_by_request(get_oracle, policy: str, slots: int):
     assert sum(skipped) > 1000
     other, _ = in_simulator(lives, limits, "ref_zero", slots)
     assert other != skipped, "it would not have seen another policy"
-
-
-RECORDED = [Memory(400, 12), Memory(gib=0.008)]  # too little for the sessions
-SOAKED = [Memory(2_000, 300), Memory(gib=0.1)]
-
-
-@pytest.mark.parametrize("memory", long_except([], [*RECORDED, *SOAKED], RECORDED), ids=str)
-def test_recorded_sessions_request_by_request(memory: Memory):
-    """SI-3: two sessions of coding agents at the same time, one with sub-agents; the embedded model."""
-    turns, _ = small_turns(SESSIONS, ["trace_0584", "trace_0274"])
-    assert len(turns) == 80
-    assert 2048 < max(turn.prompt_length for turn in turns) <= 4096
-    assert any(turn.beside is not None for turn in turns)
-    simulated, computed = compare(turns, load_model(SourceConfig(), {}), "lru", memory)
-    assert simulated.skipped == computed.skipped
-    assert simulated.statistics.prefix_cache() == computed.statistics.prefix_cache()
-    assert (computed.statistics.use.blocks_evicted > 0) is (memory in RECORDED)
-    assert 0.2 < computed.skipped_share < 1.0

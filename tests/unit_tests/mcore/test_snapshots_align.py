@@ -9,7 +9,6 @@ import pytest
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.context import InferenceContext
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
@@ -34,21 +33,6 @@ def chunks(driver: HybridDriver, request_id: int) -> list[tuple[int, int]]:
     return [chunk for chunk in driver.seen[request_id].chunks if chunk[1] <= length]
 
 
-@pytest.mark.parametrize(("kind", "budget"), [("hybrid", BLOCK), ("attention_free", 2 * BLOCK + 3)])
-def test_equals_recompute_at_every_length(get_oracle, kind, budget):
-    """LA-1, HY-3: second and third sighting of N*b + {-1, 0, 1, 2, 3} tokens; the skip is the rule's."""
-    driver = build_driver(get_oracle, kind, max_tokens=budget, mode="align", max_requests=8)
-    for offset in (-1, 0, 1, 2, 3):
-        prompt = make_prompt(3 * BLOCK + offset, seed=offset)
-        boundary = (len(prompt) - 1) // BLOCK * BLOCK
-        first = 10 * (offset + 1)
-        assert driver.sight(first, prompt) == 0
-        assert driver.sight(first + 1, prompt) == boundary
-        assert driver.sight(first + 2, [*prompt, *make_prompt(9, seed=7)]) == len(prompt) // BLOCK * BLOCK
-        for request_id in range(first, first + 3):
-            assert_equals_oracle(driver, request_id, get_oracle(kind))
-
-
 def test_where_chunks_end(get_oracle, oracle):
     """LA-1: chunks end on the block grid; the last is cut so that the longest aligned prefix has its snapshot."""
     driver = build_driver(get_oracle, max_tokens=2 * BLOCK + 5, mode="align", max_requests=1)
@@ -56,34 +40,6 @@ def test_where_chunks_end(get_oracle, oracle):
     driver.sight(0, prompt)
     assert chunks(driver, 0) == [(0, 32), (32, 64), (64, 80), (80, 87)]
     assert assert_snapshots_equal_oracle(driver, prompt, oracle) == [32, 64, 80]
-
-
-def test_the_mixer_keeps_nothing_itself(get_oracle, oracle, monkeypatch):
-    """LA-1: no kernel knows of it; the states inside a prefill are never asked for."""
-    monkeypatch.setattr(InferenceContext, "mamba_snapshots", None)
-    driver = build_driver(get_oracle, mode="align")
-    prompt = make_prompt(40)
-    driver.sight(0, prompt)
-    assert driver.sight(1, prompt) == 32
-    assert_equals_oracle(driver, 1, oracle)
-    kernel = build_driver(get_oracle)
-    with pytest.raises(TypeError):
-        kernel.sight(0, prompt)
-
-
-@pytest.mark.parametrize("budget", [2 * BLOCK, 400])
-def test_a_leader_stops_for_its_followers(get_oracle, oracle, budget):
-    """KV-6: the leader stops in the step in which the follower is admitted, or in a later one."""
-    driver = build_driver(get_oracle, mode="align", max_tokens=budget)
-    shared = make_prompt(3 * BLOCK + 4)
-    for number in range(3):
-        driver.add(number, [*shared, *make_prompt(40, seed=number + 1)], num_tokens_to_generate=3)
-    driver.run()
-    assert driver.skipped(0, 1, 2) == [0, 48, 48]
-    assert (48 in [end for _, end in chunks(driver, 0)]) is True
-    assert driver.scheduler.counters.coordination_waits == 2
-    for number in range(3):
-        assert_equals_oracle(driver, number, oracle)
 
 
 @pytest.mark.parametrize("budget", long_except([BLOCK + 3], [BLOCK, BLOCK + 3]))
@@ -107,14 +63,6 @@ def test_prefills_beside_decodes(get_oracle, oracle, budget):
         assert_equals_oracle(driver, request_id, oracle)
 
 
-def test_prefills_that_opted_out_are_not_cut(get_oracle, oracle):
-    """KV-9, M1-4: nothing of it is kept, so it costs what it did before."""
-    driver = build_driver(get_oracle, mode="align")
-    driver.sight(0, make_prompt(87), enable_prefix_caching=False)
-    assert chunks(driver, 0) == [(0, 87)]
-    assert_equals_oracle(driver, 0, oracle)
-
-
 @pytest.mark.parametrize("kind", long_except(["hybrid", "mamba1"], ["hybrid", "gated_delta_net", "mamba1"]))
 class TestBothModes:
     """LA-5: equal states where both keep some, and each serves what the other stored."""
@@ -132,27 +80,6 @@ class TestBothModes:
             for kind in ("conv", "ssm"):
                 pools = [getattr(driver.context.snapshots, kind) for driver in (kernel, align)]
                 assert_states_close(pools[0][:, slots[0]], pools[1][:, slots[1]], f"{name}, {kind}")
-
-    def test_states_beside_decodes_are_equal(self, get_oracle, kind):
-        """States are equal if one engine computes a prompt at once and the other in pieces of blocks."""
-        drivers = [build_driver(get_oracle, kind)]
-        drivers.append(build_driver(get_oracle, kind, mode="align", max_tokens=BLOCK, max_requests=4))
-        prompt = make_prompt(3 * BLOCK)
-        for driver in drivers:
-            for number in range(3):
-                driver.add(number, make_prompt(3, seed=number + 1), num_tokens_to_generate=30)
-            driver.step()
-            driver.add(9, prompt, num_tokens_to_generate=4)
-            driver.run()
-        assert any(end % BLOCK for _, end in chunks(drivers[1], 9))
-        assert drivers[0].snapshots_of(prompt) == [32, 48]
-        assert drivers[1].snapshots_of(prompt) == [16, 32, 48]
-        for position in (32, 48):
-            slots = [driver.slot_of(prompt[:position]) for driver in drivers]
-            for part in ("conv", "ssm"):
-                pools = [getattr(driver.context.snapshots, part) for driver in drivers]
-                name = f"snapshot after {position} tokens, {part}"
-                assert_states_close(pools[0][:, slots[0]], pools[1][:, slots[1]], name)
 
     @pytest.mark.parametrize("first", ["kernel", "align"])
     def test_each_serves_the_other(self, get_oracle, kind, first):

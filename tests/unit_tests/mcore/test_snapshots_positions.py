@@ -1,15 +1,15 @@
-"""HY-4: positions and contents of the snapshots that prefill leaves, wherever it is split."""
+"""HY-4, EX-1: positions and contents of the snapshots that prefill and decode leave, wherever a prompt is split."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.unit_tests.support.caching import BLOCK
-from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle, build_driver
 
-WRITES = 4  # of a token: K and V of two attention layers
 SYSTEM = make_prompt(2 * BLOCK + 7)
+LONG, LONG_SYSTEM = [*SYSTEM, *make_prompt(60, seed=1)], make_prompt(9 * BLOCK + 7)
 
 
 @pytest.fixture
@@ -17,158 +17,113 @@ def oracle(get_oracle):
     return get_oracle("hybrid")
 
 
-# Budgets that cut a prompt a token before the boundary 48, at it and after it; and of a shorter one slices of
-# 1, 2 and 3 tokens, which are less than the convolution window.
-CUTS = [(48, budget, 1) for budget in (47, 16, 49)] + [(48, 47, 8)]
-CUTS += [(16, 1, 1), (16, 3, 1), (16, 2, 8)]
+def twice_and_longer(length: int) -> list[list[int]]:
+    """A prompt, the same again, and one that continues it."""
+    prompt = make_prompt(length)
+    return [prompt, prompt, [*prompt, *make_prompt(9, seed=1)]]
 
 
-@pytest.mark.parametrize(("boundary", "budget", "token_rounder"), CUTS)
-def test_wherever_the_prompt_is_cut(get_oracle, oracle, boundary, budget, token_rounder):
-    """FX-2, FX-4, HY-8, HY-9, HY-10: the last boundary's snapshot is taken in whichever chunk it lies in."""
+def parting(beginning: list[int], *lengths: int) -> list[list[int]]:
+    """Prompts that begin alike and end otherwise."""
+    return [[*beginning, *make_prompt(length, seed=seed)] for seed, length in enumerate(lengths)]
+
+
+# Prompts served one after the other, the tokens that each skips, and where snapshots are at the end, by prompt.
+CUT = twice_and_longer(3 * BLOCK + 5), [0, 48, 48], {0: [48]}
+SHORT = twice_and_longer(BLOCK + 5), [0, 16, 16], {0: [16]}
+ALIGNED = twice_and_longer(3 * BLOCK), [0, 32, 48], {0: [32, 48]}
+TURN = [SYSTEM, *[[*SYSTEM, *make_prompt(40, seed=1)]] * 2], [0, 32, 64], {1: [32, 64]}
+THIRD = parting(SYSTEM, 30, 30, 30), [0, 0, 32], {0: [32, 64], 1: [32, 64]}
+# SI-1: the third resumes where no states were requested.
+WITHIN = [SYSTEM, LONG, [*LONG[:85], *make_prompt(20, seed=2)], [*LONG[:83], 5]], [0, 32, 64, 80], {2: [32, 64, 80, 96]}
+SECOND = parting(LONG_SYSTEM, 40, 41, 42), [0, 8 * BLOCK, 9 * BLOCK], {}
+
+
+@pytest.mark.parametrize(
+    ("series", "budget", "token_rounder"),
+    [
+        *((CUT, budget, rounder) for budget, rounder in ((47, 1), (16, 1), (49, 1), (47, 8))),  # around its boundary
+        *((SHORT, budget, rounder) for budget, rounder in ((1, 1), (3, 1), (2, 8))),  # shorter than the convolution
+        *((TURN, budget, 1) for budget in (10, 17, 400)),
+        *((ALIGNED, budget, 1) for budget in (31, 400)),
+        *((THIRD, budget, 1) for budget in (19, 400)),
+        (WITHIN, 400, 1),
+        *((SECOND, budget, 1) for budget in (400, 64, 37)),
+    ],
+)
+def test_wherever_prompts_are_cut(get_oracle, oracle, series, budget, token_rounder):
+    """FX-2, FX-4, HY-8, HY-9, HY-10: states by a token-by-token recurrence, logits by a plain recompute."""
+    prompts, skipped, left = series
     driver = build_driver(get_oracle, max_tokens=budget, max_requests=1, token_rounder=token_rounder)
-    prompt = make_prompt(boundary + 5)
-    driver.sight(0, prompt, num_tokens_to_generate=1)
-    assert driver.seen[0].chunks[:2] == [(0, budget), (budget, min(2 * budget, boundary + 5))]
-    assert assert_snapshots_equal_oracle(driver, prompt, oracle) == [boundary]
-    assert driver.sight(1, prompt) == boundary
-    assert driver.sight(2, [*prompt, *make_prompt(9, seed=1)]) == boundary
+    assert [driver.sight(i, prompt) for i, prompt in enumerate(prompts)] == skipped
+    for request_id, prompt in enumerate(prompts):
+        found = assert_snapshots_equal_oracle(driver, prompt, oracle)
+        assert found == left.get(request_id, found)
+        assert_equals_oracle(driver, request_id, oracle)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_warm_prompt_longer_than_a_step(get_oracle, oracle, chunked):
+    """FX-3: the step's budget counts computed tokens only."""
+    driver = build_driver(get_oracle, max_tokens=60, max_requests=4, enable_chunked_prefill=chunked)
+    prompt = make_prompt(50)
+    driver.sight(0, prompt, num_tokens_to_generate=40 if chunked else 5)
+    turn = [*prompt, *driver.records[0].generated_tokens, *make_prompt(5, seed=1)]
+    driver.add(1, turn)
+    driver.add(2, make_prompt(40, seed=3))
+    driver.step()
+    start = 80 if chunked else 48
+    assert driver.steps[-1] == ((1, start, len(turn)), (2, 0, 40))
+    driver.run()
     for request_id in range(3):
         assert_equals_oracle(driver, request_id, oracle)
 
 
-@pytest.mark.parametrize("budget", [10, 17, 400])
-def test_cuts_of_a_prompt_that_resumed(get_oracle, oracle, budget):
-    """FX-2: chunks count from the resume point; a turn of several chunks leaves its snapshot in the last but one."""
-    driver = build_driver(get_oracle, max_tokens=budget, max_requests=1)
-    driver.sight(0, SYSTEM)
-    turn = [*SYSTEM, *make_prompt(40, seed=1)]
-    assert driver.sight(1, turn) == 32
-    assert driver.seen[1].chunks[0] == (32, min(32 + budget, 79))
-    assert driver.steps[2][0] != (1, 32, 79) or budget == 400
-    assert assert_snapshots_equal_oracle(driver, turn, oracle) == [32, 64]
-    assert driver.sight(2, turn) == 64
-    for request_id in (1, 2):
+def known(driver: Driver, request_id: int) -> list[int]:
+    """All tokens of an ended request."""
+    record = driver.records[request_id]
+    return [*record.prompt_tokens, *record.generated_tokens]
+
+
+@pytest.mark.parametrize("budget", [19, 400])
+def test_the_next_turns_of_a_chat(get_oracle, oracle, budget):
+    """EX-1, FX-2: each turn computes its own tokens and the tail of the answer before it, not more."""
+    driver = build_driver(get_oracle, max_tokens=budget)
+    tokens, skipped = make_prompt(20), []
+    for turn in range(3):
+        skipped.append(driver.sight(turn, tokens, num_tokens_to_generate=20))
+        tokens = [*known(driver, turn), *make_prompt(10, seed=turn)]
+    assert skipped == [0, 32, 64]
+    assert assert_snapshots_equal_oracle(driver, tokens, oracle)[-1] == 96
+    for turn in range(3):
+        assert_equals_oracle(driver, turn, oracle)
+
+
+def test_only_the_last_one_of_a_decode_is_kept(get_oracle, oracle):
+    """A new snapshot replaces the unused one before it, but not one of prefill and not one that was used."""
+    driver = build_driver(get_oracle)
+    driver.add(0, make_prompt(20), num_tokens_to_generate=60)
+    request = driver.engine.get_request(0)
+    kept = []
+    while not request.is_ended:
+        driver.step()
+        if request.computed_end % BLOCK == 0 and not request.is_ended:
+            kept.append(assert_snapshots_equal_oracle(driver, request.tokens, oracle))
+            if request.computed_end == 48:
+                driver.add(1, request.tokens[:49])
+    driver.run()
+    assert kept == [[16, 32], [16, 48], [16, 48, 64]]
+    assert (driver.states.replaced, driver.states.evicted) == (1, 0), "slots are plenty: none was wanted for"
+    assert driver.skipped(1) == [48]
+    for request_id in (0, 1):
         assert_equals_oracle(driver, request_id, oracle)
 
 
-class TestAlignedEnds:
-    """The end of a prompt that is a boundary has a snapshot too, for what continues it; the prompt cannot use it."""
-
-    @pytest.mark.parametrize("budget", [31, 400])
-    def test_both_are_taken(self, get_oracle, oracle, budget):
-        driver = build_driver(get_oracle, max_tokens=budget, max_requests=1)
-        prompt = make_prompt(3 * BLOCK)
-        driver.sight(0, prompt)
-        assert assert_snapshots_equal_oracle(driver, prompt, oracle) == [32, 48]
-        assert driver.sight(1, prompt) == 32
-        assert driver.sight(2, [*prompt, 5]) == 48
-        assert driver.records[1].prefill_reasons == {"no_snapshot": 15, "last_token": 1}
-        for request_id in (1, 2):
-            assert_equals_oracle(driver, request_id, oracle)
-
-    def test_of_one_block(self, get_oracle, oracle):
-        """There is no boundary below its end but 0."""
-        driver = build_driver(get_oracle)
-        prompt = make_prompt(BLOCK)
-        driver.sight(0, prompt)
-        assert assert_snapshots_equal_oracle(driver, prompt, oracle) == [16]
-        assert driver.sight(1, prompt) == 0
-        assert driver.sight(2, [*prompt, 5]) == 16
-        for request_id in (1, 2):
-            assert_equals_oracle(driver, request_id, oracle)
-
-
-class TestDivergence:
-    """The third prompt that begins alike resumes where the first two part."""
-
-    @pytest.mark.parametrize("budget", [19, 400])
-    def test_the_third_sighting_hits(self, get_oracle, oracle, budget):
-        driver = build_driver(get_oracle, max_tokens=budget)
-        prompts = [[*SYSTEM, *make_prompt(30, seed=seed)] for seed in range(3)]
-        assert [driver.sight(i, prompt) for i, prompt in enumerate(prompts)] == [0, 0, 32]
-        assert [driver.records[i].matched_block_count for i in range(3)] == [0, 2, 2]
-        for prompt in prompts[:2]:
-            assert assert_snapshots_equal_oracle(driver, prompt, oracle) == [32, 64]
-        assert driver.records[1].prefill_reasons == {"no_snapshot": 32, "not_cached": 32, "partial_block": 5}
-        assert driver.writes.dropped == WRITES * 32
-        for request_id in range(3):
-            assert_equals_oracle(driver, request_id, oracle)
-
-    def test_within_a_prompt_that_resumed(self, get_oracle, oracle):
-        """Matched beyond the resume point: what is shared is computed, not written, and gets its snapshot."""
-        driver = build_driver(get_oracle)
-        long = [*SYSTEM, *make_prompt(60, seed=1)]
-        driver.sight(0, SYSTEM)
-        driver.sight(1, long)
-        other = [*long[:85], *make_prompt(20, seed=2)]
-        dropped = driver.writes.dropped
-        assert driver.sight(2, other) == 64  # SI-1: no states were requested there
-        assert driver.records[2].matched_block_count == 5
-        assert driver.writes.dropped - dropped == WRITES * (80 - 64)
-        assert assert_snapshots_equal_oracle(driver, other, oracle) == [32, 64, 80, 96]
-        assert driver.sight(3, [*long[:83], 5]) == 80
-        for request_id in range(4):
-            assert_equals_oracle(driver, request_id, oracle)
-
-    def test_of_a_prefix_that_still_runs(self, get_oracle, oracle):
-        """Shared by two that run at once; both owners' KV and states are their own."""
-        driver = build_driver(get_oracle)
-        driver.add(0, [*SYSTEM, *make_prompt(30, seed=0)], num_tokens_to_generate=20)
-        driver.step()
-        driver.step()
-        driver.add(1, [*SYSTEM, *make_prompt(30, seed=1)], num_tokens_to_generate=20)
-        driver.step()
-        driver.add(2, [*SYSTEM, *make_prompt(30, seed=2)], num_tokens_to_generate=20)
-        driver.run()
-        assert driver.skipped(0, 1, 2) == [0, 0, 32]
-        for request_id in range(3):
-            assert_equals_oracle(driver, request_id, oracle)
-
-
-class TestWholePrefixAtOnce:
-    """FX-3: the step's budget counts computed tokens only."""
-
-    @pytest.mark.parametrize("chunked", [True, False])
-    def test_a_warm_prompt_longer_than_a_step(self, get_oracle, oracle, chunked):
-        driver = build_driver(get_oracle, max_tokens=60, max_requests=4, enable_chunked_prefill=chunked)
-        prompt = make_prompt(50)
-        driver.sight(0, prompt, num_tokens_to_generate=40 if chunked else 5)
-        turn = [*prompt, *driver.records[0].generated_tokens, *make_prompt(5, seed=1)]
-        driver.add(1, turn)
-        driver.add(2, make_prompt(40, seed=3))
-        driver.step()
-        start = 80 if chunked else 48
-        assert driver.steps[-1] == ((1, start, len(turn)), (2, 0, 40))
-        driver.run()
-        for request_id in range(3):
-            assert_equals_oracle(driver, request_id, oracle)
-
-    def test_without_chunks_it_waits_for_a_step_with_room(self, get_oracle, oracle):
-        """The prompt's 35 tokens do not fit beside 40 others; it skips as much in the next step."""
-        driver = build_driver(get_oracle, max_tokens=60, max_requests=4, enable_chunked_prefill=False)
-        prompt = make_prompt(20)
-        driver.sight(0, prompt)
-        driver.add(1, make_prompt(40, seed=1))
-        driver.add(2, [*prompt, *make_prompt(31, seed=2)])
-        driver.step()
-        assert driver.steps[-1] == ((1, 0, 40),)
-        driver.step()
-        assert driver.steps[-1] == ((1, 40, 41), (2, 16, 51))
-        driver.run()
-        for request_id in range(3):
-            assert_equals_oracle(driver, request_id, oracle)
-
-
-def test_requests_that_opt_out_leave_no_snapshots(get_oracle, oracle):
-    """KV-9: opted out neither reads nor writes; section 9 A 10: no slot is spent on blocks without a block hash."""
-    driver = build_driver(get_oracle, slots=1)
-    prompt = make_prompt(40)
-    assert driver.sight(0, prompt, enable_prefix_caching=False, num_tokens_to_generate=20) == 0
-    assert (driver.states.taken, driver.states.skipped, driver.states.used_count) == (0, 0, 0)
-    driver.sight(1, prompt)
-    assert driver.snapshots_of(prompt) == [32]
-    assert driver.sight(2, prompt, enable_prefix_caching=False) == 0
-    assert driver.sight(3, prompt) == 32
-    for request_id in range(4):
+def test_a_checkpoint(get_oracle, oracle):
+    """SI-1: a declared position has its snapshot when the prompt is computed."""
+    driver = build_driver(get_oracle)
+    first, second = parting(LONG_SYSTEM, 40, 41)
+    driver.sight(0, first, cache_checkpoint=(len(LONG_SYSTEM),))
+    assert driver.sight(1, second) == 9 * BLOCK
+    for request_id in range(2):
         assert_equals_oracle(driver, request_id, oracle)

@@ -186,7 +186,3 @@ class TestTheScan:
         tree = ast.parse(self.SOURCE)
         assert {name for _, name in private_attributes(tree)} == {"_set", "_method", "_theirs", "_by_name"}
         assert {name for name in defined_attributes(tree) if is_private(name)} == {"_field", "_method", "_set"}
-
-    def test_private_imports(self):
-        imports = list(private_imports(ast.parse(self.SOURCE)))
-        assert imports == [("megatron.core.somewhere", "_helper"), ("megatron._hidden", "")]

@@ -108,23 +108,6 @@ def test_logits_shaped_position_by_position(get_driver, free):
     check(pair_of(get_driver, "kernel"), metadata)
 
 
-def test_neighbours(get_driver):
-    """Requests with drafts beside prefills in chunks and others without; each as if alone."""
-    pair, drafter = pair_of(get_driver, "kernel"), Knowing(right_for_a_while)
-    metadata = {i: {"temperature": float(i % 2), "seed": i, "num_tokens_to_generate": 12 + i} for i in range(7)}
-    for name, row_metadata in metadata.items():
-        pair.plain.add(name, make_prompt(10 + 17 * name % 60, name), **row_metadata)
-        pair.plain.run()
-    drafter.truth = {name: tokens for name, tokens in pair.truth().items() if name != 3}
-    driver = pair.speculating(drafter, 5, max_tokens=24, max_requests=5)
-    for name, row_metadata in metadata.items():
-        driver.add(name, make_prompt(10 + 17 * name % 60, name), **row_metadata)
-        driver.step()
-    driver.run()
-    assert_same(driver, pair.plain)
-    assert driver.scheduler.counters.accepted > 20
-
-
 def test_beside_steps_in_fixed_places(get_oracle):
     """CU-4: steps with drafts, and those after rejected drafts, are eager; others are not."""
 

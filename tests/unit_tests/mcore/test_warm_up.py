@@ -15,7 +15,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, Reques
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import assemble, platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.warm_up import PHASE, PROFILE, WarmUpPart, profile, run_tasks, warm_up
+from megatron_ext.mcore.warm_up import PHASE, PROFILE, WarmUpPart, run_tasks, warm_up
 from megatron_ext.memory import budget, state_pool
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
@@ -162,14 +162,6 @@ class TestRandomRequests:
             left = [launches for one, launches in by_class.items() if not is_dropped(one)]
             assert not served <= set().union(*left), f"warm-up without {name}"
 
-    @pytest.mark.long
-    def test_prefills_of_one_token_launch_variants_of_their_own(self, build):
-        """CU-20: in fp32."""
-        built = build(config_of("hybrid", "M*-"))
-        by_class, served = built.warmed_by_class(), built.served()
-        assert served <= set().union(*by_class.values())
-        assert not served <= set().union(*(found for one, found in by_class.items() if one and one.tokens != 1))
-
     @pytest.mark.parametrize(
         ("kind", "pattern"),
         [
@@ -203,20 +195,6 @@ class TestRandomRequests:
         assert not served <= Built(built.engine, built.parts[:1]).warmed()
         assert built.engine.core.counters.drafted > 0
 
-    @pytest.mark.long
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the dummy requests begin with states of any contents
-    def test_when_kernels_compute(self, build):
-        """CU-20: under the interpreter; the warm-up leaves nothing behind that changes a token."""
-        config, tokens = config_of("hybrid", "M"), []
-        for is_warm in (True, False):
-            built = build(config, computes=True, max_requests=2)
-            warmed = built.warmed() if is_warm else None
-            served = built.served(4)
-            assert warmed is None or served <= warmed
-            tokens.append(built.tokens)
-        assert tokens[0] == tokens[1]
-        assert len(tokens[0]) == 4
-
 
 class TestLimits:
     def test_snapshot_slots_hold_nothing_afterwards(self, build):
@@ -233,14 +211,6 @@ class TestFullSteps:
         built = build(config_of("hybrid", "M*-"), max_requests=12, max_tokens=40, max_sequence_length=16)
         for step in steps.full_steps(built.engine.context.plan, built.engine.context.staging_rules):
             built.parts[0].run(step)
-
-    def test_there_is_none_on_a_cpu(self, build, caplog):
-        caplog.set_level(logging.INFO)
-        part, phase = build(config_of("hybrid", "M*-")).parts[0], mock.MagicMock()
-        caplog.clear()
-        with watch() as launches:
-            profile(part, phase)
-        assert (launches, phase.called, caplog.records) == ([], False, [])
 
 
 class TestStart:

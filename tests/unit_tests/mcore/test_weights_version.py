@@ -7,7 +7,7 @@ import torch
 from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config.in_flight import InFlight
-from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.record import RequestRecord
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import Driver, make_prompt
@@ -109,17 +109,6 @@ def test_continued(kind: str):
     assert max(update.differences(0, by_new=False)[:count]) < 1e-4
     assert max(update.differences(0, by_new=True)[count:]) > 1e-3
     assert max(update.differences(2, by_new=True)) < 1e-4, "nothing of the old version is in the cache"
-
-
-def test_aborted():
-    """RL-3: what has ended keeps its tokens and log-probs; what had not begun has none."""
-    update = Update("hybrid", InFlight.ABORT)
-    assert {record.status for record in update.records.values()} == {Status.ABORTED}
-    decoding, prefilling, _ = (update.records[i] for i in range(3))
-    assert decoding.weights_version == ((0, update.generated),)
-    assert len(decoding.generated_log_probs) == len(decoding.generated_tokens) == update.generated
-    assert max(update.differences(0, by_new=False)) < 1e-4
-    assert (prefilling.generated_tokens, prefilling.weights_version) == ((), ((0, 0),))
 
 
 def test_noticed_changes_count_too():

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron_ext.mcore.layers import dense_moe
 from megatron_ext.mcore.layers.dense_moe import fixed_shapes, has_fixed_shapes, problem_of, stacked
-from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.unit_tests.mcore.layers.test_moe import (
     LAYER_CONTROLS,
     LAYERS,
     LEAST_MARGIN,
-    MOE_HYBRID,
-    _moe_layers,
-    build_moe,
     make_hidden,
     make_layer,
     run_layer,
 )
-from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.moe import reference_moe, routing_margin
-from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.programs import ProgramRecorder, differences
-from tests.unit_tests.support.saved_models import load_dist_checkpoint
 
 WAYS = {"all": 0, "picked": 1e-9, "by shapes": dense_moe._PICKED_BELOW}
 
@@ -138,14 +129,3 @@ def test_names_unsupported_experts() -> None:
         setattr(experts.config, name, value)
         assert words in problem_of(experts)
         setattr(experts.config, name, before)
-
-
-def test_such_weights_can_be_saved(tmp_path: Path) -> None:
-    """Checkpoints hold each expert's by itself, as before."""
-    model, tokens = build_moe(), make_prompt(20)
-    expected = Oracle(model).logits(tokens)
-    for layer in _moe_layers(model):
-        run_fixed(layer.mlp, make_hidden(MOE_HYBRID, 3, 1))
-    save_dist_checkpoint(tmp_path / "saved", model, MOE_HYBRID)
-    loaded, _ = load_dist_checkpoint(tmp_path / "saved")
-    assert torch.equal(Oracle(loaded).logits(tokens), expected)

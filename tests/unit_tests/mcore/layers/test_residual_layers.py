@@ -12,6 +12,7 @@ from megatron.core.models.mamba import MambaModel
 from megatron.core.tensor_parallel import layers as upstream_linear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.mcore.layers import norms, stack
@@ -170,3 +171,10 @@ def test_a_layer_with_hooks_is_called():
         found = forward(model)
     assert seen == [layer.layer_number for layer in model.decoder.layers]
     assert torch.equal(found, expected)
+
+
+def test_hooks_before_and_after_a_forward_are_found():
+    module, before, after = nn.Linear(2, 2), lambda *_: None, lambda *_: None
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+    assert own_layers.forward_hooks(module) == [before, after]

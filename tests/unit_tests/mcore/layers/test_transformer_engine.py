@@ -19,7 +19,6 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.dist_checkpoint import load_dist_weights, save_dist_checkpoint
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.support.models import GATED_DELTA_NET, HYBRID
-from tests.unit_tests.support.saved_models import load_dist_checkpoint
 
 CPU = torch.device("cpu")
 KINDS = {"mamba2": HYBRID, "gated_delta_net": GATED_DELTA_NET}
@@ -91,13 +90,6 @@ class TestParts:
         assert torch.equal(logits(source), logits(target))
 
 
-def test_our_own_checkpoints_have_no_scales(installed, tmp_path: Path):
-    model = built(HYBRID, "transformer_engine")
-    save_dist_checkpoint(tmp_path / "saved", model, HYBRID)
-    loaded, _ = load_dist_checkpoint(tmp_path / "saved")
-    assert torch.equal(logits(loaded), logits(model))
-
-
 def test_a_part_that_is_not_replaced_is_missed(installed, monkeypatch: pytest.MonkeyPatch):
     """The control: with a part less, local classes are left."""
     fewer = {ours: theirs for ours, theirs in PARTS.items() if ours is not RowLinear}
@@ -111,9 +103,3 @@ def test_where_it_cannot_be_used_that_is_said(caplog: pytest.LogCaptureFixture, 
         model = built(HYBRID, "transformer_engine")
     assert "Transformer Engine cannot be used here" in caplog.text
     assert ColumnLinear in classes(model)
-
-
-def test_detects_whether_it_is_installed():
-    """There are no parts without Transformer Engine, or without a CUDA device."""
-    if not torch.cuda.is_available():
-        assert transformer_engine.installed_parts() is None
