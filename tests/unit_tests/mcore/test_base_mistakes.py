@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_ext.config import BatchingConfig, CacheConfig
-from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_events import EventType
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
-from tests.unit_tests.support.models import EXPERTS, HYBRID
+from tests.unit_tests.support.models import EXPERTS
 from tests.unit_tests.support.oracle import Oracle
-from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -68,20 +65,6 @@ class TestSuspend:
             assert_equals_oracle(driver, request_id, get_oracle(kind))
         assert driver.records[0].recomputed_token_count == driver.seen[0].chunks[1][1]
         assert driver.events(0) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "ADD_CONTEXT", "FINISH"]
-
-
-def test_a_suspended_engine_can_be_reset(get_driver, get_oracle):
-    """The pools are there again, and nothing of the old requests."""
-    driver = get_driver()
-    future = driver.add(0, make_prompt(3))
-    driver.engine.suspend()
-    driver.engine.reset()
-    driver.watch_scheduler()
-    assert future.cancelled()
-    assert not driver.engine.has_unfinished_requests()
-    driver.add(0, make_prompt(4))
-    driver.run()
-    assert_equals_oracle(driver, 0, get_oracle("hybrid"))
 
 
 EVICTED_PROMPT = make_prompt(20)
@@ -158,21 +141,6 @@ class TestSmallPools:
             else:
                 assert record.status is Status.FAILED
                 assert f"the KV pool has {blocks}, for {16 * blocks} tokens" in record.error
-
-    def test_the_budget_pays_for_one_live_state_a_request_and_blocks_of_keys_and_values(self, get_oracle):
-        batching = BatchingConfig(buffer_size_gb=0.01, block_size=16, max_requests=5)
-        model = get_oracle("hybrid").model
-        dtype, split = next(model.parameters()).dtype, CacheConfig(snapshot_slots=4)
-        engine = build_engine(model, HYBRID, PieceTokenizer(97), batching, split, dtype=dtype)
-        geometry, context = engine.geometry, engine.context
-        # Two layers of each kind: 2 key heads of 12; 48 + 2 * 2 * 16 channels, window 4; 4 heads of 12 x 16.
-        assert geometry.block_bytes == 2 * 2 * 16 * 2 * 12 * 4
-        assert geometry.state_bytes == 2 * 4 * (112 * 3 + 4 * 12 * 16)
-        assert geometry.live_states == 5
-        assert geometry.blocks == (int(0.01 * 1024**3) - 5 * geometry.state_bytes) // geometry.block_bytes - 1
-        assert context.memory_buffer.nbytes == (geometry.blocks + 1) * geometry.block_bytes
-        live = context.live_states
-        assert live.conv.nbytes + live.ssm.nbytes == 5 * geometry.state_bytes
 
 
 class TestAttentionFree:

@@ -81,19 +81,6 @@ class TestSampling:
         for request_id in range(3):  # the greedy ones
             assert_equals_oracle(alone, request_id, get_oracle(kind))
 
-    def test_tokens_come_from_the_nucleus_and_the_seed_decides_which(self, get_driver, get_oracle):
-        driver = get_driver()
-        prompt = make_prompt(12)
-        for seed in range(16):
-            driver.add(seed, prompt, temperature=1.5, top_k=6, top_p=0.9, seed=seed, num_tokens_to_generate=6)
-        driver.run()
-        texts = {record.generated_tokens for record in driver.records.values()}
-        assert len(texts) > 8
-        for record in driver.records.values():
-            logits = get_oracle("hybrid").logits([*prompt, *record.generated_tokens])[len(prompt) - 1 :]
-            for token, row in zip(record.generated_tokens, logits, strict=False):
-                assert token in nucleus(row, temperature=1.5, top_k=6, top_p=0.9)
-
     def test_a_failing_forward_does_not_spend_random_numbers(self, get_driver, monkeypatch):
         """An error in the model, after the draw or in scoring spends no random number: samples are unchanged."""
         params = {"temperature": 1.0, "seed": 8, "num_tokens_to_generate": 6}
@@ -113,15 +100,3 @@ class TestSampling:
 
 def fail(*_: object, **__: object) -> None:
     raise ArithmeticError("planted")
-
-
-def nucleus(logits, *, temperature: float, top_k: int, top_p: float) -> set[int]:
-    """The tokens that top_k and then top_p leave, in plain Python; with a little room for rounding at its edge."""
-    ordered = sorted(enumerate((logits.double() / temperature).tolist()), key=lambda pair: -pair[1])[:top_k]
-    weights = (logits.new_tensor([value for _, value in ordered]).double()).softmax(0).tolist()
-    kept, mass = set(), 0.0
-    for (token, _), weight in zip(ordered, weights, strict=True):
-        if mass < top_p + 1e-5:
-            kept.add(token)
-        mass += weight
-    return kept

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.mcore.weight_changes import mark_weights_changed
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
+from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver
 from tests.unit_tests.support.models import ATTENTION_ONLY, build_slow_decay
@@ -27,48 +27,6 @@ FORGET: dict[str, Callable[[CachingDriver], None]] = {
     "weights_changed": lambda driver: driver.engine.core.weights_changed(InFlight.CONTINUE),
     "a_loader": lambda driver: mark_weights_changed(driver.engine.controller.inference_wrapped_model.model),
 }
-
-
-@pytest.fixture(params=["reset_prefix_cache", "weights_changed"])
-def forget(request) -> Callable[[CachingDriver], None]:
-    return FORGET[request.param]
-
-
-class TestForgetting:
-    """The weights stay as they are here, so that every request equals the oracle."""
-
-    def test_while_requests_decode_and_prefill(self, get_caching_driver, oracle, forget):
-        """Running requests go on, unharmed and unshared; the first request after the reset publishes again."""
-        driver = get_caching_driver(max_tokens=40)
-        driver.add(0, PROMPT, num_tokens_to_generate=40)
-        for _ in range(3):
-            driver.step()
-        driver.add(1, [*PROMPT, *make_prompt(61, seed=1)])
-        driver.step()
-        assert driver.engine.get_request(1).computed_end == 96 + 39
-        forget(driver)
-        driver.step()
-        assert driver.scheduler.cache.use().blocks_cached == 0
-        for request_id in (2, 3):
-            driver.add(request_id, [*PROMPT, *make_prompt(61, seed=1)])
-        driver.run()
-        assert driver.skipped(0, 1, 2, 3) == [0, 96, 0, 160]
-        for request_id in range(4):
-            assert_equals_oracle(driver, request_id, oracle)
-
-    def test_a_request_that_starts_again_publishes_again(self, get_caching_driver, oracle, forget):
-        """A request of the batch at the reset shares its KV again after a failed step: all of it is computed anew."""
-        driver = get_caching_driver(max_tokens=40)
-        driver.add(0, PROMPT)
-        driver.step()
-        forget(driver)
-        with failing_forward(), pytest.raises(Broken):
-            driver.step()
-        driver.add(1, PROMPT)
-        driver.run()
-        assert driver.skipped(0, 1) == [0, 96]
-        for request_id in range(2):
-            assert_equals_oracle(driver, request_id, oracle)
 
 
 # The same with recurrent layers, whose snapshots go too

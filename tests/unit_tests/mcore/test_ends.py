@@ -47,7 +47,7 @@ def generate(model, *, ends: tuple[int, ...] = (), **params):
 
 
 def test_any_of_several_ends(model, free):
-    """The first end token ends the text and is not part of it; ignored, end tokens are ordinary tokens."""
+    """FX-5: the first end token ends the text and is not part of it; ignored, end tokens are ordinary tokens."""
     other = next(token for token in range(97) if token not in free)
     record, outcome = generate(model, ends=(other, free[5], free[3]))
     first = free.index(free[3])

@@ -94,21 +94,6 @@ class TestOnePrefill:
         check(driver, oracle, range(6))
         assert prefilled(driver) == 55 + 40
 
-    def test_the_wait_has_a_reason(self, start, monkeypatch):
-        """KV-6: samples that wait for the end of a prefill name it, and are counted once each."""
-        driver, oracle = start(cache=CacheConfig(snapshot_slots=0), max_tokens=20)
-        add_samples(driver, range(3))
-        schedule, plans = driver.scheduler.schedule, []
-        monkeypatch.setattr(driver.scheduler, "schedule", lambda: plans.append(schedule()) or plans[-1])
-        for _ in range(2):
-            driver.engine.core.compute()
-            assert [(one.request.request_id, one.resource, one.wait_for) for one in plans[-1].deferrals] == [
-                (1, "prompt", 0),
-                (2, "prompt", 0),
-            ]
-        check(driver, oracle, range(3))
-        assert driver.engine.core.counters.coordination_waits == 2
-
     def test_in_an_arena(self, start, monkeypatch):
         """Blocks that share memory with snapshots are copied alike."""
         monkeypatch.setattr(budget, "SHARES_MEMORY", True)

@@ -25,7 +25,7 @@ from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update.disk import NewWeights
 from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.ops.cpp import can_be_built
-from megatron_ext.ops.linear import INT8, Packable, cpp, onednn
+from megatron_ext.ops.linear import INT8, Packable, onednn
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver
@@ -142,40 +142,6 @@ class TestEngine:
             driver = Driver(model, CONFIGS["hybrid"], operator_backend=ALL, packs_weights=packs)
             plans.append(driver.context.plan.fingerprint)
         assert plans[0] != plans[1]
-
-
-@pytest.mark.skipif(not can_be_built(), reason="there is no C++ compiler")
-class TestSixteenBits:
-    """Models of 16 bits whose products our kernels compute, with the weights as they are."""
-
-    @pytest.fixture(autouse=True)
-    def table(self, monkeypatch):
-        """A table that packs every weight of 16 bits."""
-        rows = tuple(onednn.table.Row("AVX2", dtype, 1, 1, "cpp", "-") for dtype in cpp.DTYPES)
-        monkeypatch.setattr(onednn.table, "TABLE", rows)
-        monkeypatch.setattr(onednn.table, "instruction_sets", lambda dtype: ("AVX2",))
-
-    @staticmethod
-    def log_probs(dtype: torch.dtype, backend: str) -> tuple[Tensor, set[str]]:
-        """Log-probs of a prompt, and the types of packed weights that computed them."""
-        model = build_slow_decay(CONFIGS["hybrid"]).to(dtype)
-        driver = CachingDriver(model, CONFIGS["hybrid"], operator_backend=backend, packs_weights=True, dtype=dtype)
-        driver.add(0, PROMPT, num_tokens_to_generate=2, return_log_probs=True, skip_prompt_log_probs=False)
-        driver.run()
-        kinds = {type(layer.packed).__name__ for layer in layers(model)}
-        return torch.tensor(driver.records[0].prompt_log_probs), kinds
-
-    @pytest.mark.parametrize("dtype", cpp.DTYPES)
-    def test_errors_are_those_of_the_type(self, dtype):
-        """Against fp32, our kernels are as exact as the reference, whose products are rounded likewise."""
-        exact, _ = self.log_probs(torch.float32, "reference")
-        plain, none = self.log_probs(dtype, "reference")
-        found, kinds = self.log_probs(dtype, "auto")
-        assert (none, kinds) == ({"NoneType"}, {"PanelWeight"})
-        error = (plain - exact).abs()
-        assert error.mean() > 0, "the control: 16 bits are not fp32"
-        assert (found - exact).abs().mean() < 1.5 * error.mean()
-        assert (found - exact).abs().max() < 2 * error.max()
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

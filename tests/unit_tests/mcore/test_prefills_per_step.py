@@ -1,4 +1,4 @@
-"""SC-3, SC-4, SC-5: what decides which prompts prefill in a step changes waiting times, but no output."""
+"""SC-4, SC-5: what decides which prompts prefill in a step changes waiting times, but no output."""
 
 from __future__ import annotations
 
@@ -9,34 +9,6 @@ from tests.unit_tests.support.driver import assert_equals_oracle, assert_states_
 
 PREFIX = make_prompt(64, seed=9)
 PROMPTS = [[*PREFIX, *make_prompt(length, seed=length)] for length in (40, 9, 70, 25)] + [make_prompt(100), PREFIX]
-
-
-@pytest.fixture(scope="module")
-def play(get_driver):
-    def played(**batching: object):
-        cache = CacheConfig(snapshot_slots=20)
-        driver = get_driver(cache=cache, block_size=32, max_tokens=400, **batching)
-        for request_id, prompt in enumerate(PROMPTS):
-            driver.add(request_id, prompt, num_tokens_to_generate=6)
-        driver.run()
-        return driver
-
-    return played
-
-
-@pytest.mark.parametrize("limit", [None, 1, 2])
-def test_results_do_not_depend_on_it(play, get_oracle, limit):
-    """Logits, tokens and states beside a plain recompute; as many tokens are skipped as without a limit."""
-    free, held = play(max_prefills_per_step=0), play(max_prefills_per_step=limit)
-    for request_id in range(len(PROMPTS)):
-        assert_equals_oracle(held, request_id, get_oracle("hybrid"))
-        one, other = held.records[request_id], free.records[request_id]
-        assert one.generated_tokens == other.generated_tokens
-        assert one.skipped_prefill_token_count >= other.skipped_prefill_token_count
-    prompts = [len(prompt) for prompt in PROMPTS]
-    most = max(sum(start < prompts[request] for request, start, _ in step) for step in held.steps)
-    assert most <= (limit or 3)
-    assert max(sum(start < prompts[request] for request, start, _ in step) for step in free.steps) > most
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.5])

@@ -139,7 +139,7 @@ def test_without_a_cache(get_driver, get_oracle, seed):
 
 @pytest.mark.parametrize("seed", seeds([2, 3], 6))
 def test_with_a_cache_of_blocks(get_oracle, monkeypatch, seed):
-    """KV-2 to KV-6, KV-13, EX-1 to EX-5, EX-8, RL-10."""
+    """KV-2 to KV-6, KV-13, EX-1 to EX-5, EX-8, RL-10; SC-3: many prefills in a step, and few."""
     source = random.Random(f"shared blocks {seed}")
     policy = ["lru", "ref_zero"][seed % 2]
     at_once = [2, 4, 6] if policy == "lru" else [4, 6]  # with ref_zero only requests that overlap in time share

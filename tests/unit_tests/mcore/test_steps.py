@@ -45,30 +45,6 @@ def test_all_prefill_of_a_step_is_one_varlen_call_per_layer(get_driver, get_orac
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
 
-def test_decode_reads_states_in_place_where_their_rows_follow_each_other(get_driver, get_oracle):
-    """Adjacent rows are read as a view; after a row between them has left, as a copy; the lowest slot is reused."""
-    driver = get_driver()
-    driver.context.recorded_steps = None  # those read rows at the places that a buffer names
-    seen: list[list[int] | str] = []
-    stage = driver.context.stage
-
-    def stage_watched(chunks: object) -> None:
-        stage(chunks)
-        slots = driver.context.step.recurrent.decode_slots
-        seen.append(slots.tolist() if isinstance(slots, torch.Tensor) else f"{slots.start}:{slots.stop}")
-
-    driver.context.stage = stage_watched
-    for request_id, count in enumerate((9, 3, 9, 9)):
-        driver.add(request_id, make_prompt(20, seed=request_id), num_tokens_to_generate=count)
-    for _ in range(5):
-        driver.step()
-    driver.add(4, make_prompt(7), num_tokens_to_generate=9)
-    driver.run()
-    assert seen[:7] == [[], "0:4", "0:4", [0, 2, 3], [0, 2, 3], [0, 2, 3], "0:4"]
-    for request_id in range(5):
-        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
-
-
 class TestPadding:
     """HY-10: padding never reaches a state; outputs are equal across padding sizes."""
 
