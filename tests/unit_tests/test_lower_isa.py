@@ -24,28 +24,6 @@ MKL_VERBOSE SGEMM(N,N,8,8,8,0x7ffd,0x55dc,8) 50.49ms CNR:COMPATIBLE Dyn:1 FastMM
 LIBRARIES = ("torch", "our operators", "numpy", "OpenBLAS", "oneDNN", "MKL")
 
 
-def test_an_unknown_instruction_set_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        lower_isa.main(["avx9", "true"])
-    assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert "avx9" in said
-    assert all(isa in said for isa in lower_isa.SETTINGS)
-
-
-def test_other_cpus_are_refused() -> None:
-    """Torch would compute with instructions that the CPU does not have."""
-    assert lower_isa.why_not("avx2", "x86_64", {"sse4_1", "avx2", "fma", "avx512f"}) is None
-    assert "aarch64" in str(lower_isa.why_not("avx2", "aarch64", set()))
-    assert "no avx2" in str(lower_isa.why_not("avx2", "x86_64", {"sse4_1", "fma"}))
-
-
-def test_each_version_of_numpy_has_its_names() -> None:
-    newer = lower_isa.NEWER_FEATURES["avx2"]
-    assert all(map(newer.match, ("X86_V4", "AVX512_ICL", "AVX512F", "AVX512_SKX", "AVX512_SPR")))
-    assert not any(map(newer.match, ("X86_V2", "X86_V3", "AVX2", "FMA3", "F16C", "AVX")))
-
-
 def test_the_report_has_a_line_for_each_library() -> None:
     assert lower_isa.summarize(VERBOSE) == ["torch: AVX2", "oneDNN: Intel AVX2", "MKL: oneMKL 2024.0 CNR:COMPATIBLE"]
     assert lower_isa.summarize("uses torch: AVX2\n")[1:] == [

@@ -68,17 +68,6 @@ def test_a_broken_download(index: Index, capsys: pytest.CaptureFixture[str]):
     assert fetched() == ["first-1.0", "second-1.0"]
 
 
-def test_an_interrupted_fetch_leaves_no_folder(index: Index, monkeypatch: pytest.MonkeyPatch):
-    def interrupted(path: Path, folder: Path) -> None:
-        folder.mkdir()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(oracles, "unpack", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        oracles.main()
-    assert fetched() == []
-
-
 def test_wheels_of_megatron_core_are_fetched_once(index: Index, monkeypatch: pytest.MonkeyPatch):
     """The folder goes on the path of a process, so it has the package at its top."""
     monkeypatch.setattr(bases, "WHEELS", {"1.0": "c" * 64})

@@ -7,7 +7,6 @@ import functools
 import os
 import shutil
 import signal
-import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -254,17 +253,6 @@ class TestWithout:
         ForeignFiles(monkeypatch).add(path)
         self.assert_the_reference_computes(monkeypatch)
         assert f"slower, because {path}: the file belongs to another user" in capsys.readouterr().err
-
-    def test_the_folder_is_made_for_the_user_alone(self, cache, fake):
-        fake()
-        before = os.umask(0)
-        try:
-            path = library_file(lambda line: None)
-        finally:
-            os.umask(before)
-        for made in (cache, path.parent, path):
-            assert stat.S_IMODE(made.stat().st_mode) == 0o700
-        assert library_file(pytest.fail) == path
 
     @staticmethod
     def assert_the_reference_computes(monkeypatch) -> None:

@@ -47,18 +47,6 @@ def test_replay_repeats_on_new_values():
     assert len({one.data_ptr() for one in earlier}) == len(earlier), "results are the caller's"
 
 
-def test_tensors_from_outside_are_written_in_place():
-    state, x = torch.zeros(3), torch.ones(3)
-
-    def run() -> Tensor:
-        state.view(3).add_(x)
-        return state * 2
-
-    _, made, _ = record(run)
-    assert torch.equal(made.replay(), torch.full((3,), 4.0))
-    assert torch.equal(state, torch.full((3,), 2.0))
-
-
 READS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x.sum().item(),
     "tolist": lambda x: x.tolist(),
@@ -80,13 +68,6 @@ def test_what_reads_values_is_refused(name):
 
     found, made, problem = record(run)
     assert torch.equal(found, x + 1)
-    assert made is None
-    assert problem
-
-
-def test_a_result_from_outside_is_refused():
-    x = torch.randn(4)
-    _, made, problem = record(lambda: x)
     assert made is None
     assert problem
 

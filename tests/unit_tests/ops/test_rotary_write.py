@@ -125,14 +125,6 @@ def test_norms_of_heads_come_before_the_rotation(backend: str, dtype: torch.dtyp
         assert not launches
 
 
-def test_heads_that_were_normed_lie_elsewhere() -> None:
-    """Queries of one group, in pieces of their own."""
-    one = case()
-    heads = one.heads
-    one.heads = Heads(heads.query.flatten(1, 2).clone().unsqueeze(1), heads.key.clone(), heads.value)
-    check(one, one.write(), is_exact=DEVICE.type == "cpu")
-
-
 @pytest.mark.parametrize("gap", [0, 64, 5])
 def test_blocks_may_lie_apart(backend: str, gap: int) -> None:
     """KV-3: keys, values and other layers share an arena, of which nothing else is written."""
@@ -158,11 +150,6 @@ def test_blocks_beyond_two_billion_elements() -> None:
     one.write()
     plain.write()
     torch.testing.assert_close(one.pools, plain.pools, equal_nan=True, rtol=0, atol=0)
-
-
-def test_no_tokens_that_are_written() -> None:
-    one = case()
-    check(one, one.write([]), [], is_exact=DEVICE.type == "cpu")
 
 
 def test_a_wrong_place_and_a_wrong_angle_are_seen() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -78,11 +77,6 @@ def test_complete_outputs_validate(answers):
         assert record.generated_text.strip() == record.generated_text
 
 
-def test_a_neighbour_does_not_notice(answers, loaded):
-    (alone,) = engine_of(loaded).generate([PROMPT], NEIGHBOUR)
-    assert answers[1].generated_tokens == alone.generated_tokens
-
-
 LIVES = {
     "alone": {"max_requests": 1},
     "two by two, in chunks": {"max_requests": 2, "max_tokens": 5},
@@ -126,30 +120,6 @@ def test_with_drafts(answers, loaded):
         assert record.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-3)
     assert engine.core.scheduler.counters.accepted > 30
     assert engine.core.scheduler.counters.drafted > engine.core.scheduler.counters.accepted, "no draft was rejected"
-
-
-def test_log_probs_are_of_all_tokens_not_of_those_that_may_come(answers, loaded):
-    """A token that the form forces has the model's own log-prob, which is not 0."""
-    record = next(record for record in answers[0] if record.generated_text.startswith('{"'))
-    (free,) = engine_of(loaded).generate(
-        [(*record.prompt_tokens, *record.generated_tokens[:4])],
-        RequestParams(num_tokens_to_generate=1, return_log_probs=True),
-    )
-    own = free.prompt_log_probs[-4:]
-    assert record.generated_log_probs[:4] == pytest.approx(own, abs=1e-3)
-    assert max(own) < 0
-
-
-@pytest.mark.parametrize("expression", ["(yes|no), [a-z]{3,8}[.]", "[0-9]{3}-[0-9]{4}"])
-def test_a_regular_expression(loaded, expression):
-    params = RequestParams(
-        num_tokens_to_generate=40, temperature=1.0, response_format={"type": "regex", "regex": expression}
-    )
-    records = engine_of(loaded).generate([PROMPT] * 8, params)
-    stopped = [record for record in records if record.finish_reason == "stop"]
-    assert len(stopped) == 8
-    assert all(re.fullmatch(expression, record.generated_text) for record in stopped)
-    assert len({record.generated_text for record in stopped}) > 1
 
 
 def test_by_programs(loaded, answers):

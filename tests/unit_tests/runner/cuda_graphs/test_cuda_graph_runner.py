@@ -11,11 +11,10 @@ import random
 import pytest
 import torch
 
-from megatron_ext.config import CacheConfig, RequestParams
+from megatron_ext.config import CacheConfig
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.runner import logits_processors
 from megatron_ext.runner.cuda_graphs.input_batch import SpareSlots
-from megatron_ext.runner.cuda_graphs.input_buffers import PrevSampledTokenIds
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
 from tests.priority import TestPriority
@@ -110,20 +109,6 @@ def skip_padding(driver: PaddedDriver) -> None:
     """Mark padding as on CUDA."""
     runner, plan = driver.context.cuda_graph_runner, driver.context.plan
     runner._writer._spare = SpareSlots.of(plan, torch.device("cuda"))
-
-
-@pytest.mark.parametrize("kind", long_except(["hybrid"], ["hybrid", "mamba1", "gated_delta_net", "short_conv"]))
-def test_plain_torch_takes_padding_that_kernels_skip(get_oracle, kind):
-    """CU-4: on CUDA the reference computes what has no kernel, with the same marks of padding."""
-    plain = new_driver(kind, get_oracle, Driver)
-    serve(plain, is_caching=True)
-    with operators_by("reference"):
-        padded = new_driver(kind, get_oracle)
-        skip_padding(padded)
-        serve(padded, is_caching=True)
-    assert padded.eager_steps == 0
-    for request_id, record in plain.records.items():
-        assert padded.records[request_id].generated_tokens == record.generated_tokens
 
 
 def test_padding_is_marked_for_kernels_on_cuda(get_oracle):
@@ -242,39 +227,3 @@ def test_a_lost_snapshot_is_refused_before_anything_is_computed(get_oracle):
     driver.run()
     assert driver.records[1].status is Status.COMPLETED
     assert_equals_oracle(driver, 1, get_oracle("hybrid"))
-
-
-def test_tokens_are_read_after_the_launch(get_oracle):
-    """CU-6: a step is launched before the previous step's tokens are read, and tokens are read only on request."""
-    driver = new_driver("hybrid", get_oracle)
-    driver.engine.add_request(0, make_prompt(20), RequestParams(num_tokens_to_generate=8))
-    driver.step()
-    fixed, read = driver.context.cuda_graph_runner, []
-    sample = fixed.sample
-
-    def sample_noted(bucket, chunks, needs):
-        computing = sample(bucket, chunks, needs)
-        result, chunk = computing.result, chunks[0]
-        computing.result = lambda: (read.append(f"read {chunk.end}"), result())[1]
-        read.append(f"launch {chunk.end}")
-        return computing
-
-    fixed.sample = sample_noted
-    driver.engine.core.host_work = lambda: read.append("host")
-    for _ in range(3):
-        driver.step()
-    first, second = ["launch 21", "launch 22", "host", "read 21"], ["launch 23", "host", "read 22"]
-    assert read == [*first, *second, "launch 24", "host", "read 23"]
-    assert torch.is_inference_mode_enabled() is False
-
-
-def test_a_run_that_takes_the_tokens_of_others_is_seen(get_oracle, monkeypatch):
-    """The negative control: every row finds the token of the first one."""
-    monkeypatch.setattr(PrevSampledTokenIds, "place_of", lambda last, request_id: last._buffers.first_token)
-    driver = new_driver("attention_only", get_oracle)
-    for request_id in range(2):
-        driver.add(request_id, make_prompt(20, request_id), num_tokens_to_generate=8)
-    driver.run()
-    assert_equals_oracle(driver, 0, get_oracle("attention_only"))
-    with pytest.raises(AssertionError):
-        assert_equals_oracle(driver, 1, get_oracle("attention_only"))
