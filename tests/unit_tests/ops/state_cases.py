@@ -6,10 +6,12 @@ Triton's kernels get rows and slots of padding in every step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.mcore import platform
@@ -60,11 +62,19 @@ class Operator:
     order: Callable[..., tuple[Tensor | None, ...]]
     options: dict[str, object]
     truth: Truth
+    state: tuple[int, ...]  # shape
 
 
-def operator(name: str, size: int, dtype: torch.dtype = torch.float32) -> Operator:
-    """Operator with `size` states (columns of the convolution's window, channels of a key), with slow decay."""
-    generator, total = torch.Generator().manual_seed(3), sum(LENGTHS)
+def operator(name: str, size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Operator:
+    """Operator with slow decay.
+
+    Args:
+        name: One of `OPERATORS`.
+        size: Number of states (columns of the convolution's window, channels of a key); or all sizes, of which some
+            leave out an option.
+        dtype: Type of the inputs.
+    """
+    generator, total, sizes = torch.Generator().manual_seed(3), sum(LENGTHS), size if isinstance(size, tuple) else ()
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
@@ -72,24 +82,35 @@ def operator(name: str, size: int, dtype: torch.dtype = torch.float32) -> Operat
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator) + 0.5
 
+    run = OPERATORS[name]
     if name in ("causal_conv1d", "plain_conv1d"):
-        weight, bias = normal(130, size), normal(130)  # more channels than a program has
+        channels, window = sizes or (130, size)  # more channels than a program has
+        weight, bias = normal(channels, window), normal(channels) if window != 3 else None
         activate = name == "causal_conv1d"
         truth: Truth = lambda t, n: convolution(t[0], weight, bias, n, activate=activate)  # noqa: E731
-        return Operator(OPERATORS[name], [normal(total, 130)], lambda x: (x, weight, bias), {}, truth)
+        tokens = [normal(total, channels)]
+        return Operator(run, tokens, lambda x: (x, weight, bias), {}, truth, (channels, window - 1))
     if name == "ssd":
-        A, D = -uniform(4) * 0.05, uniform(4)
-        tokens = [normal(total, 4, 18), uniform(total, 4) * 0.2, normal(total, 2, size), normal(total, 2, size)]
+        heads, width, groups, states = sizes or (4, 18, 2, size)
+        A, D = -uniform(heads) * 0.05, uniform(heads) if width != 16 else None
+        tokens = [normal(total, heads, width), uniform(total, heads) * 0.2]
+        tokens += [normal(total, groups, states) for _ in range(2)]
         truth = lambda t, n: recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
-        return Operator(OPERATORS[name], tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth)
+        return Operator(run, tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth, (heads, width, states))
     if name == "gated_delta_rule":
-        tokens = [normal(total, 2, size), normal(total, 2, size), normal(total, 4, 18 if size < 65 else 32)]
-        tokens += [-uniform(total, 4) * 0.01, uniform(total, 4) * 0.3]
-        return Operator(OPERATORS[name], tokens, lambda *t: t, {"normalize": True}, _delta)
-    A, D = -uniform(20, size) * 0.05, uniform(20)
-    tokens = [normal(total, 20), uniform(total, 20) * 0.2, normal(total, size), normal(total, size)]
+        groups, keys, heads, values = sizes or (2, size, 4, 18 if size < 65 else 32)
+        tokens = [normal(total, groups, keys), normal(total, groups, keys), normal(total, heads, values)]
+        tokens += [-uniform(total, heads) * 0.01, uniform(total, heads) * 0.3]
+        if not sizes or keys != 8:
+            return Operator(run, tokens, lambda *t: t, {"normalize": True}, _delta, (heads, keys, values))
+        tokens[:2] = (F.normalize(one.float(), dim=-1).to(dtype) for one in tokens[:2])
+        truth = lambda t, n: delta_recurrence(*t, n)  # noqa: E731
+        return Operator(run, tokens, lambda *t: t, {"normalize": False}, truth, (heads, keys, values))
+    channels, states = sizes or (20, size)
+    A, D = -uniform(channels, states) * 0.05, uniform(channels) if not sizes or states != 8 else None
+    tokens = [normal(total, channels), uniform(total, channels) * 0.2, normal(total, states), normal(total, states)]
     truth = lambda t, n: selective_recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
-    return Operator(OPERATORS[name], tokens, lambda u, dt, b, c: (u, dt, A, b, c), {"D": D}, truth)
+    return Operator(run, tokens, lambda u, dt, b, c: (u, dt, A, b, c), {"D": D}, truth, (channels, states))
 
 
 def _delta(tokens: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -112,7 +133,7 @@ class Steps:
     def __init__(
         self,
         name: str,
-        size: int,
+        size: int | tuple[int, ...],
         dtype: torch.dtype,
         states: torch.dtype,
         backend: str = triton.NAME,
@@ -121,12 +142,16 @@ class Steps:
         self.operator, self.device, self.dtype = operator(name, size, dtype), platform.device(), dtype
         self.backend, self.has_padding = backend, backend == triton.NAME
         self.parts = list(zip(*(t.split(LENGTHS) for t in self.operator.tokens), strict=True))
-        self.truths = [self.operator.truth(part, [len(part[0])]) for part in self.parts]
-        shape = self.truths[0][1].shape[1:]
+        shape = self.operator.state
         self.live = torch.full((11, *shape), torch.nan, dtype=states, device=self.device)
-        gap, size = gap + shape.numel(), shape.numel()
-        memory = torch.empty((KEPT_SLOTS - 1) * gap + size, dtype=states, device=self.device)
+        gap += self.live[0].numel()
+        memory = torch.empty(KEPT_SLOTS * gap, dtype=states, device=self.device)
         self.snapshots = memory.as_strided((KEPT_SLOTS, *shape), (gap, *self.live.stride()[1:])).fill_(torch.nan)
+
+    @functools.cached_property
+    def truths(self) -> list[tuple[Tensor, Tensor]]:
+        """Outputs and states of each sequence by the formula."""
+        return [self.operator.truth(part, [len(part[0])]) for part in self.parts]
 
     def prefill(
         self,

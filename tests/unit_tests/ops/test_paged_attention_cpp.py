@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from megatron_ext.ops import cpp
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, build_paged_batch, paged_attention
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.oracles import assert_close, attention
+from tests.unit_tests.ops.test_paged_attention import SCALE, Step
 
 pytestmark = pytest.mark.skipif("cpp" not in usable(PAGED_ATTENTION), reason="no compiler here, or a GPU")
 HEADS, KEY_HEADS = 6, 2
@@ -33,40 +35,24 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Sequence:
-    """`length` tokens whose keys lie in blocks of a pool in no order; all else in it is NaN."""
+def sequence_of(
+    length: int,
+    block: int = 16,
+    head_size: int = 24,
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (HEADS, KEY_HEADS),
+) -> Step:
+    """A step that computes one sequence at once."""
+    return Step([(length, length)], 0, *heads, head_size, dtype, block)
 
-    def __init__(
-        self,
-        length: int,
-        block: int = 16,
-        head_size: int = 24,
-        dtype: torch.dtype = torch.float32,
-        heads: tuple[int, int] = (HEADS, KEY_HEADS),
-    ) -> None:
-        generator = torch.Generator().manual_seed(length)
-        self.length, self.block, count = length, block, -(-length // block)
-        self.q = torch.randn(length, heads[0], head_size, generator=generator).to(dtype)
-        self.keys, self.values = (
-            torch.randn(length, heads[1], head_size, generator=generator).to(dtype) for _ in range(2)
-        )
-        self.table = (torch.randperm(count + 3, generator=generator)[:count] + 1).tolist()
-        shape = (count + 5, block, heads[1], head_size)
-        self.caches = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
-        for cache, written in zip(self.caches, (self.keys, self.values), strict=True):
-            padded = torch.full((count * block, *written.shape[1:]), float("nan"), dtype=dtype)
-            padded[:length] = written
-            cache[self.table] = padded.view(count, block, *written.shape[1:])
 
-    def attend(self, *cuts: tuple[int, int]) -> Tensor:
-        """Queries [begin, end) of each cut, as sequences of one step; one query alone decodes."""
-        cuts = tuple(sorted(cuts, key=lambda cut: cut[1] - cut[0] != 1))  # decodes come first
-        lengths = [end - begin for begin, end in cuts]
-        decodes = sum(length == 1 for length in lengths)
-        tables = [self.table] * len(cuts)
-        batch = build_paged_batch(tables, lengths, [end for _, end in cuts], decodes, self.block, "cpu")
-        q = torch.cat([self.q[begin:end] for begin, end in cuts])
-        return paged_attention(q, *self.caches, batch, scale=0.3)
+def attend(sequence: Step, *cuts: tuple[int, int]) -> Tensor:
+    """Queries [begin, end) of each cut, as sequences of one step; one query alone decodes."""
+    cuts = tuple(sorted(cuts, key=lambda cut: cut[1] - cut[0] != 1))  # decodes come first
+    parts = copy.copy(sequence)
+    parts.rows, parts.tables = [(end - begin, end) for begin, end in cuts], sequence.tables * len(cuts)
+    parts.decode_rows = sum(queries == 1 for queries, _ in parts.rows)
+    return parts.attend(torch.cat([sequence.q[begin:end] for begin, end in cuts]))
 
 
 KINDS = {
@@ -91,42 +77,43 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_however_a_sequence_is_cut(kind: str) -> None:
     """EX-14: a query's result with the cache on (a short chunk after a prefix), off (all at once), and in decode."""
-    sequence = Sequence(300, **KINDS[kind])
-    whole = sequence.attend((0, 300))
+    sequence = sequence_of(300, **KINDS[kind])
+    whole = attend(sequence, (0, 300))
     for begin, end in ((0, 1), (0, 130), (17, 18), (63, 66), (128, 300), (299, 300), (255, 257)):
-        assert torch.equal(sequence.attend((begin, end)), whole[begin:end]), (begin, end)
+        assert torch.equal(attend(sequence, (begin, end)), whole[begin:end]), (begin, end)
 
 
 def test_the_same_bits_beside_whatever() -> None:
     """EX-14: other sequences of the step, and other chunks of the same one."""
-    sequence = Sequence(300)
-    alone = sequence.attend((200, 300))
-    beside = sequence.attend((50, 51), (299, 300), (200, 300), (0, 77))
+    sequence = sequence_of(300)
+    alone = attend(sequence, (200, 300))
+    beside = attend(sequence, (50, 51), (299, 300), (200, 300), (0, 77))
     assert torch.equal(beside[2:102], alone)
-    assert torch.equal(beside[:1], sequence.attend((50, 51)))
+    assert torch.equal(beside[:1], attend(sequence, (50, 51)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("cuts", [[(4999, 5000)], [(4990, 5000)], [(4999, 5000), (0, 1), (4000, 4100)]], ids=str)
 def test_the_same_bits_with_any_number_of_threads(cuts: list[tuple[int, int]], dtype: torch.dtype) -> None:
     """EX-14: threads beyond the number of rows share the keys of one sequence."""
-    sequence = Sequence(5000, head_size=16, dtype=dtype)
+    sequence = sequence_of(5000, head_size=16, dtype=dtype)
     torch.set_num_threads(1)
-    one = sequence.attend(*cuts)
+    one = attend(sequence, *cuts)
     for threads in (2, 3, 8):
         torch.set_num_threads(threads)
-        assert torch.equal(sequence.attend(*cuts), one), threads
+        assert torch.equal(attend(sequence, *cuts), one), threads
 
 
 @pytest.mark.parametrize("cuts", [[(35_999, 36_000), (22_000, 22_001)], [(35_900, 35_920)]], ids=str)
 def test_the_same_bits_in_several_waves_of_spans(cuts: list[tuple[int, int]]) -> None:
     """EX-14: one thread computes 16 spans at a time, here of 18 and of 11 of a sequence; eight compute all at once."""
-    sequence = Sequence(36_000, block=64, head_size=8, heads=(3, 1))
+    sequence = sequence_of(36_000, block=64, head_size=8, heads=(3, 1))
     torch.set_num_threads(8)
-    once = sequence.attend(*cuts)
+    once = attend(sequence, *cuts)
     torch.set_num_threads(1)
-    assert torch.equal(sequence.attend(*cuts), once)
-    want = [attention(sequence.q[i:j], sequence.keys[:j], sequence.values[:j], 0.3) for i, j in cuts]
+    assert torch.equal(attend(sequence, *cuts), once)
+    keys, values = (cache[sequence.tables[0]].flatten(0, 1) for cache in (sequence.key_cache, sequence.value_cache))
+    want = [attention(sequence.q[i:j], keys[:j], values[:j], SCALE) for i, j in cuts]
     assert_close("waves", once, torch.cat(want))
 
 
@@ -156,10 +143,10 @@ def test_memory_of_a_thread_is_what_the_plan_counts(head_size: int) -> None:
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nan_does_not_spread_to_other_queries(poison: float) -> None:
     """Queries are lanes of one vector; keys to come are not read by earlier queries, and weigh nothing if they are."""
-    sequence = Sequence(200)
-    whole = sequence.attend((0, 200))
+    sequence = sequence_of(200)
+    whole = attend(sequence, (0, 200))
     sequence.q[100, 3] = poison
-    got = sequence.attend((0, 200))
+    got = attend(sequence, (0, 200))
     assert not bool(got[100, 3].isfinite().any())
     got[100, 3] = whole[100, 3]
     assert torch.equal(got, whole)
@@ -167,17 +154,17 @@ def test_nan_does_not_spread_to_other_queries(poison: float) -> None:
 
 def test_a_block_that_is_not_there_is_refused() -> None:
     """A wrong table is an error, never a read of foreign memory."""
-    sequence = Sequence(40)
-    for block in (-1, 10**6, len(sequence.caches[0])):
-        sequence.table[1] = block
+    sequence = sequence_of(40)
+    for block in (-1, 10**6, len(sequence.key_cache)):
+        sequence.tables[0][1] = block
         with pytest.raises(IndexError, match=f"block {block} of"):
-            sequence.attend((0, 40))
+            attend(sequence, (0, 40))
 
 
 def test_a_table_that_is_too_short_is_refused() -> None:
     """A table must have every block that the keys fill: memory after the table is not read."""
-    sequence = Sequence(40)
-    batch = build_paged_batch([sequence.table], [40], [40], 0, sequence.block, "cpu")
+    sequence = sequence_of(40)
+    batch = sequence.batch()
     short = dataclasses.replace(batch, block_table=batch.block_table[:, :-1].contiguous())
     with pytest.raises(IndexError, match="3 blocks of a table of 2"):
-        paged_attention(sequence.q, *sequence.caches, short, scale=0.3)
+        paged_attention(sequence.q, sequence.key_cache, sequence.value_cache, short, scale=SCALE)
