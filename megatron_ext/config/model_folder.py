@@ -15,7 +15,7 @@ _MEGATRONS = (".metadata", "common.pt", "latest_checkpointed_iteration.txt", "it
 
 
 def require_model_folder(name: str, given: str) -> Path:
-    """Return the folder of a checkpoint.
+    """Return the folder of a checkpoint, which is `given` by the flag `name`.
 
     Raises:
         ConfigError: It is no folder, cannot be read, or has no weights but GGUF's; with what to do.
