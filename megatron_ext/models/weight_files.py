@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -91,7 +91,7 @@ class WeightFiles:
             box: Part of the tensor to read; None for all.
         """
         if name in self._joined:
-            return self._get_joined(name, box or tuple(slice(0, size) for size in self.shape(name)))
+            return self.concatenated(self._joined[name], box or tuple(slice(0, size) for size in self.shape(name)))
         if name in self._part_of:
             file, whole, index = self._part_of[name]
             place = (index, *(box or ()))
@@ -103,16 +103,18 @@ class WeightFiles:
         require_floating(tensor.dtype, f"{self.directory}: tensor {name}")
         return tensor
 
-    def _get_joined(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """Return a box of a joined tensor; only the overlap with each part is read."""
+    def concatenated(self, parts: Sequence[str], box: tuple[slice, ...]) -> Tensor:
+        """Return a box of tensors concatenated by rows; only its overlap with each part is read."""
+        if not box:  # a tensor without dimensions
+            return self.get(parts[0])
         found, first = [], 0
-        for part in self._joined[name]:
+        for part in parts:
             rows = self.shape(part)[0]
             low, high = max(box[0].start, first), min(box[0].stop, first + rows)
             if low < high:
                 found.append(self.get(part, (slice(low - first, high - first), *box[1:])))
             first += rows
-        return torch.cat(found)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _shards(self) -> dict[str, str]:
         index = self.directory / INDEX_FILE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.config.source import HfOverrides
 from megatron_ext.errors import CheckpointError
 from megatron_ext.mcore.checkpoint.weight_shards import (
-    Box,
     ShardSpec,
     gathered_names,
     model_shards,
@@ -159,21 +158,4 @@ def _fill(
         return
     zero_padding(target, shard)
     for piece in shard.pieces:
-        for name, theirs, ours in _boxes(source.names, shapes, piece.whole, piece.local):
-            target[ours].copy_(files.get(stored[name], theirs))
-
-
-def _boxes(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], whole: Box, local: Box
-) -> Iterator[tuple[str, Box, Box]]:
-    """Yield the boxes of their tensors that make up a box of the concatenation, each with its place in ours."""
-    if not whole:  # a tensor without dimensions cannot be divided
-        yield names[0], whole, local
-        return
-    first = 0
-    for name, shape in zip(names, shapes, strict=True):
-        low, high = max(whole[0].start, first), min(whole[0].stop, first + shape[0])
-        if low < high:
-            shift = local[0].start - whole[0].start
-            yield name, (slice(low - first, high - first), *whole[1:]), (slice(low + shift, high + shift), *local[1:])
-        first += shape[0]
+        target[piece.local].copy_(files.concatenated([stored[name] for name in source.names], piece.whole))

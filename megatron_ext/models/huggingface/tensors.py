@@ -112,19 +112,6 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class PredictionTable:
-    """Names of the only layer of multi-token prediction in a family's checkpoints.
-
-    Attributes:
-        names: Ours below `mtp.layers.0.` -> theirs; `{last}` is the number of the last of its layers.
-        layers: Prefix of its layers, `{}` being their number; they have the tensors of the trunk's.
-    """
-
-    names: Mapping[str, str]
-    layers: str = "mtp.layers.{}"
-
-
-@dataclass(frozen=True)
 class TensorTable:
     """Tensor table of a family's checkpoints. Their names are without prefix.
 
@@ -138,7 +125,9 @@ class TensorTable:
             dimension -> names of the slices (templates of `re.Match.expand`), with `{index}` for the slice's number.
         joined: Tensors that files may store in parts.
         other_names: Regular expressions of whole names -> names in this table (templates of `re.Match.expand`).
-        prediction: Names of multi-token prediction; None for families without.
+        prediction: Names of the only layer of multi-token prediction: ours below `mtp.layers.0.` -> theirs, with
+            `{last}` for the number of the last of its layers, which have the trunk's tensors. None for families
+            without.
     """
 
     layers: Mapping[str, LayerTable]
@@ -150,7 +139,7 @@ class TensorTable:
     split: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[Joined, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
-    prediction: PredictionTable | None = None
+    prediction: Mapping[str, str] | None = None
 
     def known_name(self, name: str) -> str:
         """Return the name in this table of a tensor of theirs, without prefix."""
@@ -190,7 +179,7 @@ class TensorTable:
         if config.untie_embeddings_and_output_weights:
             sources[OUTPUT] = Source((LM_HEAD,))
         if self.prediction is not None and config.mtp_num_layers:
-            sources |= self._prediction(self.prediction, config)
+            sources |= self._prediction(config)
         return sources
 
     def _layer(self, letter: str, config: ModelConfig, ours: str, theirs: str) -> dict[str, Source]:
@@ -200,13 +189,13 @@ class TensorTable:
             for name, source in _of_layer(self.layers[letter], config)
         }
 
-    def _prediction(self, table: PredictionTable, config: ModelConfig) -> dict[str, Source]:
-        pattern, prefix = config.mtp_pattern, "mtp.layers.0"
+    def _prediction(self, config: ModelConfig) -> dict[str, Source]:
+        pattern, prefix, names = config.mtp_pattern, "mtp.layers.0", self.prediction or {}
         last = (len(pattern) - 1) // self.letters_per_layer
-        sources = {f"{prefix}.{name}": Source((one.format(last=last),)) for name, one in table.names.items()}
+        sources = {f"{prefix}.{name}": Source((one.format(last=last),)) for name, one in names.items()}
         for index, letter in enumerate(pattern):
-            ours = f"{prefix}.mtp_model_layer.layers.{index}"
-            sources |= self._layer(letter, config, ours, table.layers.format(index // self.letters_per_layer))
+            ours, theirs = f"{prefix}.mtp_model_layer.layers.{index}", f"mtp.layers.{index // self.letters_per_layer}"
+            sources |= self._layer(letter, config, ours, theirs)
         return sources
 
 

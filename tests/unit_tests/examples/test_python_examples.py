@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from examples.python import batch_file, convert, rl_loop, streaming, with_torchrun
 from examples.python.golden import test_outputs as golden
 from megatron_ext import RequestParams, load_engine
-from tests.unit_tests.models.huggingface import llama_oracle
+from tests.unit_tests.models.huggingface import oracles
 from tests.unit_tests.models.test_load import write_tokenizer
 from tests.unit_tests.support.source import ROOT
 
@@ -102,7 +102,7 @@ class TestGolden:
 def test_convert(tmp_path, capsys):
     """PY-8: there and back, bit for bit."""
     source, megatron, back = (tmp_path / name for name in ("hf", "megatron", "back"))
-    llama_oracle.make(llama_oracle.SHAPES[0], source)
+    oracles.make("llama", source)
     write_tokenizer(source, 101)
     convert.main(["to-megatron", str(source), str(megatron)])
     convert.main(["to-huggingface", str(megatron), str(back), "--like", str(source)])

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
-import threading
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
+from megatron_ext.engine import cache_audit
+from megatron_ext.kv_events.changes import Changes, Delta
+from megatron_ext.prefix_cache.disk.entry import CHECKSUM_BYTES, EntryKind
 from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.prefix_cache.disk.tier import key_of
 from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
-from megatron_ext.prefix_cache.hash_chain import HashChain
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.on_request import long_except
-from tests.unit_tests.models.test_durable_cache import PATIENCE, GetDriver, change, reset, started, suspend
+from tests.unit_tests.models.test_durable_cache import PATIENCE, GetDriver, change, started
 from tests.unit_tests.prefix_cache.disk.lives import damage, stored_in
 from tests.unit_tests.support.driver import Driver, make_prompt
 
@@ -103,25 +107,6 @@ def test_memory_that_blocks_and_snapshots_share_gives_up_and_takes_back(get_driv
     driver.engine.close()
 
 
-def test_a_snapshot_on_disk_serves_blocks_in_memory(get_driver, tmp_path):
-    """EX-11: each part of a hit comes from the tier that has it."""
-    driver = started(get_driver, tmp_path / "cache", cache={"snapshot_slots": 2} | PATIENT, block_count=100)
-    prompt = make_prompt(120)
-    tokens, *_ = serve(driver, prompt)
-    _, _, in_memory = serve(driver, prompt)
-    push_out(driver)
-    use = driver.engine.core.statistics().use
-    assert use.blocks_evicted == 0
-    assert use.slots_evicted > 0
-    settle(driver)  # what waits to be written is not read from the file
-    read = driver.engine.core.disk.counts()["read"]
-    again, _, skipped = serve(driver, prompt)
-    settle(driver)
-    assert (again, skipped) == (tokens, in_memory)
-    assert driver.engine.core.disk.counts()["read"] == read + 1
-    driver.engine.close()
-
-
 DIVERGING = [80, 40, 72, 40, 80]  # tokens that each request has in common with the first one
 
 
@@ -201,80 +186,6 @@ def test_what_left_memory_first_leaves_the_disk_first(get_driver, tmp_path, monk
     driver.engine.close()
 
 
-def test_requests_of_one_prefix_wait_for_one_load(get_driver, tmp_path, monkeypatch):
-    """EX-11."""
-    driver = small(get_driver, tmp_path / "cache")
-    prompt = make_prompt(120)
-    serve(driver, prompt)
-    push_out(driver)
-    settle(driver)
-    loads, slow = driver.engine.core.disk.counts()["loads"], SlowReads(monkeypatch)
-    numbers = [len(driver.records), len(driver.records) + 1]
-    for number in numbers:
-        driver.add(number, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=2)
-    driver.step()
-    slow.may_go_on.set()
-    driver.run()
-    assert [driver.records[number].skipped_prefill_token_count >= 112 for number in numbers] == [True, True]
-    counts = driver.engine.core.disk.counts()
-    assert (counts["loads"] - loads, counts["load_waits"]) == (1, 2)
-    driver.engine.close()
-
-
-class SlowReads:
-    """Reads of a store's files that wait until they are let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
-        read = EntryFiles.read
-
-        def wait_and_read(*arguments: object) -> object:
-            self.has_begun.set()
-            assert self.may_go_on.wait(PATIENCE)
-            return read(*arguments)
-
-        monkeypatch.setattr(EntryFiles, "read", wait_and_read)
-
-
-def test_others_go_on_while_a_request_waits_for_the_disk(get_driver, tmp_path, monkeypatch):
-    """EX-11: nothing that could be computed waits."""
-    driver = small(get_driver, tmp_path / "cache")
-    prompt = make_prompt(120)
-    tokens, *_ = serve(driver, prompt)
-    push_out(driver)
-    settle(driver)
-    slow = SlowReads(monkeypatch)
-    first, other = len(driver.records), len(driver.records) + 1
-    driver.add(first, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=6)
-    driver.add(other, make_prompt(20, seed=50), num_tokens_to_generate=3)
-    while other not in driver.records:
-        driver.step()
-    assert first not in driver.records
-    assert slow.has_begun.wait(PATIENCE)
-    slow.may_go_on.set()
-    driver.run()
-    assert driver.records[first].generated_tokens == tokens
-    assert driver.records[first].skipped_prefill_token_count > 0
-    driver.engine.close()
-
-
-def test_a_load_that_is_late_is_a_miss(get_driver, tmp_path, monkeypatch):
-    """EX-11: the request computes its prompt, and what the disk says later changes nothing."""
-    driver = small(get_driver, tmp_path / "cache", prefix_cache_load_seconds=0.05)
-    prompt = make_prompt(120)
-    tokens, *_ = serve(driver, prompt)
-    push_out(driver)
-    settle(driver)  # what waits to be written is not read from the file
-    slow = SlowReads(monkeypatch)
-    again, _, skipped = serve(driver, prompt)
-    assert (again, skipped) == (tokens, 0)
-    counts = driver.engine.core.disk.counts()
-    assert (counts["loads"], counts["loads_late"], counts["loads_placed"]) == (1, 1, 0)
-    slow.may_go_on.set()
-    assert serve(driver, prompt)[0] == tokens
-    driver.engine.close()
-
-
 def test_damaged_entries_on_disk_are_misses(get_driver, tmp_path):
     """EX-11, DC-3."""
     driver = small(get_driver, tmp_path / "cache")
@@ -293,42 +204,6 @@ def test_damaged_entries_on_disk_are_misses(get_driver, tmp_path):
     driver.engine.close()
 
 
-def test_a_quarantined_block_is_dropped_on_disk(get_driver, tmp_path):
-    """EX-11, EX-15: with all that was computed from it."""
-    driver = small(get_driver, tmp_path / "cache")
-    prompt = make_prompt(120)
-    tokens, *_ = serve(driver, prompt)
-    push_out(driver)
-    scheduler, tier = driver.engine.core.scheduler, driver.engine.core.disk.tier
-    chain = HashChain(scheduler.root_of(None), scheduler.limits.block_size)
-    hashes = chain.extend(prompt)
-    wrong = {EntryKey(EntryKind.BLOCK, one) for one in hashes[3:]}
-    assert all(key in tier for key in wrong)
-    scheduler.quarantine(hashes[3], states_only=False)
-    assert not any(key in tier for key in wrong)
-    assert all(EntryKey(EntryKind.BLOCK, one) in tier for one in hashes[:3])
-    again, _, skipped = serve(driver, prompt)
-    assert again == tokens
-    assert skipped <= 3 * scheduler.limits.block_size
-    driver.engine.close()
-
-
-@pytest.mark.parametrize("forget", [reset, suspend, change])
-def test_a_live_tier_forgets_what_the_cache_forgets(get_driver, tmp_path, forget):
-    """EX-11, DC-4: before the call returns, also what waits to be written."""
-    driver = small(get_driver, tmp_path / "cache")
-    prompt = make_prompt(120)
-    serve(driver, prompt)
-    push_out(driver)
-    assert len(driver.engine.core.disk.tier) > 0
-    forget(driver)
-    disk = driver.engine.core.disk
-    counts = disk.counts()
-    assert (len(disk.tier), counts["blocks"], counts["snapshots"]) == (0, 0, 0)
-    disk.abandon()
-    assert stored_in(tmp_path / "cache" / "slot-0") == []
-
-
 def test_nothing_of_new_weights_is_written_after_a_reset_of_the_engine(get_driver, tmp_path):
     """EX-11: block hashes begin anew then, and would be those of the old weights."""
     driver = small(get_driver, tmp_path / "cache")
@@ -343,24 +218,17 @@ def test_nothing_of_new_weights_is_written_after_a_reset_of_the_engine(get_drive
 
 
 def test_an_error_of_the_tier_ends_its_use_and_costs_no_request(get_driver, tmp_path, monkeypatch, caplog):
-    """EX-11: an eviction cannot fail, and a request that waits for a load goes on."""
+    """EX-11: an eviction cannot fail."""
     driver = small(get_driver, tmp_path / "cache")
-    prompt = make_prompt(120)
+    prompt, disk = make_prompt(120), driver.engine.core.disk
     tokens, *_ = serve(driver, prompt)
-    push_out(driver)
-    slow, disk = SlowReads(monkeypatch), driver.engine.core.disk
-    number = 1000
-    driver.add(number, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=6)
-    driver.step()
-    assert driver.engine.core.scheduler.waits_for_disk(driver.engine.core.get(number))
 
     def fail(_: object) -> None:
         raise MemoryError("planted")
 
     monkeypatch.setattr(disk.memory, "read_block", fail)
-    serve(driver, make_prompt(140, seed=7))
-    slow.may_go_on.set()
-    assert driver.records[number].generated_tokens == tokens
+    push_out(driver)
+    assert serve(driver, prompt)[0] == tokens
     assert len(disk.tier) == 0
     assert sum("could not be taken" in record.getMessage() for record in caplog.records) == 1
     driver.engine.close()
@@ -409,3 +277,153 @@ def test_a_request_that_opts_out_leaves_nothing_on_disk(get_driver, tmp_path):
     driver.engine.close()
     counts = driver.engine.core.disk.counts()
     assert (counts["written"], counts["left_out"], counts["blocks"], counts["snapshots"]) == (0, 0, 0, 0)
+
+
+# Counts and events
+
+
+@pytest.mark.parametrize("kind", ["attention_only", "hybrid"])
+def test_each_skipped_token_says_where_its_entries_had_been(get_driver, tmp_path, kind):
+    """DC-1: an entry put back at the start is known as such until it leaves memory."""
+    prompt = make_prompt(64, seed=5)
+    longer = prompt + make_prompt(64, seed=6)
+    driver = started(get_driver, tmp_path / "cache", kind)
+    driver.add(0, [*prompt, 1], skip_prompt_log_probs=True)
+    driver.run()
+    driver.engine.close()
+
+    quiet = {"explain_prefix_cache": True, "prefix_cache_load_seconds": 0.0}  # what is evicted does not come back
+    driver = started(get_driver, tmp_path / "cache", kind, block_count=16, cache=quiet)
+    fill = [make_prompt(200, seed=one) for one in (7, 8)]
+    for number, tokens in enumerate([[*prompt, 1], [*longer, 1], [*longer, 2], *fill, [*prompt, 1], [*prompt, 2]]):
+        driver.add(number, tokens, skip_prompt_log_probs=True, num_tokens_to_generate=1)
+        driver.run()
+        driver.engine.check()
+    records = [driver.records[number] for number in range(7)]
+    assert [record.skipped_prefill_token_count for record in records] == [64, 64, 128, 0, 0, 0, 64]
+    assert [record.skipped_from_disk_token_count for record in records] == [64, 64, 64, 0, 0, 0, 0]
+    assert [record.prefix_cache_explanation.from_disk for record in records] == [64, 64, 64, 0, 0, 0, 0]
+    counts = driver.engine.core.statistics().prefix_cache_disk()
+    assert (counts["hits"], counts["skipped_tokens"]) == (3, 192)
+    driver.engine.close()
+
+
+@pytest.mark.parametrize("kind", ["attention_only", "hybrid"])
+def test_tokens_that_the_tier_brought_back_count_as_from_disk(get_driver, tmp_path, kind):
+    """EX-11: blocks that had stayed in memory do not, unless their states came from disk."""
+    driver = small(get_driver, tmp_path / "cache", kind)
+    prompt = make_prompt(120)
+    serve(driver, prompt)
+    serve(driver, make_prompt(140, seed=1))  # evicts the last blocks of the prompt, whose first ones stay
+    stayed = 16 * driver.scheduler.cache.use().blocks_cached - 144 if kind == "attention_only" else 0
+    _, _, skipped = serve(driver, prompt)
+    assert skipped > stayed >= 0
+    assert driver.records[2].skipped_from_disk_token_count == skipped - stayed
+    push_out(driver)
+    settle(driver)
+    _, _, skipped = serve(driver, prompt)
+    assert driver.records[max(driver.records)].skipped_from_disk_token_count == skipped > 0
+    _, _, skipped = serve(driver, prompt)
+    assert driver.records[max(driver.records)].skipped_from_disk_token_count == skipped > 0
+    driver.engine.close()
+
+
+def test_what_is_on_disk_is_announced(get_driver, tmp_path, monkeypatch):
+    """RP-1: found at the start, written when it leaves memory and at the end, removed by a reset."""
+    driver = small(get_driver, tmp_path / "cache")
+    changes, disk = Changes(), driver.engine.core.disk
+    disk.announce_disk(changes.disk, driver.scheduler.root_of(None))
+    assert changes.take() is None
+    serve(driver, make_prompt(120))
+    assert changes.take() is None, "nothing was written yet"
+    push_out(driver)
+    settle(driver)
+    blocks, states = set(), set()
+    evicted = apply(changes, blocks, states)
+    assert evicted.stored
+    driver.engine.close()
+    assert apply(changes, blocks, states).stored
+    counts = disk.counts()
+    assert (len(blocks), len(states)) == (counts["blocks"], counts["snapshots"])
+
+    driver = small(get_driver, tmp_path / "cache")
+    driver.engine.core.disk.announce_disk(changes.disk, driver.scheduler.root_of(None))
+    assert changes.take() is None, "the same entries are there"
+    later, read, read_tokens = Changes(), set(), EntryFiles.read_tokens
+    monkeypatch.setattr(
+        EntryFiles, "read_tokens", lambda files, entry: (read.add(entry.key.kind), read_tokens(files, entry))[1]
+    )
+    driver.engine.core.disk.announce_disk(later.disk, driver.scheduler.root_of(None))
+    found = later.take().disk
+    assert read == {EntryKind.BLOCK}, "the hash of a snapshot is enough"
+    assert (set(found.stored), set(found.states_stored)) == (blocks, states)
+    driver.engine.reset_prefix_cache()
+    gone = later.take().disk
+    assert (set(gone.removed), set(gone.states_removed)) == (blocks, states)
+    driver.engine.close()
+
+
+def apply(changes: Changes, blocks: set[BlockHash], states: set[BlockHash]) -> Delta:
+    """Apply the changes on disk to sets of blocks and snapshots, and return them."""
+    delta = changes.take().disk
+    assert blocks >= delta.removed.keys()
+    assert states >= delta.states_removed.keys()
+    blocks.difference_update(delta.removed)
+    states.difference_update(delta.states_removed)
+    blocks.update(delta.stored)
+    states.update(delta.states_stored)
+    return delta
+
+
+def corrupt(directory: Path, kind: EntryKind, depth: int) -> None:
+    """Change a number in an entry's bytes, and make its checksum the one of the new bytes."""
+    found = next(one for one in stored_in(directory / "slot-0") if (one.key.kind, one.depth) == (kind, depth))
+    path, start = directory / "slot-0" / found.name, found.head_bytes + 20
+    raw = bytearray(path.read_bytes())
+    raw[start : start + 4] = struct.pack("f", 3.0 + struct.unpack("f", raw[start : start + 4])[0])
+    raw[:CHECKSUM_BYTES] = zlib.crc32(found.name.encode() + raw[CHECKSUM_BYTES:]).to_bytes(CHECKSUM_BYTES, "little")
+    path.write_bytes(raw)
+    os.utime(path, (found.used, found.used))
+
+
+def rows(directory: Path) -> set[tuple[EntryKind, int]]:
+    """Kind and depth of the entries that have files."""
+    return {(one.key.kind, one.depth) for one in stored_in(directory / "slot-0")}
+
+
+@pytest.mark.parametrize(("kind", "depth"), [(EntryKind.BLOCK, 3), (EntryKind.SNAPSHOT, 7)])
+def test_an_audit_finds_what_no_checksum_can(get_driver, tmp_path, monkeypatch, kind, depth):
+    """EX-15: a file that was changed together with its checksum.
+
+    The entry and what continues it are gone from the medium before the log names it, and a process that starts
+    after that does not find them.
+    """
+    directory, prompt = tmp_path / "cache", make_prompt(120)
+    driver = started(get_driver, directory)
+    cold, *_ = serve(driver, prompt)
+    serve(driver, [*prompt[:112], *make_prompt(60, seed=3)])
+    driver.engine.close()
+    corrupt(directory, kind, depth)
+
+    driver = started(get_driver, directory, cache={"audit_interval": 1})
+    disk, audit = driver.engine.core.disk, driver.engine.core.replicas[0].audit
+    left: list[object] = []
+    monkeypatch.setattr(cache_audit.logger, "error", lambda *_: left.append(rows(directory)))
+    before = rows(directory)
+    serve(driver, prompt)
+    (finding,) = audit.findings
+    assert (finding.kind, finding.position) == ("states" if kind is EntryKind.SNAPSHOT else "kv", 16 * depth)
+    assert finding.is_from_disk
+    wrong = {one for one in before if one[1] > depth or (one[1] == depth and one >= (kind, depth))}
+    assert before - left[0] == wrong
+    assert len(wrong) > 3
+    assert disk.counts()["drops"]["quarantined"] >= len(wrong)
+    assert finding.difference > finding.bound > 0
+    disk.abandon()
+
+    driver = started(get_driver, directory, cache={"audit_interval": 1})
+    again, _, skipped = serve(driver, prompt)
+    assert again == cold
+    assert skipped < 16 * depth
+    assert not driver.engine.core.replicas[0].audit.findings
+    driver.engine.close()

@@ -6,11 +6,10 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import NemotronHForCausalLM
 
 from examples.embedded_model import corpus, export, head, train
@@ -26,14 +25,13 @@ from examples.embedded_model.evaluation import (
 )
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.config.differences import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
-from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.export import save_hf_checkpoint
 from megatron_ext.models.huggingface.hf_checkpoint import read_hf_config, with_prediction
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.priority import TestPriority
-from tests.unit_tests.models.huggingface.families import excess
+from tests.unit_tests.models.huggingface.oracles import excess
 from tests.unit_tests.support.prediction import prediction_logits
 
 pytestmark = pytest.mark.priority(TestPriority.LOW)
@@ -65,12 +63,6 @@ def held_out(shipped: LoadedModel) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def loss(shipped: LoadedModel, held_out: tuple[Tensor, Tensor]) -> float:
     return language_model_loss(shipped.model, *held_out)
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """The training script as a module."""
-    return train
 
 
 def test_it_is_a_small_hybrid(shipped: LoadedModel) -> None:
@@ -111,12 +103,9 @@ def test_the_tokenizer_gives_every_text_back(shipped: LoadedModel) -> None:
     assert tokenizer.vocab_size == EMBEDDED_CONFIG.vocab_size == 4096
     for text in (*BATTERY, corpus.held_out_documents()[0].text):
         assert tokenizer.detokenize(tokenizer.tokenize(text), skip_special_tokens=False) == text
-
-
-def test_the_tokenizer_knows_the_markers(shipped: LoadedModel, script: ModuleType) -> None:
-    ids = [shipped.tokenizer.tokenize(marker) for marker in script.SPECIAL_TOKENS]
-    assert ids == [[index] for index in range(len(ids))]
-    assert shipped.tokenizer.eod == script.END_OF_DOCUMENT == 0
+    assert [tokenizer.tokenize(marker) for marker in train.SPECIAL_TOKENS] == [
+        [index] for index in range(len(train.SPECIAL_TOKENS))
+    ]
 
 
 @pytest.mark.long
@@ -170,24 +159,6 @@ def _names_of_both_splits() -> tuple[str, str]:
     return tuple(next(name for name in names if corpus.is_held_out(name) == side) for side in (True, False))
 
 
-def test_a_python_without_sources_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no source of its standard library") as refusal:
-        corpus.training_documents(tmp_path)
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_conversation_has_the_documented_markup(tmp_path: Path) -> None:
-    name = next(n for n in (f"m{i}" for i in range(50)) if corpus.name_hash(f"chat {n}") % 3 == 0)
-    entries = tuple(corpus.Entry(f"{name}.f{i}", f"{name}.f{i}()", f"Does the thing number {i}.") for i in range(5))
-    chats = corpus.chat_documents([corpus.Document(name, entries)])
-    assert [chat.count("<|user|>") for chat in chats] == [4, 1]
-    for chat in chats:
-        assert chat.startswith("<|system|>You ")
-        assert chat.count("<|end|>") == 1 + 2 * chat.count("<|user|>")
-        assert chat.endswith(".<|end|>")
-    assert "<|end|><|assistant|>Does the thing number 0.<|end|><|user|>" in chats[0]
-
-
 def _random_tokens(count: int) -> Tensor:
     return torch.randint(50, (count,), generator=torch.Generator().manual_seed(0))
 
@@ -201,35 +172,17 @@ def test_cut_states_see_nothing_before_the_cut(tiny_config: ModelConfig) -> None
     assert cut != pytest.approx(language_model_loss(model, *windows(tokens, 64)), abs=1e-6)
 
 
-def test_cut_states_leave_attention_alone(tiny_config: ModelConfig) -> None:
-    model = build_model(replace(tiny_config, hybrid_override_pattern="*-*"), seed=3)
-    measured = windows(_random_tokens(129), 64)
-    whole = language_model_loss(model, *measured)
-    assert language_model_loss(model, *measured, zero_states_every=16) == pytest.approx(whole, abs=1e-6)
-
-
-def test_windows_that_cannot_be_are_refused(tiny_model: nn.Module) -> None:
-    with pytest.raises(ConfigError, match="do not fill one window of 64"):
-        windows(_random_tokens(64), 64)
-    with pytest.raises(ConfigError, match="no multiple of 48"):
-        language_model_loss(tiny_model, *windows(_random_tokens(65), 64), zero_states_every=48)
-
-
-def test_the_unigram_entropy_is_the_best_unigram_loss() -> None:
-    assert unigram_entropy(torch.tensor([0, 0, 1, 2])) == pytest.approx(1.0397207708)  # 1.5 bits
-
-
 @pytest.fixture
-def training(script: ModuleType, tiny_config: ModelConfig):
+def training(tiny_config: ModelConfig):
     """Makes equal trainings of a tiny model, and its batches."""
-    recipe = script.Recipe(steps=6, decay_steps=2, batch_size=2, length=32, warmup_steps=2)
-    tokenizer = script.train_tokenizer(["some words to count"], vocabulary=270)
+    recipe = train.Recipe(steps=6, decay_steps=2, batch_size=2, length=32, warmup_steps=2)
+    tokenizer = train.train_tokenizer(["some words to count"], vocabulary=270)
 
     def make(**changes):
         model = build_model(tiny_config, seed=recipe.seed)
-        return script.Training(tiny_config, replace(recipe, **changes), tokenizer, model)
+        return train.Training(tiny_config, replace(recipe, **changes), tokenizer, model)
 
-    return make, script.Batches(_random_tokens(400), recipe)
+    return make, train.Batches(_random_tokens(400), recipe)
 
 
 def test_an_interrupted_training_goes_on_exactly(training, tmp_path: Path) -> None:
@@ -250,60 +203,23 @@ def test_an_interrupted_training_goes_on_exactly(training, tmp_path: Path) -> No
         assert torch.equal(expected, found), name
 
 
-def test_a_checkpoint_of_another_recipe_is_refused(training, tmp_path: Path) -> None:
-    make, _ = training
-    make().save(tmp_path / "state.pt")
-    with pytest.raises(SystemExit, match="another recipe"):
-        make(seed=5).load(tmp_path / "state.pt")
-
-
-def test_the_number_of_steps_can_change_until_the_rate_decays(training, script: ModuleType) -> None:
-    make, _ = training
-    recipe = make().recipe
-    assert recipe.steps - recipe.decay_steps == 4
-    rates = [script.learning_rate(step, recipe) for step in range(7)]
-    assert rates == sorted(rates[:2]) + [recipe.learning_rate] * 3 + sorted(rates[5:], reverse=True)
-    assert rates[6] == recipe.final_learning_rate
-    longer = replace(recipe, steps=60)
-    assert [script.same_so_far(recipe, longer, steps_done) for steps_done in (0, 4, 5, 6)] == [True, True, True, False]
-    assert not script.same_so_far(recipe, replace(recipe, batch_size=3), 0)
-
-
-def test_every_window_is_trained_on_once_an_epoch(training) -> None:
-    _, batches = training
-    assert batches.windows == 11
-    starts = {tuple(batches._window(row)[:8].tolist()) for row in range(batches.windows)}
-    assert len(starts) == batches.windows
-
-
-def test_decay_spares_norms_and_the_recurrence(script: ModuleType, tiny_model: nn.Module) -> None:
-    decayed, spared = script.parameter_groups(tiny_model, 0.1)
-    names = {id(parameter): name for name, parameter in tiny_model.named_parameters()}
-    assert {names[id(p)].rsplit(".", 1)[-1] for p in decayed["params"]} == {"weight"}
-    assert all(parameter.dim() >= 2 for parameter in decayed["params"])
-    assert all(parameter.dim() == 1 for parameter in spared["params"])
-    assert spared["weight_decay"] == 0
-
-
-def test_exported_and_measured(
-    script: ModuleType, shipped: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exported_and_measured(shipped: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is a checkpoint that loads; exporting again replaces it, and stages add up."""
     monkeypatch.setattr(export, "held_out_tokens", lambda _: _random_tokens(600))
     monkeypatch.setattr(export, "tools", lambda _: [export.Row("calls", "50.0%")])
-    tokenizer = script.Tokenizer.from_file(str(EMBEDDED_MODEL_DIR / "tokenizer.json"))
-    tiny = replace(script.MODEL, hybrid_override_pattern="M*", hidden_size=32)
-    state = script.Training(tiny, script.Recipe(), tokenizer, build_model(tiny))
+    tokenizer = train.Tokenizer.from_file(str(EMBEDDED_MODEL_DIR / "tokenizer.json"))
+    tiny = replace(train.MODEL, hybrid_override_pattern="M*", hidden_size=32)
+    state = train.Training(tiny, train.Recipe(), tokenizer, build_model(tiny))
     trunk, both = tmp_path / "trunk", tmp_path / "both"
     for _ in range(2):
-        script.export(state, trunk, "the trunk", 0, None)
+        train.export(state, trunk, "the trunk", 0, None)
     loaded = load_model(SourceConfig(load_hf=str(trunk)), {}, device=torch.device("cpu"))
     tokens = encode_documents(["Some words."], TextTokenizer(trunk).tokenize, 0)[None]
     expected = state.model.bfloat16().float()(tokens, positions(tokens), None)
     torch.testing.assert_close(loaded.model(tokens, positions(tokens), None), expected, atol=1e-2, rtol=1e-2)
 
     with_head = head.HeadTraining(trunk, replace(head.RECIPE, batch_size=1, length=16))
-    script.export(with_head, both, "the head", 0, trunk)
+    train.export(with_head, both, "the head", 0, trunk)
     card = (both / "README.md").read_text(encoding="utf-8")
     assert card.startswith("# The embedded model")
     assert re.findall("^## .*$", card, re.MULTILINE) == ["## Stage: the trunk", "## Stage: the head"]
@@ -312,16 +228,16 @@ def test_exported_and_measured(
     assert (both / template).read_bytes() == (export.EMBEDDED_MODEL_DIR / template).read_bytes()
 
 
-def test_what_opens_a_thinking_turn_is_given_and_not_learned(script: ModuleType) -> None:
+def test_what_opens_a_thinking_turn_is_given_and_not_learned() -> None:
     """EM-21: so the model does not think unasked; calls, which begin with the same token, are learned."""
-    tokenizer = script.Tokenizer.from_file(str(EMBEDDED_MODEL_DIR / "tokenizer.json"))
+    tokenizer = train.Tokenizer.from_file(str(EMBEDDED_MODEL_DIR / "tokenizer.json"))
     texts = ["<|end|><|assistant|><think>\nWell.", "<|assistant|><tool_call>\n{", "<think>"]
     ids = [token for text in texts for token in tokenizer.encode(text).ids]
     begin = tokenizer.encode("<|assistant|><think>").ids
-    marked = script.after_first(torch.tensor([ids, ids[::-1]]), begin)
+    marked = train.after_first(torch.tensor([ids, ids[::-1]]), begin)
     assert marked[0].nonzero().flatten().tolist() == list(range(2, 1 + len(begin)))
     assert not marked[1].any()
-    state = script.Training(script.MODEL, script.Recipe(), tokenizer, build_model(script.MODEL, seed=1))
+    state = train.Training(train.MODEL, train.Recipe(), tokenizer, build_model(train.MODEL, seed=1))
     tokens = torch.tensor([ids])
     others = tokens.clone()
     others[0, 3] = 7  # breaks the begin
@@ -333,14 +249,14 @@ def test_what_opens_a_thinking_turn_is_given_and_not_learned(script: ModuleType)
         torch.testing.assert_close(state.loss(tokens[:, :-1], tokens[:, 1:]), learned)
 
 
-def test_only_the_head_is_trained(script: ModuleType, tmp_path: Path) -> None:
+def test_only_the_head_is_trained(tmp_path: Path) -> None:
     """EM-22: the trunk keeps its weights, and the head comes closer to the trunk."""
-    tiny = replace(script.MODEL, hybrid_override_pattern="M*", hidden_size=32)
+    tiny = replace(train.MODEL, hybrid_override_pattern="M*", hidden_size=32)
     save_hf_checkpoint(tmp_path / "trunk", build_model(tiny, seed=1), tiny, EMBEDDED_MODEL_DIR)
     recipe = replace(head.RECIPE, steps=8, decay_steps=2, batch_size=2, length=32, warmup_steps=2)
     training = head.HeadTraining(tmp_path / "trunk", recipe)
     before = {name: parameter.clone() for name, parameter in training.model.named_parameters()}
-    batches = script.Batches(_random_tokens(400), recipe)
+    batches = train.Batches(_random_tokens(400), recipe)
     losses = [training.advance(batches) for _ in range(8)]
     assert losses[-1] < losses[0]
     for name, parameter in training.model.named_parameters():

@@ -6,15 +6,12 @@ import json
 from dataclasses import astuple
 from functools import cache
 
-import pytest
-
-from examples.embedded_model.chats import chat_without_functions, training_conversations
+from examples.embedded_model.chats import chat_without_functions
 from examples.embedded_model.conversations import (
     Exchange,
     conversation,
     held_out_exchanges,
     is_held_out_value,
-    rendered,
 )
 from examples.embedded_model.corpus import Document, Entry
 from examples.embedded_model.tool_evaluation import parsed_calls, score
@@ -55,13 +52,6 @@ def test_held_out_names_and_arguments_are_in_no_training_conversation():
     assert not {name for name, _ in trained} & {name for name, _ in held_out}
 
 
-def test_conversations_depend_on_their_number_only():
-    texts = list(training_conversations(DOCUMENTS, template(), 3, thinking=2, plain=4))
-    assert texts == list(training_conversations(DOCUMENTS, template(), 3, thinking=2, plain=4))
-    assert texts[1] == rendered(template(), *conversation(1, ENTRIES))
-    assert len(set(texts)) == 9
-
-
 def test_chats_without_functions_call_none():
     """EM-21: questions that a function would answer occur without functions, too, and are answered without a call."""
     chats = [chat_without_functions(number, ENTRIES) for number in range(60)]
@@ -90,15 +80,13 @@ def answer_to(exchange: Exchange, **changes: object) -> str:
     return f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {json.dumps(call["arguments"])}}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("thinks", [False])
-def test_scores_of_answers(thinks):
+def test_scores_of_answers():
     """EM-21: each share counts what it says, and nothing that comes after a mistake."""
     exchange = next(one for one in exchanges() if len(one.tools) > 1)
     other = next(tool.name for tool in exchange.tools if tool.name != exchange.expected[0])
-    before = "A thought.\n</think>\n\n" if thinks else ""
 
     def scores(answer: str) -> tuple[float, ...]:
-        return astuple(score(parsed_calls(template(), before + answer, thinks=thinks), exchange))
+        return astuple(score(parsed_calls(template(), answer, thinks=False), exchange))
 
     right = answer_to(exchange)
     assert scores(right) == (1, 1, 1, 1)

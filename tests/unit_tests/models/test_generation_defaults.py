@@ -56,14 +56,12 @@ def test_defaults_of_the_file(tmp_path, content, expected):
     assert taken(tmp_path, content, generation_config="none") == {}
 
 
-def test_no_file_and_no_model(tmp_path):
-    assert generation_defaults(SourceConfig(load_hf=str(tmp_path), generation_config="auto")) == {}
-    assert generation_defaults(SourceConfig(generation_config="auto")) == {}
-
-
 def test_the_server_takes_them_by_default(tmp_path, caplog):
     """The default elsewhere is none; a server also takes the longest answer, and says what it took."""
     caplog.set_level("INFO")
+    for no_file in (SourceConfig(load_hf=str(tmp_path), generation_config="auto"), SourceConfig()):
+        assert generation_defaults(no_file, on_server=True) == {}
+    caplog.clear()
     source = SourceConfig(load_hf=str(directory(tmp_path)))
     assert generation_defaults(source) == {}
     assert caplog.text == ""

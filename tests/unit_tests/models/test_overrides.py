@@ -14,7 +14,6 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.training_args import TrainingFacts
 from megatron_ext.models.overrides import fitting_overrides, within_positions
-from tests.unit_tests.models.megatron import megatron_lm
 
 CPU = torch.device("cpu")
 GPT = ModelConfig(hybrid_override_pattern="*-*-*-", hidden_size=32, vocab_size=64)
@@ -69,6 +68,7 @@ def test_the_checkpoint_decides_if_it_is_asked_to(caplog):
 ROPE = dataclasses.replace(GPT, position_embedding_type="rope")
 YARN = dataclasses.replace(ROPE, yarn_rotary_scaling_factor=4.0)
 WINDOWED = dataclasses.replace(GPT, hybrid_override_pattern="W-*-W-", attention_window=128)
+LEARNED = dataclasses.replace(GPT, position_embedding_type="learned_absolute")
 EXPERTS = dataclasses.replace(GPT, hybrid_override_pattern="*E*E*E", num_experts=4)
 
 
@@ -98,6 +98,7 @@ def fitting_line(saved: ModelConfig, line: str, kind: str = "load") -> dict:
         (WINDOWED, "--window-size=-1,0", "--window-size -1,0 (not 127,0) contradicts there; leave it out, or load"),
         (WINDOWED, "--attention-window 64", "--attention-window 64 (not 128)"),
         (GPT, "--hybrid-layer-pattern *-", "--hybrid-layer-pattern *- (not *-*-*-)"),
+        (LEARNED, "--max-position-embeddings 128", "--max-position-embeddings 128 (not 4096) contradicts there"),
         (ROPE, "--rotary-base 5 --norm-epsilon 1", "--norm-epsilon 1.0 (not 1e-05), --rotary-base 5 (not 10000) con"),
     ],
 )  # fmt: skip
@@ -132,12 +133,6 @@ def test_flags_that_change_no_logit_may_differ(saved, line):
     """Rotary models have no table of positions, and a model without experts has no router."""
     overrides = parse_arguments(["--load", "there", *line.split()]).model_overrides
     assert fitting_line(saved, line) == overrides
-
-
-def test_learned_positions_are_compared():
-    learned = dataclasses.replace(GPT, position_embedding_type="learned_absolute")
-    with pytest.raises(ConfigError, match=r"--max-position-embeddings 128 \(not 4096\) contradicts there"):
-        fitting_line(learned, "--max-position-embeddings 128")
 
 
 def test_yarn_s_settings_have_no_effect_on_other_positions(caplog):
@@ -230,15 +225,10 @@ def test_the_provider_fits_the_checkpoint(saved, trained, provider, message):
             fitting(saved, {}, trained, model_provider=provider)
 
 
-def test_rows_of_the_embedding():
-    assert fitting(GPT, {}, TRAINED, padded_vocab_size=64) == fitting(HYBRID, {}, padded_vocab_size=64) == {}
-    with pytest.raises(ConfigError, match="--padded-vocab-size 128 contradicts there, whose embedding has 64 rows"):
-        fitting(GPT, {}, TRAINED, padded_vocab_size=128)
-
-
 def test_rows_of_an_embedding_whose_padding_is_not_kept():
     """TE-6: the number of rows is that stored, not that read."""
     kept = dataclasses.replace(GPT, vocab_size=60)
+    assert fitting(GPT, {}, TRAINED, padded_vocab_size=64) == fitting(HYBRID, {}, padded_vocab_size=64) == {}
     assert fitting(kept, {}, TRAINED, padded_vocab_size=64) == {}
     with pytest.raises(ConfigError, match="--padded-vocab-size 60 contradicts there, whose embedding has 64 rows"):
         fitting(kept, {}, TRAINED, padded_vocab_size=60)
@@ -255,27 +245,3 @@ def test_rows_without_a_checkpoint():
     assert load_model(source, model, device=CPU).tokenizer.vocab_size == 128
     with pytest.raises(ConfigError, match="--vocab-size 129 is more than --padded-vocab-size 128"):
         load_model(source, model | {"vocab_size": 129}, device=CPU)
-
-
-def test_other_rows_are_not_the_embedded_model_s(caplog):
-    loaded = load_model(SourceConfig(padded_vocab_size=8192), {}, device=CPU)
-    assert loaded.config.vocab_size == 8192
-    assert "--padded-vocab-size 8192" in caplog.text
-
-
-@pytest.fixture
-def gpt_with_drafts(tmp_path) -> Path:
-    """A GPT of Megatron-LM's with a layer of multi-token prediction, which the arguments name."""
-    model = megatron_lm.gpt_model(megatron_lm.GPT)
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    drafts = {"mtp.layers.0.eh_proj.weight": torch.ones(4, 8), "mtp.layers.0.enorm.weight": torch.ones(4)}
-    args = megatron_lm.gpt_arguments(megatron_lm.GPT, mtp_num_layers=1)
-    return megatron_lm.write(tmp_path / "run", tensors | drafts, args)
-
-
-def test_layers_that_predict_further_tokens_are_left_unread(gpt_with_drafts, caplog):
-    caplog.set_level("INFO")
-    source = SourceConfig(load=str(gpt_with_drafts), tokenizer_type="NullTokenizer")
-    loaded = load_model(source, {"num_layers": 3}, device=CPU)
-    assert loaded.config.hybrid_override_pattern == "*-*-*-"
-    assert [line for line in caplog.messages if "multi-token prediction are not read" in line]

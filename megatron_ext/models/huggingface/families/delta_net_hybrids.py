@@ -49,7 +49,6 @@ from megatron_ext.models.huggingface.tensors import (
     Conversion,
     Joined,
     LayerTable,
-    PredictionTable,
     Source,
     TensorTable,
     attention,
@@ -61,14 +60,12 @@ from megatron_ext.models.huggingface.tensors import (
 
 DELTA_NET_SIZES = {name: name for name in GATED_DELTA_NET.layout}  # the same names in `config.json`
 _KINDS = {"linear_attention": "M", "full_attention": "*"}
-_PREDICTION = PredictionTable(
-    {
-        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
-        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
-        "eh_proj.weight": "mtp.fc.weight",
-        "final_layernorm.weight": "mtp.norm.weight",
-    }
-)
+_PREDICTION = {
+    "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "mtp.fc.weight",
+    "final_layernorm.weight": "mtp.norm.weight",
+}
 # transformers' defaults of absent fields.
 _DEFAULT_ATTENTION_INTERVAL = 4
 _DEFAULT_ROTARY_SHARE = 0.25

@@ -6,6 +6,8 @@ A decoder layer of theirs is two letters of the pattern, each with its norm and 
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_ext.config.model_fields import GATE_FIRST, NORM_FIRST
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.attention import (
@@ -111,16 +113,8 @@ _JAMBA_ATTENTION, _JAMBA_EXPERTS = (4, 8), (1, 2)
 
 
 def _jamba_mixers(fields: Fields) -> str:
-    """Return the letters of mixers; some files also list their kinds."""
     indices = range(fields.layer_count)
-    mixers = "".join("*" if _is_chosen(fields, "attn_layer", index, _JAMBA_ATTENTION) else "M" for index in indices)
-    kinds = ["attention" if letter == "*" else "mamba" for letter in mixers]
-    if fields.get("layers_block_type") not in (None, kinds):
-        raise ConfigError(
-            f"config.json: layers_block_type {fields['layers_block_type']!r} contradicts attn_layer_period and "
-            f"attn_layer_offset, which make it {kinds!r}"
-        )
-    return mixers
+    return "".join("*" if _is_chosen(fields, "attn_layer", index, _JAMBA_ATTENTION) else "M" for index in indices)
 
 
 def _is_chosen(fields: Fields, name: str, index: int, default: tuple[int, int]) -> bool:
@@ -170,6 +164,7 @@ JAMBA = Family(
         ),
         defaults={
             "max_position_embeddings": 262144,
+            "num_key_value_heads": 8,
             "mamba_d_state": 16,
             "mamba_d_conv": 4,
             "mamba_expand": _DEFAULT_EXPAND,
@@ -201,26 +196,14 @@ JAMBA = Family(
     experts=lambda fields: softmax_experts(fields, "num_experts", "intermediate_size", is_normalized=False),
 )
 
-# Bamba. transformers rotates half of each head, unless the rotary parameters set another share; `attn_rotary_emb` of
-# published files is the same number in channels.
+# Bamba. transformers rotates half of each head, unless the rotary parameters set another share, and ignores
+# `attn_rotary_emb` of published files, which is the same number in channels.
 _BAMBA_SHARE = 0.5
 
 
 def _bamba_mixers(fields: Fields) -> str:
     attending = fields.layer_numbers("attn_layer_indices")
     return "".join("*" if index in attending else "M" for index in range(fields.layer_count))
-
-
-def _bamba_attention(fields: Fields) -> Values:
-    head, rotary = rotated_head_size(fields), rotary_fields(fields, default_share=_BAMBA_SHARE)
-    rotated, share, channels = fields.get("attn_rotary_emb"), rotary["rotary_percent"], head["kv_channels"]
-    assert isinstance(share, float), share
-    assert isinstance(channels, int), channels
-    if rotated is not None and rotated != int(channels * share):
-        raise ConfigError(
-            f"config.json: attn_rotary_emb = {rotated!r} contradicts {SHARE} = {share} of heads of {channels} channels"
-        )
-    return {**attention_heads(fields), **head, **rotary}
 
 
 BAMBA = Family(
@@ -243,7 +226,7 @@ BAMBA = Family(
         final_norm="final_layernorm.weight",
     ),
     constants={"swiglu": True},
-    derived=(_bamba_attention, _mamba2_heads),
+    derived=(attention_heads, rotated_head_size, partial(rotary_fields, default_share=_BAMBA_SHARE), _mamba2_heads),
 )
 
 # FalconH1. Its multipliers become ours:
@@ -346,9 +329,8 @@ def _fused_mlp(ours: str, theirs: str) -> dict[str, str]:
 
 
 def _granite_mixers(fields: Fields) -> str:
-    if fields.get("layer_types") is None:
-        return "M" * fields.layer_count
-    return fields.layer_letters("layer_types", _GRANITE_KINDS)
+    is_listed = fields.get("layer_types") is not None
+    return fields.layer_letters("layer_types", _GRANITE_KINDS) if is_listed else "M" * fields.layer_count
 
 
 def _granite_feed_forwards(fields: Fields) -> str:

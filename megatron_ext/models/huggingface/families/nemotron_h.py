@@ -29,7 +29,6 @@ from megatron_ext.models.huggingface.moe import SIGMOID_FIELDS, described_expert
 from megatron_ext.models.huggingface.tensors import (
     EXPERT,
     ROUTED_EXPERT,
-    PredictionTable,
     Source,
     TensorTable,
     attention,
@@ -118,14 +117,12 @@ _TENSORS = TensorTable(
     # All experts of a layer in one tensor [experts, rows, columns].
     split={r"(.*\.mixer\.experts)\.(up_proj|down_proj)": r"\1.{index}.\2.weight"},
     ignored=r"mtp\..*",
-    prediction=PredictionTable(
-        {
-            "enorm.weight": "mtp.layers.0.enorm.weight",
-            "hnorm.weight": "mtp.layers.0.hnorm.weight",
-            "eh_proj.weight": "mtp.layers.0.eh_proj.weight",
-            "final_layernorm.weight": "mtp.layers.{last}.final_layernorm.weight",
-        }
-    ),
+    prediction={
+        "enorm.weight": "mtp.layers.0.enorm.weight",
+        "hnorm.weight": "mtp.layers.0.hnorm.weight",
+        "eh_proj.weight": "mtp.layers.0.eh_proj.weight",
+        "final_layernorm.weight": "mtp.layers.{last}.final_layernorm.weight",
+    },
 )
 
 

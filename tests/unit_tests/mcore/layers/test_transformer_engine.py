@@ -17,7 +17,7 @@ from megatron_ext.mcore.layers.mlp import PlainMLP
 from megatron_ext.mcore.layers.norms import PlainRMSNorm
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.dist_checkpoint import load_dist_weights, save_dist_checkpoint
-from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.huggingface import oracles as oracle
 from tests.unit_tests.support.models import GATED_DELTA_NET, HYBRID
 
 CPU = torch.device("cpu")

@@ -15,7 +15,6 @@ from megatron_ext.console.kv_cache_table import print_dry_run, print_engine
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.engine_args import EngineArgs, plan_without_weights
 from megatron_ext.models.llm_engine import LLMEngine
-from tests.unit_tests.models.huggingface.families import FAMILIES
 
 _BATCHING = "--inference-dynamic-batching"
 BUDGET = f"{_BATCHING}-buffer-size-gb 0.02 {_BATCHING}-block-size 16 {_BATCHING}-max-requests 6".split()
@@ -29,11 +28,11 @@ def rows(print_table: Callable[..., None], *what: object) -> list[str]:
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines() if line.startswith("│")]
 
 
-@pytest.mark.parametrize("fixture", ["llamas", "oracles", "qwens", "mambas", "hybrids"])
+@pytest.mark.parametrize("name", ["llama", "nemotron MoE", "qwen3_next", "jamba", "falcon_h1"])
 @pytest.mark.parametrize("flags", [LONG, ["--dtype", "bfloat16"]], ids=["fp32", "bf16"])
-def test_the_plan_is_that_of_a_start(fixture: str, flags: list[str], request, tmp_path: Path) -> None:
-    """One shape of each family, with a given budget; the folder of the dry run has no weights."""
-    _, directory = request.getfixturevalue(fixture)(FAMILIES[fixture].names[0])
+def test_the_plan_is_that_of_a_start(name: str, flags: list[str], oracles, tmp_path: Path) -> None:
+    """Shapes of every kind of state, with a given budget; the folder of the dry run has no weights."""
+    _, directory = oracles(name)
     shutil.copytree(directory, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
     dry = plan_without_weights(parse_arguments([str(tmp_path / "model"), *BUDGET, *flags]))
     args = EngineArgs(parse_arguments([str(directory), *BUDGET, *flags]))

@@ -1,19 +1,17 @@
-"""A family is a record: what holds for each of them, and one that the package has never heard of."""
+"""FA-3: a family is one record and a line of the registry, even one that the package has never heard of."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_ext.config import ModelConfig, SourceConfig
-from megatron_ext.config.model import LAYER_SYMBOLS
+from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.huggingface import family_registry
 from megatron_ext.models.huggingface.attention import ROPE_FIELDS, attention_heads, rotary_fields, rotated_head_size
@@ -21,66 +19,14 @@ from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import Fields, FieldTable, Values, names
 from megatron_ext.models.huggingface.hf_checkpoint import translate
 from megatron_ext.models.huggingface.tensors import (
-    EXPERT,
-    ROUTED_EXPERT,
     Conversion,
     Source,
     TensorTable,
-    gated_mlp,
     weights,
 )
-from megatron_ext.models.load import LoadedModel, load_model
-from tests.on_request import long_except
-from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
-from tests.unit_tests.models.huggingface import qwen3_next_oracle
-from tests.unit_tests.models.huggingface.published_hybrids import PUBLISHED as HYBRIDS
-from tests.unit_tests.models.huggingface.test_dense_config import PUBLISHED as DENSE
-from tests.unit_tests.models.huggingface.test_dense_config import PUBLISHED_GPT_OSS
-from tests.unit_tests.models.huggingface.test_llama_config import LLAMA_3
-from tests.unit_tests.models.huggingface.test_mamba_config import PUBLISHED as MAMBAS
-from tests.unit_tests.models.huggingface.test_moe import PUBLISHED_MOE
-from tests.unit_tests.models.test_untrusted_files import ODD, assert_short_lines, refusal
+from tests.unit_tests.models.huggingface import oracles as oracle
+from tests.unit_tests.models.huggingface.oracles import excess, load_hf
 from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
-
-QWEN = qwen3_next_oracle._SMALL | {"model_type": "qwen3_next", "num_experts": 4, "linear_conv_kernel_dim": 4}
-PUBLISHED = {"nemotron_h": PUBLISHED_MOE, "llama": LLAMA_3, "qwen3_next": QWEN, **MAMBAS, **HYBRIDS, **DENSE}
-PUBLISHED["gpt_oss"] = PUBLISHED_GPT_OSS
-MODEL_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
-
-
-@pytest.fixture(params=family_registry.FAMILIES.values(), ids=family_registry.FAMILIES)
-def family(request: pytest.FixtureRequest) -> Family:
-    return request.param
-
-
-def test_every_field_is_in_one_place(family: Family) -> None:
-    """Translated or fixed; what it becomes is a field of ours."""
-    table = family.fields
-    places = [table.sizes, table.numbers, table.fixed, table.read]
-    together = [name for place in places for name in place]
-    assert len(together) == len(set(together))
-    assert set(table.defaults) | set(table.other_names.values()) <= table.known
-    assert not set(table.other_names) & table.known
-    ours = {*table.sizes.values(), *(name for name, _ in table.numbers.values()), *family.constants}
-    assert ours <= MODEL_FIELDS
-
-
-def test_every_letter_has_its_tensors(family: Family) -> None:
-    pattern = translate(PUBLISHED[family.model_type]).hybrid_override_pattern
-    assert set(pattern) <= set(family.tensors.layers) <= set(LAYER_SYMBOLS)
-    needs = {source.needs for layer in family.tensors.layers.values() for source in layer.values()}
-    assert needs - {None} <= MODEL_FIELDS
-
-
-@pytest.mark.parametrize("part", long_except([0], range(4)))
-def test_any_value_of_a_known_field_gives_a_model_or_one_line(family: Family, part: int) -> None:
-    """SE-1: any value of a known field gives a model or one line, even of fields that the file lacks."""
-    raw = PUBLISHED[family.model_type]
-    known = sorted(family.fields.known | set(family.fields.other_names))
-    changes = ({name: value} for index, name in enumerate(known) for value in ODD[(index + part) % 4 :: 4])
-    text = raw.get("text_config")
-    changed = (raw | ({"text_config": text | one} if text else one) for one in changes)
-    assert_short_lines([refusal(lambda fields=fields: translate(fields)) for fields in changed])
 
 
 def test_only_the_registry_names_families() -> None:
@@ -96,32 +42,6 @@ def test_only_the_registry_names_families() -> None:
         )
     }
     assert naming == {"family_registry.py"}
-
-
-def test_tensors_of_a_layer() -> None:
-    """Tensors are found by number of layer and of expert; tensors that the model lacks are not read."""
-    table = TensorTable(
-        layers={
-            "*": weights({"input_layernorm": "norm"}),
-            "E": {
-                **gated_mlp(ROUTED_EXPERT, f"ff.{EXPERT}"),
-                "mlp.extra": Source(("ff.extra",), needs="moe_latent_size"),
-            },
-        },
-        letters_per_layer=2,
-    )
-    config = ModelConfig(hybrid_override_pattern="*E*E", num_experts=2)
-    sources = table.sources(config)
-    experts = {name.split(".", 2)[2] for name in sources if "experts" in name}
-    assert experts == {
-        f"{layer}.mlp.experts.local_experts.{expert}.linear_{half}.weight"
-        for layer, expert, half in itertools.product((1, 3), (0, 1), ("fc1", "fc2"))
-    }
-    last = sources["decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight"]
-    assert last.names == ("layers.1.ff.1.gate_proj.weight", "layers.1.ff.1.up_proj.weight")
-    assert "decoder.layers.3.mlp.extra" not in sources
-    with_latent = dataclasses.replace(config, moe_latent_size=8)
-    assert table.sources(with_latent)["decoder.layers.3.mlp.extra"].names == ("layers.1.ff.extra",)
 
 
 # A family of our own: Llama under other names, query, key and value in one matrix, up above gate
@@ -230,28 +150,19 @@ def toy(llama_copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return llama_copy
 
 
-def load_hf(directory: Path) -> LoadedModel:
-    return load_model(SourceConfig(load_hf=str(directory)), {}, device=torch.device("cpu"))
-
-
-def excess(ours: nn.Module, theirs: nn.Module) -> float:
-    tokens = oracle.prompt(65, seed=65)
-    return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
-
-
-def test_a_new_family_is_one_record(toy: Path, llamas) -> None:
+def test_a_new_family_is_one_record(toy: Path, oracles) -> None:
     """A record and a place in the registry suffice: shared machinery reads fields, names and conversions."""
-    assert excess(load_hf(toy).model, llamas("mha")[0]) <= 1
+    assert excess(load_hf(toy).model, oracles("llama")[0]) <= 1
 
 
-def test_the_comparison_sees_a_missing_conversion(toy: Path, llamas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_sees_a_missing_conversion(toy: Path, oracles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: each tensor of the two that are converted, taken as it is."""
     for letter, name in (("*", "self_attention.linear_qkv.weight"), ("-", "mlp.linear_fc1.weight")):
         plain = dataclasses.replace(TOY.tensors.layers[letter][name], conversion=None)
         layers = {**TOY.tensors.layers, letter: {**TOY.tensors.layers[letter], name: plain}}
         spoiled = dataclasses.replace(TOY, tensors=dataclasses.replace(TOY.tensors, layers=layers))
         monkeypatch.setitem(family_registry.FAMILIES, "toy", spoiled)
-        assert excess(load_hf(toy).model, llamas("mha")[0]) > 100, name
+        assert excess(load_hf(toy).model, oracles("llama")[0]) > 100, name
 
 
 SPOILED = {

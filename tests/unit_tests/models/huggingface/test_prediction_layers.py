@@ -20,18 +20,18 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.huggingface.export import export_hf_checkpoint
 from megatron_ext.models.load import load_model, save_model
 from tests.on_request import long_except
-from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
-from tests.unit_tests.models.huggingface.families import CPU, excess, load_hf
-from tests.unit_tests.models.huggingface.test_export import NULL, assert_same_files
+from tests.unit_tests.models.huggingface import oracles as oracle
+from tests.unit_tests.models.huggingface.oracles import CPU, NULL, excess, load_hf
+from tests.unit_tests.models.huggingface.test_export import assert_same_files
 from tests.unit_tests.support.prediction import prediction_logits
 
 # Shape whose last attention layer, and the layer with experts or the MLP after it, are the model of the drafting one.
 SHAPES = {
-    "qwen3_next": ("qwens", "experts"),
-    "qwen3_next, dense": ("qwens", "dense"),
-    "qwen3_5": ("hybrids", "qwen3_5, as many heads, other window, base and share, yarn"),
-    "qwen3_5_moe": ("hybrids", "qwen3_5 moe"),
-    "nemotron_h": ("oracles", "MoE"),
+    "qwen3_next": "qwen3_next moe",
+    "qwen3_next, dense": "qwen3_next",
+    "qwen3_5": "qwen3_5, as many heads, other window, base and share, yarn",
+    "qwen3_5_moe": "qwen3_5 moe",
+    "nemotron_h": "nemotron MoE",
 }
 WIDTH = 32
 READ = {"mtp_num_layers": 1, "mtp_use_repeated_layer": True}
@@ -130,14 +130,13 @@ class Head(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+def made(oracles, tmp_path_factory: pytest.TempPathFactory):
     """A function from a name to the formula and a checkpoint with its tensors."""
     kept: dict[str, tuple[Head, Path]] = {}
 
     def get(name: str) -> tuple[Head, Path]:
         if name not in kept:
-            fixture, shape = SHAPES[name]
-            theirs, source = request.getfixturevalue(fixture)(shape)
+            theirs, source = oracles(SHAPES[name])
             head = Head(theirs)
             directory = shutil.copytree(source, tmp_path_factory.mktemp("mtp") / "hf")
             oracle.edit_weights(directory, lambda tensors: tensors.update(head.tensors()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,40 +108,28 @@ with new_directory(Path({str(tmp_path / "new" / "checkpoint")!r})) as directory:
     assert list(tmp_path.iterdir()) == []
 
 
-class TestTargets:
-    """Targets that cannot be written are found before anything is loaded."""
+def refusal_of(target: Path) -> str:
+    """The message with which loading refuses a place to save to, before it looks at the checkpoint."""
+    with pytest.raises(ConfigError) as caught:
+        load_model(SourceConfig(save=str(target), load="nowhere"), {})
+    return str(caught.value)
 
-    @pytest.fixture
-    def refused(self, monkeypatch):
-        """A function: the message with which loading refuses a place to save to, before it looks at the checkpoint."""
 
-        def refuse(target: Path) -> str:
-            with pytest.raises(ConfigError) as caught:
-                load_model(SourceConfig(save=str(target), load="nowhere"), {})
-            return str(caught.value)
+def test_targets_that_cannot_be_written_are_found_before_anything_is_loaded(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for target, message in (
+        (tmp_path / "file" / "checkpoint", "cannot be written: "),
+        (tmp_path / "link", "is a broken link; give a directory"),
+        (Path("/"), "--save / is a mount point; give a directory in it"),
+        (tmp_path / "new" / "checkpoint", "--load nowhere"),  # this place would do
+    ):
+        assert message in refusal_of(target)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
 
-        return refuse
+    def read_only(*_: object, **__: object) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    def test_a_file_system_for_reading(self, refused, tmp_path, monkeypatch):
-        def read_only(*_: object, **__: object) -> str:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-        monkeypatch.setattr("tempfile.mkdtemp", read_only)
-        message = refused(tmp_path / "not" / "there")
-        assert message.startswith(f"--save {tmp_path / 'not' / 'there'} cannot be written: ")
-        assert message.endswith("Read-only file system")
-
-    def test_below_a_file(self, refused, tmp_path):
-        (tmp_path / "file").touch()
-        assert "cannot be written: " in refused(tmp_path / "file" / "checkpoint")
-
-    def test_mount_points_are_refused(self, refused):
-        assert refused(Path("/")) == "--save / is a mount point; give a directory in it"
-
-    def test_a_link_to_nothing(self, refused, tmp_path):
-        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-        assert "is a broken link; give a directory" in refused(tmp_path / "link")
-
-    def test_the_check_leaves_nothing(self, refused, tmp_path):
-        assert "--load nowhere" in refused(tmp_path / "new" / "checkpoint")
-        assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("tempfile.mkdtemp", read_only)
+    there = tmp_path / "not" / "there"
+    assert re.fullmatch(f"--save {there} cannot be written: .*Read-only file system", refusal_of(there))

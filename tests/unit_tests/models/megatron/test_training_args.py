@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.models.megatron.training_args import config_from_args, padded_vocabulary
+from megatron_ext.models.megatron.training_args import config_from_args
 from tests.unit_tests.models.megatron import megatron_lm
 
 HYBRID = ModelConfig(
@@ -98,14 +98,6 @@ def test_pattern_from_ratios() -> None:
     assert converted(args).hybrid_override_pattern == "MMM"
 
 
-def test_gpt() -> None:
-    """A layer is an attention and an MLP; epsilons are free without Mamba layers."""
-    args = megatron_lm.arguments(HYBRID, num_layers=3, hybrid_override_pattern=None, spec=None, norm_epsilon=1e-6)
-    config = converted(args, is_gpt=True)
-    assert config.hybrid_override_pattern == "*-*-*-"
-    assert config.norm_epsilon == 1e-6
-
-
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 3, "swiglu": True}
 DELTA |= {"squared_relu": False, "num_layers": 4, "hybrid_override_pattern": None, "spec": None, "norm_epsilon": 1e-6}
 
@@ -129,24 +121,6 @@ def test_gpt_with_gated_delta_nets(changes: dict, pattern: str) -> None:
     assert config.norm_epsilon == 1e-6, "free without Mamba layers"
     for name, value in (sizes | flags).items():
         assert getattr(config, name) == value
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"experimental_attention_variant": "dsa"},
-            "experimental_attention_variant = 'dsa'.* supported is gated_delta_net",
-        ),
-        ({"swiglu": False}, "experimental_attention_variant = .* with swiglu"),
-        ({"linear_attention_freq": [1, 0]}, r"linear_attention_freq = \[1, 0\].* for each of 4 layers"),
-        ({"linear_attention_freq": None}, "linear_attention_freq = None"),
-    ],
-    ids=str,
-)
-def test_gated_delta_nets_that_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        converted(megatron_lm.arguments(HYBRID, **(DELTA | changes)), is_gpt=True)
 
 
 def test_older_arguments() -> None:
@@ -236,32 +210,10 @@ def test_gpt_with_experts(changes: dict, pattern: str) -> None:
     assert config.moe_router_topk == (3 if config.is_moe else 2)
 
 
-@pytest.mark.parametrize("freq", [0, [0, 1], [0, 1, 2, 0], "2", [True, False, True, True]], ids=str)
-def test_other_layer_frequencies_are_refused(freq: object) -> None:
-    with pytest.raises(CheckpointError, match=r"moe_layer_freq = .*, which is not supported; supported is a number"):
-        converted(arguments(**GPT_WITH_EXPERTS, moe_layer_freq=freq), is_gpt=True)
-
-
-def test_width_of_experts_that_is_the_width_of_mlps() -> None:
-    args = arguments(**GPT_WITH_EXPERTS, moe_ffn_hidden_size=None)
-    assert converted(args, is_gpt=True).expert_ffn_size == HYBRID.ffn_size
-
-
 @pytest.mark.parametrize("args", [None, 3, "text"])
 def test_refuses_other_objects_as_arguments(args: object) -> None:
     with pytest.raises(CheckpointError, match=f"has a {type(args).__name__} instead of arguments"):
         converted(args)
-
-
-@pytest.mark.parametrize(("asked", "fits"), [(512, True), (497, True), (496, False), (513, False)])
-def test_padding_of_the_vocabulary(asked: int, fits: bool) -> None:
-    """The vocabulary is padded to a multiple of 8 on each of 2 ranks: less than 16 rows."""
-    if fits:
-        assert converted(arguments(), vocab_size=asked).vocab_size == asked
-    else:
-        with pytest.raises(CheckpointError, match=f"--vocab-size {asked} .*; give more than 496 and at most 512"):
-            converted(arguments(), vocab_size=asked)
-    assert padded_vocabulary(arguments(), "common.pt") == 512
 
 
 GPT = {"num_layers": 3, "hybrid_override_pattern": None, "spec": None, "num_experts": None}
@@ -285,18 +237,26 @@ def test_windows_of_a_gpt(changes: dict, pattern: str, window: int | None) -> No
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"window_size": (127, 1)},
-        {"window_size": "127,0"},
-        {"window_size": (127, 0), "window_attn_skip_freq": 0},
-        {"window_size": (127, 0), "window_attn_skip_freq": [1, 0]},
+        (GPT | {"window_size": (127, 1)}, "window_size = .*; supported is a number"),
+        (GPT | {"window_size": "127,0"}, "window_size = .*; supported is a number"),
+        (GPT | {"window_size": (127, 0), "window_attn_skip_freq": 0}, "window_attn_skip_freq = .* is a number"),
+        (GPT | {"window_size": (127, 0), "window_attn_skip_freq": [1, 0]}, "window_attn_skip_freq = .* is a number"),
+        *(
+            (GPT_WITH_EXPERTS | {"moe_layer_freq": freq}, "moe_layer_freq = .* supported is a number")
+            for freq in (0, [0, 1], [0, 1, 2, 0], "2", [True, False, True, True])
+        ),
+        (DELTA | {"experimental_attention_variant": "dsa"}, "'dsa'.* supported is gated_delta_net"),
+        (DELTA | {"swiglu": False}, "experimental_attention_variant = .* with swiglu"),
+        (DELTA | {"linear_attention_freq": [1, 0]}, r"linear_attention_freq = \[1, 0\].* for each of 4 layers"),
+        (DELTA | {"linear_attention_freq": None}, "linear_attention_freq = None"),
     ],
     ids=str,
 )
-def test_windows_that_are_refused(changes: dict) -> None:
-    with pytest.raises(CheckpointError, match=r"window_.* = .*, which is not supported; supported is a number"):
-        converted(arguments(**(GPT | changes)), is_gpt=True)
+def test_refusals_of_a_gpt(changes: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        converted(arguments(**changes), is_gpt=True)
 
 
 @pytest.mark.parametrize("prefix", ["", "yarn_"])

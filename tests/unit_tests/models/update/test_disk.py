@@ -54,10 +54,10 @@ class TestWhatIsRead:
         assert are_equal(tensors_of(loaded.model), tensors_of(new))
         assert not are_equal(before, tensors_of(new))  # the control
 
-    @pytest.mark.parametrize("name", ["mha", "gqa, tied"])
-    def test_a_hugging_face_checkpoint(self, llamas, tmp_path, name):
+    @pytest.mark.parametrize("name", ["llama", "llama, tied"])
+    def test_a_hugging_face_checkpoint(self, oracles, tmp_path, name):
         """PY-6: tensors joined, split or shifted on the way equal those of loading."""
-        old = llamas(name)[1]
+        old = oracles(name)[1]
         new = shutil.copytree(old, tmp_path / "new")
         weights = load_file(old / WEIGHTS_FILE)
         save_file({key: one * 1.5 for key, one in weights.items()}, new / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -22,10 +22,9 @@ from megatron_ext.models.huggingface.tensors import EMBEDDING
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.update import disk
-from megatron_ext.models.update.disk import exchange
+from megatron_ext.models.update.disk import swap_weights
 from megatron_ext.models.update.naming import MegatronNames, naming_of
 from megatron_ext.models.weight_files import WEIGHTS_FILE
-from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, nemotron_h_oracle, qwen3_next_oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import GPT, gpt_arguments, gpt_model, perturbed
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
@@ -34,12 +33,7 @@ from tests.unit_tests.support.weights import writer_of
 CPU = torch.device("cpu")
 NULL = {"tokenizer_type": "NullTokenizer"}
 # Every kind of layer and of conversion that there is.
-FAMILIES = {
-    "llamas": (llama_oracle, ("mha", "gqa, tied")),
-    "oracles": (nemotron_h_oracle, ("mha", "MoE, latent, one expert a token")),
-    "qwens": (qwen3_next_oracle, ("experts", "dense")),
-    "mambas": (mamba_oracle, ("mamba, tied", "jamba, experts")),
-}
+SHAPES = ("llama", "llama, tied", "nemotron", "nemotron MoE, latent, one expert a token", "qwen3_next moe", "jamba moe")
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -74,11 +68,10 @@ def hf_tensors(directory: Path) -> dict[str, Tensor]:
     return {name: one for file in sorted(directory.glob("*.safetensors")) for name, one in load_file(file).items()}
 
 
-@pytest.fixture(params=[(one, name) for one, (_, names) in FAMILIES.items() for name in names], ids=" ".join)
-def hugging_face(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+@pytest.fixture(params=SHAPES)
+def hugging_face(request: pytest.FixtureRequest, oracles, tmp_path: Path) -> tuple[Path, Path]:
     """A checkpoint that transformers wrote, and one of the same model with other weights."""
-    fixture, name = request.param
-    old = request.getfixturevalue(fixture)(name)[1]
+    old = oracles(request.param)[1]
     new = shutil.copytree(old, tmp_path / "new", ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(changed(hf_tensors(old)), new / WEIGHTS_FILE, metadata={"format": "pt"})
     return old, new
@@ -97,12 +90,8 @@ class TestHuggingFace:
         expected = tensors_of(load_model(self.source(new), {}, device=CPU).model)
         assert all(not torch.equal(before[name], expected[name]) for name in before)  # the control
         assert_equal(updated(self.source(old), hf_tensors(new)), expected)
-        assert_equal(updated(self.source(old), iter(hf_tensors(new).items())), expected)
-
-    def test_without_the_prefix(self, hugging_face):
-        old, new = hugging_face
-        bare = {name.removeprefix("model.").removeprefix("backbone."): one for name, one in hf_tensors(new).items()}
-        assert_equal(updated(self.source(old), bare), tensors_of(load_model(self.source(new), {}, device=CPU).model))
+        bare = ((name.removeprefix("model.").removeprefix("backbone."), one) for name, one in hf_tensors(new).items())
+        assert_equal(updated(self.source(old), bare), expected)
 
     def test_in_parts(self, hugging_face):
         """PY-6: layer by layer, each with all that makes up a tensor of ours."""
@@ -113,23 +102,17 @@ class TestHuggingFace:
             layer = name.split(".layers.")[1].split(".")[0] if ".layers." in name else "rest"
             parts.setdefault(layer, {})[name] = tensor
         assert len(parts) > 1
+        shapes = {name: tuple(one.shape) for name, one in naming.select_weights(hf_tensors(new)).items()}
+        assert writer_of(loaded.model, naming).shapes() == shapes
         for part in parts.values():
             writer_of(loaded.model, naming).write(part, partial=True)
         assert_equal(tensors_of(loaded.model), tensors_of(load_model(self.source(new), {}, device=CPU).model))
 
-    def test_the_names_that_are_listed(self, hugging_face):
-        old, new = hugging_face
-        loaded = load_model(self.source(old), {}, device=CPU)
-        naming = naming_of(self.source(old), loaded.config)
-        assert writer_of(loaded.model, naming).shapes() == {
-            name: tuple(one.shape) for name, one in naming.sorted_out(hf_tensors(new)).items()
-        }
 
+class TestMegatron:
+    """Names of the parameters of Megatron's model."""
 
-class TestOwn:
-    """The model's own names."""
-
-    def test_the_embedded_model_and_random_ones(self):
+    def test_own_names_of_the_embedded_model_and_of_random_ones(self):
         for source, overrides in (
             (SourceConfig(), {}),
             (SourceConfig(**NULL), {"mamba_num_groups": 2, "vocab_size": 64}),
@@ -138,20 +121,6 @@ class TestOwn:
             new = changed(tensors_of(loaded.model))
             writer_of(loaded.model, naming_of(source, loaded.config)).write(new)
             assert_equal(tensors_of(loaded.model), new)
-
-
-class TestMegatron:
-    """Names of the parameters of Megatron's model."""
-
-    def test_our_own_distributed_checkpoint(self, tiny_model, tiny_config, tmp_path):
-        """PY-6: norms of their own, as ours have them, or fused into the layer after them."""
-        save_dist_checkpoint(tmp_path, tiny_model, tiny_config)
-        source = SourceConfig(load=str(tmp_path), **NULL)
-        new = build_model(tiny_config, device=CPU, seed=8)
-        fused = {megatron_lm._fused_key(name, tiny_config): one for name, one in tensors_of(new).items()}
-        assert fused.keys() != tensors_of(new).keys()
-        for names in (tensors_of(new), new.named_parameters(), fused):
-            assert_equal(updated(source, names), tensors_of(new))
 
     def test_rounded_as_loading_rounds(self, tiny_model, tiny_config, tmp_path):
         """PY-6: any floating point dtype is rounded to the dtypes of the parameters."""
@@ -172,8 +141,8 @@ class TestMegatron:
         names = {
             megatron_lm._fused_key(name, tiny_config) if fused else name: one for name, one in new.named_parameters()
         }
-        names |= {"decoder.layers.0.mixer.in_proj._extra_state": None}
-        assert_equal(updated(source, names), tensors_of(new))
+        assert_equal(updated(source, names | {"decoder.layers.0.mixer.in_proj._extra_state": None}), tensors_of(new))
+        assert_equal(updated(source, new.named_parameters()), tensors_of(new))  # norms of their own, as ours have them
 
     def test_gpt(self, tmp_path):
         """PY-6: upstream's own model, whose layers are two of ours."""
@@ -259,9 +228,9 @@ class TestRefused:
         writer_of(model).write({self.NORM: torch.full((32,), 2.0)}, partial=True)
         assert_equal(tensors_of(model), before | {self.NORM: torch.full((32,), 2.0)})
 
-    def test_parts_of_one_tensor_come_together(self, llamas):
+    def test_parts_of_one_tensor_come_together(self, oracles):
         """PY-6: query, key and value are one tensor here."""
-        directory = llamas("mha")[1]
+        directory = oracles("llama")[1]
         source = SourceConfig(load_hf=str(directory), **NULL)
         loaded = load_model(source, {}, device=CPU)
         before, naming = tensors_of(loaded.model), naming_of(source, loaded.config)
@@ -272,8 +241,8 @@ class TestRefused:
             writer_of(loaded.model, naming).write(given, partial=True)
         assert_equal(tensors_of(loaded.model), before)
 
-    def test_a_tied_output_that_differs(self, llamas):
-        directory = llamas("gqa, tied")[1]
+    def test_a_tied_output_that_differs(self, oracles):
+        directory = oracles("llama, tied")[1]
         source = SourceConfig(load_hf=str(directory), **NULL)
         loaded = load_model(source, {}, device=CPU)
         new = hf_tensors(directory)
@@ -283,9 +252,9 @@ class TestRefused:
         with pytest.raises(ConfigError, match=r"^lm_head.weight is tied to embed_tokens.weight in this model"):
             writer_of(loaded.model, naming).write(new | {"lm_head.weight": output + 1})
 
-    def test_an_error_between_two_writes(self, llamas, monkeypatch):
+    def test_an_error_between_two_writes(self, oracles, monkeypatch):
         """PY-6: with a copy, memory that runs out in the middle leaves the model as it was; without one it is told."""
-        directory = llamas("mha")[1]
+        directory = oracles("llama")[1]
         source = SourceConfig(load_hf=str(directory), **NULL)
         loaded = load_model(source, {}, device=CPU)
         before, naming = tensors_of(loaded.model), naming_of(source, loaded.config)
@@ -310,7 +279,7 @@ class TestRefused:
         first, second = list(before)[:2]
         new = {first: torch.zeros_like(before[first]), second: torch.zeros(1, *before[second].shape[1:])}
         with pytest.raises(RuntimeError):
-            exchange(model, new)
+            swap_weights(model, new)
         assert_equal(tensors_of(model), before)
         assert not any(one.any() for one in new.values())
         swapped: list[Tensor] = []
@@ -324,7 +293,7 @@ class TestRefused:
         swap = disk._swap
         monkeypatch.setattr(disk, "_swap", fail_once)
         with pytest.raises(torch.cuda.OutOfMemoryError):
-            exchange(model, {name: torch.zeros_like(one) for name, one in before.items()})
+            swap_weights(model, {name: torch.zeros_like(one) for name, one in before.items()})
         assert_equal(tensors_of(model), before)
 
     def test_the_first_rank_that_failed_is_named_once_all_are_back(self):
@@ -342,11 +311,11 @@ class TestRefused:
     @pytest.mark.parametrize("naming", [MegatronNames(has_prediction=False), MegatronNames(False, (4, 4), False)])
     def test_layers_that_the_model_does_not_have_are_left_out(self, naming):
         """SP-10: a trainer gives those of multi-token prediction, too."""
-        assert naming.sorted_out({"mtp.layers.0.norm.weight": torch.ones(2)}) == {}
+        assert naming.select_weights({"mtp.layers.0.norm.weight": torch.ones(2)}) == {}
 
-    def test_a_tensor_with_and_without_its_prefix(self, llamas):
+    def test_a_tensor_with_and_without_its_prefix(self, oracles):
         """PY-6: one of the two values would be dropped without a word."""
-        directory = llamas("mha")[1]
+        directory = oracles("llama")[1]
         source = SourceConfig(load_hf=str(directory), **NULL)
         loaded = load_model(source, {}, device=CPU)
         new = hf_tensors(directory)
