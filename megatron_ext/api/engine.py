@@ -220,8 +220,7 @@ class LoadedEngine(LLMEngine):
         Each rank gives its own part of each parameter; nothing is sent to other ranks (docs/rl.md).
 
         Args:
-            named_shards: Local tensors, or `DTensor`s in the engine's layout, by the names of Megatron's model on this
-                rank, such as `model.state_dict()`.
+            named_shards: Local tensors, by the names of Megatron's model on this rank, such as `model.state_dict()`.
 
         Raises:
             ConfigError: A name, shape, type or layout does not fit, or options differ; names the rank. No rank has

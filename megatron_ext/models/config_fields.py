@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig
@@ -27,11 +26,6 @@ def checked_fields(values: Mapping[str, object], where: str, error: type[ValueEr
             message = f"{where} has {name} = {value!r}; it must be of type {known[name].type_names}"
             raise error(message) from None
     return checked
-
-
-def with_overrides(config: ModelConfig, overrides: FieldValues) -> ModelConfig:
-    """Return the configuration with some fields replaced; `overrides` must have passed `checked_fields`."""
-    return dataclasses.replace(config, **overrides)
 
 
 OWN_SPECS = "megatron_ext.mcore.layer_specs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
-from megatron_ext.models.config_fields import checked_fields, with_overrides
+from megatron_ext.models.config_fields import checked_fields
 from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights, read_hf_config, with_prediction
 from megatron_ext.models.megatron.directory import TokenizerSource, require_replaceable
 from megatron_ext.models.megatron.dist_checkpoint import (
@@ -37,7 +38,7 @@ from megatron_ext.models.megatron.dist_checkpoint import (
 from megatron_ext.models.megatron.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
 from megatron_ext.models.megatron.training_args import TrainingFacts
 from megatron_ext.models.overrides import fitting_overrides, require_layout
-from megatron_ext.models.tokenizers import Ids, choose_tokenizer
+from megatron_ext.models.tokenizers import VocabularySizes, choose_tokenizer
 from megatron_ext.parallel.collectives import decided_by_first
 from megatron_ext.parallel.layout import describe_stages, split_layers
 from megatron_ext.parallel.world import is_first_rank
@@ -47,7 +48,11 @@ from megatron_ext.text.tokenizer_files import has_tokenizer
 logger = logging.getLogger(__name__)
 
 _PREDICTION = "mtp_num_layers"
-_WITHOUT_PREDICTION = {_PREDICTION: None, "mtp_use_repeated_layer": False, "mtp_hybrid_override_pattern": None}
+_WITHOUT_PREDICTION: FieldValues = {
+    _PREDICTION: None,
+    "mtp_use_repeated_layer": False,
+    "mtp_hybrid_override_pattern": None,
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def load_model(
             require_intact(directory)
         reads_prediction = reads_prediction or source.save is not None or overrides.get(_PREDICTION) is not None
         config, trained = checkpoint_config(source, directory, overrides, reads_prediction=reads_prediction)
-        ids = Ids(overrides.get("vocab_size"), config.vocab_size)
+        ids = VocabularySizes(overrides.get("vocab_size"), config.vocab_size)
         tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
         _warn_of_more_ids(tokenizer, config, directory)
     model = build_model(
@@ -205,12 +210,12 @@ def checkpoint_config(
     else:
         saved = read_hf_config(directory, source.hf_overrides)
     if not reads_prediction:
-        saved = with_overrides(saved, _WITHOUT_PREDICTION)
+        saved = dataclasses.replace(saved, **_WITHOUT_PREDICTION)
     elif source.load is None:
         saved = with_prediction(saved, directory, source.hf_overrides)
     if source.load is None and source.load_hf is None:
         return with_runtime_overrides(saved, overrides), None
-    config = with_overrides(saved, fitting_overrides(source, saved, overrides, directory, trained))
+    config = dataclasses.replace(saved, **fitting_overrides(source, saved, overrides, directory, trained))
     require_layout(saved, config, directory)
     return config, trained
 
@@ -223,16 +228,14 @@ def _without_checkpoint(source: SourceConfig, overrides: FieldValues) -> tuple[M
         raise ConfigError(f"--vocab-size {asked} is more than --padded-vocab-size {rows}; give at most that")
     is_text = source.tokenizer_model is not None or source.tokenizer_type == HUGGING_FACE_TOKENIZER
     is_text = is_text or (asked is None and rows is None and source.tokenizer_type != NULL_TOKENIZER)
-    tokenizer = choose_tokenizer(source, EMBEDDED_MODEL_DIR if is_text else None, Ids(asked, rows))
-    config = with_overrides(config, {"vocab_size": rows or asked or tokenizer.vocab_size})
-    size = config.vocab_size
-    assert size is not None, "the line above says it"
+    tokenizer = choose_tokenizer(source, EMBEDDED_MODEL_DIR if is_text else None, VocabularySizes(asked, rows))
+    size = rows or asked or tokenizer.vocab_size
     if tokenizer.vocab_size > size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} ids, --vocab-size is {size}; give another --tokenizer-model, or "
             "none"
         )
-    return config, tokenizer
+    return dataclasses.replace(config, vocab_size=size), tokenizer
 
 
 def _tokenizer_directory(source: SourceConfig, directory: Path) -> Path:

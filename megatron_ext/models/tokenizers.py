@@ -38,12 +38,12 @@ _NOTHING = TrainingFacts(is_gpt=False, vocabulary_rows=0)
 
 
 @dataclass(frozen=True)
-class Ids:
+class VocabularySizes:
     """Numbers of token ids.
 
     Attributes:
         asked: Value of `--vocab-size`.
-        model: Ids of the model; None if the tokenizer determines them.
+        model: VocabularySizes of the model; None if the tokenizer determines them.
     """
 
     asked: int | None
@@ -51,7 +51,7 @@ class Ids:
 
 
 def choose_tokenizer(
-    source: SourceConfig, directory: Path | None, ids: Ids, trained: TrainingFacts | None = None
+    source: SourceConfig, directory: Path | None, ids: VocabularySizes, trained: TrainingFacts | None = None
 ) -> Tokenizer:
     """Return the tokenizer of a model.
 
@@ -71,7 +71,9 @@ def choose_tokenizer(
     return tokenizer
 
 
-def _chosen(source: SourceConfig, directory: Path | None, ids: Ids, trained: TrainingFacts | None) -> Tokenizer:
+def _chosen(
+    source: SourceConfig, directory: Path | None, ids: VocabularySizes, trained: TrainingFacts | None
+) -> Tokenizer:
     kind = source.tokenizer_type
     if kind == NULL_TOKENIZER:
         if source.tokenizer_model is not None:
@@ -101,14 +103,14 @@ def _chosen(source: SourceConfig, directory: Path | None, ids: Ids, trained: Tra
     return _of_kind(kind, source, ids, trained)
 
 
-def _size(ids: Ids) -> int:
+def _size(ids: VocabularySizes) -> int:
     size = ids.asked or ids.model
     if size is None:
         raise ConfigError(f"--tokenizer-type {NULL_TOKENIZER} needs --vocab-size")
     return size
 
 
-def _missing(directory: Path, ids: Ids) -> Tokenizer:
+def _missing(directory: Path, ids: VocabularySizes) -> Tokenizer:
     """Return the tokenizer of a published folder that has none, and say so."""
     problem = (
         f"{no_tokenizer(directory)}; copy them from where the model was published, or give --tokenizer-model; "
@@ -136,7 +138,7 @@ def _hugging_face(source: SourceConfig, directory: Path | None) -> Tokenizer | N
     return TextTokenizer(directory, source.chat_template)
 
 
-def _as_trained(source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -> Tokenizer | None:
+def _as_trained(source: SourceConfig, ids: VocabularySizes, trained: TrainingFacts | None) -> Tokenizer | None:
     """Return the tokenizer that the checkpoint's arguments name, if it is on this machine."""
     if trained is None or not source.use_tokenizer_model_from_checkpoint_args:
         return None
@@ -164,7 +166,7 @@ def _say(line: str, level: int) -> None:
         logger.log(level, "%s", line)
 
 
-def _of_kind(kind: str, source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -> Tokenizer:
+def _of_kind(kind: str, source: SourceConfig, ids: VocabularySizes, trained: TrainingFacts | None) -> Tokenizer:
     """Return a tokenizer of one of Megatron's own kinds; the checkpoint's arguments replace absent flags."""
     if trained is None or trained.tokenizer_type != kind or not source.use_tokenizer_model_from_checkpoint_args:
         trained = _NOTHING

@@ -74,7 +74,7 @@ def as_stored(sharded: Sharded, stored: Container[str], gpt_layers: int | None) 
         stored: Keys of the checkpoint's tensors.
         gpt_layers: Layers of a GPT checkpoint; None for a hybrid one.
     """
-    options = [_at(sharded, place, gpt_layers) for place in places(sharded.key, gpt_layers is not None)]
+    options = [_at(sharded, place, gpt_layers) for place in candidate_keys(sharded.key, gpt_layers is not None)]
     found = (option for option in options if all(shard.key in stored for shard in shards(option)))
     return next(found, options[0])
 
@@ -92,7 +92,7 @@ class StoredKey:
     row: int | None = None
 
 
-def places(key: str, in_gpt: bool) -> Iterator[StoredKey]:
+def candidate_keys(key: str, in_gpt: bool) -> Iterator[StoredKey]:
     """Yield the possible locations of a parameter of ours, the likeliest first.
 
     Args:
@@ -101,7 +101,7 @@ def places(key: str, in_gpt: bool) -> Iterator[StoredKey]:
     """
     for name in (key, _other_norm(key)):
         if name is not None:
-            yield from _gpt_places(name) if in_gpt else (StoredKey(name),)
+            yield from _gpt_keys(name) if in_gpt else (StoredKey(name),)
 
 
 def given_name(name: str, given: Container[str], in_gpt: bool) -> str:
@@ -115,7 +115,7 @@ def given_name(name: str, given: Container[str], in_gpt: bool) -> str:
         in_gpt: Whether that model is a GPT.
     """
     options = []
-    for key in (place.key for place in places(name, in_gpt) if place.row is None):
+    for key in (place.key for place in candidate_keys(name, in_gpt) if place.row is None):
         expert = _EXPERT.fullmatch(key)
         in_memory = f"{expert[1]}{expert[3]}{expert[2]}" if expert is not None else key.replace(".conv1d.", ".conv1d_")
         options += [key, in_memory]
@@ -135,7 +135,7 @@ def _other_norm(key: str) -> str | None:
     return None
 
 
-def _gpt_places(key: str) -> Iterator[StoredKey]:
+def _gpt_keys(key: str) -> Iterator[StoredKey]:
     layer = _LAYER.fullmatch(key)
     if layer is None:
         yield StoredKey(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))

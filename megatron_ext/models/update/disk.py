@@ -29,8 +29,8 @@ from megatron_ext.models.megatron.directory import has_header
 from megatron_ext.models.megatron.dist_checkpoint import is_dist_checkpoint, require_intact, resolve_iteration
 
 
-def kept_copies(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
-    """Return copies of a model's tensors of these names, from which `write_back` restores them.
+def copy_weights(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
+    """Return copies of a model's tensors of these names, from which `restore_weights` restores them.
 
     Raises:
         ConfigError: There is no memory for them.
@@ -43,14 +43,14 @@ def kept_copies(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
         raise ConfigError("there is no memory for a copy of the old weights; leave keep_old out") from None
 
 
-def write_back(model: nn.Module, old: Mapping[str, Tensor]) -> None:
+def restore_weights(model: nn.Module, old: Mapping[str, Tensor]) -> None:
     """Write copies of a model's tensors, by its own names, back into it or into another model of equal shapes."""
     with torch.no_grad():
         for name, target in writable_tensors(model, old).items():
             target.copy_(old[name])
 
 
-def exchange(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def swap_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Swap a model's weights with `tensors` in place; roll back on an error.
 
     A copy of the largest tensor is the only additional memory.
@@ -170,13 +170,13 @@ class NewWeights:
         The old ones take the place of the new ones, so that they can be put back; after an error they are back.
         Quantized ones are given up.
         """
-        (exchange if self.is_exact else write_back)(self.model, self.tensors)
+        (swap_weights if self.is_exact else restore_weights)(self.model, self.tensors)
         self._is_written = True
 
     def put_back(self) -> None:
         """Write the old weights back, if `write` has replaced them."""
         if self._is_written:
-            exchange(self.model, self.tensors)
+            swap_weights(self.model, self.tensors)
             self._is_written = False
 
 

@@ -152,7 +152,7 @@ class HuggingFaceNames:
         self._config = config
         self._wanted = {name for source in table.sources(config).values() for name in source.names}
 
-    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
+    def select_weights(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the tensors to write, under the names of `recipes`: without prefix, experts apart, no tied output.
 
         Raises:
@@ -227,7 +227,7 @@ class MegatronNames:
         self._has_prediction = has_prediction
         self._vocabulary = vocabulary
 
-    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
+    def select_weights(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the weights that inference uses, without the vocabulary's padding; see `HuggingFaceNames`."""
         tensors = {
             name: require_weight(name, value) for name, value in given.items() if is_used(name, self._has_prediction)

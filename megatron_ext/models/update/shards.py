@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ext.config.in_flight import InFlight, check_version
 from megatron_ext.errors import ConfigError
@@ -110,51 +109,17 @@ def _local(name: str, value: object, spec: ShardSpec, shape: Shape) -> Tensor:
     """Return this rank's tensor of a value that its trainer gives.
 
     Raises:
-        ConfigError: It is not a weight, a whole tensor of which this rank has a part, or a `DTensor` in another layout.
+        ConfigError: It is not a local weight, or it is a whole tensor of which this rank has a part.
     """
-    if not isinstance(value, DTensor):
-        tensor = require_weight(name, value)
-        if tuple(tensor.shape) == spec.shape != shape:
-            raise ConfigError(
-                f"{name} is the whole tensor of shape {spec.shape}, and this rank has a part of shape {shape}; give "
-                "the part, or whole tensors to update_weights"
-            )
-        return tensor
-    problem = _misfit(value, spec)
-    if problem is not None:
+    if callable(getattr(value, "to_local", None)):
         raise ConfigError(
-            f"{name} is a DTensor {problem}; redistribute it to the engine's layout and give that, or give "
-            f"{name}.full_tensor() to update_weights"
+            f"{name} is a DTensor; give its to_local() where that is this rank's part, or {name}.full_tensor() to "
+            "update_weights"
         )
-    return require_weight(name, value.to_local())
-
-
-def _misfit(value: DTensor, spec: ShardSpec) -> str | None:
-    """Return why the local part of a tensor is not this rank's shard; None if it is."""
-    unknown = [one for one in value.placements if type(one) not in (Shard, Replicate)]
-    if unknown:
-        return f"placed as {unknown[0]}, and parts of the model are Shard or Replicate"
-    coordinate = value.device_mesh.get_coordinate()
-    if coordinate is None:
-        return f"on a mesh {value.device_mesh.mesh.tolist()} without this rank"
-    if value.dim() != len(spec.shape) or value.shape[1:] != spec.shape[1:] or value.shape[:1] < spec.shape[:1]:
-        return f"of shape {tuple(value.shape)}, and the model's is {spec.shape}"
-    begin, size = [0] * value.dim(), list(value.shape)
-    for i, placement in enumerate(value.placements):
-        if isinstance(placement, Shard):
-            chunk = -(-size[placement.dim] // value.device_mesh.size(i))
-            start = min(coordinate[i] * chunk, size[placement.dim])
-            size[placement.dim] = min(chunk, size[placement.dim] - start)
-            begin[placement.dim] += start
-    if len(spec.pieces) > 1:
-        return f"of one piece, and this rank has {len(spec.pieces)} pieces of the model's, each split by itself"
-    for piece in spec.pieces:  # none for rows of padding
-        wanted = [(one.start, one.stop) for one in piece.whole]
-        found = [(a, min(a + n, end)) for a, n, end in zip(begin, size, spec.shape, strict=True)]
-        if found != wanted:
-            return f"whose part here is {_box(found)}, and this rank has {_box(wanted)}"
-    return None
-
-
-def _box(ranges: Sequence[tuple[int, int]]) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in ranges) + "]"
+    tensor = require_weight(name, value)
+    if tuple(tensor.shape) == spec.shape != shape:
+        raise ConfigError(
+            f"{name} is the whole tensor of shape {spec.shape}, and this rank has a part of shape {shape}; give the "
+            "part, or whole tensors to update_weights"
+        )
+    return tensor

@@ -21,7 +21,7 @@ from megatron_ext.errors import ConfigError, WeightUpdateError, describe
 from megatron_ext.mcore.checkpoint.weight_shards import ShardSpec, model_shards, writable_tensors, zero_padding
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.megatron.stored_keys import final_norm_in_gpt
-from megatron_ext.models.update.disk import NewWeights, kept_copies, write_back
+from megatron_ext.models.update.disk import NewWeights, copy_weights, restore_weights
 from megatron_ext.models.update.naming import (
     NamedTensors,
     Naming,
@@ -114,7 +114,7 @@ class WeightWriter:
         """
         naming = self.names()
         self._described()
-        tensors = naming.sorted_out(read_named_tensors(given))
+        tensors = naming.select_weights(read_named_tensors(given))
         specs = tuple((name, tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items())
         command = UpdateWeights(specs, partial, keep_old)
         self.tell(command)
@@ -168,7 +168,7 @@ class WeightWriter:
         """Write this rank's tensors into its part of the model, in a call of all ranks; errors are raised on each.
 
         Args:
-            given: Local tensors, or `DTensor`s, by the names of Megatron's model on this rank.
+            given: Local tensors, by the names of Megatron's model on this rank.
 
         Raises:
             ConfigError: The tensors or options of a rank do not fit. No rank has written anything.
@@ -190,7 +190,7 @@ class WeightWriter:
         def check() -> None:
             shards.update(local_tensors(named, self._model, self._shards, in_gpt=in_gpt, partial=options.partial))
             if options.keep_old:
-                old.update(kept_copies(self._model, shards))
+                old.update(copy_weights(self._model, shards))
 
         self._ask_all(check)
         error = _failure(partial_call(self._write_local, shards))
@@ -212,7 +212,7 @@ class WeightWriter:
             found = self.names().recipes(self._whole_shapes, shapes)
             recipes.update(chosen_recipes(found, shapes, partial=command.partial))
             if command.keep_old:
-                old.update(kept_copies(self._model, self._own(recipes)))
+                old.update(copy_weights(self._model, self._own(recipes)))
 
         self._ask_all(check)
         error: Exception | None = None
@@ -252,7 +252,7 @@ class WeightWriter:
         raise WeightUpdateError(told, is_restored=put_back is not None) from error
 
     def _restore(self, old: Mapping[str, Tensor]) -> Callable[[], None]:
-        return partial_call(write_back, self._model, old)
+        return partial_call(restore_weights, self._model, old)
 
     def _ask_all(self, question: Callable[[], T]) -> Sequence[T]:
         return [question()] if self._ranks is None else self._ranks.ask_all(question)

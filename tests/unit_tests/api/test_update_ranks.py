@@ -61,13 +61,13 @@ def fail_once(rank: int) -> None:
 
 def lack_memory_once() -> None:
     """Let this rank alone find a reason against the next update, before anything is written."""
-    keep = writer.kept_copies
+    keep = writer.copy_weights
 
     def lacking(*_: object) -> dict[str, torch.Tensor]:
-        writer.kept_copies = keep
+        writer.copy_weights = keep
         raise ConfigError("planted")
 
-    writer.kept_copies = lacking
+    writer.copy_weights = lacking
 
 
 def fail_to_swap_once() -> None:

@@ -412,7 +412,7 @@ class TestUpdate:
 
         with monkeypatch.context() as broken:
             broken.setattr(disk.NewWeights, "is_exact", False)  # as of quantized weights
-            broken.setattr(disk, "write_back", fail)
+            broken.setattr(disk, "restore_weights", fail)
             answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"})
         assert check_error(answer, 503)["code"] == "weights_not_written"
         assert ask(server, "GET", "/health").status_code == 503
