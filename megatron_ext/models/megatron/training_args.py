@@ -58,20 +58,15 @@ def training_facts(args: object, *, is_gpt: bool, vocabulary_rows: int) -> Train
         value = getattr(args, name, None)
         return value if isinstance(value, str) and value and "\0" not in value else None
 
-    def path(name: str) -> Path | None:
-        value = text(name)
-        return None if value is None else Path(value)
-
     kind, specials = text("tokenizer_type"), getattr(args, "tiktoken_num_special_tokens", None)
+    files = {name: text(name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     return TrainingFacts(
         is_gpt,
         vocabulary_rows,
         tokenizer_type=kind if kind in TOKENIZER_TYPES else None,
-        tokenizer_model=path("tokenizer_model"),
-        vocab_file=path("vocab_file"),
-        merge_file=path("merge_file"),
         tiktoken_pattern=text("tiktoken_pattern"),
         tiktoken_num_special_tokens=specials if type(specials) is int else None,
+        **{name: Path(file) for name, file in files.items() if file is not None},
     )
 
 
@@ -200,15 +195,11 @@ def _prediction(known: _Arguments, pattern: str, is_gpt: bool) -> dict[str, Any]
     return fields | known.given(("mtp_use_repeated_layer",))
 
 
-def _is_yarn(known: _Arguments) -> bool:
-    return known.get(_POSITIONS) == YARN
-
-
 def _positions_and_window(known: _Arguments) -> dict[str, Any]:
     """Return the fields of YaRN and of a window of a GPT."""
     window = _window(known)
     fields: dict[str, Any] = {} if window is None else {"attention_window": window}
-    if not _is_yarn(known):
+    if known.get(_POSITIONS) != YARN:
         return fields
     given = {f"yarn_{name}": known.get(f"yarn_{name}", known.get(name)) for name in _YARN}
     fields |= {name: value for name, value in given.items() if value is not None}
@@ -265,7 +256,6 @@ class _Arguments:
         return int(value)
 
     def layers(self) -> int:
-        """Return `num_layers`, at most the maximum of a model."""
         count = self.integer("num_layers")
         if not 0 < count <= MAX_LAYERS:
             self.refuse("num_layers", f"1 to {MAX_LAYERS}")
@@ -292,7 +282,8 @@ class _Arguments:
 def _require_supported(known: _Arguments, is_gpt: bool) -> None:
     known.require_off(_MUST_BE_OFF)
     for name, allowed in _ALLOWED.items():
-        if known.get(name, allowed[0]) not in allowed and not (is_gpt and _is_yarn(known) and name == _POSITIONS):
+        is_yarn = is_gpt and name == _POSITIONS and known.get(name) == YARN
+        if known.get(name, allowed[0]) not in allowed and not is_yarn:
             known.refuse(name, " or ".join(map(str, allowed)))
     if not is_gpt:
         known.require_off(_MUST_BE_OFF_IN_HYBRIDS)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial as partial_call
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,10 +33,12 @@ from megatron_ext.models.update.naming import (
     recipe_shapes,
 )
 from megatron_ext.models.update.shards import ShardOptions, local_tensors, require_equal, unwrapped
-from megatron_ext.parallel.commands import DescribeWeights, ReadWeights, TensorSpec, UpdateWeights, WeightsCommand
+from megatron_ext.parallel.commands import DescribeWeights, ReadWeights, UpdateWeights, WeightsCommand
 from megatron_ext.parallel.parallel_context import ParallelContext
 
 T = TypeVar("T")
+Recipes: TypeAlias = Mapping[str, Recipe]  # by our names
+Specs: TypeAlias = Mapping[str, tuple[Shape, str]]  # shape and dtype of each given tensor
 
 BUCKET_BYTES = 64 * 2**20  # of whole tensors that are sent to the other ranks before they are written
 
@@ -133,11 +135,12 @@ class WeightWriter:
         """
         if self._ranks is None:
             return partial_call(self._replace, self._new_weights(directory))
-        return partial_call(self._lead_checkpoint, directory)
 
-    def _lead_checkpoint(self, directory: Path) -> int:
-        self.tell(ReadWeights(str(directory)))
-        return self._replace(self._new_weights(directory))
+        def lead() -> int:
+            self.tell(ReadWeights(str(directory)))
+            return self._replace(self._new_weights(directory))
+
+        return lead
 
     def _described(self) -> Shapes:
         """Return the shapes of the whole tensors of all ranks, by name."""
@@ -217,7 +220,7 @@ class WeightWriter:
         self._ask_all(check)
         error: Exception | None = None
         for bucket in _buckets(recipes, specs):  # to the last one, since the other ranks wait for it
-            failure = self._write_bucket(bucket, tensors, writes=error is None)
+            failure = self._write_bucket(bucket, specs, tensors, writes=error is None)
             error = error or failure
         self._require_success(error, self._restore(old) if command.keep_old else None)
 
@@ -259,7 +262,9 @@ class WeightWriter:
 
     # Writes of this rank
 
-    def _write_bucket(self, bucket: _Bucket, tensors: Mapping[str, Tensor] | None, *, writes: bool) -> Exception | None:
+    def _write_bucket(
+        self, recipes: Recipes, specs: Specs, tensors: Mapping[str, Tensor] | None, *, writes: bool
+    ) -> Exception | None:
         """Write whole tensors of the first rank, which are sent through host memory if there are others.
 
         Args:
@@ -271,24 +276,26 @@ class WeightWriter:
         """
         parts: dict[str, Tensor] = {}
         error: Exception | None = None
-        for name, shape, dtype in bucket.specs:
+        for name in recipe_shapes(recipes):
+            shape, dtype = specs[name]
             if self._ranks is None:
                 assert tensors is not None, "this is the first rank"
                 parts[name] = tensors[name]
                 continue
             try:
-                parts[name] = _in_host_memory(tensors, name, shape, dtype)
+                sent = None if tensors is None else tensors[name].to("cpu").contiguous()
             except Exception as failure:  # the other ranks wait for the tensor
-                error, parts[name] = error or failure, torch.empty(shape, dtype=getattr(torch, dtype))
+                error, sent = error or failure, None
+            parts[name] = torch.empty(shape, dtype=getattr(torch, dtype)) if sent is None else sent
             self._ranks.broadcast(parts[name])
         if error is None and writes:
-            error = _failure(partial_call(self._write_whole, bucket.recipes, parts))
+            error = _failure(partial_call(self._write_whole, recipes, parts))
         return error
 
-    def _own(self, recipes: Mapping[str, Recipe]) -> dict[str, ShardSpec]:
+    def _own(self, recipes: Recipes) -> dict[str, ShardSpec]:
         return {name: shard for name, shard in self._shards.items() if shard.name in recipes}
 
-    def _write_whole(self, recipes: Mapping[str, Recipe], parts: Mapping[str, Tensor]) -> None:
+    def _write_whole(self, recipes: Recipes, parts: Mapping[str, Tensor]) -> None:
         """Write this rank's pieces of the whole tensors that recipes make."""
         shards = self._own(recipes)
         with torch.no_grad():
@@ -334,33 +341,17 @@ def _failure(write: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _in_host_memory(tensors: Mapping[str, Tensor] | None, name: str, shape: Shape, dtype: str) -> Tensor:
-    """Return a tensor of the first rank in host memory, or an empty one to receive it."""
-    if tensors is None:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    return tensors[name].to("cpu").contiguous()
-
-
-class _Bucket:
-    """Tensors whose parts are sent to the ranks in one message."""
-
-    def __init__(self) -> None:
-        self.recipes: dict[str, Recipe] = {}
-        self.specs: list[TensorSpec] = []
-        self.bytes = 0
-
-
-def _buckets(recipes: Mapping[str, Recipe], specs: Mapping[str, tuple[Shape, str]]) -> Iterator[_Bucket]:
+def _buckets(recipes: Recipes, specs: Specs) -> Iterator[Recipes]:
     """Yield the recipes in buckets of at most `BUCKET_BYTES`; a larger tensor is one by itself. Equal on all ranks."""
-    bucket = _Bucket()
+    bucket: dict[str, Recipe] = {}
+    held = 0
     for name in sorted(recipes):
-        parts = [(part, *specs[part]) for part in recipes[name].parts]
-        size = sum(prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in parts)
-        if bucket.recipes and bucket.bytes + size > BUCKET_BYTES:
+        parts = [specs[part] for part in recipes[name].parts]
+        size = sum(prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in parts)
+        if bucket and held + size > BUCKET_BYTES:
             yield bucket
-            bucket = _Bucket()
-        bucket.recipes[name] = recipes[name]
-        bucket.specs += parts
-        bucket.bytes += size
-    if bucket.recipes:
+            bucket, held = {}, 0
+        bucket[name] = recipes[name]
+        held += size
+    if bucket:
         yield bucket
