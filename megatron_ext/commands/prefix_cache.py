@@ -65,20 +65,13 @@ def list_entries(stores: dict[str, DiskStore]) -> int:
         print(f"{name}: {sum(map(len, models.values()))} entries of {len(models)} models")
         for identity, entries in models.items():
             blocks = sum(one.key.kind is EntryKind.BLOCK for one in entries)
-            size, age = sum(one.size for one in entries) / MIB, time.time() - max(one.used for one in entries)
+            size = sum(one.size for one in entries) / MIB
+            hours = max(0.0, time.time() - max(one.used for one in entries)) / 3600
             print(
                 f"  {identity.hex()[:8]}: {blocks} blocks, {len(entries) - blocks} snapshots, {size:.1f} MiB, "
-                f"used {describe_age(max(0.0, age))} ago"
+                f"used {hours:.1f} h ago"
             )
     return DONE
-
-
-def describe_age(seconds: float) -> str:
-    """Return a time in its largest unit, rounded down."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{int(seconds)} s"
 
 
 def verify(stores: dict[str, DiskStore]) -> int:

@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Match, Route
 
 from megatron_ext.errors import ConfigError, WeightUpdateError
 from megatron_ext.server.log import BoundedRate, printable
@@ -195,18 +194,12 @@ async def _client_gone(*_: object) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    if error.status_code not in (404, 405):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).to_response()
-    routes: Sequence[Route] = request.app.state.routes  # see `create_app`
-    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    allowed = sorted({method for route in matching for method in route.methods or ()})
-    paths = dict.fromkeys(route.path.replace(":path}", "}") for route in routes)
-    there, shown = f"the routes are {', '.join(paths)}", printable(request.url.path, LONGEST_NAME)
-    if not allowed:
-        return ApiError(404, f"there is no route {shown}; {there}").to_response()
-    methods = ", ".join(allowed)
-    message = f"{shown} does not take {request.method[:LONGEST_NAME]}, but {methods}; {there}"
-    return ApiError(405, message, headers={"Allow": methods}).to_response()
+    message, shown = str(error.detail), printable(request.url.path, LONGEST_NAME)
+    if error.status_code == 404:
+        message = f"there is no route {shown}; GET /openapi.json describes the routes"
+    elif error.status_code == 405:
+        message = f"{shown} does not take {request.method[:LONGEST_NAME]}, but {(error.headers or {}).get('Allow')}"
+    return ApiError(error.status_code, message, headers=error.headers).to_response()
 
 
 async def _no_memory(request: Request, _: MemoryError) -> Response:

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_ext
@@ -102,11 +101,8 @@ def create_app(
         title="megatron_ext", version=megatron_ext.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.serving = serving
-    found = list(app.routes)  # noted for errors: FastAPI's own list does not show included routes
     for router in (*routers, *ROUTERS, *(ADMIN_ROUTERS if settings.enable_admin_routes else ())):
         app.include_router(router)
-        found += router.routes
-    app.state.routes = [route for route in found if isinstance(route, Route)]
     install_error_handlers(app)
     unkeyed = open_paths(hides_counts=settings.hide_cache_counts)
     install_description(app, open_paths=unkeyed, has_keys=keys.are_needed)

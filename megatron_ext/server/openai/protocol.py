@@ -46,16 +46,6 @@ class CompletionRequest(GenerationRequest):
     """Return log-probs, and so many of the best tokens."""
     echo: bool | None = None
     """Begin the text with the prompt; false by default."""
-    best_of: int | None = None
-    """Accepted if it equals `n`."""
-
-    @field_validator("best_of")
-    @classmethod
-    def _is_n(cls, value: int | None, info: ValidationInfo) -> int | None:
-        n = info.data.get("n") or 1
-        if value not in (None, n):
-            raise ValueError(f"{value} is not supported: choices are not ranked; leave it out, or give {n} as for n")
-        return value
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -132,40 +131,6 @@ class BoundedBy:
     limit: str
 
 
-def whole_numbers(value: object) -> object:
-    """Return a list of ids, checked as a whole.
-
-    Raises:
-        ValueError: The value is not a list of integers.
-    """
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise ValueError("must be a list of token ids (integers)")
-    return value
-
-
-def checked_prompts(value: object) -> object:
-    """Return one prompt or several, checked as a whole, without a Python step for each of millions of ids.
-
-    Raises:
-        ValueError: The value is not a prompt or a list of prompts.
-    """
-    items: str | list[Any]
-    kinds: set[type]
-    if isinstance(value, str):
-        items, kinds = value, {str}
-    elif isinstance(value, list):
-        items, kinds = value, set(map(type, value))
-    else:
-        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of those")
-    if not items:
-        raise ValueError("is empty; it needs at least one token")
-    if kinds == {list}:
-        kinds = set(map(type, chain.from_iterable(items))) | {int}
-    if kinds not in ({str}, {int}):
-        raise ValueError("must have strings only, or token ids (integers) only, or lists of those only")
-    return value
-
-
 Text = Annotated[str, BoundedBy("--max-body-mb")]
 Name = Annotated[str, Field(max_length=LONGEST_CLIENT_NAME)]
 ModelName = Annotated[str, Field(min_length=1, max_length=LONGEST_MODEL)]
@@ -173,12 +138,12 @@ JsonValue = Annotated[object, BoundedBy("LIMITS and MAX_LEVELS of bodies")]
 JsonObject = Annotated[dict[str, object], BoundedBy("LIMITS and MAX_LEVELS of bodies")]
 Schema = Annotated[dict[str, object], BoundedBy("--max-schema-kb where it is compiled")]
 _Word = Annotated[str, Field(min_length=1)]
-_Row = Annotated[list[int], Field(min_length=1)]
-_Filled = _Word | Annotated[list[_Word], Field(min_length=1)] | _Row | Annotated[list[_Row], Field(min_length=1)]
-# Schema for the OpenAPI description; `checked_prompts` checks the value.
+_Row = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[
-    str | list[str] | list[int] | list[list[int]],
-    PlainValidator(checked_prompts, json_schema_input_type=_Filled),
+    _Word
+    | _Row
+    | Annotated[list[_Word], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[_Row], Field(min_length=1, fail_fast=True)],
     BoundedBy("--max-waiting-requests and the longest sequence"),
 ]
 
@@ -209,19 +174,6 @@ class LenientObject(BaseModel):
 @cache
 def _names_of(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in model.model_fields.items())
-
-
-def few_ids(value: object) -> object:
-    """Return a list of token ids of limited length.
-
-    Raises:
-        ValueError: The value is not a list of token ids, or too long.
-    """
-    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
-        raise ValueError("must be a list of token ids, which are whole numbers")
-    if len(value) > MAX_STOP_WORDS:
-        raise ValueError(f"has {len(value)} ids; at most {MAX_STOP_WORDS} are allowed")
-    return value
 
 
 def biases(value: object) -> object:
@@ -265,14 +217,10 @@ def option_bounds(name: str) -> FieldInfo:
 Form = Annotated[
     Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any]), BoundedBy("--max-schema-kb")
 ]
-Ids = Annotated[
-    list[int],
-    PlainValidator(whole_numbers, json_schema_input_type=list[int]),
-    BoundedBy("the longest sequence"),
-]
+Ids = Annotated[list[int], Field(fail_fast=True), BoundedBy("the longest sequence")]
 Word = Annotated[str, Field(max_length=LONGEST_STOP_WORD)]
 Words = Annotated[list[Word], Field(max_length=MAX_STOP_WORDS, fail_fast=True)]
-TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int]), BoundedBy("MAX_STOP_WORDS")]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_WORDS, fail_fast=True)]
 Checkpoints = Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=MAX_CHECKPOINTS)]
 Biases = Annotated[Any, PlainValidator(biases, json_schema_input_type=dict[str, float]), BoundedBy("MAX_BIASES")]
 

@@ -17,6 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.memory.host_limits import is_out_of_memory
 from megatron_ext.server.api_errors import ApiError, aborted, no_memory
 from megatron_ext.server.http.body import JsonRoute, only_queries
+from megatron_ext.server.http.description import ERRORS
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.request_fields import Body, Name
 from megatron_ext.server.serving import ServerDependency, Serving
@@ -31,7 +32,7 @@ USUAL_PAUSE, LONGEST_PAUSE = 600, 86_400  # seconds
 Level = Literal["0", "1", "keep", "offload", "drop"]
 _LEVELS: dict[str, SuspendLevel] = {"0": "keep", "keep": "keep", "offload": "offload", "1": "drop", "drop": "drop"}
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
 class Order(Body):

@@ -27,6 +27,7 @@ from megatron_ext.server.anthropic.message_fields import (
 from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, ContextExceeded
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute, ShortPath, handed_on_to, only_queries, sender_of
+from megatron_ext.server.http.description import ERRORS, MESSAGES_ERRORS, STREAMS
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.engine_requests import chat_inputs, check_count, completion_inputs
@@ -56,7 +57,7 @@ from megatron_ext.server.openai.structured_output_checks import answer_format_of
 from megatron_ext.server.request_manager import RequestGroup
 from megatron_ext.server.serving import ServerDependency, Serving
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 OnResult: TypeAlias = Callable[[RequestRecord], None]
 _MAX_WARNED = 10  # kinds in a warning
@@ -69,7 +70,7 @@ _NAMES = {
 }
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMS)
 async def create_completion(body: CompletionRequest, request: Request, serving: ServerDependency) -> Response:
     """Complete one or several prompts."""
     serving.check_name(body.model)
@@ -91,7 +92,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     return await _answer(request, serving, body, inputs, builder)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMS)
 async def create_chat_completion(body: ChatRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation."""
     inputs, answer_format, remember = await prepare_chat(body, request, serving)
@@ -201,7 +202,7 @@ async def whole_answer(events: AsyncIterator[Event], answer: Event) -> Response:
     return json_response(answer)
 
 
-@router.post(MESSAGES_PATH)
+@router.post(MESSAGES_PATH, responses=MESSAGES_ERRORS | STREAMS)
 async def create_message(body: MessagesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, in the form of Anthropic's Messages API."""
     note_betas(request.headers.get("anthropic-beta", ""))
@@ -218,7 +219,7 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
     return await whole_answer(events, builder.message)
 
 
-@router.post(COUNT_PATH)
+@router.post(COUNT_PATH, responses=MESSAGES_ERRORS)
 async def count_message_tokens(body: CountTokensRequest, request: Request, serving: ServerDependency) -> dict[str, int]:
     """Return the number of prompt tokens of a request to the Messages API."""
     serving.check_name(body.model)
@@ -229,7 +230,7 @@ async def count_message_tokens(body: CountTokensRequest, request: Request, servi
     return {"input_tokens": len(prompt.ids)}
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=STREAMS)
 async def create_response(body: ResponsesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, given as items or continued from a stored response."""
     tenant = request.scope[CALLER].tenant

@@ -11,10 +11,11 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainT
 import megatron_ext
 from megatron_ext.server.api_errors import unknown_model
 from megatron_ext.server.http.body import ShortPath
+from megatron_ext.server.http.description import ERRORS
 from megatron_ext.server.http.status_page import ASSETS, DOCS_HEADERS, DOCS_PAGE, PAGE, PAGE_HEADERS, SCRIPT, SHEET
 from megatron_ext.server.serving import ServerDependency
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 _SINCE = "Only samples after this moment: seconds since 1970 by the server's clock"
 _FAILING: dict[int | str, dict[str, Any]] = {
     503: {"description": "The engine fails", "content": {"application/json": {"schema": {"type": "object"}}}}

@@ -11,12 +11,13 @@ from pydantic import Field, model_validator
 
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.body import JsonRoute, only_queries
+from megatron_ext.server.http.description import ERRORS
 from megatron_ext.server.openai.protocol import Message, TemplateFields
 from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, Ids, ModelName, Name, Text
 from megatron_ext.server.serving import ServerDependency, Serving
 from megatron_ext.text.tokenizer import TextTokenizer
 
-router = APIRouter(route_class=JsonRoute, dependencies=[Depends(only_queries())])
+router = APIRouter(route_class=JsonRoute, responses=ERRORS, dependencies=[Depends(only_queries())])
 
 
 class TokenizeRequest(TemplateFields):

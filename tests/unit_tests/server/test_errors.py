@@ -19,9 +19,9 @@ REFUSED = [
     (COMPLETIONS, {}, 400, ["prompt", "required"], "prompt"),
     (COMPLETIONS, [], 400, ["body"], None),
     (COMPLETIONS, {"prompt": 5}, 400, ["prompt", "string", "list"], "prompt"),
-    (COMPLETIONS, {"prompt": ""}, 400, ["prompt", "empty"], "prompt"),
-    (COMPLETIONS, {"prompt": []}, 400, ["prompt", "empty"], "prompt"),
-    (COMPLETIONS, {"prompt": [[1], []]}, 400, ["prompt", "empty"], None),
+    (COMPLETIONS, {"prompt": ""}, 400, ["prompt", "at least 1 character"], "prompt"),
+    (COMPLETIONS, {"prompt": []}, 400, ["prompt", "at least 1 item"], "prompt"),
+    (COMPLETIONS, {"prompt": [[1], []]}, 400, ["prompt", "at least 1 item"], "prompt"),
     (COMPLETIONS, {"prompt": ["<1>", 2]}, 400, ["prompt"], "prompt"),
     (COMPLETIONS, {"prompt": [97]}, 400, ["97", "0 to 96"], None),
     (COMPLETIONS, {"prompt": [-1]}, 400, ["-1"], None),
@@ -44,7 +44,7 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [1], "frequency_penalty": 2.5}, 400, ["frequency_penalty", "2"], "frequency_penalty"),
     (COMPLETIONS, {"prompt": [1], "logit_bias": {"a": 1}}, 400, ["logit_bias", "token ids and numbers"], "logit_bias"),
     (COMPLETIONS, {"prompt": [1], "logit_bias": {"97": 1}}, 400, ["logit_bias", "97", "vocabulary"], None),
-    (COMPLETIONS, {"prompt": [1], "stop_token_ids": [1.5]}, 400, ["stop_token_ids", "token ids"], "stop_token_ids"),
+    (COMPLETIONS, {"prompt": [1], "stop_token_ids": [1.5]}, 400, ["stop_token_ids", "integer"], "stop_token_ids"),
     (COMPLETIONS, {"prompt": [1], "repetition_penalty": 0}, 400, ["repetition_penalty"], "repetition_penalty"),
     (COMPLETIONS, {"prompt": [1], "bad_words": "a"}, 400, ["bad_words", "list"], "bad_words"),
     (COMPLETIONS, {"prompt": [1], "bad_words": ["a"] * 65}, 400, ["bad_words", "at most 64"], "bad_words"),
@@ -178,7 +178,6 @@ def test_no_such_route(tiny):
     assert response.headers["allow"] == "POST"
     for error, path in ((unknown, "/v2"), (other, COMPLETIONS)):
         assert path in error["message"]
-        assert all(one in error["message"] for one in (COMPLETIONS, CHAT, "/v1/models/{model}", "/metrics"))
     assert "POST" in other["message"]
 
 

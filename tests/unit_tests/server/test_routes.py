@@ -109,8 +109,8 @@ class TestTokens:
             ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "special"),
             ("/tokenize?what=1", {"prompt": "a"}, "what"),
             ("/tokenize", {"prompt": "a " * 200_000}, "the limit of 4096 tokens"),
-            ("/detokenize", {"tokens": "a"}, "integers"),
-            ("/detokenize", {"tokens": [True]}, "integers"),
+            ("/detokenize", {"tokens": "a"}, "valid list"),
+            ("/detokenize", {"tokens": [True]}, "valid integer"),
             ("/detokenize", {"tokens": [-1]}, "-1"),
             ("/detokenize", {"tokens": [10**30]}, "10000"),
             ("/detokenize", {"tokens": [1] * 4097}, "4096"),
@@ -209,16 +209,22 @@ class TestDescription:
             assert len(answer.content) > 100_000, file
 
     def test_keys_and_errors(self, locked, tiny):
-        """SE-6: which routes want a key, and which errors they answer with."""
-        paths = locked.http.get("/openapi.json").json()["paths"]
+        """SE-6: which routes want a key, the form of their errors, and which answers are streams."""
+        description = locked.http.get("/openapi.json").json()
+        paths = description["paths"]
         assert "security" not in paths["/health"]["get"]
-        completions = paths["/v1/completions"]["post"]
+        assert description["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+        completions, messages = paths["/v1/completions"]["post"], paths["/v1/messages"]["post"]
         assert completions["security"] == [{"key": []}]
-        assert {"400", "401", "403", "404", "408", "413", "415", "429", "500", "503"} < set(completions["responses"])
-        assert "422" not in completions["responses"]
-        assert "text/event-stream" in completions["responses"]["200"]["content"]
+        forms = [
+            route["responses"]["default"]["content"]["application/json"]["schema"] for route in (completions, messages)
+        ]
+        assert [form["required"] for form in forms] == [["error"], ["type", "error", "request_id"]]
+        for route in (completions, messages):
+            assert set(route["responses"]) == {"200", "default"}
+            assert "text/event-stream" in route["responses"]["200"]["content"]
         assert "text/plain" in paths["/metrics"]["get"]["responses"]["200"]["content"]
-        assert "401" not in tiny.http.get("/openapi.json").json()["paths"]["/v1/completions"]["post"]["responses"]
+        assert "security" not in tiny.http.get("/openapi.json").json()["paths"]["/v1/completions"]["post"]
 
 
 class TestOtherOrigins:

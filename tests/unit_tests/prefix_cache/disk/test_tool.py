@@ -36,8 +36,8 @@ def test_entries_by_model(tmp_path, capsys):
     head, *models = capsys.readouterr().out.splitlines()
     assert head == "slot-0: 4 entries of 2 models"
     assert sorted(models) == [
-        "  00010203: 2 blocks, 1 snapshots, 0.0 MiB, used 1 h ago",
-        "  01020304: 1 blocks, 0 snapshots, 0.0 MiB, used 2 d ago",
+        "  00010203: 2 blocks, 1 snapshots, 0.0 MiB, used 1.0 h ago",
+        "  01020304: 1 blocks, 0 snapshots, 0.0 MiB, used 55.6 h ago",
     ]
     store = open_directory_store(tmp_path / "cache", IDENTITY, LIMIT)
     assert (store.use.blocks, store.use.snapshots, store.use.other_entries) == (2, 1, 1)
