@@ -81,15 +81,6 @@ class Row:
 
 AI_SDK = with_errors("AI_APICallError", "AI_APICallError", follow_up=FACTS["parallel"])
 LANGCHAIN = with_errors("OpenAIModelNotFoundError", "OpenAIContextOverflowError")
-LLAMA_INDEX = with_errors(forced=None)
-INSTRUCTOR = with_errors(  # no loop: each answer is one or more calls, or follows a schema
-    parallel=[[["GetWeather", {"city": "Oslo"}], ["GetTime", {"zone": "UTC"}]]],
-    one_by_one=None,
-    forced=None,
-    answer_by_schema=FACTS["answer"],
-    stream=FACTS["answer"],
-    stream_text=None,
-)
 PYDANTIC_AI = with_errors("ModelNotFoundError", "ModelContextWindowExceededError", forced=None)
 LITELLM = with_errors(errors={"model": "NotFoundError 404", "length": "ContextWindowExceededError 400"})
 OPENCODE = {  # always streamed
@@ -127,8 +118,6 @@ ROWS = (
     Row("ai-sdk", "ai-sdk", "@ai-sdk/openai", "ai-sdk/loop.mjs", "responses", AI_SDK, has_store=True),
     Row("langchain-openai", "langchain-openai", "langchain-openai", "langchain-openai/loop.py", "chat", LANGCHAIN),
     Row("langchain-openai", "langchain-openai", "langchain-openai", "langchain-openai/loop.py", "responses", LANGCHAIN),
-    Row("llama-index", "llama-index", "llama-index-llms-openai-like", "llama-index/loop.py", "chat", LLAMA_INDEX),
-    Row("instructor", "instructor", "instructor", "instructor/loop.py", "chat", INSTRUCTOR),
     Row("pydantic-ai", "pydantic-ai", "pydantic-ai-slim", "pydantic-ai/loop.py", "chat", PYDANTIC_AI),
     Row("pydantic-ai", "pydantic-ai", "pydantic-ai-slim", "pydantic-ai/loop.py", "responses", PYDANTIC_AI),
     Row("openai-agents", "openai-agents", "openai-agents", "openai-agents/loop.py", "responses"),

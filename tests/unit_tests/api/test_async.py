@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from megatron_ext import (
-    ConfigError,
     EngineClosed,
     RequestFailed,
     RequestParams,
@@ -58,12 +56,6 @@ class TestEqualToGenerate:
         streams = asyncio.gather(*(parts_of(engine, prompt) for prompt in PROMPTS * 2))
         assert [outcome(one) for one in await records] == [outcome(one) for one in expected] * 2
         assert [put_together(one) for one in await streams] == [outcome(one) for one in expected] * 2
-
-    def test_in_one_loop_after_another(self, engine, expected):
-        """PY-4: no future of an engine belongs to a loop that has ended."""
-        for _ in range(3):
-            assert outcome(asyncio.run(engine.generate_async(PROMPTS[1], GREEDY))) == outcome(expected[1])
-            assert put_together(asyncio.run(parts_of(engine, PROMPTS[1]))) == outcome(expected[1])
 
     def test_in_several_loops_at_once(self, engine, expected):
         """PY-4: loops in threads of their own, beside a thread without a loop."""
@@ -149,26 +141,9 @@ class TestLeaving:
         asyncio.run(forget())
         assert owns_nothing(engine)
 
-    def test_a_loop_that_is_closed_under_it(self, engine):
-        """Requests of a closed event loop end undelivered, and the engine goes on."""
-        loop = asyncio.new_event_loop()
-        stream = engine.stream(PROMPTS[0], LONG)
-        loop.run_until_complete(anext(stream))
-        loop.close()
-        while not owns_nothing(engine):
-            pass
-        assert engine.generate(PROMPTS[1], GREEDY)[0].error is None
-
 
 class TestErrors:
     """Errors are raised in the awaiting coroutine."""
-
-    async def test_mistakes(self, engine):
-        for coroutine in (engine.generate_async(""), parts_of(engine, "")):
-            with pytest.raises(ConfigError, match=r"^the prompt: it is empty"):
-                await coroutine
-        with pytest.raises(ConfigError, match="is not one prompt"):
-            await engine.generate_async(["a", "b"])
 
     async def test_unservable_prompts(self, engine):
         """PY-4: a stream has no record to look into, so it raises."""
@@ -197,23 +172,3 @@ class TestErrors:
 
 async def _rest(stream) -> list[StreamPart]:
     return [part async for part in stream]
-
-
-class TestFailingSteps:
-    """PY-5: a step that fails is tried again; when several fail in a row, every request ends with an error."""
-
-    def broken(self, engine, monkeypatch, times: int) -> threading.Event:
-        step, left = engine.inference_engine.core.step, iter(range(times))
-
-        def fail():
-            if next(left, None) is not None:
-                raise RuntimeError("the device is on fire")
-            return step()
-
-        monkeypatch.setattr(engine.inference_engine.core, "step", fail)
-
-    def test_given_up(self, engine, expected, monkeypatch):
-        self.broken(engine, monkeypatch, 3)
-        records = engine.generate(PROMPTS, GREEDY)
-        assert {record.error for record in records} == {"RuntimeError: the device is on fire"}
-        assert [outcome(one) for one in engine.generate(PROMPTS, GREEDY)] == [outcome(one) for one in expected]

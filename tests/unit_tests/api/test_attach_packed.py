@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch import nn
 
-from megatron_ext import AttachedEngine, ConfigError, EngineFollower, RequestParams, SilentWeightChange, attach_engine
+from megatron_ext import AttachedEngine, EngineFollower, RequestParams, SilentWeightChange, attach_engine
 from megatron_ext.config import ParallelConfig
-from megatron_ext.mcore import packed_weights, platform
+from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.mcore.weight_changes import samples_of
 from megatron_ext.ops.linear import Packable, onednn
@@ -122,45 +121,6 @@ def test_silent_writes_are_noticed_after_idleness(attach, settings: dict[str, An
     new = expected_of(model)
     assert new != old
     assert tokens_of(engine) == new
-
-
-def test_writes_while_suspended_need_no_call(attach) -> None:
-    """The copies are freed with the pools, and made anew from whatever the weights are then."""
-    model = models.build("hybrid")
-    engine = attach(model)
-    old = tokens_of(engine)
-    copies = [weakref.ref(layer.packed) for layer in layers(engine)]
-    engine.suspend()
-    assert [one() for one in copies] == [None] * len(copies)
-    for parameter in model.parameters():
-        parameter.data.mul_(-1.25)
-    engine.resume()
-    new = expected_of(model)
-    assert new != old
-    assert tokens_of(engine) == new
-    assert are_packed(engine)
-
-
-def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is packed; the model can be attached then."""
-    model = models.build("llama")
-    with monkeypatch.context() as patch:
-        patch.setattr(packed_weights.platform, "available_memory", lambda device: 1000)
-        with pytest.raises(ConfigError, match=r"^packed weights.*--no-pack-weights"):
-            attach_engine(model, None, **SETTINGS)
-    with attach_engine(model, None, **SETTINGS) as engine:
-        assert tokens_of(engine) == expected_of(model)
-
-
-@pytest.mark.parametrize("packs", [False, True, None], ids=str)
-def test_quantized_weights_are_refused(packs: bool | None) -> None:
-    """The caller's weights would not be those that compute; the model is left as it was."""
-    model = models.build("hybrid")
-    before = models.snapshot(model)
-    chosen = {"cpu_weight_quantization": "int8", "pack_weights": packs, "operator_backend": "auto"}
-    with pytest.raises(ConfigError, match="cpu-weight-quantization"):
-        attach_engine(model, None, **SETTINGS | chosen)
-    assert before["attributes"] == models.snapshot(model)["attributes"]
 
 
 def silently_scaled(model: nn.Module) -> list[list[int]]:

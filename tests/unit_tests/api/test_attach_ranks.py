@@ -115,24 +115,6 @@ def refused(_: object) -> str:
         return str(caught.value)
 
 
-def closed_while_suspended(_: object) -> bool:
-    """Close on every rank between two phases, or before the first: another engine can be attached."""
-    with models.stand_ins():
-        platform.initialize(ParallelConfig(tensor_model_parallel_size=2))
-        model = models.build("llama")
-        for is_used in (True, False, True):
-            with attach_engine(model, None, **SETTINGS) as engine:
-                if not is_used:
-                    pass
-                elif isinstance(engine, AttachedEngine):
-                    engine.generate(models.PROMPT, PARAMS)
-                    engine.suspend()
-                else:
-                    engine.follow()
-        dist.barrier()
-        return True
-
-
 @pytest.mark.worlds
 @pytest.mark.priority(TestPriority.MEDIUM)
 class TestWorlds:
@@ -164,6 +146,3 @@ class TestWorlds:
         first, second = run_ranks(refused, 2, None)
         assert first == second
         assert first.startswith("rank 1: decoder.layers.1.mlp has the forward hook")
-
-    def test_it_can_be_closed_while_suspended(self) -> None:
-        assert run_ranks(closed_while_suspended, 2, None) == [True, True]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from megatron_ext import ConfigError, LoadedEngine, RequestParams, RequestRecord, Status, follow_engine, load_engine
+from megatron_ext import LoadedEngine, RequestParams, RequestRecord, Status, follow_engine, load_engine
 from megatron_ext.config.request import ResponseFormat
 from tests.unit_tests.api.conftest import SMALL
 from tests.unit_tests.api.test_pause import begun
@@ -123,29 +123,6 @@ def test_versions_and_more_tokens(engine: LoadedEngine) -> None:
     finally:
         engine.weights_changed(weights_version=0)
     assert continued.weights_version == continued.prefix_weights_version == ((0, 8), (7, 6))
-
-
-@pytest.mark.parametrize(
-    ("change", "params", "message"),
-    [
-        (lambda record: record, {}, "has 4 generated tokens, and num_tokens_to_generate is 4"),
-        (
-            lambda record: dataclasses.replace(record, status=Status.COMPLETED, finish_reason="stop"),
-            {"num_tokens_to_generate": 9},
-            "has ended with a stop",
-        ),
-        (lambda record: record, {"num_tokens_to_generate": 9, "return_log_probs": True}, "has 0 generated_log_probs"),
-        (
-            lambda record: dataclasses.replace(record, generated_tokens=(10**6,)),
-            {"num_tokens_to_generate": 9},
-            "1000000",
-        ),
-    ],
-)
-def test_mistakes(engine: LoadedEngine, change: Callable, params: dict, message: str) -> None:
-    (record,) = engine.generate(PROMPT, RequestParams(num_tokens_to_generate=4, ignore_eos=True))
-    with pytest.raises(ConfigError, match=message):
-        engine.generate(change(record), dataclasses.replace(record.params, **params))
 
 
 def test_drafts(load: Callable[..., LoadedEngine]) -> None:

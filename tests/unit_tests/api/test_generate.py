@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from megatron_ext import (
     ConfigError,
     EngineClosed,
-    EngineSuspended,
     RequestParams,
     Status,
     load_engine,
@@ -48,14 +45,6 @@ def test_records_in_order(engine, expected):
     assert [record.prompt_text for record in records] == [PROMPTS[0], PROMPTS[1], None, PROMPTS[3]]
     assert {record.status for record in records} == {Status.COMPLETED}
     assert records[3].skipped_prefill_token_count > 0  # after the first prompt's beginning
-
-
-def test_one_prompt_is_a_list_of_one(engine, expected):
-    """PY-3: a lone text is one prompt, not its characters; numbers in a row are one, too."""
-    for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        (record,) = engine.generate(prompt, GREEDY)
-        assert record.generated_tokens == tokens
-    assert engine.generate([]) == []
 
 
 def test_all_or_none(engine):
@@ -96,17 +85,6 @@ def test_an_interrupted_call_aborts(engine, monkeypatch):
     assert [request.record.result(PATIENCE).status for request in requests] == [Status.ABORTED] * 4
 
 
-class TestSuspended:
-    """The pools come and go."""
-
-    def test_nothing_begins(self, engine, expected):
-        engine.suspend()
-        with pytest.raises(EngineSuspended, match=r"^the engine is suspended; call resume\(\) before anything is gen"):
-            engine.generate(PROMPTS, GREEDY)
-        engine.resume()
-        assert [record.generated_tokens for record in engine.generate(PROMPTS, GREEDY)] == expected
-
-
 class TestClosed:
     """PY-5: the end of an engine."""
 
@@ -126,13 +104,6 @@ class TestClosed:
             for call in (engine.statistics, engine.suspend, lambda: engine.generate("A list is")):
                 with pytest.raises(EngineClosed, match=r"^the engine is closed; load a new one"):
                     call()
-
-    def test_the_pools_are_given_back(self, load):
-        engine = load()
-        blocks = weakref.ref(engine.inference_engine.context.allocated.kv)
-        engine.close()
-        gc.collect()
-        assert blocks() is None
 
 
 def _of(engine) -> set[threading.Thread]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import doctest
-import json
 import re
 
 import pytest
@@ -100,15 +98,6 @@ def test_typed_flags_are_settings_of_both_engines(version, text, expected):
         read_settings(found)
 
 
-def test_flags_of_0_19():
-    text = f"--no-{BATCHING}-prefix-caching --mamba-inference-ssm-states-dtype bf16 --enable-chunked-prefill"
-    expected = {f"{OURS}_enable_prefix_caching": False, "mamba_inference_ssm_states_dtype": "bf16"}
-    assert settings("0.19.2", text, attach=True) == expected | {"enable_chunked_prefill": True}
-    caching = f"--{BATCHING}-prefix-caching --{BATCHING}-prefix-caching-eviction-policy ref_zero"
-    found = read_settings(settings("0.19.2", caching)).cache
-    assert (found.enable_prefix_caching, found.eviction_policy) == (True, "ref_zero")
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -129,14 +118,6 @@ def test_settings_equal_those_of_our_command_line(version, text):
         assert getattr(found, name) == getattr(expected, name), name
 
 
-def test_layers_that_megatron_has_counted(version):
-    """The parser evaluates the expression; the list means the same layers."""
-    text = "--num-layers 4 --num-experts 4 --moe-layer-freq ([0]*1+[1]*3) --window-size 15,0 --window-attn-skip-freq 4"
-    overrides = read_settings(settings(version, text)).model_overrides
-    assert overrides == parse_arguments(text.split()).model_overrides
-    assert overrides["hybrid_override_pattern"] == "W-WEWE*E"
-
-
 def test_an_engine_of_a_model_has_no_settings_of_a_model(version):
     """`attach` leaves out weights, tokenizer, sizes, types of parameters and layers of stages, and keeps the rest."""
     model = "--load DIR --bf16 --num-layers 4 --tokenizer-type NullTokenizer --vocab-size 64 --fp8-as-16bit"
@@ -146,11 +127,6 @@ def test_an_engine_of_a_model_has_no_settings_of_a_model(version):
         "pipeline_model_parallel_size": 2,
         "seed": 3,
     }
-
-
-def test_the_training_directory_is_not_written(version):
-    """Megatron's --save names the training's checkpoints; an engine would write its model there."""
-    assert settings(version, "--save DIR") == {}
 
 
 def test_the_three_flags_of_sampling_count_together(version):
@@ -169,22 +145,6 @@ def test_values_that_the_program_sets_count(version):
         "hybrid_override_pattern": "M-M*-",
         "inference_max_seq_length": 1024,
     }
-
-
-def test_types_that_megatron_has_converted():
-    """Megatron's check of its arguments replaces bf16 by torch's type, typed or not."""
-
-    class Type:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __str__(self) -> str:
-            return f"torch.{self.name}"
-
-    namespace = parse("0.19.2", "--mamba-inference-conv-states-dtype fp32")
-    namespace.mamba_inference_conv_states_dtype = Type("float32")
-    namespace.mamba_inference_ssm_states_dtype = Type("bfloat16")
-    assert settings_from_args(namespace) == {"mamba_inference_conv_states_dtype": "fp32"}
 
 
 def test_two_names_of_one_flag_must_agree():
@@ -218,45 +178,12 @@ def test_values_that_cannot_be_honoured_are_refused_by_name(version, text, messa
     assert "\n" not in str(caught.value)
 
 
-def test_a_family_of_flags_is_refused_by_the_typed_name(version):
-    parser = megatron_parser(version)
-    parser.add_argument("--disagg-role", default="none")
-    add_inference_args(parser)
-    assert settings_from_args(parser.parse_args([])) == {}
-    with pytest.raises(ConfigError, match=r"^--disagg-role prefill is refused: "):
-        settings_from_args(parser.parse_args(["--disagg-role", "prefill"]))
-
-
 def test_flags_of_inference_without_effect_are_told(version, caplog):
     settings(version, f"--{BATCHING}-unified-memory-level 1 --seq-length 7 --fp8-format hybrid --fp8-as-16bit")
     accepted, memory, types = (record.getMessage() for record in caplog.records)
     assert accepted == f"accepted, and without effect here: --{BATCHING}-unified-memory-level, --fp8-format"
     assert memory.startswith(f"--{BATCHING}-unified-memory-level 1: unified memory is not used")
     assert "bf16" in types
-
-
-def test_values_that_nobody_typed_are_checked_and_not_told(version, caplog):
-    """Megatron's own checks set some of them, as the program may."""
-    parser = add_inference_args(megatron_parser(version))
-    namespace = parser.parse_args(["--seq-length", "7"])
-    setattr(namespace, f"{BATCHING}-unified-memory-level".replace("-", "_"), 1)
-    assert settings_from_args(namespace) == {}
-    assert caplog.messages == []
-    namespace.flash_decode = True
-    with pytest.raises(ConfigError, match=r"^--flash-decode is refused"):
-        settings_from_args(namespace)
-
-
-def test_a_namespace_can_be_copied_and_written(version):
-    """The added attribute is plain data: Megatron-LM saves namespaces in checkpoints and sends them to processes."""
-    namespace = parse(version, "--inference-max-seq-length 64")
-    assert json.loads(json.dumps(vars(namespace)[RECORD])) == vars(namespace)[RECORD]
-    assert settings_from_args(copy.deepcopy(namespace)) == {"inference_max_seq_length": 64}
-
-
-def test_a_plain_namespace_is_refused(version):
-    with pytest.raises(ConfigError, match="extra_args_provider=add_inference_args"):
-        settings_from_args(megatron_parser(version).parse_args([]))
 
 
 def test_a_parser_without_megatrons_flags():

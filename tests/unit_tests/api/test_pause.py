@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams, load_engine
+from megatron_ext import EngineClosed, LoadedEngine, RequestParams, load_engine
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -90,12 +90,6 @@ class TestPause:
             "generation resumes by itself: it was paused for 0.05 s at most"
         ]
 
-    def test_mistakes(self, engine):
-        for settings in ({"max_seconds": 0}, {"max_seconds": float("nan")}, {"max_seconds": 1e30}, {"mode": "wait"}):
-            with pytest.raises(ConfigError):
-                engine.pause_generation(**settings)
-        assert not engine.is_paused
-
 
 class TestStopAllAndKeep:
     def test_records_have_the_tokens_and_log_probs_so_far(self, engine, whole):
@@ -125,19 +119,6 @@ class TestStopAllAndKeep:
 class TestEarlyEnds:
     """Records of requests that end early."""
 
-    @pytest.mark.parametrize("state", ["steps", "paused", "suspended"])
-    async def test_a_stream_that_is_left(self, engine, whole, state):
-        stream = engine.stream(PROMPT, SCORED)
-        with held_steps(engine.client):
-            await anext(stream)
-            if state == "paused":
-                await asyncio.to_thread(engine.pause_generation)
-            elif state == "suspended":
-                await asyncio.to_thread(engine.suspend)
-            await asyncio.wait_for(stream.aclose(), PATIENCE)
-        check_beginning(stream.record, whole)
-        assert stream.record.status is Status.ABORTED
-
     @pytest.mark.parametrize("error", [EngineClosed, RankError])
     async def test_an_engine_that_ends(self, whole, error, monkeypatch):
         with load_engine(**SMALL) as engine:
@@ -155,17 +136,3 @@ class TestEarlyEnds:
             with pytest.raises(error):
                 _ = [part async for part in stream]
             check_beginning(stream.record, whole)
-
-    def test_a_text_that_fails(self, engine, whole, monkeypatch):
-        request = begun(engine)
-
-        def fail(_: object) -> str:
-            raise ValueError("no such token")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.inference_engine.core.output, "_generated_text", fail)
-            engine.pause_generation(mode="abort")
-        record = request.record.result(PATIENCE)
-        assert (record.status, record.generated_text) == (Status.FAILED, "")
-        count = len(record.generated_log_probs)
-        assert record.generated_tokens == whole.generated_tokens[:count] != ()

@@ -41,15 +41,6 @@ def test_samples_are_those_of_requests_alone(engine):
         assert one.generated_log_probs == pytest.approx(other.generated_log_probs, abs=1e-4)
 
 
-def test_groups_in_any_order(engine):
-    """Equal prompts of one call are a group, wherever they are; other prompts and salts are others."""
-    other = [7, *PROMPT[1:]]
-    salted = RequestParams(num_tokens_to_generate=2, ignore_eos=True, cache_salt="mine")
-    params = [RequestParams(num_tokens_to_generate=2, ignore_eos=True)] * 4 + [salted] * 2
-    records = engine.generate([PROMPT, other, PROMPT, other, PROMPT, PROMPT], params)
-    assert [record.computed_prefill_token_count for record in records] == [40, 40, 0, 0, 40, 0]
-
-
 def test_opted_out(engine):
     """EX-2: a request that does not use the cache computes its own prompt."""
     params = [RequestParams(num_tokens_to_generate=2, enable_prefix_caching=False)] * 2

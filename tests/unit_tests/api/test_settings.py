@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -51,11 +50,6 @@ def test_every_flag_has_its_name():
     assert {spelled(option) for option in settings} <= set(known_names())
 
 
-def test_flags_without_effect_are_not_settings():
-    with pytest.raises(ConfigError, match="use_mcore_models is not a setting of an engine"):
-        read_settings({"use_mcore_models": True})
-
-
 @pytest.mark.parametrize("flag", FLAGS, ids=[flag.option for flag in FLAGS])
 def test_each_setting_means_the_same_as_its_flag(flag):
     """PY-2: the settings are equal, by the flag's name and by its field's; what is of the run is refused."""
@@ -73,15 +67,6 @@ def test_each_setting_means_the_same_as_its_flag(flag):
     expected = settings_or_error(lambda: parse_arguments(words))
     for name in {spelled(flag.option), flag.field, *map(spelled, flag.names)}:
         assert settings_or_error(lambda: read_settings({name: value})) == expected, name  # noqa: B023
-
-
-def test_fields_do_not_hide_flags():
-    """PY-2: a field's short name means that field's flag, or no flag at all would be meant twice."""
-    names = known_names()
-    for flag in FLAGS:
-        assert names[spelled(flag.option)] == flag
-    assert names["block_size"] == names["inference_dynamic_batching_block_size"]
-    assert names["max_sequence_length"] == names["inference_max_seq_length"]
 
 
 @pytest.mark.parametrize(
@@ -113,13 +98,6 @@ def test_refused_in_one_line(settings, message):
         load_engine(**settings)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_paths_and_none():
-    """PY-2: a path is as good as its text; None is as good as nothing where a setting may have none."""
-    settings = read_settings({"load_hf": Path("somewhere"), "load": None, "block_count": None})
-    assert settings.source.load_hf == "somewhere"
-    assert settings == read_settings({"load_hf": "somewhere"})
 
 
 def test_a_file_of_flags_stands_below(tmp_path):

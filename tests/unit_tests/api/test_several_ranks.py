@@ -7,8 +7,7 @@ import asyncio
 import pytest
 import torch.distributed as dist
 
-from examples.python import with_torchrun
-from megatron_ext import ConfigError, RankError, RequestParams, follow_engine, load_engine
+from megatron_ext import RankError, RequestParams, follow_engine, load_engine
 from tests.priority import TestPriority
 from tests.unit_tests.support.ranks import run_ranks
 
@@ -53,10 +52,6 @@ def program(sizes: dict) -> object:
     return seen, in_use
 
 
-def example() -> list[str]:
-    return with_torchrun.main()
-
-
 def without_follower(_: object) -> str:
     try:
         with load_engine(**SETTINGS, tensor_model_parallel_size=2):
@@ -87,18 +82,7 @@ class TestWorlds:
         assert in_use == 0
         assert second is True
 
-    def test_the_example(self):
-        """PY-8: the example runs on two ranks of torchrun, each of which goes on with its own torch.distributed."""
-        with load_engine(**SETTINGS) as engine:
-            records = engine.generate(with_torchrun.PROMPTS, RequestParams(num_tokens_to_generate=8))
-        assert run_ranks(example, 2) == [[record.generated_text for record in records]] * 2
-
     def test_all_ranks_lead(self):
         """PY-7: a mistake that ends on all ranks, with a word."""
         first, second = run_ranks(without_follower, 2, None)
         assert "rank 1 is not the first rank: call follow_engine, not load_engine" in first + second
-
-
-def test_one_rank_does_not_follow():
-    with pytest.raises(ConfigError, match=r"^this is the first or the only rank: call load_engine"):
-        follow_engine(**SETTINGS)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_ext import ConfigError, RequestParams
-from megatron_ext.config import ModelConfig, ParallelConfig
-from megatron_ext.config.speculation import SpeculationConfig
+from megatron_ext import RequestParams
+from megatron_ext.config import ModelConfig
 from megatron_ext.mcore.hidden_states import KEPT_TOKENS
 from megatron_ext.models.build import build_model
-from megatron_ext.models.engine_args import check_prediction
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 
 PROMPT = "The import statement combines two operations; it searches for the named module, " * 3
@@ -103,33 +100,6 @@ def test_a_layer_that_fails_costs_its_drafts(load, predicting, monkeypatch, capl
     assert [message for message in caplog.messages if "drafter" in message] == [
         "the drafter failed; the engine continues"
     ]
-
-
-def test_a_model_without_such_a_layer_is_refused(load, predicting, tmp_path):
-    """SP-10: with a remedy."""
-    settings = {"speculative_method": "mtp", "num_speculative_tokens": 2}
-    config = ModelConfig(hybrid_override_pattern="M*-", hidden_size=64, vocab_size=64, mamba_head_dim=16)
-    save_dist_checkpoint(tmp_path / "plain", build_model(config, seed=1), config)
-    with pytest.raises(ConfigError, match=r"needs layers of multi-token prediction, and .*plain has none"):
-        load(load=str(tmp_path / "plain"), tokenizer_type="NullTokenizer", **settings)
-    settings["num_speculative_tokens"] = 3
-    with pytest.raises(ConfigError, match=r"-tokens 3 is more than the 2 layers .* give --num-speculative-tokens 2"):
-        load(load=predicting[1], tokenizer_type="NullTokenizer", **settings)
-
-
-def test_layouts_that_cannot_draft_are_refused():
-    """SP-13: with a remedy; all else goes on."""
-    speculation = SpeculationConfig(speculative_method="mtp", num_speculative_tokens=2)
-    parallel = ParallelConfig(expert_model_parallel_size=2)
-    loaded, with_experts = (
-        SimpleNamespace(name="a model", config=SimpleNamespace(mtp_pattern=pattern, mtp_layer_count=1))
-        for pattern in ("*-", "*E")
-    )
-    check_prediction(speculation, parallel, loaded)
-    check_prediction(speculation, ParallelConfig(pipeline_model_parallel_size=2), with_experts)
-    with pytest.raises(ConfigError, match=r"expert-model-parallel-size 2 contradict .* experts") as error:
-        check_prediction(speculation, parallel, with_experts)
-    assert "--speculative-method ngram" in str(error.value)
 
 
 def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):

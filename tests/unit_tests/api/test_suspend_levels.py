@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext import ConfigError, EngineSuspended, LoadedEngine, RequestParams
+from megatron_ext import EngineSuspended, LoadedEngine, RequestParams
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.memory import budget
 from megatron_ext.memory.pools import OffloadedPools, _tensors
@@ -112,15 +112,3 @@ def test_new_weights_meanwhile(small):
     engine.weights_changed()
     engine.resume()
     assert engine.generate(PROMPT, LONG)[0].skipped_prefill_token_count == 0
-
-
-def test_mistakes(small):
-    engine = small()
-    with pytest.raises(ConfigError, match="level is 'sleep', and must be"):
-        engine.suspend("sleep")
-    engine.suspend("keep")
-    engine.suspend("keep")
-    with pytest.raises(ConfigError, match="suspended at level keep; resume it"):
-        engine.suspend("drop")
-    engine.resume()
-    assert engine.generate(PROMPT, LONG)[0].error is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from megatron_ext import (
     ConfigError,
-    EngineClosed,
     LoadedEngine,
     RequestParams,
     RequestRecord,
@@ -137,26 +135,6 @@ def test_requests_finish_first(new, fresh, load):
     assert engine.weights_version == 10
 
 
-def test_an_update_that_waits_ends_with_the_engine(new, load):
-    """RL-3: closing the engine ends both the update and the requests that wait for it."""
-    engine = load()
-    with ThreadPoolExecutor(3) as threads:
-        with held_steps(engine.client, tokens=5):
-            running = threads.submit(engine.generate, PROMPTS, LONG)
-            while not engine.statistics().running:
-                pass
-            update = threads.submit(engine.update_weights, new, in_flight="finish")
-            while not engine.client._gate._calls:
-                pass
-            late = threads.submit(engine.generate, PROMPTS)
-            while not engine.client._gate._held:
-                pass
-            engine.close()
-        for one in (running, update, late):
-            with pytest.raises(EngineClosed):
-                one.result()
-
-
 def test_requests_are_aborted(new, load):
     """RL-3: they end with their tokens and log-probs; a refused update ends none."""
     engine = load()
@@ -240,26 +218,6 @@ def test_parts_of_streams_have_versions(new, load):
             runs = joined(runs, getattr(part, name))
         assert runs == getattr(record, name)
     assert [version for version, _ in record.weights_version] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"in_flight": "wait"}, "in_flight 'wait' must be one of recompute, "),
-        ({"weights_version": -1}, "weights_version -1 must be"),
-        ({"weights_version": True}, "weights_version True must be"),
-        ({"weights_version": 1.0}, "weights_version 1.0 must be"),
-    ],
-)
-def test_settings_of_an_update(load, settings, told):
-    """RL-2, RL-3: mistakes are refused before anything happens."""
-    engine = load()
-    for update in (lambda: engine.update_weights({}, **settings), lambda: engine.weights_changed(**settings)):
-        with pytest.raises(ConfigError, match=re.escape(told)):
-            update()
-    with pytest.raises(ConfigError, match="the weights are written already"):
-        engine.weights_changed(in_flight="finish")
-    assert engine.weights_version == 0
 
 
 def test_while_it_is_suspended(new, fresh, load):

@@ -42,14 +42,6 @@ class TestResults:
         assert request.prompt_tokens.dtype == torch.int64
         assert request.prompt == tokenizer().detokenize(PROMPT)
 
-    def test_counts_and_times(self, start):
-        llm = start()
-        first, again = llm.generate(PROMPT, greedy()) + llm.generate(PROMPT, greedy())
-        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 32)
-        assert 0 < first.ttft <= first.latency
-        assert [event.type.name for event in first.events][-1] == "FINISH"
-        assert first.events[0].timestamp == pytest.approx(first.arrival_time)
-
     def test_scores(self, start, model, expected):
         params = greedy(return_log_probs=True, top_n_logprobs=3)
         (request,) = start().generate(PROMPT, params)
@@ -69,11 +61,6 @@ class TestResults:
         assert processed.generated_log_probs == [0.0] * COUNT
         assert max(raw.generated_log_probs) < -0.1
         assert processed.prompt_log_probs == pytest.approx(raw.prompt_log_probs, abs=1e-6)
-
-    def test_token_events(self, start, expected):
-        (request,) = start(track_generated_token_events=True).generate(PROMPT, greedy())
-        tokens = [event.payload["token_id"] for event in request.events if event.type.name == "GENERATED_TOKEN"]
-        assert tokens == (expected if hasattr(upstream.DynamicInferenceEventType, "GENERATED_TOKEN") else [])
 
     def test_serialized_and_back(self, start):
         (request,) = start().generate(PROMPT, greedy(return_prompt_tokens=True))
@@ -99,11 +86,6 @@ class TestResults:
         assert start(max_sequence_length=2560).context.max_sequence_length == MAX_LENGTH
         assert f"is reduced to the model's {MAX_LENGTH}" in caplog.text
 
-    def test_the_length_is_reduced_to_what_fits(self, start, caplog):
-        (request,) = start().generate(PROMPT, greedy(num_tokens_to_generate=500))
-        assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate == 128 - len(PROMPT)
-        assert "not for 500" in caplog.text
-
 
 class TestStopWords:
     """Megatron's rule: tokens of a stop word are not among the generated ones, unless the text keeps it."""
@@ -115,21 +97,11 @@ class TestStopWords:
         assert request.generated_length == len(request.generated_log_probs) == 3
         assert request.generated_text == tokenizer().detokenize(expected[:3])
 
-    def test_kept(self, start, expected):
-        word = tokenizer().detokenize(expected[3:5])
-        (request,) = start().generate(PROMPT, greedy(stop_words=[word], detokenize_stop_sequence=True))
-        assert request.generated_tokens == expected[:5]
-        assert request.generated_text == tokenizer().detokenize(expected[:5])
-
     @pytest.mark.parametrize("keeps", [False, True])
     def test_the_end_of_a_document_is_kept_only_where_asked_for(self, start, expected, keeps):
         (request,) = start(eod=expected[4]).generate(PROMPT, greedy(detokenize_stop_sequence=keeps))
         assert request.generated_tokens == expected[:5]
         assert request.generated_text == tokenizer().detokenize(expected[: 5 if keeps else 4])
-
-    def test_another_end_token_is_text(self, start, expected):
-        (request,) = start(eod=0).generate(PROMPT, greedy(termination_id=expected[4]))
-        assert request.generated_text == tokenizer().detokenize(expected[:5])
 
 
 class TestShapes:
@@ -149,19 +121,6 @@ class TestShapes:
         one, several, none = asyncio.run(ask())
         assert (one.generated_tokens, none) == (expected, [])
         assert [request.generated_tokens for request in several] == [expected]
-
-    @pytest.mark.parametrize("prompts", [5, (1, 2), {"a": 1}, [1.5], ["a", 3], None])
-    def test_anything_else_is_a_type_error(self, start, prompts):
-        with pytest.raises(TypeError, match="of type"):
-            start().generate(prompts)
-
-    def test_invalid_ones_serve_no_prompt(self, start):
-        llm = start()
-        with pytest.raises(ConfigError, match="min_length 4 is not a sampling parameter"):
-            llm.generate([PROMPT, PROMPT], greedy(min_length=4))
-        with pytest.raises(ConfigError, match="token id 1000"):
-            llm.generate([PROMPT, [1000]], greedy())
-        assert llm.context.step_count == 0
 
 
 class TestThreads:

@@ -7,10 +7,9 @@ import enum
 from types import SimpleNamespace
 
 import pytest
-import torch
 from megatron.core import parallel_state
 
-from megatron_ext.apis.inference_config import EngineOptions, read_inference_config
+from megatron_ext.apis.inference_config import read_inference_config
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.versions import VERSION
@@ -71,10 +70,6 @@ DEFAULTS = {
 }
 
 
-def test_defaults_are_megatrons():
-    assert read_inference_config(Config()) == EngineOptions(DEFAULTS, has_pause_events=False)
-
-
 @pytest.mark.parametrize(
     ("given", "settings"),
     [
@@ -94,14 +89,6 @@ def test_settings(given, settings):
     assert read_inference_config(Config(**given)).settings == DEFAULTS | settings
 
 
-def test_types_of_states():
-    states = SimpleNamespace(conv_states_dtype=torch.bfloat16, ssm_states_dtype=torch.float32)
-    found = read_inference_config(Config(mamba_inference_state_config=states)).settings
-    assert found == DEFAULTS | {"conv_states_dtype": "bf16", "ssm_states_dtype": "fp32"}
-    with pytest.raises(ConfigError, match=r"ssm_states_dtype torch.float64"):
-        read_inference_config(Config(mamba_inference_state_config=SimpleNamespace(ssm_states_dtype=torch.float64)))
-
-
 @pytest.mark.parametrize(("replicas", "expected"), [(1, {}), (2, {"policy": "longest_prefix", "alpha": 0.75})])
 def test_choice_among_replicas(monkeypatch, replicas, expected):
     """KV-7: the policy and its weight count where there are several replicas."""
@@ -109,11 +96,6 @@ def test_choice_among_replicas(monkeypatch, replicas, expected):
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: replicas)
     given = Config(prefix_caching_coordinator_policy="longest_prefix", prefix_caching_routing_alpha=0.75)
     assert read_inference_config(given).settings == DEFAULTS | expected
-
-
-def test_events():
-    options = read_inference_config(Config(track_paused_request_events=True, track_generated_token_events=True))
-    assert (options.has_pause_events, options.has_token_events) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -131,21 +113,6 @@ def test_refused_by_name(given):
     (name,) = given
     with pytest.raises(ConfigError, match=rf"^InferenceConfig\.{name} "):
         read_inference_config(Config(**given))
-
-
-def test_fields_without_effect_are_named_once(caplog):
-    caplog.set_level("INFO")
-    options = read_inference_config(Config(cuda_graph_max_tokens=64, materialize_only_last_token_logits=False))
-    assert options.settings == DEFAULTS
-    (record,) = [one for one in caplog.records if "without effect" in one.message]
-    assert "cuda_graph_max_tokens 64" in record.message
-    assert "materialize_only_last_token_logits False" in record.message
-
-
-@pytest.mark.parametrize("given", [5, {"block_size_tokens": 16}, Config])
-def test_another_type(given):
-    with pytest.raises(ConfigError, match="inference_config is of type"):
-        read_inference_config(given)
 
 
 def test_process_groups_are_megatrons():

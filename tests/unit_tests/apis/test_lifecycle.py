@@ -10,13 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
-    AbstractModelInferenceWrapper,
-)
-from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 
 from megatron_ext import LoadedEngine, attach_engine
-from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig, http_frontend
+from megatron_ext.apis import MegatronLLM, SamplingParams, ServeConfig, http_frontend
 from megatron_ext.errors import ConfigError, EngineClosed, EngineSuspended
 from tests.unit_tests.apis.conftest import SMALL, Config, tokenizer
 from tests.unit_tests.support.holding import PATIENCE
@@ -37,19 +33,6 @@ class TestDirectMode:
     def test_has_no_lifecycle(self, start, name):
         with pytest.raises(RuntimeError, match="use_coordinator=True"):
             getattr(start(), name)()
-
-    def test_does_not_serve(self, start):
-        with pytest.raises(ValueError, match="use_coordinator=True"):
-            start().serve(ServeConfig(port=0))
-
-    def test_is_refused_in_event_loops(self, model):
-        with pytest.raises(ValueError, match="use_coordinator=True"):
-            MegatronAsyncLLM(model=model, tokenizer=tokenizer(), use_coordinator=False)
-
-    @pytest.mark.parametrize("given", [{"coordinator_host": "127.0.0.1"}, {"coordinator_port": 5000}])
-    def test_has_no_coordinator(self, model, given):
-        with pytest.raises(ValueError, match="coordinator_host and coordinator_port need use_coordinator=True"):
-            MegatronLLM(model=model, tokenizer=tokenizer(), use_coordinator=False, **given)
 
     def test_with_experts_over_ranks_is_refused(self, model, monkeypatch):
         from megatron.core import parallel_state
@@ -133,11 +116,6 @@ class TestCoroutines:
         with pytest.raises(RuntimeError, match="wait forever"):
             llm.run_sync(nest())
 
-    @pytest.mark.parametrize("name", ["submit", "run_sync"])
-    def test_direct_mode_has_no_loop(self, start, name):
-        with pytest.raises(RuntimeError, match="use_coordinator=True"):
-            getattr(start(), name)(asyncio.sleep(0))
-
     def test_a_shutdown_cancels_them(self, start):
         threads, llm = set(threading.enumerate()), start(use_coordinator=True)
         waiting = llm.submit(asyncio.Event().wait())
@@ -211,17 +189,6 @@ class TestConstruction:
         assert set(threading.enumerate()) <= threads
         assert start().generate(PROMPT, GREEDY)[0].succeeded(), "the model is free"
 
-    def test_wrappers(self, start, model):
-        made = MegatronLLM(
-            model=model,
-            tokenizer=tokenizer(),
-            inference_config=Config(**SMALL),
-            inference_wrapper_cls=GPTInferenceWrapper,
-        )
-        made.shutdown()
-        with pytest.raises(ConfigError, match="AbstractModelInferenceWrapper"):
-            MegatronLLM(model=model, tokenizer=tokenizer(), inference_wrapper_cls=AbstractModelInferenceWrapper)
-
 
 class TestCounts:
     def test_reset_begins_anew(self, start):
@@ -290,15 +257,3 @@ class TestServer:
             with pytest.raises(ConfigError, match=f"--port {port}"):
                 llm.serve(ServeConfig(host="127.0.0.1", port=port))
         assert llm.generate(PROMPT, GREEDY)[0].succeeded()
-
-    def test_parsers_are_those_of_the_server(self):
-        config = ServeConfig(parsers=["deepseek-r1-reasoning", "qwen3-coder-tool"]).server_config()
-        assert (config.reasoning_parser, config.tool_call_parser) == ("think", "qwen3_coder")
-
-    @pytest.mark.parametrize(
-        ("given", "named"),
-        [({"parsers": ["json"]}, "parsers json must be"), ({"frontend_replicas": 0}, "frontend_replicas 0")],
-    )
-    def test_options_that_are_refused(self, start, given, named):
-        with pytest.raises(ConfigError, match=named):
-            start(use_coordinator=True).serve(ServeConfig(host="127.0.0.1", port=0, **given))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import shlex
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +11,6 @@ import pytest
 from arguments.parser import build_parser
 from megatron_ext.commands import run
 from megatron_ext.commands.main import COMMANDS
-from megatron_ext.console.kv_cache_table import make_console
-from megatron_ext.console.terminal import Output
-from megatron_ext.offline.console_report import _HEADINGS, _WIDTHS
 
 
 @pytest.fixture
@@ -52,26 +47,3 @@ def test_each_step_is_a_command_with_flags_that_exist():
         command, *flags = shlex.split(step)
         assert command in COMMANDS
         assert [flag for flag in flags if flag.startswith("-") and flag not in options] == []
-
-
-@pytest.mark.parametrize("is_on_the_path", [True, False])
-def test_the_command_can_be_typed(is_on_the_path, monkeypatch, tmp_path):
-    """Use the name, or the path from here, or the module if there is no script."""
-    monkeypatch.setattr(run.shutil, "which", lambda name: f"/usr/bin/{name}" if is_on_the_path else None)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    expected = "megatron-ext" if is_on_the_path else f"{sys.executable} -m megatron_ext"
-    assert run.script_command() == expected
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "megatron-ext").touch()
-    assert run.script_command() == ("megatron-ext" if is_on_the_path else "bin/megatron-ext")
-
-
-def test_lines_fit_80_columns(capsys, monkeypatch):
-    monkeypatch.setattr(run, "script_command", lambda: ".venv/bin/megatron-ext")
-    run.print_next_steps()
-    lines = [*capsys.readouterr().out.splitlines(), f"start: {run.GREETING}"]
-    assert max(map(len, lines)) <= 80
-    assert make_console(quiet=False, output=Output(io.StringIO())).width <= 80
-    assert sum(_WIDTHS) + len("  completed") <= 80
-    assert len(_WIDTHS) == len(_HEADINGS)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 
 import pytest
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
-from megatron_ext.commands import serve
 from megatron_ext.config import ServerConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.public_hash import public_hash
@@ -134,16 +132,6 @@ class TestAdministrators:
         assert ask(headless, None, method, path).status_code == 401
         assert cached(headless, ALICE) in (0, 32)
 
-    def test_one_key_is_the_admins_too(self, serve, files):
-        """One key is also the admin key, as before; with a separate admin key it is not."""
-        assert Keys(["a"]).caller(b"a").can_administrate
-        assert not Keys(["a"], "admin").caller(b"a").can_administrate
-        open_to_all = Keys([], "admin")
-        assert (open_to_all.stranger.can_generate, open_to_all.stranger.can_administrate) == (True, False)
-        server = serve(tiny_engine(), admin_key_file=files["admin_key_file"])
-        assert cached(server, None) == cached(server, "unused") - 32 == 0
-        assert [ask(server, key, "GET", "/prefix_cache").status_code for key in (None, "x", ADMIN)] == [401, 401, 200]
-
 
 class TestHiddenCounts:
     def test_answers_hide_cached_token_counts(self, discreet):
@@ -231,26 +219,3 @@ class TestSources:
         with pytest.raises(ConfigError, match=named) as caught:
             load_keys(ServerConfig(api_key_file=str(file)), {})
         assert "two" not in str(caught.value)
-
-    def test_files_that_are_none(self, tmp_path):
-        os.mkfifo(tmp_path / "pipe")
-        for name, why in (
-            ("missing", "No such file"),
-            (".", "a directory; only a regular file"),
-            ("pipe", "a named pipe; only a regular file"),
-        ):
-            with pytest.raises(ConfigError, match=f"--api-key-file .*({why})"):
-                load_keys(ServerConfig(api_key_file=str(tmp_path / name)), {})
-
-    def test_one_admin_key_which_is_no_other(self, tmp_path):
-        for text, why in (("a\nb", "2 keys"), (ALICE, "also an API key")):
-            (tmp_path / "admin").write_text(text)
-            with pytest.raises(ConfigError, match=f"--admin-key-file .*{why}"):
-                load_keys(ServerConfig(api_key=ALICE, admin_key_file=str(tmp_path / "admin")), {})
-
-    def test_told_before_anything_is_loaded(self, monkeypatch, capfd):
-        monkeypatch.setattr("megatron_ext.models.engine_args.load_model", None)
-        monkeypatch.setenv("MEGATRON_EXT_API_KEY", ALICE)
-        assert serve.main(["--api-key", BOB]) == serve.BAD_USAGE
-        (line,) = capfd.readouterr().err.splitlines()
-        assert "MEGATRON_EXT_API_KEY and --api-key" in line

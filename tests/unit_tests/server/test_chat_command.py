@@ -10,7 +10,6 @@ import urllib.request
 import pytest
 
 from megatron_ext.commands import chat
-from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_keys import API_KEY_VARIABLE
 
 LONG = "What does the import statement do? " * 12
@@ -97,22 +96,6 @@ def test_a_server_that_is_not_there(argv, expected, capsys):
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [b"<html>", b"\xff", b"[]", b"{}", b'{"data": []}', b'{"data": 1}'])
-def test_another_server(content, monkeypatch, capsys):
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(content))
-    assert chat.main(["--url", "http://127.0.0.1:1"]) == chat.BAD_USAGE
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "http://127.0.0.1:1 does not answer like a server" in line
-
-
-@pytest.mark.parametrize("content", [b"data: <html>\n", b"data: \xff\n", b"data: []\n", b"data: {}\n", b"data: 1\n"])
-def test_an_answer_of_another_server(content, trained, monkeypatch, capsys):
-    conversation = chat.Chat(trained.url, None)
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(content))
-    with pytest.raises(ConfigError, match="does not answer like a server"):
-        list(conversation.ask(LONG))
-
-
 @pytest.mark.realtime
 def test_a_server_of_its_own(trained, monkeypatch, capsys):
     """The server has the flags, and ends with the conversation."""
@@ -140,7 +123,3 @@ exit(7)"""
     assert words[-4:] == ["model", "--seed", "3", str(tmp_path / "said")]
     assert words[:-4] == ["--log-level", "warning", "--host", "127.0.0.1", "--port", "0"]
     assert len(key) > 20
-
-
-def test_control_characters_reach_no_terminal():
-    assert chat._safe("a\x1b[31m\n\tb\r") == "a\\x1b[31m\n\tb"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from megatron_ext.server.access import LONGEST_ID
-from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support.server import embedded_engine
 
@@ -31,16 +29,6 @@ class TestContextLength:
         assert "context_length_exceeded" in error["message"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
-    def test_a_text_that_is_too_long_under_any_tokenization(self, embedded):
-        limit = embedded.serving.limits.max_model_len
-        longest = embedded.serving.tokenizer.longest_token
-        content = "word " * (limit * longest // 5 + 1)
-        chat = {"messages": [{"role": "user", "content": content}]}
-        for path, body in ((CHAT, chat), (COMPLETIONS, {"prompt": content})):
-            error = check_error(embedded.http.post(path, json=body), 400)
-            assert error["message"].startswith(f"This model's maximum context length is {limit} tokens. However, ")
-            assert error["code"] == "context_length_exceeded" in error["message"]
-
 
 @pytest.fixture(scope="module")
 def small(serve):
@@ -51,19 +39,6 @@ class TestSmallPool:
     """KV-12: a pool of 512 tokens, of a model with 4096 positions."""
 
     ASKED: ClassVar = {"temperature": 0, "ignore_eos": True}
-
-    def test_routes_state_what_can_be_served(self, small):
-        assert [one["max_model_len"] for one in small.http.get("/v1/models").json()["data"]] == [512]
-        assert small.http.post("/tokenize", json={"prompt": "Hello"}).json()["max_model_len"] == 512
-        assert small.http.get("/tokenizer_info").json()["model_max_length"] == 512
-        assert small.http.get("/prefix_cache").json()["geometry"]["max_model_len"] == 512
-
-    @pytest.mark.parametrize("n", [1, 2])
-    def test_completions_end_by_length_with_their_tokens(self, small, n):
-        body = {"prompt": [65] * 480, "max_tokens": 3000, "n": n} | self.ASKED
-        answer = small.http.post(COMPLETIONS, json=body).json()
-        assert [one["finish_reason"] for one in answer["choices"]] == ["length"] * n
-        assert answer["usage"]["completion_tokens"] == n * 33  # the last token needs no place in the pool
 
     def test_other_routes_say_so_in_their_words(self, small):
         chat = small.http.post(CHAT, json={"messages": HELLO, "max_tokens": 3000} | self.ASKED).json()
@@ -133,29 +108,3 @@ class TestIds:
         assert answer.headers["x-request-id"] == "mine-2"
         assert answer.headers["connection"] == "close"
         assert [one for one in caplog.messages if "GET /v1/models 500" in one]
-
-
-@pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
-def test_head(tiny, path):
-    """The headers are those of GET, without a body."""
-    head, got = tiny.http.head(path), tiny.http.get(path)
-    assert (head.status_code, head.content) == (200, b"")
-    same = ("content-type", "content-length")
-    assert [head.headers[name] for name in same] == [got.headers[name] for name in same]
-    assert "head" not in tiny.http.get("/openapi.json").json()["paths"][path]
-
-
-class TestVerbosity:
-    TEMPLATE = "{{ messages[0].content }}{% if verbosity is defined %} {{ verbosity }}{% endif %}"
-
-    def test_is_rendered(self, serve):
-        engine = embedded_engine()
-        engine.controller.tokenizer._templates = ChatTemplates.only(self.TEMPLATE, Path())
-        server = serve(engine, "embedded")
-        counts = []
-        for fields in ({}, {"verbosity": "low"}):
-            body = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True} | fields
-            ids = server.http.post(CHAT, json=body).json()["prompt_token_ids"]
-            assert server.http.post("/tokenize", json={"messages": HELLO} | fields).json()["tokens"] == ids
-            counts.append(server.serving.tokenizer.detokenize(ids))
-        assert counts == ["Hello", "Hello low"]

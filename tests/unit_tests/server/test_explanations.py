@@ -107,25 +107,8 @@ class TestExplanations:
         assert said[0] == said[1]
         assert (said[1]["reason"], said[1]["age"], "before" in said[1]) == ("not_cached", None, False)
 
-    def test_once_for_each_prompt(self, server, stream):
-        server.reset_cache()
-        choices = ask(server, [FIRST, make_prompt(5)], n=2, stream=stream)
-        assert ["prefix_cache_explanation" in one for one in choices] == [True, False, True, False]
-        assert choices[2]["prefix_cache_explanation"]["reason"] == "too_short"
-
-    def test_nothing_unless_asked(self, server, stream):
-        for wish in (None, False):
-            choices = ask(server, FIRST, stream=stream, explain_prefix_cache=wish)
-            assert "prefix_cache_explanation" not in choices[0]
-
 
 class TestWhoIsRefused:
-    def test_a_server_that_keeps_no_tokens(self, tiny):
-        body = {"prompt": FIRST, "explain_prefix_cache": True}
-        error = check_error(tiny.http.post(PATH, json=body), 400)
-        assert (error["param"], error["code"]) == ("explain_prefix_cache", "not_explained")
-        assert "--explain-prefix-cache" in error["message"]
-
     def test_a_server_that_hides_counts(self, serve):
         """The error is the same before and after another salt's request, and answers have no explanation."""
         hiding = serve(tiny_engine(cache=explaining()), hide_cache_counts=True)

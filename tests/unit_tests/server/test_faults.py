@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from megatron_ext.engine.statistics import EngineStatistics
-from megatron_ext.engine.updates import Update
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.request_manager import RequestHandle, TokenClock
 from megatron_ext.text.detokenizer import StopWordMatcher, TextStream
@@ -104,13 +103,6 @@ class TestOneRequest:
         assert bad.json()["error"]["message"] == "Planted: planted"
         assert bad.json()["error"]["code"] == "request_failed", "it would fail elsewhere, too"
         assert texts(ask_all(server, prompts, stop="no such word")) == expected
-        assert counted() == 1
-
-    def test_the_progress_of_a_stream(self, server, counted, expected, monkeypatch):
-        monkeypatch.setattr(Update, "of", raising(Update.of, of=is_victims))
-        victim, *others = ask_all(server, [VICTIM, *OTHERS], stream=True)
-        assert "Planted: planted" in victim
-        assert [streamed_text(one) for one in others] == expected
         assert counted() == 1
 
     def test_the_text_of_a_stream(self, server, counted, expected, monkeypatch):

@@ -132,34 +132,6 @@ class TestEngineThatFails:
         assert failing.metric("step_failures_total") >= 3
 
 
-def test_while_a_step_takes_long_the_server_answers(serve):
-    """A client that leaves during the step frees its request when the step ends, before the next one."""
-    server = serve(tiny_engine())
-    generate = server.engine.controller.forward
-    begun, go_on, steps = threading.Event(), threading.Event(), []
-
-    def slow():
-        begun.set()
-        assert go_on.wait(PATIENCE)
-        steps.append(len(server.engine.core.scheduler.queues))
-        return generate()
-
-    server.engine.controller.forward = slow
-    body = json.dumps({"prompt": [1, 2], "max_tokens": 1000})
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as leaving:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        assert begun.wait(PATIENCE)
-    for path in ("/health", "/metrics", "/v1/models", "/"):
-        assert server.http.get(path).status_code == 200
-    server.wait_until(lambda: not server._server.server_state.tasks)
-    go_on.set()
-    server.check_idle()
-    assert len(steps) <= 2
-    assert server.metric("tokens_generated_total") <= 2
-
-
 def test_a_client_that_leaves_before_the_engine_has_its_request_frees_its_place(serve):
     """A request that waits for the end of a step, and whose client leaves, does not count as living any more."""
     server = serve(tiny_engine(), max_waiting_requests=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 import json
 import logging
 import math
@@ -21,7 +20,6 @@ import pytest
 
 from megatron_ext.server import access, api_errors
 from megatron_ext.server.log import (
-    LONGEST_MESSAGE,
     LONGEST_TRACEBACK,
     REQUEST_ID,
     BoundedRate,
@@ -88,39 +86,6 @@ class TestRequests:
         assert re.search(r"duration=\S+ request=minex{96}$", first), first
         assert second.endswith(f" request={answers[1]}")
 
-    def test_several_prompts_and_a_stream(self, server, lines):
-        body = {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 4, "stream": True, "ignore_eos": True}
-        text = server.http.post(COMPLETIONS, json=body).text
-        (line,) = lines()
-        assert f'"id": "{line["id"]}"' in text
-        assert (line["status"], line["prompt"], line["generated"]) == ("200", "5", "8")
-
-    def test_refused_requests(self, server, lines):
-        server.http.post(COMPLETIONS, json={"prompt": [97]})
-        server.http.post(CHAT, json={})
-        server.http.get("/v2")
-        assert [(line["id"], line["status"], line["prompt"]) for line in lines(3)] == [
-            ("-", "400", None),
-            ("-", "400", None),
-            ("-", "404", None),
-        ]
-
-    def test_failures_in_a_started_stream(self, server, lines, monkeypatch):
-        controller, forwards = server.engine.controller, itertools.count()
-        forward = controller.forward
-
-        def fail_in_decode():
-            if next(forwards) > 3:
-                raise MemoryError("no memory")
-            return forward()
-
-        monkeypatch.setattr(controller, "forward", fail_in_decode)
-        body = {"prompt": [1] * 40, "max_tokens": 50, "stream": True, "ignore_eos": True}
-        assert "MemoryError" in server.http.post(COMPLETIONS, json=body).text
-        (line,) = lines()
-        assert (line["status"], line["prompt"], line["failed"]) == ("200", "40", "1")
-        assert int(line["generated"]) > 0
-
     def test_a_client_that_leaves(self, server, lines):
         body = {"prompt": [1, 2], "max_tokens": 100, "ignore_eos": True}
         step, begun, go_on = server.engine.core.step, threading.Event(), threading.Event()
@@ -154,23 +119,6 @@ class TestRequests:
         server.wait_until(lambda: len([one for one in caplog.records if one.name == access.__name__]) == 3)
         own = [one.getMessage() for one in caplog.records if one.name.startswith("megatron_ext")]
         assert not any("90" in re.sub(r"cmpl-\w+|duration=\S+|ttft=\S+", "", line) for line in own)
-
-    def test_a_path_is_short_and_printable(self, server, lines):
-        server.http.get("/%1b[2J%0aforged line" + "x" * 1000)
-        (line,) = lines()
-        assert line["path"].startswith("/\\x1b[2J\\nforged line")
-        assert len(line["path"]) < 300
-
-    def test_polled_routes_are_logged_at_debug_level(self, server, caplog):
-        for level, count in ((logging.INFO, 0), (logging.DEBUG, 3)):
-            caplog.set_level(level, "megatron_ext")
-            caplog.clear()
-            for path in ("/", "/health", "/metrics"):
-                server.http.get(path)
-            server.http.get("/v1/models")
-            server.wait_until(lambda: any("/v1/models" in one.getMessage() for one in caplog.records))
-            own = [one for one in caplog.records if one.name == access.__name__]
-            assert len(own) == count + 1
 
 
 QUOTED = "z'q\"x canary"
@@ -208,38 +156,8 @@ class TestReasons:
         assert line.startswith("400 ")
         assert not any("canary" in record.getMessage() for record in caplog.records)
 
-    def test_with_the_names_that_were_asked_for(self, server, reasons):
-        server.http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}], "n": 0, "model": "tiny"})
-        server.http.post(CHAT, json={"messages": [{"role": "user", "content": "a"}], "model": "other\x1b[2J"})
-        server.http.get("/v2/%1b[2J")
-        server.http.get("/health", headers={"Host": "evil.example"})
-        server.http.post(CHAT, content="{}", headers={"Content-Type": "text/plain"})
-        for line, named in zip(reasons[0](), ("n:", r"other\x1b[2J", r"/v2/\x1b[2J", "evil.ex", "plain"), strict=True):
-            assert named in line
-
 
 class TestTheEnd:
-    @pytest.mark.parametrize(
-        ("patience", "outcome"),
-        [(PATIENCE, "1 requests finished, 0 cancelled"), (0.0, "0 requests finished, 1 cancelled")],
-        ids=["finished", "cancelled"],
-    )
-    def test_requests_in_flight_at_shutdown(self, serve, caplog, patience, outcome):
-        caplog.set_level(logging.INFO, "megatron_ext")
-        server = serve(tiny_engine(), shutdown_timeout=patience)
-        body = {"prompt": [1], "max_tokens": 40, "stream": True, "ignore_eos": True}
-        with server.held() as holding, server.http.stream("POST", COMPLETIONS, json=body) as answer:
-            events = answer.iter_lines()
-            next(events)
-            server.begin_shutdown()
-            if patience:
-                holding.close()
-            list(events)
-        server.stop()
-        begins, ends = [one.getMessage() for one in caplog.records if one.getMessage().startswith("shutdown ")]
-        assert begins == f"shutdown begins: 1 requests in flight, 1 connections; {patience:g} s for them"
-        assert re.fullmatch(rf"shutdown ends: {outcome}, \d+\.\d s", ends)
-
     @pytest.mark.parametrize("is_cut_short", [False, True])
     def test_a_request_that_the_engine_does_not_have_yet_counts(self, serve, caplog, monkeypatch, is_cut_short):
         """A second signal gives it a 503, wherever it waits; the SIGTERM that a launcher adds to a SIGINT is none."""
@@ -299,11 +217,6 @@ def log():
 
 
 class TestLines:
-    def test_time_level_and_place(self, log):
-        logger, written = log
-        logger.info("%d steps", 3)
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO some\.where: 3 steps\n", written())
-
     def test_with_the_id_of_the_request(self, log):
         logger, written = log
         copy_context().run(lambda: (REQUEST_ID.set("r7"), logger.info("slow")))
@@ -316,12 +229,6 @@ class TestLines:
         logger.warning("%s", "a\x1b]0;title\x07\r\n2026 INFO forged\u202e\x9b31m\ud800 grüße 你好")
         (line,) = written().splitlines()
         assert line.endswith(r"a\x1b]0;title\x07\r\n2026 INFO forged\u202e\x9b31m\ud800 grüße 你好")
-
-    def test_a_message_has_an_end(self, log):
-        logger, written = log
-        logger.warning("%s", "a" * 1_000_000)
-        assert written().endswith(f"aaa... ({1_000_000 - LONGEST_MESSAGE} more characters)\n")
-        assert len(written()) < LONGEST_MESSAGE + 200
 
     def test_a_traceback_has_one_too(self, log):
         """A chat nested 900 deep logged 300 KB."""

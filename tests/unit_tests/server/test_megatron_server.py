@@ -9,7 +9,7 @@ from arguments import parse_server_arguments
 from megatron_ext.config import ModelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
-from megatron_ext.server.run import announce, build_serving
+from megatron_ext.server.run import build_serving
 from tests.on_request import long_except
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import perturbed
@@ -122,12 +122,3 @@ def test_the_server_starts_and_answers(flags, root, tmp_path, caplog):
         assert answer.usage.completion_tokens == 4
     finally:
         server.stop()
-
-
-def test_scripts_wait_for_its_words(capsys):
-    """Megatron's grep for them in the output."""
-    announce("http://127.0.0.1:5000")
-    assert capsys.readouterr().out.splitlines() == [
-        "Running on http://127.0.0.1:5000",
-        "ready: http://127.0.0.1:5000",
-    ]

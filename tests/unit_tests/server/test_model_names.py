@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from megatron_ext.config.differences import EMBEDDED_CONFIG, EMBEDDED_MODEL_DIR
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.server import tiny_engine
 
@@ -22,11 +19,3 @@ def test_the_root_is_a_name_of_the_model(serve):
     for name, status in (("/data", 404), ("/data/checkpoint/", 404), ("", 400)):
         error = check_error(server.http.post("/v1/completions", json={"model": name, "prompt": [1, 2]}), status)
         assert error["param"] == "model"
-
-
-def test_transformers_reads_the_embedded_configuration():
-    """Clients that measure a server read its model's directory with transformers' classes."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.from_pretrained(EMBEDDED_MODEL_DIR)
-    assert config.max_position_embeddings == EMBEDDED_CONFIG.max_position_embeddings
-    assert transformers.AutoTokenizer.from_pretrained(EMBEDDED_MODEL_DIR)("def").input_ids

@@ -6,7 +6,6 @@ import base64
 import json
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 
 import httpx
 import pytest
@@ -96,40 +95,9 @@ def test_a_stream_has_them_at_its_end(server: LiveServer) -> None:
     check(server, parts[-1] | {"token_ids": tokens}, PROMPT)
 
 
-@pytest.mark.parametrize(("level", "is_kept"), [("keep", True), ("offload", True), ("drop", False)])
-def test_after_a_sleep(server: LiveServer, level: str, is_kept: bool) -> None:
-    ask(server, prompt=PROMPT)
-    headers = {"Authorization": "Bearer key"}
-    for path in (f"/sleep?level={level}", "/wake_up"):
-        assert httpx.post(f"{server.url}{path}", headers=headers, timeout=PATIENCE).status_code == 200
-    answer = ask(server, prompt=PROMPT).json()
-    assert (cached(answer) > 0) is is_kept
-    check(server, answer["choices"][0], PROMPT)
-
-
-def test_after_a_restart(start, tmp_path: Path) -> None:
-    """Blocks on disk have no rows: they are computed again once."""
-    first = start(prefix_cache_dir=str(tmp_path))
-    check(first, ask(first, prompt=PROMPT).json()["choices"][0], PROMPT)
-    first.stop()
-    first.serving.engine.close()
-    second = start(prefix_cache_dir=str(tmp_path))
-    for fewest, most in ((0, 0), (BLOCK, len(PROMPT))):
-        answer = ask(second, prompt=PROMPT).json()
-        assert fewest <= cached(answer) <= most
-        check(second, answer["choices"][0], PROMPT)
-
-
 class TestRefusals:
     def test_a_server_that_records_none(self, embedded: LiveServer) -> None:
         for path, prompt in ((COMPLETION, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
             error = check_error(ask(embedded, path, **prompt), 400)
             assert error["param"] == "return_routed_experts"
             assert "--moe-enable-routing-replay" in error["message"]
-
-    def test_other_routes(self, embedded: LiveServer) -> None:
-        said = {"input": "a"}, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
-        for path, body in zip(("/v1/responses", "/v1/messages"), said, strict=True):
-            fields = {"return_token_ids": None, "ignore_eos": None, "max_tokens": None, **body}
-            answer = ask(embedded, path, **fields)
-            assert (answer.status_code, "return_routed_experts" in answer.text) == (400, True)

@@ -20,7 +20,7 @@ from megatron_ext.config import RequestParams, ServerConfig, SourceConfig
 from megatron_ext.console.start import PHASES
 from megatron_ext.mcore import platform
 from megatron_ext.offline.prompts import example_prompts
-from megatron_ext.server.run import bind, build_serving, model_name
+from megatron_ext.server.run import build_serving, model_name
 from tests.on_request import long_except
 from tests.unit_tests.support.held_server import HeldServer
 from tests.unit_tests.support.server import PATIENCE, LiveServer, read_all
@@ -205,13 +205,6 @@ class TestMistakes:
         monkeypatch.setattr("resource.getrlimit", lambda of: few if of == resource.RLIMIT_NOFILE else limits_of(of))
         assert "`ulimit -n` is 70" in error_line("--port", "0")
 
-    def test_control_characters_are_escaped(self, error_line):
-        assert r"\x1b[31m" in error_line("--host", "\x1b[31mhost.invalid")
-
-    def test_a_package_that_is_missing(self, error_line, monkeypatch):
-        monkeypatch.setattr(serve, "PACKAGES", ("uvicorn", "no_such_package"))
-        assert "no_such_package cannot be imported" in error_line()
-
 
 @pytest.mark.parametrize(
     ("source", "server", "name"),
@@ -224,11 +217,6 @@ class TestMistakes:
 )
 def test_the_name_of_a_model(source, server, name):
     assert model_name(source, server, "embedded" if source.load is None else source.load) == name
-
-
-def test_refuses_connections_until_the_model_is_loaded():
-    with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
-        socket.create_connection(listener.getsockname(), timeout=PATIENCE)
 
 
 def test_a_dry_run_serves_nothing(capsys, monkeypatch):

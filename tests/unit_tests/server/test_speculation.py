@@ -79,12 +79,6 @@ def test_a_request_can_have_none(drafting):
     assert "num_speculative_tokens 4 must be at most --num-speculative-tokens 3" in answer.text
 
 
-def test_without_a_method_a_request_cannot_ask_for_drafts(tiny):
-    answer = ask(tiny, num_speculative_tokens=1)
-    assert answer.status_code == 400
-    assert "without --speculative-method" in answer.text
-
-
 def test_tokens_that_come_together_share_their_time(monkeypatch):
     clock, now = TokenClock(), iter([0.0, 1.0, 4.0])
     monkeypatch.setattr("megatron_ext.server.request_manager.time.monotonic", lambda: next(now))

@@ -84,11 +84,6 @@ class LiveServer:
         """Block during which requests in progress stay in progress; see `held_steps`."""
         return held_steps(self.serving.requests.client, requests, tokens)
 
-    def begin_shutdown(self) -> None:
-        """Begin to stop, as after a signal, and wait until new connections are refused."""
-        self._server.should_exit = True
-        self.wait_until(lambda: not any(one.is_serving() for one in self._server.servers))
-
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
         while not condition():

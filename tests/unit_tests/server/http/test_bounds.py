@@ -18,11 +18,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
-from megatron_ext.server.anthropic.message_fields import note_betas
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.monitoring.request_trace import MAX_REQUESTS, RequestTrace
 from megatron_ext.server.openai.request_fields import LONGEST_CLIENT_NAME, Body, BoundedBy
-from megatron_ext.text import chat_template
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 ROUTES = [route for router in (*ROUTERS, *ADMIN_ROUTERS) for route in router.routes if isinstance(route, APIRoute)]
@@ -125,29 +123,6 @@ def test_refused_by_name(embedded, path, fields, param, named):
     assert error.status_code == 400
     assert named in error.json()["error"]["message"]
     assert error.json()["error"].get("param") == param
-
-
-def test_metadata_of_chats_has_no_effect(embedded):
-    """Clients send more than OpenAI takes, and nothing of it is kept."""
-    metadata = {"a" * 65: "b" * 513, "c": {"d": [1, None]}} | {str(i): i for i in range(200)}
-    for path in (CHAT, MESSAGES):
-        assert embedded.http.post(path, json=HELLO | {"metadata": metadata}).status_code == 200
-
-
-def test_a_header_makes_few_lines(caplog):
-    with caplog.at_level("INFO"):
-        note_betas(",".join(f"unknown-{i}" for i in range(50_000)))
-    assert len(caplog.records) == 32
-
-
-def test_names_of_template_variables_are_looked_up(embedded):
-    """Each name was compiled as a regular expression: 1.5 MB took 7 s."""
-    chat_template._words_of.cache_clear()
-    kwargs = {f"unused_{i:057}": i for i in range(64)}
-    for _ in range(2):
-        response = embedded.http.post(CHAT, json=HELLO | {"chat_template_kwargs": kwargs})
-        assert response.status_code == 200
-    assert chat_template._words_of.cache_info().misses == 1
 
 
 def test_the_trace_keeps_digests_of_salts():

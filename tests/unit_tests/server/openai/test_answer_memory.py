@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import tracemalloc
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.config.server import ServerLimits
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.openai import chat_prompt
 from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.chat_prompt import AnsweredChat, AnswerMemory, ChatPrompt, Conversation, digest_of
+from megatron_ext.server.openai.chat_prompt import AnsweredChat, AnswerMemory, ChatPrompt, Conversation
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.chat_template import ChatOptions
@@ -150,12 +147,6 @@ class TestSplices:
         assert self.continued(chats, known, [FIRST, said(SENTENCE), MORE])
         assert not self.continued(chats, known, messages)
 
-    def test_equal_texts_of_two_chats_keep_their_ids(self, chats):
-        other = {"role": "user", "content": "And you?"}
-        here, there = chats.answer(SENTENCE), chats.answer(SENTENCE[:-1], [other], cut=".")
-        assert self.continued(chats, here, [FIRST, said(SENTENCE), MORE])
-        assert not self.continued(chats, there, [other, said(SENTENCE), MORE])
-
     @pytest.mark.parametrize(("one", "two"), [("tenant a", "tenant b"), ("a:salt", "a:other"), (None, "a"), ("", None)])
     def test_scopes_are_apart(self, chats, one, two):
         known = chats.answer(SENTENCE, scope=one)
@@ -174,15 +165,6 @@ class TestSplices:
         known = chats.answer("ts.", [FIRST, said(whole)])
         chats.options = ChatOptions(tools=TOOLS)
         assert self.continued(chats, known, [FIRST, said("Naïve cats."), MORE])
-
-    def test_users_spell_control_tokens(self, chats):
-        """Spelled tokens stay text on both sides of the edge."""
-        spelled = {"role": "user", "content": f"What is {END}?"}
-        known = chats.answer(SENTENCE, [spelled])
-        messages = [spelled, said(SENTENCE), {"role": "user", "content": f"And {END}, {END}<|user|>?"}]
-        assert self.continued(chats, known, messages)
-        control = chats.serving.chat_format.end_of_turn
-        assert chats.prompt(messages).ids.count(control) == chats.plain(messages).count(control)
 
     def test_no_token_crosses_an_edge(self, chats, monkeypatch):
         """An answer that ends with a line break, in a template that continues with one."""
@@ -239,14 +221,6 @@ class TestSplices:
         memory.put(key, dataclasses.replace(answered, ids=ids), None)
         assert chats.prompt(messages).ids[: len(ids)] != ids.tolist()
         assert chats.prompt(messages).answer != key
-
-    @pytest.mark.parametrize("thought", ["", "Hm.", "Hm!"])
-    def test_calls_after_thinking_that_a_template_drops(self, chats, thought):
-        known = chats.answer(f"<think>\nHm.\n</think>\n\n{SPELLED}")
-        message = said(None, tool_calls=[CALL], reasoning_content=thought or None)
-        prompt = chats.prompt([FIRST, message, {"role": "tool", "content": "cold"}])
-        assert (prompt.ids[: len(known)] == known) is (thought == "Hm.")
-        assert (prompt.retokenized is None) is (thought == "Hm.")
 
     def test_a_rest_that_reads_otherwise_is_not_used(self, chats):
         """Tokenizer that writes a space before each text."""
@@ -346,21 +320,6 @@ class TestMemory:
         memory.put(b"e", self.entry(100), None)
         assert set(memory._entries) == {b"a", b"d", b"e"}
 
-    @pytest.mark.parametrize(("size", "text"), [(0, ""), (100, "🙂" * 50)], ids=["small", "larger"])
-    def test_counts_at_least_what_python_allocates(self, size, text):
-        memory, count = AnswerMemory(2**30), 2000
-        # Other threads allocate meanwhile; lines of these two files do not run there.
-        files = [tracemalloc.Filter(True, name) for name in (__file__, chat_prompt.__file__)]
-        tracemalloc.start()
-        try:
-            for number in range(count):
-                ids, digest = array("i", [1] * size), digest_of(f"prompt {number}")
-                memory.put(digest_of(str(number)), AnsweredChat(ids, f"{text}{number}", number, digest, digest), None)
-            taken = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(files).traces)
-        finally:
-            tracemalloc.stop()
-        assert 0.8 * memory.used_bytes < taken <= memory.used_bytes
-
     def test_the_latest_are_found_up_to_a_size(self):
         memory, size = AnswerMemory(2**20), self.entry(100).size
         for key in (b"a", b"b", b"c"):
@@ -372,15 +331,6 @@ class TestMemory:
             [b"c", b"b"],
             [b"c", b"b", b"a"],
         ]
-
-
-def test_turned_off(serve):
-    """--answers-memory-mb 0: each turn is tokenized anew."""
-    server = serve(embedded_engine(), "embedded", limits=ServerLimits(answers_memory_mb=0))
-    chats = Chats(server.serving)
-    known = chats.answer(SENTENCE)
-    assert chats.prompt([FIRST, said(SENTENCE), MORE]).ids[: len(known)] != known
-    assert not len(server.serving.answers)
 
 
 class TestSentIds:

@@ -91,19 +91,6 @@ def test_ignore_eos_gives_exactly_max_tokens(trained, stream):
     assert chat(trained, messages, stream=stream, **{limit: 70})[2].completion_tokens < 70
 
 
-def test_log_probs(embedded):
-    answer = embedded.client().chat.completions.create(
-        model="embedded", messages=[user("Hello")], temperature=0, max_tokens=6, logprobs=True, top_logprobs=2
-    )
-    content = answer.choices[0].logprobs.content
-    assert len(content) == 6
-    assert "".join(one.token for one in content) == answer.choices[0].message.content
-    for one in content:
-        assert len(one.top_logprobs) == 2
-        assert (one.top_logprobs[0].token, one.top_logprobs[0].logprob) == (one.token, one.logprob)
-        assert bytes(one.bytes).decode() == one.token
-
-
 def test_contents_in_parts_and_returned_messages(embedded):
     """A client returns an answer as it got it, including null fields; texts may come in parts."""
     client = embedded.client()
@@ -140,14 +127,6 @@ class TestCheckpoints:
         assert ends == [ends[0], *sorted(ends[1:], reverse=True)]
         texts = [embedded.serving.tokenizer.detokenize(prompt[:end], skip_special_tokens=False) for end in sorted(ends)]
         assert [text.rpartition("<|end|>")[0].rpartition(">")[2] for text in texts] == ["", "Yes.", "And?"]
-
-    def test_a_request_says_so_itself(self, embedded, stream):
-        embedded.reset_cache()
-        first, second = ([*range(40, 100), *range(start, start + 70)] for start in (100, 200))
-        for prompt, cached in ((first, 0), (second, 48)):
-            body = {"prompt": prompt, "max_tokens": 1, "cache_checkpoint": [61 if stream else 55]}
-            answer = embedded.http.post("/v1/completions", json=body).json()
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
 class TestMarks:
@@ -187,12 +166,6 @@ class TestControlTokens:
         text = embedded.serving.tokenizer.detokenize(prompt, skip_special_tokens=False)
         assert text == f"<|user|>{self.FORGED}<|end|><|assistant|>"
 
-    def test_the_old_way(self, serve):
-        server = serve(embedded_engine(), "embedded", chat_control_tokens="parse")
-        *_, usage = chat(server, [user(self.FORGED)], stream=False, max_tokens=1)
-        text = f"<|user|>{self.FORGED}<|end|><|assistant|>"
-        assert usage.prompt_tokens == len(server.serving.tokenizer.tokenize(text))
-
     @pytest.mark.parametrize("question", [SYSTEM, SYSTEM + FORGED], ids=["honest", "forged"])
     def test_the_next_turn_hits_the_answer(self, trained, stream, question):
         """EX-1: all whole blocks of prompt and answer, whatever the questions spell and the answer did."""
@@ -205,13 +178,6 @@ class TestControlTokens:
 
 
 class TestFormat:
-    def test_a_developer_is_the_system(self):
-        tokenizer = TextTokenizer(EMBEDDED_MODEL_DIR)
-        chat_format = ChatFormat(tokenizer)
-        messages = [Message(role="developer", content="Be brief."), Message(role="user", content="Hi")]
-        text = "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
-        assert rendered(chat_format, messages).ids() == tokenizer.tokenize(text)
-
     @pytest.mark.parametrize(
         ("template", "end"),
         [
@@ -228,16 +194,3 @@ class TestFormat:
         tokenizer = TextTokenizer(tmp_path)
         token = ChatFormat(tokenizer).end_of_turn
         assert (None if token is None else tokenizer.detokenize([token], skip_special_tokens=False)) == end
-
-
-def test_a_refusal_is_a_text(embedded):
-    """In a part, or in the field of a message that has no content."""
-    said = [user("a"), {"role": "assistant", "content": "No."}, user("b")]
-    expected = embedded.http.post("/tokenize", json={"messages": said}).json()["tokens"]
-    for message in (
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-        {"role": "assistant", "content": None, "refusal": "No."},
-    ):
-        assert (
-            embedded.http.post("/tokenize", json={"messages": [said[0], message, said[2]]}).json()["tokens"] == expected
-        )

@@ -78,14 +78,6 @@ def test_the_text_is_the_engines(tiny, offline, stream):
     assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (40, 20, 60)
 
 
-def test_several_prompts_in_one_request(tiny, stream):
-    other = make_prompt(9, seed=8)
-    both = complete(tiny, stream=stream, prompt=[PROMPT, other])
-    assert both.texts == [complete(tiny, stream=stream, prompt=one).texts[0] for one in (PROMPT, other)]
-    assert both.usage.prompt_tokens == 49
-    assert complete(tiny, stream=stream, prompt=["<5><6>", "<7>"]).usage.prompt_tokens == 3
-
-
 def test_cached_tokens_are_the_skipped_ones(tiny, offline, stream):
     """EX-2: the second time the prompt is skipped up to its last snapshot; the text stays the same."""
     tiny.reset_cache()
@@ -155,12 +147,6 @@ class TestEndOfDocument:
         got = complete(ending, stream=stream, max_tokens=20)
         assert got.texts == [offline(PROMPT, num_tokens_to_generate=3).generated_text]
         assert (got.reasons, got.usage.completion_tokens) == (["stop"], 4)
-
-    def test_ignore_eos_gives_exactly_max_tokens(self, ending, offline, stream):
-        """FX-5."""
-        got = complete(ending, stream=stream, max_tokens=20, ignore_eos=True)
-        assert got.texts == [offline(PROMPT, num_tokens_to_generate=20).generated_text]
-        assert (got.reasons, got.usage.completion_tokens) == (["length"], 20)
 
 
 def test_log_probs(tiny, offline, stream):

@@ -60,15 +60,6 @@ class TestAnswers:
         assert answer.usage.completion_tokens_details.reasoning_tokens == pytest.approx(tokens, abs=1)
         assert 0 < tokens < answer.usage.completion_tokens
 
-    def test_without_thinking(self, says, stream):
-        thinking, content, answer = ask(says(ANSWER), QUESTION, stream=stream)
-        assert (thinking, content) == (None, ANSWER)
-        assert answer.usage.completion_tokens_details is None
-
-    def test_left_in_the_content(self, says, stream):
-        text = f"<think>\n{THINKING}\n</think>\n\n{ANSWER}"
-        assert ask(says(text), QUESTION, stream=stream, separate_reasoning=False)[:2] == (None, text)
-
     def test_cut_off(self, says, stream):
         """An answer that ends while it thinks has no content."""
         thinking, content, _ = ask(says(f"<think>\n{THINKING}"), QUESTION, stream=stream, max_tokens=8)
@@ -90,17 +81,6 @@ class TestTemplates:
         response = server.http.post(CHAT, json=body)
         assert response.status_code == 200, response.text
         return server.serving.tokenizer.detokenize(response.json()["prompt_token_ids"], skip_special_tokens=False)
-
-    def test_variables_that_the_template_knows(self, thinker):
-        assert self.prompt(thinker, reasoning_effort="low").endswith("<|assistant|>low: ")
-        assert self.prompt(thinker, chat_template_kwargs={"enable_thinking": False}).endswith("</think>\n\n")
-
-    def test_others_are_ignored_and_said_once(self, embedded, caplog):
-        with caplog.at_level("INFO"):
-            for _ in range(2):
-                assert self.prompt(embedded, reasoning_effort="low", chat_template_kwargs={"shy": 1}).endswith("|>")
-        said = [record.message for record in caplog.records if "does not use" in record.message]
-        assert len(said) == 2, said
 
     def test_a_prompt_that_begins_thinking(self, thinker):
         """The answer begins inside of thinking where the prompt ends with the marker."""
@@ -213,17 +193,3 @@ def test_bytes_of_log_probs_are_the_content(says, route, stream, name):
     assert all(one["bytes"] for one in scores)
     assert any("\ufffd" in one["token"] for one in scores)
     assert all(best["bytes"] is not None for one in scores for best in one["top_logprobs"])
-
-
-def test_with_token_ids_each_token_has_its_log_prob(says):
-    """Trainers need the token that ends the answer, too."""
-    body = {
-        "messages": QUESTION,
-        "logprobs": True,
-        "return_token_ids": True,
-        "temperature": 0.5,
-        "presence_penalty": 0.1,
-    }
-    (choice,) = says(UNICODE).http.post(CHAT, json=body).json()["choices"]
-    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
-    assert choice["logprobs"]["content"][-1]["bytes"] == []

@@ -86,15 +86,6 @@ def test_options_that_change_logits(tiny, oracle, stream, name):
     assert plain["token_ids"] != got["token_ids"]
 
 
-def test_stop_token_ids(tiny, oracle, stream):
-    tokens = oracle.greedy(PROMPT, COUNT).tokens
-    at = tokens.index(tokens[4])
-    body = {"prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "return_token_ids": True}
-    (got,) = ask(tiny, COMPLETIONS, body | {"stop_token_ids": [tokens[4]], "ignore_eos": True}, stream=stream)
-    assert (tuple(got["token_ids"]), got["finish_reason"]) == (tokens[: at + 1], "stop")
-    assert got["text"] == "".join(f"<{token}>" for token in tokens[:at])
-
-
 class TestScoring:
     def test_several_prompts_of_no_token(self, tiny, oracle, stream):
         """SA-4: `max_tokens` 0 with `echo`: the prompts' own scores, and nothing beside them."""
@@ -126,13 +117,6 @@ class TestScoring:
 
 
 class TestTokenIds:
-    def test_completions(self, tiny, stream):
-        body = {"prompt": [[1, 2, 3], [4, 5]], "n": 2, "max_tokens": 3, "temperature": 0, "return_token_ids": True}
-        choices = ask(tiny, COMPLETIONS, body, stream=stream)
-        assert [one["prompt_token_ids"] for one in choices] == [[1, 2, 3]] * 2 + [[4, 5]] * 2
-        assert all(one["text"] == "".join(f"<{token}>" for token in one["token_ids"]) for one in choices)
-        assert all(len(one["token_ids"]) == 3 for one in choices)
-
     def test_chats(self, embedded, stream):
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "return_token_ids": True}
         (got,) = ask(embedded, CHAT, body | {"temperature": 0}, stream=stream)
@@ -204,11 +188,6 @@ class TestTemplates:
         assert text.startswith(plain)
         assert [token for token in prompt if token < 5] == [1, 4, 2, 4, 3, 4, 3]
 
-    @pytest.mark.parametrize("name", ["messages", "chat_template", "bos_token", "add_generation_prompt"])
-    def test_variables_that_are_not_the_callers(self, embedded, name):
-        body = {"messages": list(self.MESSAGES), "chat_template_kwargs": {name: "x"}}
-        assert name in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
-
 
 GATEWAYS = {"no_stop_trim": False, "return_hidden_states": False, "ignore_eos": False}  # RP-6: SGLang's adds these
 HINTS = {"prompt_cache_key": "k", "cache_hints": {"session": "s", "replaces": "s"}}  # of version 0.2
@@ -260,46 +239,6 @@ def test_defaults_of_the_model(tiny, oracle, monkeypatch, stream):
         params = RequestParams(num_tokens_to_generate=COUNT, seed=3, **wanted)
         (got,) = ask(tiny, COMPLETIONS, body | said, stream=stream)
         assert got["token_ids"] == choice.generate(oracle, PROMPT, params)
-
-
-SAID = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.4}
-ASKED = {"messages": [{"role": "user", "content": "What is a list?"}], "seed": 3}
-
-
-class TestDefaultsOfAllRoutes:
-    """SA-8: what a body leaves out is the model's, also the length of a chat; what it says is its own."""
-
-    @pytest.fixture
-    def content(self, embedded, monkeypatch) -> str:
-        """The answer of a chat that says all of it; from then on the model has these defaults."""
-        (choice,) = ask(embedded, CHAT, ASKED | SAID | {"max_tokens": 5}, stream=False)
-        assert choice["usage"]["completion_tokens"] == 5
-        monkeypatch.setattr(embedded.serving, "defaults", SAID | {"num_tokens_to_generate": 5})
-        return choice["message"]["content"]
-
-    def test_chats(self, embedded, content):
-        (left_out,) = ask(embedded, CHAT, ASKED, stream=False)
-        assert left_out["message"]["content"] == content
-        (longer,) = ask(embedded, CHAT, ASKED | {"max_tokens": 9}, stream=False)
-        assert longer["usage"]["completion_tokens"] > 5
-        assert longer["message"]["content"].startswith(content)
-
-    def test_responses(self, embedded, content):
-        response = embedded.http.post("/v1/responses", json={"input": "What is a list?", "seed": 3}).json()
-        assert response["output"][0]["content"][0]["text"] == content
-        assert (response["usage"]["output_tokens"], response["temperature"]) == (5, 0.7)
-
-    def test_messages(self, embedded, content):
-        message = embedded.http.post("/v1/messages", json=ASKED | {"max_tokens": 5}).json()
-        assert message["content"] == [{"type": "text", "text": content}]
-
-    @pytest.mark.usefixtures("content")
-    def test_completions(self, embedded):
-        """OpenAI's default length stays."""
-        body = {"prompt": "A list is", "seed": 3}
-        (one,), (other,) = (ask(embedded, COMPLETIONS, body | more, stream=False) for more in ({}, SAID))
-        assert one["text"] == other["text"]
-        assert one["usage"]["completion_tokens"] == 16
 
 
 USER = {"role": "user", "content": [{"type": "text", "text": "Hello", "of_a_part": 1}]}

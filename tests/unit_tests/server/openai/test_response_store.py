@@ -9,9 +9,7 @@ import httpx
 import pytest
 
 from megatron_ext.config import ServerLimits
-from megatron_ext.ray_serve.cache_log import ReplicaFacts
-from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt, owner_of
-from megatron_ext.ray_serve.prefix_routing import PrefixRouting
+from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.chat_prompt import AnswerMemory
@@ -19,7 +17,6 @@ from megatron_ext.server.openai.responses_api.response_store import (
     LONGEST_AGE,
     ResponseStore,
     new_id,
-    owner_tag,
 )
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_responses import BASE, FLAT, QUESTION, RESPONSES, create
@@ -75,15 +72,6 @@ class TestFollowUps:
             in check_error(storing.http.post(RESPONSES, json=BASE | {"input": references}), 400)["message"]
         )
 
-    def test_instructions_are_not_taken_over(self, storing):
-        first = create(storing, input=QUESTION, instructions="Be brief.", max_output_tokens=2)
-        second = create(
-            storing, previous_response_id=first["id"], input=NEXT, max_output_tokens=1, return_token_ids=True
-        )
-        prompt = storing.serving.tokenizer.detokenize(second["prompt_token_ids"], skip_special_tokens=False)
-        assert QUESTION in prompt
-        assert "Be brief." not in prompt
-
     def test_results_of_calls_need_no_call(self, storing):
         clock = {"type": "function", "name": "clock"}
         first = create(storing, input=QUESTION, tools=FLAT, tool_choice=clock, parallel_tool_calls=False)
@@ -135,12 +123,6 @@ class TestFollowUps:
         assert error["param"] == param
         assert "--responses-store-mb" in error["message"]
         assert ("stores no responses" in error["message"]) is not is_on
-
-    def test_one_that_does_not_fit_is_not_stored(self, serve):
-        server = serve(embedded_engine(), "embedded", limits=ServerLimits(responses_store_mb=0.001))
-        response = create(server, input=QUESTION, max_output_tokens=2)
-        assert response["store"] is False
-        assert server.http.get(f"{RESPONSES}/{response['id']}").status_code == 404
 
 
 def test_another_key_finds_nothing(locked):
@@ -231,28 +213,7 @@ class TestBounds:
         assert store.used_bytes == len(store) == 0
 
 
-class TestIds:
-    def test_random_and_tagged(self):
-        ids = {new_id("resp", "0123abcd") for _ in range(100)}
-        assert len({one[5:37] for one in ids}) == 100
-        assert {owner_tag(one) for one in ids} == {"0123abcd"}
-        assert [owner_tag(one) for one in ("resp_x", None, 5, f"{ids.pop()}0")] == [None] * 4
-
-
 class TestRay:
-    def test_the_router_knows_the_owner(self):
-        tags = ["a" * 8, "b" * 8]
-        routing = PrefixRouting()
-        for name, tag in zip("xy", tags, strict=True):
-            routing.join(name, ReplicaFacts(16, 100, has_states=False, tag=tag))
-        assert [routing.owner(tag) for tag in (*tags, "c" * 8, None)] == ["x", "y", None, None]
-        named = new_id("resp", tags[1])
-        follow = json.dumps({"previous_response_id": named, "input": "x"}).encode()
-        for path, body in ((RESPONSES, follow), (f"{RESPONSES}/{named}", b"")):
-            assert owner_of(path, body) == tags[1]
-        for body in (b'{"input": "previous_response_id"}', b'{"previous_response_id": ', b"[]"):
-            assert owner_of(RESPONSES, body) is None
-
     async def test_the_ingress_names_the_owner(self):
         named, owners = new_id("resp", "a" * 8), []
 

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Literal
 
 import pytest
-from pydantic import BaseModel
-from starlette.requests import Request
 
 from megatron_ext.server.api_errors import ApiError
-from megatron_ext.server.openai.answers import AnswerFormat
-from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
-from megatron_ext.server.request_manager import RequestGroup
-from megatron_ext.server.routes import generation
-from megatron_ext.server.serving import Serving
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, THINKING
 from tests.unit_tests.server.test_errors import CHAT, check_error
@@ -147,15 +139,6 @@ class TestCounts:
             usage = create(server, input=QUESTION, max_output_tokens=1)["usage"]
             assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
 
-    def test_written(self, embedded):
-        """Written tokens are those of whole blocks that were not cached."""
-        embedded.reset_cache()
-        fields = {"input": QUESTION, "instructions": "Be brief. " * 8, "max_output_tokens": 1}
-        first, again = (create(embedded, **fields)["usage"] for _ in range(2))
-        written = first["input_tokens_details"]["cache_write_tokens"]
-        assert written == first["input_tokens"] // 16 * 16 > 0
-        assert again["input_tokens_details"]["cache_write_tokens"] == 0
-
     def test_explained(self, serve):
         """SI-5: with the server's flag the response has an explanation."""
         server = serve(embedded_engine(explain_prefix_cache=True), "embedded")
@@ -171,33 +154,6 @@ class TestSampling:
         asked = chat(embedded, messages=[{"role": "user", "content": QUESTION}], max_tokens=12, **options)
         assert response["token_ids"] == asked["choices"][0]["token_ids"]
         assert (response["temperature"], response["top_p"]) == (1.3, 0.9)
-
-    def test_defaults_are_told(self, embedded):
-        response = create(embedded, input=QUESTION, max_output_tokens=1, temperature=None)
-        told = {name: response[name] for name in ("temperature", "top_p", "truncation", "parallel_tool_calls", "store")}
-        assert told == {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "truncation": "disabled",
-            "parallel_tool_calls": True,
-            "store": False,
-        }
-        assert (response["tools"], response["tool_choice"], response["text"]["format"]) == (
-            [],
-            "auto",
-            {"type": "text"},
-        )
-
-    def test_metadata_of_the_client_comes_back(self, embedded):
-        given = {
-            "metadata": {"a": "b"},
-            "user": "ada",
-            "safety_identifier": "s",
-            "prompt_cache_key": "k",
-            "store": True,
-        }
-        response = create(embedded, input=QUESTION, max_output_tokens=1, truncation="auto", **given)
-        assert {name: response[name] for name in given} == given | {"store": False}
 
 
 SAID = {
@@ -249,19 +205,6 @@ class TestEvents:
             assert ANSWER in "".join(one["token"] for one in part["logprobs"])
             assert "city" not in "".join(one["token"] for one in part["logprobs"])
 
-    def test_thinking_comes_back_to_the_template(self, thinker, prescribe):
-        """The items of an answer, sent back, are the message that the chat's answer is."""
-        prescribe(thinker, f"<think>\n{THINKING}\n</think>\n\n{CALL}")
-        first = create(thinker, input=QUESTION, tools=FLAT, presence_penalty=0.1)
-        call = first["output"][1]
-        items = [{"role": "user", "content": QUESTION}, *first["output"]]
-        items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "12 degrees"})
-        second = create(thinker, input=items, tools=FLAT, presence_penalty=0.1, return_token_ids=True)
-        prompt = thinker.serving.tokenizer.detokenize(second["prompt_token_ids"], skip_special_tokens=False)
-        assert f"<think>\n{THINKING}\n</think>\n\n{CALL}<|end|>" in prompt
-        known = first["usage"]["input_tokens"] + first["usage"]["output_tokens"] - 1
-        assert second["usage"]["input_tokens_details"]["cached_tokens"] == known // 16 * 16
-
     def test_a_fault_is_the_last_event(self, embedded, prescribe):
         prescribed = prescribe(embedded, "It is cold there.")
         prescribed.held_after = 3
@@ -288,37 +231,9 @@ class TestEvents:
         assert "It is cold there.".startswith(item["content"][0]["text"])
         embedded.wait_until(lambda: not embedded.in_engine_thread(embedded.engine.has_unfinished_requests))
 
-    def test_a_fault_between_the_start_and_the_first_event(self, embedded, monkeypatch):
-        """Clients build their state from the first two events."""
-        run_requests = generation.run_requests
-
-        async def then_fail(request: Request, serving: Serving, *args: object) -> RequestGroup:
-            group = await run_requests(request, serving, *args)
-            serving.requests.end(group, ApiError(503, "it has ended", kind="server_error"))
-            return group
-
-        monkeypatch.setattr(generation, "run_requests", then_fail)
-        answer = embedded.http.post(RESPONSES, json=BASE | {"input": QUESTION, "stream": True})
-        types = [event["type"] for event in events_of(answer.text)]
-        assert types[:2] == ["response.created", "response.in_progress"]
-        assert types[-1] == "response.failed"
-
-
-class Plan(BaseModel):
-    city: Literal["Oslo", "Rome"]
-    level: Literal["low", "high"]
-
 
 class TestClient:
     """OpenAI's own client, whose helpers add events up by themselves."""
-
-    def test_stream(self, embedded):
-        client = embedded.client()
-        with client.responses.stream(model="embedded", input=QUESTION, temperature=0.0, text_format=Plan) as stream:
-            final = stream.get_final_response()
-        assert isinstance(final.output_parsed, Plan)
-        parsed = client.responses.parse(model="embedded", input=QUESTION, temperature=0.0, text_format=Plan)
-        assert parsed.output_parsed == final.output_parsed
 
     @pytest.mark.parametrize(
         "choice",
@@ -332,11 +247,6 @@ class TestClient:
         response = create(trained, input=QUESTION, tools=FLAT, tool_choice=choice, parallel_tool_calls=False)
         assert [(one["name"], one["arguments"]) for one in response["output"]] == [("clock", "{}")]
         assert response["tools"][2]["name"] == "clock"
-
-    def test_count_of_tokens(self, embedded):
-        count = embedded.client().responses.input_tokens.count(input=QUESTION, instructions="Be brief.", tools=FLAT)
-        response = create(embedded, input=QUESTION, instructions="Be brief.", tools=FLAT, max_output_tokens=1)
-        assert count.input_tokens == response["usage"]["input_tokens"]
 
 
 REFUSED = [
@@ -373,15 +283,6 @@ def test_refused_by_name(embedded, fields, named, param):
     error = check_error(embedded.http.post(RESPONSES, json=body), 400)
     assert all(one in error["message"] for one in named), error["message"]
     assert error["param"] == param
-
-
-def test_errors_that_the_api_has_codes_for(embedded):
-    """Codes of a failed response are those that clients know."""
-    found = []
-    for error in (ApiError(429, "full", kind="rate_limit_error"), ApiError(400, "no")):
-        answer = ResponseAnswer({}, AnswerFormat(), embedded.serving.vocabulary, "0" * 8)
-        found.append(answer.fail(error)["response"]["error"]["code"])
-    assert found == ["rate_limit_exceeded", "invalid_prompt"]
 
 
 HOSTED = [

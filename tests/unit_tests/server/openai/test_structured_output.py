@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 
 import jsonschema
@@ -50,18 +49,6 @@ def test_a_schema(embedded, form, stream):
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
     assert len(set(texts)) > 1
-
-
-@pytest.mark.parametrize(
-    "form",
-    [{"response_format": {"type": "regex", "regex": "[a-f]{4}"}}, {"structured_outputs": {"regex": "[a-f]{4}"}}],
-    ids=str,
-)
-def test_a_regular_expression_of_a_completion(embedded, form):
-    body = {"prompt": ["A list", "A tuple"], "max_tokens": 10} | form
-    choices = embedded.http.post(COMPLETIONS, json=body).json()["choices"]
-    assert [choice["finish_reason"] for choice in choices] == ["stop", "stop"]
-    assert all(re.fullmatch("[a-f]{4}", choice["text"]) for choice in choices)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -122,25 +109,6 @@ def test_refused_by_name(strict, form, named, code):
         assert named in error["message"]
         assert (error["param"], error["code"]) == ("response_format", code)
     assert strict.serving.requests.living == 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"structured_outputs": {"grammar": "a"}}, "grammar: is not supported"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: list should have at least 1 item"),
-        ({"structured_outputs": {}}, "one of json, regex, choice and json_object"),
-        ({"structured_outputs": {"regex": "a", "json_object": True}}, "one of json, regex, choice and json_object"),
-        ({"structured_outputs": {"choice": ["a"], "regex": "b"}}, "one of json, regex, choice and json_object"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": OPENAI}, "contradict each other"),
-        ({"response_format": OPENAI, "ignore_eos": True}, "needs a token that ends the answer"),
-        ({"response_format": OPENAI, "min_tokens": 3}, "min_tokens 3 and response_format contradict"),
-    ],
-    ids=str,
-)
-def test_refuses_contradictions(embedded, fields, named):
-    error = check_error(embedded.http.post(CHAT, json={"messages": QUESTION, "max_tokens": 9} | fields), 400)
-    assert named in error["message"]
 
 
 TOO_MUCH = {"type": "regex", "regex": "([a-z ]*[aeiou][a-z ]{200}q)+[.]"}  # the lexer runs out of states on the way

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -100,11 +99,6 @@ class TestAnswers:
         assert ask(says(text), stream=stream, n=2) == [("I look it up.", [WEATHER_CALL, TIME_CALL], "tool_calls")] * 2
         assert ask(says(CALL), stream=stream) == [(None, [WEATHER_CALL], "tool_calls")]
         assert ask(says(text), stream=stream, parallel_tool_calls=False)[0][1] == [WEATHER_CALL]
-
-    def test_ignores_tool_calls_when_no_tools_are_given(self, says, stream):
-        assert ask(says(CALL), stream=stream, tool_choice="none") == [(CALL, [], "stop")]
-        assert ask(says(CALL), stream=stream, tools=[]) == [(CALL, [], "stop")]
-        assert ask(says("No <tool> at all. "), stream=stream) == [("No <tool> at all. ", [], "stop")]
 
     def test_cut_inside_a_marker(self, says, stream):
         """S14: nothing of a marker is content. What a stop ends is all text."""
@@ -219,19 +213,6 @@ def test_what_no_grammar_enforces(trained, path, tool, required, monkeypatch, ca
         assert "rule" not in message, "of the grammar"
 
 
-def test_without_the_extra(embedded, monkeypatch):
-    """Calls that are demanded name the missing package; calls that the model may make do not need it."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "llguidance" else find(name))
-    grammars = embedded.serving.engine.grammars
-    monkeypatch.delitem(grammars.__dict__, "_tokenizer", raising=False)
-    monkeypatch.setattr(grammars, "_compiled", type(grammars._compiled)())
-    body = {"messages": QUESTION, "tools": [WEATHER], "max_tokens": 1}
-    error = check_error(embedded.http.post(CHAT, json=body | {"tool_choice": "required"}), 400)
-    assert "[grammar]" in error["message"]
-    assert embedded.http.post(CHAT, json=body).status_code == 200
-
-
 def prompt_of(server: LiveServer, messages: list, **fields: object) -> str:
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, "tools": [WEATHER]} | fields
     response = server.http.post(CHAT, json=body)
@@ -251,14 +232,6 @@ def fields_of_roles(messages: list, body: dict) -> list[str]:
 
 
 class TestPrompts:
-    def test_tools_are_told(self, embedded):
-        """Special tokens that they spell stay text, in names of parameters, too."""
-        text = prompt_of(embedded, QUESTION)
-        assert json.dumps(WEATHER) in text
-        assert text.endswith("<|user|>How is the weather in Oslo?<|end|><|assistant|>")
-        assert prompt_of(embedded, QUESTION, tool_choice="none") == text
-        assert prompt_of(embedded, QUESTION, tools=[]) == "<|user|>How is the weather in Oslo?<|end|><|assistant|>"
-
     def test_a_conversation_with_calls(self, embedded):
         """A call comes back as OpenAI's clients send it, with arguments in a text, and reads as the model wrote it."""
         call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
@@ -330,15 +303,6 @@ class TestTemplateWithoutTools:
         assert ask(says(text), stream=stream) == [("I look it up.", [WEATHER_CALL, TIME_CALL], "tool_calls")]
         assert ask(says(text), stream=stream, parallel_tool_calls=False)[0][1] == [WEATHER_CALL]
         assert ask(says(CALL), stream=stream, tool_choice="none") == [(CALL, [], "stop")]
-
-    def test_calls_are_forced(self, trained, stream):
-        named = {"type": "function", "function": {"name": "forecast"}}
-        for choice in ("required", named):
-            tools = [FORECAST] if choice == "required" else [CLOCK, FORECAST]
-            fields = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-            ((content, calls, reason),) = ask(trained, stream=stream, **fields)
-            assert (content, [name for name, _ in calls], reason) == (None, ["forecast"], "tool_calls")
-            assert calls[0][1]["city"] in ("Oslo", "Rome")
 
 
 def test_the_start_says_which_form_tools_have(caplog, tmp_path):
