@@ -136,11 +136,11 @@ class TestParts:
         ],
         ids=lambda value: value.__name__ if isinstance(value, type) else next(reversed(value)),
     )
-    def test_many_bad_parts_are_one_error(self, kind, body):
-        """Pydantic makes an error of each, unless it is told to stop: with millions of them the event loop stood."""
+    def test_many_bad_parts_are_few_errors(self, kind, body):
+        """Pydantic makes an error of each part, unless it is told to stop: with millions of them the loop stood."""
         with pytest.raises(ValidationError) as caught:
             kind.model_validate(body)
-        assert caught.value.error_count() == 1
+        assert caught.value.error_count() <= 4  # one for each type that a prompt may have
 
     @pytest.mark.parametrize(
         ("body", "marks"),
