@@ -26,7 +26,7 @@ PATHS = (
     "tests/unit_tests/megatron_lm",
     "tests/unit_tests/models/attach",
     "tests/unit_tests/models/megatron",
-    "tests/unit_tests/parallel/test_parallel_context.py",
+    "tests/unit_tests/parallel/test_golden.py",
     "tests/unit_tests/test_base.py",
 )
 """Files and folders whose tests have the mark."""

@@ -13,7 +13,7 @@ from benchmarks.routing.fleet import figures
 from benchmarks.routing.replica import PREFILL, Request
 from benchmarks.routing.traffic import UNIT_TOKENS, Session
 from benchmarks.routing.world import Scale, World
-from megatron_ext.simulation.formats import SessionStarts, read_trace
+from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.trace import Turn
 
 # Policies and alphas: Megatron 0.19's default, its other rules, the default of Megatron's main branch, and ours.
@@ -34,7 +34,7 @@ def recorded(
     if not trace:
         run.remark("no trace is given: trace=FILE names one of JSON lines (docs/policies.md)")
         return
-    turns = read_trace(Path(trace), requests, SessionStarts(1.0, 0))
+    turns = read_trace(Path(trace), requests)
     scale = Scale(replicas, len(turns), capacity, offered, failures=0.0)
     for policy, alpha in RULES:
         balancer = Ours(replicas, alpha, policy)

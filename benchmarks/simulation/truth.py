@@ -23,7 +23,6 @@ from megatron_ext.simulation.formats import (
     FIRST_SYNTHETIC_ID,
     JsonObject,
     SessionFormat,
-    SessionStarts,
     list_of,
     objects_of,
     objects_of_lines,
@@ -110,7 +109,7 @@ def small_turns(path: Path, ids: Sequence[str] | None = None) -> tuple[list[Turn
         path: File of sessions.
         ids: Ids of the sessions to take; None for all.
     """
-    reader, turns, names = SessionFormat(SessionStarts(rate=0.2)), [], []
+    reader, turns, names = SessionFormat(0.2), [], []
     with open_trace(path) as file:
         for _, session in objects_of_lines(file, str(path)):
             if ids is None or session["id"] in ids:

@@ -28,7 +28,7 @@ from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 from megatron_ext.http_client import opened
-from megatron_ext.simulation.formats import SessionStarts, read_requests, read_trace
+from megatron_ext.simulation.formats import read_requests, read_trace
 from megatron_ext.simulation.replay import simulate
 from megatron_ext.simulation.settings import GIB, MODELS, Batch, CachedModel, Machine, Settings, limits_of
 from megatron_ext.simulation.trace import Turn, describe, longest_request
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 
 def _recorded(arguments: argparse.Namespace) -> Workload:
     """Return the requests of a file, and the settings of the arguments."""
-    turns = read_trace(arguments.trace, arguments.requests, SessionStarts(arguments.rate))
+    turns = read_trace(arguments.trace, arguments.requests, arguments.rate)
     model = MODELS[arguments.model].reaching(arguments.max_sequence_length or longest_request(turns))
     batch = Batch(arguments.max_requests, arguments.max_tokens)
     return Workload(turns, model, Settings(MEMORY_GIB), batch)

@@ -49,9 +49,12 @@ def weights_of(user_config: Mapping[str, object] | None) -> str:
     return str(path)
 
 
+Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str | int] | None
+
+
 @dataclass(frozen=True)
-class ScalingConfig:
-    """Number of replicas, and how replicas replace each other.
+class DeploymentConfig:
+    """Number and resources of the replicas, and how replicas replace each other.
 
     Attributes:
         num_replicas: Number of replicas; with autoscaling, at the start.
@@ -64,6 +67,15 @@ class ScalingConfig:
         num_ingress_replicas: Number of ingresses.
         max_surge_percent: Extra replicas during an update, as a percentage of the replicas; 0 for none.
         weights: Directory below `weights_root` with weights that replace the model's.
+        num_cpus: CPUs that Ray reserves for each rank of a replica; None for Ray's default of one.
+        num_gpus: GPUs of each rank.
+        placement_group_strategy: Nodes of a replica's ranks, as Ray names it.
+        replica_timeout: Seconds without a sign of life after which a replica is replaced.
+        max_ongoing_requests: Requests that Ray passes to a replica at once.
+        router: "prefix": an ingress sends requests to where their prefix is cached; "serve": Ray's proxies call the
+            replicas by Ray's own rule. None for the first one if there are several replicas with prefix caching.
+        routing_policy: See `RoutingConfig`.
+        routing_alpha: See `RoutingConfig`.
     """
 
     num_replicas: int = option(1, minimum=1, maximum=_MANY)
@@ -76,6 +88,14 @@ class ScalingConfig:
     num_ingress_replicas: int = option(1, minimum=1, maximum=_MANY)
     max_surge_percent: int = option(0, minimum=0, maximum=100)
     weights: str | None = None
+    num_cpus: float | None = option(None, minimum=0, maximum=_MANY)
+    num_gpus: float = option(0.0, minimum=0, maximum=_MANY)
+    placement_group_strategy: str = option("PACK", choices=STRATEGIES)
+    replica_timeout: float = option(30.0, above=0, maximum=_MANY)
+    max_ongoing_requests: int = option(MAX_ONGOING_REQUESTS, minimum=1)
+    router: str | None = option(None, choices=(PREFIX, SERVE))
+    routing_policy: str = RoutingPolicyName.LEAST_COMPUTED.value
+    routing_alpha: float = 0.5
 
     def __post_init__(self) -> None:
         require_options(self, by_flag=False)
@@ -88,6 +108,7 @@ class ScalingConfig:
             f"num_replicas={self.num_replicas} must be from min_replicas={self.min_replicas} to "
             f"max_replicas={self.most}",
         )
+        assert self.routing, "checked by its own settings"
 
     @property
     def most(self) -> int:
@@ -120,39 +141,6 @@ class ScalingConfig:
         if self.scaling_window < _POINTS * _INTERVAL:
             scaling["metrics_interval_s"] = self.scaling_window / _POINTS
         return options | {"autoscaling_config": scaling}
-
-
-Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str | int] | None
-
-
-@dataclass(frozen=True)
-class DeploymentConfig(ScalingConfig):
-    """Resources of the replicas, and their number.
-
-    Attributes:
-        num_cpus: CPUs that Ray reserves for each rank of a replica; None for Ray's default of one.
-        num_gpus: GPUs of each rank.
-        placement_group_strategy: Nodes of a replica's ranks, as Ray names it.
-        replica_timeout: Seconds without a sign of life after which a replica is replaced.
-        max_ongoing_requests: Requests that Ray passes to a replica at once.
-        router: "prefix": an ingress sends requests to where their prefix is cached; "serve": Ray's proxies call the
-            replicas by Ray's own rule. None for the first one if there are several replicas with prefix caching.
-        routing_policy: See `RoutingConfig`.
-        routing_alpha: See `RoutingConfig`.
-    """
-
-    num_cpus: float | None = option(None, minimum=0, maximum=_MANY)
-    num_gpus: float = option(0.0, minimum=0, maximum=_MANY)
-    placement_group_strategy: str = option("PACK", choices=STRATEGIES)
-    replica_timeout: float = option(30.0, above=0, maximum=_MANY)
-    max_ongoing_requests: int = option(MAX_ONGOING_REQUESTS, minimum=1)
-    router: str | None = option(None, choices=(PREFIX, SERVE))
-    routing_policy: str = RoutingPolicyName.LEAST_COMPUTED.value
-    routing_alpha: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert self.routing, "checked by its own settings"
 
     @property
     def routing(self) -> RoutingConfig:

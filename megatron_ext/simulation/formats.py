@@ -261,19 +261,6 @@ def _tokens(value: object) -> Sequence[int]:
     return tokens
 
 
-@dataclass(frozen=True)
-class SessionStarts:
-    """Poisson process by which sessions start; their file does not say when.
-
-    Attributes:
-        rate: Sessions that start per second, on average.
-        seed: Seed of the starts.
-    """
-
-    rate: float = 1.0
-    seed: int = 0
-
-
 @dataclass
 class _Session:
     """Session that is being read: size and tokens of its blocks."""
@@ -298,11 +285,11 @@ class SessionFormat:
     and runs beside its parent, which does not wait.
 
     Args:
-        starts: Starts of sessions.
+        rate: Sessions that start per second, on average.
     """
 
-    def __init__(self, starts: SessionStarts) -> None:
-        self._rate, self._random = starts.rate, random.Random(starts.seed)
+    def __init__(self, rate: float) -> None:
+        self._rate, self._random = rate, random.Random(0)
         self._ids = Ids(FIRST_SYNTHETIC_ID)
         self._now = 0.0
         self._threads = 0
@@ -352,7 +339,6 @@ class SessionFormat:
         return turns
 
 
-DEFAULT_STARTS = SessionStarts()
 _INVALID = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 
 
@@ -363,30 +349,28 @@ class TraceFormat(Protocol):
         """Return the requests of an object; `KeyError`, `TypeError` and `ValueError` name the invalid field."""
 
 
-def read_trace(path: Path, max_requests: int | None = None, starts: SessionStarts = DEFAULT_STARTS) -> list[Turn]:
+def read_trace(path: Path, max_requests: int | None = None, rate: float = 1.0) -> list[Turn]:
     """Return the first `max_requests` requests of a file of JSON lines, which may be compressed.
 
     Args:
         path: File of any format.
         max_requests: Maximum number of requests; None for all.
-        starts: Starts of sessions, in a file that holds sessions.
+        rate: Sessions that start per second, on average, in a file that holds sessions.
 
     Raises:
         ConfigError: The file cannot be read, or an object is invalid; one line, with the number of the object's line.
     """
     with open_trace(path) as file:
-        return read_requests(file, str(path), max_requests, starts)
+        return read_requests(file, str(path), max_requests, rate)
 
 
-def read_requests(
-    file: BinaryIO, name: str, max_requests: int | None = None, starts: SessionStarts = DEFAULT_STARTS
-) -> list[Turn]:
+def read_requests(file: BinaryIO, name: str, max_requests: int | None = None, rate: float = 1.0) -> list[Turn]:
     """Return the first `max_requests` requests of open JSON lines, as `read_trace`; `name` is used in errors."""
     reader: TraceFormat | None = None
     turns: list[Turn] = []
     for number, line in objects_of_lines(file, name):
         if reader is None and "requests" in line:
-            reader = SessionFormat(starts)
+            reader = SessionFormat(rate)
         reader = reader or (MooncakeFormat() if "hash_ids" in line else OwnFormat())
         try:
             turns += reader.read(line)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -13,9 +11,6 @@ import pytest
 from megatron_ext.ray_serve.forwarded import SENDER
 from tests.ray.clients import Stream, pids, tokens, traffic, wait_until
 from tests.ray.conftest import FLEET
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.ray
 
@@ -55,52 +50,6 @@ def check_conversations(client: httpx.Client) -> None:
     found = skipped(client)
     print(f"skipped: {found}, recorded {RECORDED}")
     assert found >= SHARE * RECORDED
-
-
-def test_turns_begin_with_the_tokens_of_those_before(fleet: httpx.Client):
-    """SA-15: whichever replica reads or answers them, where they read as those before."""
-
-    def post(path: str, **body: object) -> dict:
-        return fleet.post(path, json=body).raise_for_status().json()
-
-    resumed = differing = 0
-    for chat in range(4):
-        messages: list[dict[str, str]] = []
-        known: list[int] = []
-        for turn in range(4):
-            messages.append({"role": "user", "content": f"Naïve question {turn} of chat {chat}?"})
-            fields = {"max_tokens": 32, "temperature": 2.0, "seed": 4 * chat + turn, "separate_reasoning": False}
-            answer = post("/v1/chat/completions", messages=messages, return_token_ids=True, **fields)
-            (choice,), prompt = answer["choices"], answer["prompt_token_ids"]
-            shown, before = (post("/detokenize", tokens=one)["prompt"] for one in (prompt, known or prompt[:1]))
-            if turn and shown.startswith(before):  # no special token within the answer
-                assert prompt[: len(known)] == known
-                resumed += 1
-                differing += post("/tokenize", messages=messages, cache_salt="other")["tokens"] != prompt
-            known = prompt + choice["token_ids"][:-1]  # the last one may end the answer
-            messages.append({"role": "assistant", "content": choice["message"]["content"]})
-    assert resumed >= 4
-    assert differing, "the tokenizer writes all answers as they were generated"
-
-
-def test_a_prompt_is_no_load_after_its_first_token(fleet: httpx.Client):
-    """RP-2: one long prompt that is computed weighs less than two answers under way; events do not tell of it."""
-    with ExitStack() as streams:
-
-        def start(prompt: list[int], **fields: object) -> None:
-            streams.enter_context(Stream(fleet, prompt, 1000, **fields)).read(5)
-
-        start(tokens(100, 1500), enable_prefix_caching=False)
-        start(tokens(200, 400))
-        start([*tokens(200, 400), 7])
-        assert requests_of_replicas(fleet) == [1, 2]
-        start(tokens(800, 20))
-        assert requests_of_replicas(fleet) == [2, 2]
-
-
-def requests_of_replicas(client: httpx.Client) -> list[int]:
-    rows = client.get("/replicas").raise_for_status().json()["replicas"]
-    return sorted(row["in_flight"] for row in rows)
 
 
 def test_an_update_loses_no_request(run: Callable[..., httpx.Client], fleet: httpx.Client):

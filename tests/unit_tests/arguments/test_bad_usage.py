@@ -35,14 +35,11 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("--no-such-flag", "--no-such-flag"),
         ("--hidden", "--hidden"),  # no abbreviations
         ("--hidden-size", "expected one argument"),
         ("--hidden-size wide", "'wide' is not a whole number"),
-        ("--temperature hot", "'hot' is not a number"),
         (f"{NGRAM} --num-speculative-tokens 65", "--num-speculative-tokens 65 must be between 0 (off) and 64"),
         ("--temperature -1", "temperature -1.0 must be zero"),
-        ("--logit-bias {1:2}", "an object of token ids and numbers"),
         ("--stop-token-ids 1,x", "whole numbers separated by commas"),
         ("--drain-between-batches --batch-boundaries 1,x", "'1,x' is not a list of whole numbers"),
     ],
@@ -55,12 +52,9 @@ def test_bad_values(one_line_error, argv, expected):
     ("argv", "expected"),
     [
         ("--top-k 5", "unrecognized arguments: --top-k 5; did you mean --top_k?"),
-        ("--top-p=0.5", "did you mean --top_p?"),
         ("--num_layers 3", "did you mean --num-layers?"),
         ("--Seed 3", "did you mean --seed?"),
-        ("-seed 3", "did you mean --seed?"),
         ("--hiden-size 8", "did you mean --hidden-size?"),
-        ("--max-requests 8", "did you mean --inference-dynamic-batching-max-requests?"),
         ("--top-k 5 --top-p 1", "did you mean --top_k for --top-k, --top_p for --top-p?"),
     ],
 )

@@ -21,9 +21,7 @@ def folder(tmp_path: Path) -> Path:
     ("file", "is_megatrons"),
     [
         ("config.json", False),
-        ("model.safetensors", False),
         (".metadata", True),
-        ("common.pt", True),
         ("latest_checkpointed_iteration.txt", True),
         ("iter_0000100/common.pt", True),
     ],
@@ -46,7 +44,6 @@ def test_the_form_is_that_of_the_files(parse, file, is_megatrons, folder):
         ("model", "DIR model: GGUF is not supported; convert it"),
         ("text", "DIR text is not a directory; give the directory of a checkpoint"),
         ("here --load-hf there", "here and --load-hf there are two models; give one of them"),
-        ("here --load there", "here and --load there are two models; give one of them"),
         ("here there", "unrecognized arguments: here there"),
     ],
 )

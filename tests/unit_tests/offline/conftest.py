@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,9 +11,6 @@ from megatron_ext.engine.result import StepOutput
 from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request_events import Event, EventType
-
-# The files of Megatron-LM that this module plays are not in the tree.
-collect_ignore = [] if "MEGATRON_CASES" in os.environ else ["test_real_configurations.py"]
 
 
 def make_record(request_id: int = 0, **changes) -> RequestRecord:

@@ -114,30 +114,6 @@ def test_the_json_has_everything(prompt_file, tmp_path, capfd, interrupt, number
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "prompts.jsonl"]
 
 
-def test_the_tokens_are_those_of_a_run_to_the_end(prompt_file, tmp_path, interrupt):
-    output = tmp_path / "out.json"
-    argv = [*TINY, "--prompt-file", prompt_file, "--output-path", str(output)]
-    assert main(argv) == 0
-    whole = json.loads(output.read_text())
-    interrupt(10, signal.SIGINT)
-    assert main(argv) == 130
-    part = json.loads(output.read_text())
-    for key in "0123":
-        tokens = part[key]["generated_tokens"]
-        assert tokens == whole[key]["generated_tokens"][: len(tokens)]
-    assert len(part["2"]["generated_tokens"]) == 10
-
-
-def test_without_a_file_they_are_printed(prompt_file, capfd, interrupt):
-    interrupt(3, signal.SIGINT)
-    assert main([*TINY, "--prompt-file", prompt_file]) == 130
-    captured = capfd.readouterr()
-    assert "4 requests, 2 not completed: 10 tokens generated" in captured.out
-    assert captured.err.splitlines()[-1] == (
-        "megatron-ext run: SIGINT: requests: 2 completed, 2 aborted; without --output-path they are printed only"
-    )
-
-
 @pytest.mark.parametrize("place", ["load_model", "build_engine", "tokenize_prompts"])
 def test_before_the_first_request(prompt_file, tmp_path, capfd, monkeypatch, place):
     owner = offline if place == "tokenize_prompts" else engine_args

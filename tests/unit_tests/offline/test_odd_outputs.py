@@ -67,24 +67,6 @@ def test_a_terminal_that_cannot_say_everything(encoding, output, monkeypatch):
     assert json.loads(output.read_text(encoding="utf-8"))["0"]["input_prompt"] == "What is 汉字?"
 
 
-def test_nothing_is_printed_before_the_json_is_written(output, monkeypatch):
-    """But for the geometry, which stands at the start."""
-    seen = []
-
-    class Watching(io.StringIO):
-        def write(self, text: str) -> int:
-            seen.append((output.exists(), text))
-            return len(text)
-
-    monkeypatch.setattr(sys, "stdout", Watching())
-    assert main([*TINY, "--output-path", str(output)]) == DONE
-    early = "".join(text for exists, text in seen if not exists)
-    late = "".join(text for exists, text in seen if exists)
-    assert "KV cache" in early
-    assert "tokens generated" not in early
-    assert "1 request: 4 tokens generated" in late
-
-
 def test_results_that_cannot_be_written_are_printed(output, monkeypatch, capfd):
     """The old file stays, one line says why, and the lines of the ended requests stay too."""
 

@@ -147,12 +147,6 @@ def test_the_permissions_of_the_file_stay(target):
     assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(partial.path.stat().st_mode) == 0o600
 
 
-def test_text_that_is_no_utf8_is_spelled_as_json_does(target):
-    """A checkpoint's name in another encoding must not lose the results."""
-    write_results(str(target), {"model": "caf\udce9", "text": "汉\n"})
-    assert json.loads(target.read_text(encoding="utf-8")) == {"model": "caf\udce9", "text": "汉\n"}
-
-
 class TestPartial:
     """Ended requests are on disk as they end."""
 

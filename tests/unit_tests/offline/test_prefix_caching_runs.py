@@ -1,4 +1,4 @@
-"""Prefix caching as a user of the command `run` meets it: flags, prompt lines, JSON, log, comparison."""
+"""Prefix caching as a user of the command `run` meets it: flags, prompt lines, JSON, log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ POLICY = "--inference-dynamic-batching-prefix-caching-eviction-policy"
 GB, SLOTS, MODE = (f"--inference-dynamic-batching-prefix-caching-mamba-{end}" for end in ("gb", "slots", "mode"))
 LOG = ("--inference-logging-step-interval", "1")
 PROMPT = [5, 9, 13, 2, 40, 41, 42, 7, 8, 60]  # two blocks and two tokens
-OTHER = [6, 9, 13, 2, 1, 50, 42, 7, 8, 60]
 
 
 @pytest.fixture
@@ -51,15 +50,6 @@ def run(prompt_file, tmp_path):
         return json.loads(output.read_text())
 
     return run_lines
-
-
-def complete_blocks(results: dict) -> set[tuple[int, ...]]:
-    """Contents of all blocks of four that were completed, each with everything before it."""
-    found = set()
-    for entry in (entry for key, entry in results.items() if key.isdigit()):
-        computed = [*map(int, entry["input_prompt"].split()), *entry["generated_tokens"][:-1]]
-        found |= {tuple(computed[:end]) for end in range(4, len(computed) + 1, 4)}
-    return found
 
 
 def skipped(results: dict) -> list[int]:
@@ -132,16 +122,6 @@ class TestStatistics:
         for name in (*self.KEYS, *(reason.value for reason in Reason)):
             assert f"`{name}`" in text
 
-    def test_values_are_consistent(self, run):
-        results = run({"token_ids": PROMPT}, {"token_ids": OTHER}, {"token_ids": PROMPT}, {"token_ids": PROMPT[:9]})
-        statistics = results["prefix_cache"]
-        assert statistics["blocks_total"] == results["geometry"]["blocks"] == 16
-        assert statistics["blocks_in_use"] == 0
-        assert statistics["blocks_evictable"] == statistics["blocks_cached"]
-        assert statistics["hits"] == sum(n > 0 for n in skipped(results)) == 2
-        assert statistics["blocks_cached"] == len(complete_blocks(results))
-        assert statistics["blocks_evicted"] == statistics["coordination_waits"] == 0
-
 
 RANDOM = "describe a model other than the embedded one: its weights are random"
 
@@ -170,10 +150,6 @@ class TestWarning:
     def test_no_recurrent_layers(self, caplog, flags):
         assert self.messages(caplog, *flags) == [self.UNUSED]
 
-    @pytest.mark.parametrize("flags", [(), (OFF,), (*HYBRID, OFF), (*HYBRID, OFF, GB, "0"), tuple(HYBRID)], ids=str)
-    def test_nothing_to_say(self, caplog, flags):
-        assert self.messages(caplog, *flags) == []
-
 
 class TestLog:
     """FX-6: the periodic line."""
@@ -194,8 +170,3 @@ class TestLog:
         line = messages_of_run(caplog)[-1]
         assert line.endswith("KV blocks: 0 of 16 in use")
         assert "prefix cache" not in line
-
-    def test_state_slots_with_and_without_opportunistic_ones(self, prompt_file, caplog):
-        path = prompt_file({"token_ids": PROMPT * 10})
-        assert main([*ATTENTION_ONLY, *HYBRID, SLOTS, "9", "--prompt-file", path, *LOG]) == DONE
-        assert messages_of_run(caplog)[-1].endswith(", mamba 2/9 durable slots (1 without opportunistic ones)")

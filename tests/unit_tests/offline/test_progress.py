@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -61,33 +59,7 @@ def test_rates_look_at_the_last_seconds(clock):
     assert progress.summary() == "0/1, prefill 0, decode 1 tok/s, 0% skipped"
 
 
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_on_a_screen_of_80_columns(monkeypatch, clock):
-    monkeypatch.setattr(sys, "stderr", Screen())
-    monkeypatch.setenv("COLUMNS", "80")
-    active = [SimpleNamespace(request_id=i, **vars(living(55))) for i in range(100)]
-    with progress_bar([110] * 200) as bar:
-        bar._bar.ncols, bar._bar.dynamic_ncols = 80, None
-        clock[0] = 2.0
-        bar.update(StepOutput(active, [], 0.0))
-        bar._bar.refresh()
-    (line,) = [part for part in sys.stderr.getvalue().split("\r") if " 25%" in part][-1:]
-    assert len(line.strip()) <= 80
-    assert "|" in line
-    assert "0/200, prefill 2.75k, decode 0 tok/s, 0% skipped" in line
-
-
 def test_it_is_silent_without_a_terminal(capsys, record):
     with progress_bar([4]) as bar:
         bar.update(StepOutput([], [record()], 0.0))
     assert capsys.readouterr().err == ""
-
-
-def test_a_process_without_standard_error(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
-    with progress_bar([4]) as bar:
-        bar.update(StepOutput([], [], 0.0))

@@ -26,7 +26,6 @@ from megatron_ext.offline.results import (
 )
 from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.request_events import Event, EventType
-from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts, SpeculationUse
 from tests.functional_tests import megatron_rules
 from tests.functional_tests.megatron_rules import problems, run_megatrons_checker
 from tests.unit_tests.offline.conftest import make_record
@@ -176,29 +175,6 @@ def test_an_explanation_has_both_tokens_and_the_text():
     assert (said["here"], said["there"], said["before"], said["after"], said["age"]) == (3, 5, "ab", "aa", 1.2)
 
 
-def test_drafts_are_counted_where_there_are_some(engine, passes, record):
-    """SP-7: no key of a request speaks of drafts without `--speculative-method`."""
-    counts = DraftCounts(3)
-    for drafted, accepted in ((3, 3), (3, 1), (2, 0)):
-        counts.note(drafted, accepted)
-    statistics, _ = engine.counts()
-    statistics.speculation = counts.use()
-    assert run_results(engine, passes, "a model")["speculation"] == {
-        "num_speculative_tokens": 3,
-        "verification_count": 3,
-        "draft_token_count": 8,
-        "accepted_token_count": 4,
-        "draft_tokens_by_position": [3, 3, 2],
-        "accepted_tokens_by_position": [2, 1, 1],
-    }
-    drafted = record(0, draft_token_count=8, accepted_token_count=4)
-    entry = RequestEntries(submitted_text, lambda tokens, **_: str(tokens), with_drafts=True).entry(drafted)
-    assert list(entry) == [*MEGATRONS, *OURS, "draft_token_count", "accepted_token_count"]
-    assert (entry["draft_token_count"], entry["accepted_token_count"]) == (8, 4)
-    both = SpeculationUse.total([counts.use(), counts.use()])
-    assert (both.verifications, both.drafted, both.accepted) == (6, (6, 6, 4), (4, 2, 2))
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A function: the requests' file of a run of the embedded model with more flags, and its counts (None: no file)."""
@@ -282,25 +258,6 @@ class TestRuns:
         assert ids == tracked["0"]["generated_tokens"]
         times = [event["timestamp"] for event in events]
         assert times == sorted(times)
-
-    def test_captured_steps_and_those_launched_ahead_are_counted(self, written):
-        """A prefill, which is eager, and seven decodes of one graph, all but the first launched ahead."""
-        flags = ("--cuda-graph-impl", "local", "--prompts", "The import statement", "--ignore-eos")
-        one, counts = written(*flags)
-        assert one["0"]["step_count"] == 8
-        (steps,) = one["0"]["cuda_graph_request_count_map"].values()
-        assert (steps, one["async_sched_step_count"]) == (7, 6)
-        assert one["async_sched_compaction_step_count"] == 0
-        assert counts["async_sched_step_count"] == 6
-        flags = (*flags[:-1], "--termination-id", str(one["0"]["generated_tokens"][3]))
-        ended, _ = written(*flags)
-        assert len(ended["0"]["generated_tokens"]) == ended["0"]["step_count"] == 4
-        assert ended["async_sched_step_count"] == 2
-        assert ended["async_sched_compaction_step_count"] == 1, "the fifth step had been launched"
-        both, _ = written(*flags, "--prompts", "The import statement", "What does a generator do?")
-        assert [len(both[key]["generated_tokens"]) for key in "01"] == [4, 8]
-        assert both["async_sched_compaction_step_count"] == 1, "a row of the fifth step"
-        assert sum(both["0"]["cuda_graph_request_count_map"].values()) == 7
 
     @pytest.mark.parametrize("form", ["full", "megatron"])
     def test_every_nth_result_and_the_last(self, written, form):

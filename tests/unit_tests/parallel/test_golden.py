@@ -23,7 +23,9 @@ from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import Lived, Script, assert_close, assert_same, assert_same_record
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import (
+    ACTIONS,
     CACHES,
+    LONG,
     OTHER,
     PROMPT_SCORES,
     SAMPLED,
@@ -91,6 +93,47 @@ def assert_lived_alike(kind: str, size: int, parallel: ParallelConfig, caches: S
         assert_same(first[i], alone(kind, cache))
         for other in others:
             assert (other[i].counters, other[i].steps) == (first[i].counters, first[i].steps)
+
+
+@pytest.mark.worlds(smoke=True)
+@pytest.mark.parametrize("parallel", [TP_2, PP_2], ids=["TP 2", "PP 2"])
+def test_the_first_third_of_a_life(parallel):
+    """Hits, a snapshot's restore, chunks, scores and an abort."""
+    script = dataclasses.replace(everything("kernel"), actions=ACTIONS[:13])
+    (one_rank,) = live_poisoned(None, config_of("hybrid"), whole_of("hybrid"), [script])
+    assert one_rank.statistics["hits"] >= 2
+    first, other = lives("hybrid", 2, parallel, [script])
+    assert_same(first[0], one_rank)
+    assert (other[0].counters, other[0].steps) == (first[0].counters, first[0].steps)
+    assert other[0].geometry == first[0].geometry
+
+
+@pytest.mark.worlds(smoke=True)
+def test_replicas_skip_what_one_rank_does():
+    """KV-7: prompts behind two prefixes, in pairs, one a step: each prefix is computed on one replica."""
+    prefixes, actions = (text(64, 100), text(64, 101)), []
+    for i, name in enumerate((0, 0, 1, 1) * 2):
+        actions += [add(i, prefixes[name] + text(8, i), 3), ("steps", 2)]
+    script = Script(actions, {"block_count": 24}, CACHES["kernel"])
+    (one_rank,) = live_poisoned(None, config_of("hybrid"), whole_of("hybrid"), [script])
+    first, _ = lives("hybrid", 2, ParallelConfig(), [script])
+    assert first[0].counters.skipped_tokens == one_rank.counters.skipped_tokens == 6 * 64
+
+
+def test_a_stage_without_states_has_no_say():
+    """Automatic numbers: the first stage has no attention, the second one no recurrent layers."""
+    config = dataclasses.replace(config_of("hybrid"), hybrid_override_pattern="MM**")
+    actions = [add(0, LONG, 3), ("steps", 20), add(1, LONG)]
+    script = Script(actions, {"block_count": None, "buffer_size_gb": 0.005, "max_requests": 4})
+    whole = whole_parameters(build_slow_decay(config))
+    (first,), (second,) = run_ranks(live_poisoned, 2, PP_2, config, whole, [script])
+    assert first.records[1].skipped_prefill_token_count == 80
+    assert second.counters == first.counters
+    states, attention = first.geometry.ranks
+    assert (states.block_bytes, attention.state_bytes) == (0, 0)
+    assert first.geometry.block_bytes == attention.block_bytes > 0
+    assert first.geometry.state_bytes == states.state_bytes > 0
+    assert first.geometry.world_pool_bytes == states.pool_bytes + attention.pool_bytes
 
 
 @pytest.mark.parametrize("parallel", [TP_2, PP_2], ids=["TP 2", "PP 2"])

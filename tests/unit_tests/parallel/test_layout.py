@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.parallel.layout import Layout, check_model, plan_layout
+from megatron_ext.parallel.layout import Layout, check_model, plan_layout, share_of, split_layers
 from megatron_ext.parallel.world import (
     World,
     environments_of_ranks,
@@ -38,13 +41,9 @@ HYBRID = ModelConfig(
     mamba_num_groups=12,
     vocab_size=48,
 )
-EXPERTS = dataclasses.replace(
-    HYBRID,
-    hybrid_override_pattern="M*E",
-    num_experts=6,
-    moe_ffn_hidden_size=40,
-    moe_shared_expert_intermediate_size=36,
-)
+MOE = {"hybrid_override_pattern": "M*E", "num_experts": 6, "moe_ffn_hidden_size": 40}
+MOE |= {"moe_shared_expert_intermediate_size": 36}
+EXPERTS = dataclasses.replace(HYBRID, **MOE)
 
 
 class TestWorlds:
@@ -57,7 +56,6 @@ class TestWorlds:
             (sizes(tp=2, pp=2), 8, Layout(world=8, tensor=2, pipeline=2, replicas=2, expert_tensor=2)),
             (sizes(tp=2, ep=2), 4, Layout(world=4, tensor=2, replicas=2, expert=2, expert_tensor=2)),
             (sizes(tp=2, ep=2, etp=1), 2, Layout(world=2, tensor=2, expert=2)),
-            (sizes(ep=2), 2, Layout(world=2, replicas=2, expert=2)),
             (sizes(pp=2, ep=2), 4, Layout(world=4, pipeline=2, replicas=2, expert=2)),
         ],
     )
@@ -151,27 +149,14 @@ class TestModels:
             ),
             (sizes(pp=5), {}, ["4 layers", "--pipeline-model-parallel-size 5", "at most 4"]),
             (sizes(ep=2), {}, ["--expert-model-parallel-size 2", "'M-*-' has no MoE layer"]),
+            (sizes(ep=4), MOE, ["6 experts", "--expert-model-parallel-size 4", "1, 2, 3, 6"]),
+            (sizes(tp=6), MOE, ["40 channels inside an expert", "--expert-tensor-parallel-size 6"]),
+            (sizes(tp=2), MOE | {"moe_shared_expert_intermediate_size": 35}, ["35 channels inside the shared experts"]),
         ],
     )  # fmt: skip
     def test_layouts_that_do_not_fit(self, parallel, changes, words):
         with pytest.raises(ConfigError) as error:
             check_model(parallel, dataclasses.replace(HYBRID, **changes))
-        assert all(word in str(error.value) for word in words), error.value
-
-    @pytest.mark.parametrize(
-        ("parallel", "words"),
-        [
-            (sizes(ep=4), ["6 experts", "--expert-model-parallel-size 4", "1, 2, 3, 6"]),
-            (sizes(tp=6), ["40 channels inside an expert", "--expert-tensor-parallel-size 6"]),
-            (
-                sizes(tp=12, etp=3),
-                ["40 channels", "--expert-tensor-parallel-size 3", "1, 2, 4, 5, 8, 10, ..."],
-            ),
-        ],
-    )
-    def test_experts(self, parallel, words):
-        with pytest.raises(ConfigError) as error:
-            check_model(parallel, EXPERTS)
         assert all(word in str(error.value) for word in words), error.value
 
     def test_experts_with_biases_are_whole(self):
@@ -180,7 +165,116 @@ class TestModels:
         with pytest.raises(ConfigError, match=r"over 2 ranks, and experts have biases; .*-tensor-parallel-size 1"):
             check_model(sizes(tp=2), biased)
 
-    def test_shared_experts(self):
-        odd = dataclasses.replace(EXPERTS, moe_shared_expert_intermediate_size=35)
-        with pytest.raises(ConfigError, match="35 channels inside the shared experts"):
-            check_model(sizes(tp=2), odd)
+
+# Stages, and the share of a model that a rank holds
+
+
+def counts(layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[int]:
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=stages,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
+    return [stage.count for stage in split_layers(layers, parallel)]
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "expected"),
+    [
+        ((5, 2), [3, 2]),
+        ((11, 4), [3, 3, 3, 2]),
+        ((10, 4), [3, 3, 2, 2]),
+        ((5, 2, None, 1), [4, 1]),
+        ((5, 2, 2, 3), [2, 3]),
+        ((10, 4, 1), [1, 3, 3, 3]),
+        ((11, 4, 1, 2), [1, 4, 4, 2]),
+        ((12, 5, None, 1), [3, 3, 3, 2, 1]),
+    ],
+)
+def test_counts(given_sizes, expected):
+    assert counts(*given_sizes) == expected
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.none() | st.integers(1, 60), st.none() | st.integers(1, 60))
+def test_no_layer_vanishes(layers, stages, first, last):
+    """Splits keep every layer; a model that cannot be split is refused."""
+    if stages == 1:
+        first = last = None
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=stages,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
+    others = stages - (first is not None) - (last is not None)
+    left = layers - (first or 0) - (last or 0)
+    possible = left == 0 if others == 0 else left >= others
+    if not possible:
+        with pytest.raises(ConfigError):
+            split_layers(layers, parallel)
+        return
+    split = split_layers(layers, parallel)
+    assert [number for stage in split for number in stage.layers] == list(range(layers))
+    assert all(stage.count > 0 for stage in split)
+    assert first in (None, split[0].count)
+    assert last in (None, split[-1].count)
+    own = [stage.count for stage in split][first is not None : stages - (last is not None)]
+    assert own == sorted(own, reverse=True)
+    assert not own or own[0] - own[-1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "words"),
+    [
+        ((3, 4), ["3 layers", "--pipeline-model-parallel-size 4", "at most 3"]),
+        ((5, 2, 5), ["first-pipeline-stage 5", "5 layers", "leave 0 for 1 other", "at most 4"]),
+        ((6, 2, 2, 3), ["first-pipeline-stage 2", "last-pipeline-stage 3", "are 5 of 6 layers", "must be 6"]),
+        ((9, 4, 4, 4), ["leave 1 for 2 other stages", "at most 7"]),
+    ],
+)
+def test_refuses_invalid_stages(given_sizes, words):
+    with pytest.raises(ConfigError) as error:
+        counts(*given_sizes)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def share(pattern: str, index: int, **sizes: int):
+    return share_of(ParallelConfig(**sizes), ModelConfig(hybrid_override_pattern=pattern), index)
+
+
+def test_one_rank_holds_everything():
+    whole = share("M-*-", 0)
+    assert (whole.pattern(ModelConfig(hybrid_override_pattern="M-*-")), whole.is_first, whole.is_last) == (
+        "M-*-",
+        True,
+        True,
+    )
+    assert not whole.needs_layer_layout
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "said"),
+    [
+        (5, {"pipeline_model_parallel_size": 2}, {"num_layers_in_first_pipeline_stage": 3}),
+        (8, {"pipeline_model_parallel_size": 3}, {"num_layers_in_last_pipeline_stage": 2}),
+        (
+            9,
+            {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 2}
+            | {"num_layers_in_last_pipeline_stage": 4},
+            {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 4},
+        ),
+        (6, {"pipeline_model_parallel_size": 4}, {"pipeline_model_parallel_layout": "Ett|tt|t|tL"}),
+    ],
+)
+def test_boundaries(layers, sizes, said):
+    fields = share("M" * layers, 0, **sizes).core_fields
+    names = (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    )
+    assert {name: fields[name] for name in names if name in fields} == said
+    if "pipeline_model_parallel_layout" in said:
+        layout = PipelineParallelLayerLayout(said["pipeline_model_parallel_layout"], 4)
+        layout.validate_layer_layout(layers, None)
+        held = [layout.get_layer_id_list(pp_rank=rank) for rank in range(4)]
+        assert held == [list(share("M" * layers, rank, **sizes).stage.layers) for rank in range(4)]

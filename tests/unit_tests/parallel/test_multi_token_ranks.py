@@ -21,7 +21,6 @@ from megatron_ext.speculation.drafting import Drafting
 from tests.priority import TestPriority
 from tests.unit_tests.support import parallel_contexts
 from tests.unit_tests.support.multi_token import (
-    LAYERS,
     Logits,
     build_predicting,
     difference,
@@ -41,23 +40,18 @@ LAYOUTS = {"tensor": (TENSOR, 2), "pipeline": (PIPELINE, 2), "both": (BOTH, 4)}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 POSITIONS = {"position_embedding_type": "learned_absolute"}
 DEPTHS = {"mtp_num_layers": 4, "mtp_use_repeated_layer": False}
-# Kind of the trunk, fields of the model, layout, drafts, mode of the cache.
+# Kind of the trunk, fields of the model, layout, drafts, mode of the cache: lives of each kind and form of a model.
 FORMS = {
+    "hybrid-tensor": ("hybrid", {}, "tensor", 3, "kernel"),
+    "gated_delta_net-pipeline": ("gated_delta_net", {}, "pipeline", 3, "kernel"),
+    "mamba1-tensor": ("mamba1", {}, "tensor", 3, "kernel"),
     "untied-pipeline": ("hybrid", UNTIED, "pipeline", 1, "kernel"),
     "untied-both": ("attention_only", UNTIED, "both", 4, "off"),
-    "positions-pipeline": ("hybrid", POSITIONS, "pipeline", 2, "align"),
     "untied_positions-pipeline": ("short_conv", UNTIED | POSITIONS, "pipeline", 3, "kernel"),
     "depths-tensor": ("hybrid", DEPTHS, "tensor", 3, "kernel"),
-    "depths-pipeline": ("gated_delta_net", DEPTHS, "pipeline", 2, "align"),
-    "untied_depths-both": ("mamba1", DEPTHS | UNTIED, "both", 4, "kernel"),
-    "untied_depths-pipeline": ("attention_only", DEPTHS | UNTIED, "pipeline", 4, "off"),
+    "untied_depths-pipeline": ("attention_only", DEPTHS | UNTIED, "pipeline", 4, "align"),
 }
-SMOKE = ("untied-pipeline",)
-LONG = {
-    *("hybrid-tensor", "gated_delta_net-pipeline", "mamba1-tensor", "short_conv-pipeline", "attention_only-tensor"),
-    *("untied-both", "untied_positions-pipeline", "depths-tensor", "untied_depths-pipeline"),
-}
-"""Whole lives of each kind, and of each form of a model."""
+SMOKE = ("hybrid-tensor", "untied-pipeline")
 
 BACKEND = onednn.NAME if onednn.problem() is None else "auto"  # packs all, or as the table says
 
@@ -91,21 +85,16 @@ def live_watched(
         return live(parallel, config, whole, script), kept
 
 
-def cases() -> list:
-    """The first third of a life on two layouts, and whole ones: those of `LONG`, the others for `make soak`."""
-    smoke = pytest.mark.worlds(smoke=True)
-    found = [pytest.param("hybrid", {}, one, 3, "kernel", False, id=one, marks=smoke) for one in ("tensor", "pipeline")]
-    found += [pytest.param(*FORMS[name], False, id=f"{name}-short", marks=smoke) for name in SMOKE]
-    whole = {f"{kind}-{layout}": (kind, {}, layout, 3, "kernel") for layout in LAYOUTS for kind in LAYERS} | FORMS
-    for name, one in whole.items():
-        marks = (pytest.mark.worlds,) if name in LONG else (pytest.mark.worlds, pytest.mark.soak)
-        found.append(pytest.param(*one, True, id=name, marks=marks))
-    return found
+CASES = [
+    *(pytest.param(name, False, id=f"{name}-short", marks=pytest.mark.worlds(smoke=True)) for name in SMOKE),
+    *(pytest.param(name, True, id=name, marks=pytest.mark.worlds) for name in FORMS),
+]
 
 
-@pytest.mark.parametrize(("kind", "fields", "layout", "drafts", "mode", "is_whole"), cases())
-def test_ranks_draft_as_one(kind, fields, layout, drafts, mode, is_whole):
+@pytest.mark.parametrize(("name", "is_whole"), CASES)
+def test_ranks_draft_as_one(name, is_whole):
     """SP-13, SP-15, SP-16: tokens, log-probs, drafted, accepted and skipped tokens, all counters, drafts' logits."""
+    kind, fields, layout, drafts, mode = FORMS[name]
     config, script = config_of(kind, fields), script_of(mode, is_whole=is_whole, drafts=drafts)
     whole = whole_parameters(build_predicting(kind, config))
     alone, expected = live_watched(None, config, whole, script)
@@ -195,21 +184,12 @@ def live_measured(
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(
-    ("layout", "fields"),
-    [
-        pytest.param("tensor", {}, id="one", marks=pytest.mark.soak),
-        pytest.param("pipeline", UNTIED | DEPTHS, id="depths"),
-        pytest.param("both", UNTIED, id="4", marks=pytest.mark.soak),
-    ],
-)
-def test_measured_costs_are_those_of_all_ranks(layout, fields):
+def test_measured_costs_are_those_of_all_ranks():
     """SP-17: after a measurement on several ranks all of them have the drafts of one rank with the same costs."""
-    config, script = config_of("hybrid", fields), script_of("kernel", is_whole=False)
+    config, script = config_of("hybrid", UNTIED | DEPTHS), script_of("kernel", is_whole=False)
     script = dataclasses.replace(script, speculation={"speculative_adaptive": True})
     whole = whole_parameters(build_predicting("hybrid", config))
-    parallel, ranks = LAYOUTS[layout]
-    (lived, costs), *others = run_ranks(live_measured, ranks, parallel, config, whole, script)
+    (lived, costs), *others = run_ranks(live_measured, 2, PIPELINE, config, whole, script)
     assert costs is not None
     alone, _ = live_measured(None, config, whole, script, costs)
     assert_same(lived, alone)

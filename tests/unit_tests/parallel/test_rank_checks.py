@@ -12,12 +12,14 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.parallel.shared_results import digest, fields, first_difference
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 from tests.priority import TestPriority
-from tests.unit_tests.parallel.test_parallel_context import CONFIG, SCRIPT
-from tests.unit_tests.support.models import build_slow_decay
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import Lived, live
 from tests.unit_tests.support.ranks import run_ranks, run_world
+from tests.unit_tests.support.scenario import ACTIONS, everything, with_vocabulary
 from tests.unit_tests.support.spread import Whole, whole_parameters
 
+CONFIG = with_vocabulary(CONFIGS["hybrid"])
+SCRIPT = dataclasses.replace(everything("kernel"), actions=ACTIONS[:13])
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=(), top_n=None)
 STEP = ScheduledStep(
     (

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.parallel.test_failures import exit_codes, run_tool
 from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.ranks import run_world
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
@@ -52,10 +52,10 @@ LAYOUTS = {
 }
 
 
-def run(tmp_path: Path, size: int, flags: Sequence[str]) -> tuple[dict, list[str]]:
+def run(tmp_path: Path, size: int, flags: Sequence[str], lines: Sequence[dict] = LINES) -> tuple[dict, list[str]]:
     """The JSON, and what the ranks have on standard output."""
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / f"out{size}.json"
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = ["--prompt-file", str(prompts), "--output-path", str(output), "--output-format", "full"]
     outcomes = run_world(run_tool, size, [*files, *SIZES, *flags], 0, "nothing")
     assert set(exit_codes(outcomes)) <= {0, 1}, [one.describe() for one in outcomes]
@@ -91,39 +91,16 @@ def test_the_same_results(tmp_path: Path, layout: str):
     assert texts[1] == ""
 
 
-ROUTED = ModelConfig(
-    hybrid_override_pattern="*E*E",
-    hidden_size=48,
-    num_attention_heads=4,
-    num_experts=4,
-    moe_ffn_hidden_size=24,
-    position_embedding_type="rope",
-    untie_embeddings_and_output_weights=True,
-    vocab_size=97,
-)
-ROUTED_LAYOUTS = {
-    "EP 2": ["--expert-model-parallel-size", "2"],
-    "TP 2": ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"],
-}
-
-
-@pytest.mark.parametrize("layout", ROUTED_LAYOUTS)
-def test_routing_indices(tmp_path: Path, layout: str):
+def test_routing_indices(tmp_path: Path):
     """MF-1: the experts of every token are in the JSON, whichever replica computed the request."""
     model = tmp_path / "model"
-    save_dist_checkpoint(model, build_model(ROUTED, device=torch.device("cpu"), seed=3), ROUTED)
+    save_dist_checkpoint(model, build_model(CONFIGS["experts"], device=torch.device("cpu")), CONFIGS["experts"])
     prompt = " ".join(map(str, make_prompt(40)))
     lines = [{"text": f"{prompt} {last}", "num_tokens_to_generate": 5} for last in range(4)]
-    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["--load", str(model), "--tokenizer-type", "NullTokenizer", "--moe-enable-routing-replay"]
-    flags += ["--prompt-file", str(tmp_path / "ids.jsonl"), "--inference-dynamic-batching-block-size", "16"]
-    found = []
-    for size, sizes in ((1, []), (2, ROUTED_LAYOUTS[layout])):
-        output = tmp_path / f"routed{size}.json"
-        outcomes = run_world(run_tool, size, [*flags, *sizes, "--output-path", str(output)], 0, "nothing")
-        assert exit_codes(outcomes) == [0] * size, [one.describe() for one in outcomes]
-        results = json.loads(output.read_text())
-        found.append([results[str(index)]["routing_indices"] for index in range(len(lines))])
-    assert [len(rows) for rows in found[0]] == [45] * len(lines)
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+    alone, _ = run(tmp_path, 1, flags, lines)
+    together, _ = run(tmp_path, 2, [*flags, "--expert-model-parallel-size", "2"], lines)
+    one, other = ([found[str(index)]["routing_indices"] for index in range(len(lines))] for found in (alone, together))
+    assert [len(rows) for rows in one] == [45] * len(lines)
+    assert one == other
+    assert one[0] != one[1]

@@ -35,13 +35,6 @@ def test_a_silent_part_is_named():
     assert checks.after(10, engine=True, rank=True) == []
 
 
-def test_the_first_look_counts_as_a_sign():
-    """RP-6: a part that is looked at for the first time has as much time as any other."""
-    checks = Checks()
-    assert checks.after(100, engine=False) == []
-    assert [checks.after(29, engine=False) for _ in range(3)] == [[], [], ["engine"]]
-
-
 def test_time_without_checks_does_not_count():
     """RP-6: a replica that stood still itself has seen no signs, which says nothing about its parts."""
     checks = Checks()

@@ -129,18 +129,6 @@ def test_requests_in_flight_count_where_they_were_sent():
     assert [len(one.in_flight) for one in made._router.members.values()] == [0]
 
 
-def test_each_cache_of_a_replica_is_reported_apart():
-    """RP-1: equal hashes of two data-parallel ranks are two blocks."""
-    made = routing("a", facts=dataclasses.replace(FACTS, caches=2))
-    for rank in range(2):
-        for _ in made.apply("a", whole(run(16)), rank):
-            pass
-    for _ in made.apply("a", whole(), 0):
-        pass
-    made.check()
-    assert skipped(made, "a") == ("a", 15)
-
-
 def test_facts_travel_as_json():
     """RP-1: the facts of a replica of another version are refused."""
     content = json.loads(json.dumps(FACTS.to_dict()))
@@ -188,19 +176,6 @@ def test_a_prompt_that_is_cached_is_computed(has_states: bool):
     if has_states:
         report(made, "a", CacheReport(LogPosition("log", 3), (StateStored([2]),), is_whole=False))
     assert load_of(made, "a") == 8 + 1 + 8
-
-
-def test_the_load_by_other_ingresses_counts():
-    """RP-2: a replica that has many requests of others is not the least loaded; unknown replicas are ignored."""
-    made = routing("a", "b")
-    made.note_load("a", LoadReport(ReplicaLoad("", 0, 2, 8), (2, 100, 8)))
-    made.note_load("unknown", LoadReport(ReplicaLoad("", 0, 2, 8), (2, 100, 8)))
-    assert load_of(made, "a") == 108
-    made.note_load("a", LoadReport(ReplicaLoad("", 0, 2, 8), (2, 100, 50_000)))
-    assert load_of(made, "a") == 100 + 2 * 256, "no more than the average of each"
-    assert made.choose(made.prompt(()), ["a", "b"]).replica == "b"
-    made.note_load("a", LoadReport(ReplicaLoad("", 0, 0, 8), (0, 0, 0)))
-    assert load_of(made, "a") == 0
 
 
 @pytest.mark.parametrize(("scaling", "expected"), [((1000.0, 1), "old"), ((1000.0, 2), "new"), (None, "new")])

@@ -81,14 +81,3 @@ def test_a_warming_replica_that_has_had_its_share_takes_what_others_would_queue(
     router.prefilled("longer")
     assert router._sated, "it has had more than its share"
     assert served(router, 2) == "new"
-
-
-def test_the_own_conversations_of_a_warming_replica_return_to_it():
-    """RP-2: only where a conversation starts is limited."""
-    router = fleet(count=1)
-    join(router, "new")
-    assert served(router, 0) == "new"
-    assert router._sated
-    again = Prompt([*conversation(0), 1, 2, 3, 4])
-    assert router.route(again).replica == "new"
-    assert served(router, 1) == "0"

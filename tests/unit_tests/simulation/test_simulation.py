@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulation.truth import SESSIONS, small_turns
 from megatron_ext.commands import simulate as command
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
@@ -155,15 +154,6 @@ def test_a_moving_border_has_the_memory_of_a_split():
     for filled in (limits.total_blocks * costs.block_bytes, slots * costs.state_bytes):
         assert 0.9 * 4 * GIB < filled <= 4 * GIB
     assert limits_of(HYBRID, Settings(4.0, 0.5), Batch())[0].slabs is None
-
-
-def test_a_moving_border_skips_as_much_as_a_good_split():
-    """Two recorded sessions of coding agents, made small."""
-    turns, _ = small_turns(SESSIONS, ["trace_0584", "trace_0274"])
-    splits = [skipped(turns, Settings(2.0, share)) for share in (0.1, 0.5, 0.9)]
-    moving = skipped(turns, Settings(2.0))
-    assert moving >= 0.95 * max(splits)
-    assert min(splits) < 0.8 * moving
 
 
 class TestCommand:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, ParallelConfig, RequestParams
-from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker
@@ -26,7 +25,6 @@ from megatron_ext.models.build import build_model
 from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.record import RequestRecord
-from tests.unit_tests.support.drafters import Knowing, right_for_a_while
 from tests.unit_tests.support.multi_token import drafting
 from tests.unit_tests.support.spread import Whole, fill
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -41,14 +39,11 @@ class Script:
 
     Attributes:
         actions: ("add", id, tokens, fields of `RequestParams`), ("steps", count), ("abort", id), ("reset",),
-            ("weights",), ("suspend",), ("anew",). Remaining requests are served to the end.
+            ("weights",), ("suspend",). Remaining requests are served to the end.
         batching: Fields of `BatchingConfig`.
         cache: Fields of `CacheConfig`.
-        drafts: See `build_engine`.
-        mtp: Drafts of the model's own layer of multi-token prediction; replaces `drafts`.
+        mtp: Drafts of the model's own layer of multi-token prediction.
         speculation: Further fields of `SpeculationConfig` with `mtp`.
-        truth: Tokens that the drafter predicts for requests (see `Knowing`); right at first.
-        routing: Policy that chooses among replicas.
         takes_turns: Whether request i goes to replica i modulo their number, whatever the policy says.
         packs_weights: Whether weights are packed.
     """
@@ -56,11 +51,8 @@ class Script:
     actions: Sequence[tuple]
     batching: Mapping[str, object] = field(default_factory=dict)
     cache: CacheConfig = field(default_factory=CacheConfig)
-    drafts: int = 0
     mtp: int = 0
     speculation: Mapping[str, object] = field(default_factory=dict)
-    truth: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    routing: RoutingConfig | None = None
     takes_turns: bool = False
     packs_weights: bool = False
 
@@ -97,20 +89,12 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
         BatchingConfig(**({"block_size": 16, "block_count": 40, "max_requests": 4} | dict(script.batching))),
         script.cache,
     )
-    mtp = {"speculation": drafting(script.mtp, **script.speculation)} if script.mtp else None
     shared = {"dtype": torch.float32, "parallel_context": parallel_context, "packs_weights": script.packs_weights}
+    if script.mtp:
+        shared["speculation"] = drafting(script.mtp, **script.speculation)
     if parallel_context is None or parallel_context.is_driver:
-        drafter = Knowing(right_for_a_while)
-        drafter.truth = dict(script.truth)
-        drafts = {"speculative_tokens": script.drafts, "drafter": drafter if script.drafts else None}
-        others = shared | {"routing": script.routing}
-        return lead(build_engine(*settings, **others, **(mtp or drafts)), script)
-    drafts = (
-        {"speculation": drafting(script.mtp, **script.speculation)}
-        if script.mtp
-        else {"speculative_tokens": script.drafts}
-    )
-    return _follow(build_worker(*settings, **shared, **drafts))
+        return lead(build_engine(*settings, **shared), script)
+    return _follow(build_worker(*settings, **shared))
 
 
 def _follow(follower: Worker) -> Lived:
@@ -159,12 +143,10 @@ def _act(
         engine.reset_prefix_cache()
     elif name == "weights":
         engine.weights_changed()
-    elif name == "suspend":
+    else:
+        assert name == "suspend", name
         engine.suspend()
         engine.resume()
-    else:
-        assert name == "anew", name
-        engine.reset()
 
 
 def _step(engine: InferenceEngine, records: dict[int, RequestRecord]) -> None:

@@ -163,21 +163,6 @@ def test_unserializable_messages_are_refused(watched):
         watched.render(dataclasses.replace(PLAIN, variables={"x": lambda: 0}))
 
 
-def test_a_forked_process_has_its_own(tmp_path):
-    code = """
-import os
-from megatron_ext.text.template_rendering import RENDERER
-RENDERER.start()
-child = os.fork()
-if child == 0:
-    os._exit(any(RENDERER._idle.queue))
-assert os.waitpid(child, 0)[1] == 0
-assert sum(map(bool, RENDERER._idle.queue)) == 1
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"], ids=["in order", "killed"])
 def test_processes_end_with_their_parent(end):
     code = f"""

@@ -137,14 +137,6 @@ def test_sinkhorn_is_refused_and_others_are_not():
         parse_arguments("--moe-router-load-balancing-type aux_loss sinkhorn".split())
 
 
-def test_unified_memory_warns():
-    _, warning = parse_arguments([f"{BATCHING}-unified-memory-level", "1"]).start_notes
-    assert warning == (
-        f"{BATCHING}-unified-memory-level 1: unified memory is not used, so the buffer must fit the device"
-    )
-    assert len(parse_arguments([f"{BATCHING}-unified-memory-level", "0"]).start_notes) == 1
-
-
 def test_one_line_lists_all_in_order_and_each_once():
     argv = "--verbose --seed 1 --async-mode --verbose --skip-prompt-log-probs".split()
     assert parse_arguments(argv).start_notes == (

@@ -38,14 +38,11 @@ def parse(argv: str):
             "model_overrides",
             {"position_embedding_type": "rope"},
         ),
-        ("--pretrained-checkpoint a", "source.load", "a"),
         ("--pretrained-checkpoint a --load b", "source.load", "b"),
         ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "model_overrides", {}),
-        ("--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec", "model_overrides", {}),
         ("--spec my.specs my_stack", "model_overrides", {"spec": ("my.specs", "my_stack")}),
         ("--hybrid-layer-pattern M-*-", "model_overrides", {"hybrid_override_pattern": "M-*-"}),
         ("--hybrid-layer-pattern M-|*-/M*/M*", "model_overrides", {"hybrid_override_pattern": "M-*-"}),
-        ("--hybrid-override-pattern M-|*-", "model_overrides", {"hybrid_override_pattern": "M-*-"}),
         (
             "--hybrid-layer-pattern G-G-*-",
             "model_overrides",
@@ -53,7 +50,6 @@ def parse(argv: str):
         ),
         (f"{GPT} --num-layers 2", "model_overrides", {"hybrid_override_pattern": "*-*-"}),
         ("--num-layers 2", "model_overrides", {"hybrid_override_pattern": "*-*-"}),
-        ("--num-layers 2 --load x", "model_overrides", {"num_layers": 2}),
         ("--model-provider hybrid --num-layers 2 --load x", "model_overrides", {"num_layers": 2}),
         ("--inference-dynamic-batching-max-requests-override 8", "batching.max_requests", 8),
         (
@@ -61,10 +57,8 @@ def parse(argv: str):
             "batching.max_requests",
             4,
         ),
-        (f"{GPT} --num-layers 2 --load x", "model_overrides", {"num_layers": 2}),
         ("--model-provider hybrid --hybrid-layer-pattern M-", "source.model_provider", "hybrid"),
         ("--inference-dynamic-batching-max-tokens 32", "batching.effective_max_requests", 32),
-        ("--inference-dynamic-batching-max-tokens 320", "batching.effective_max_requests", 64),
         ("--num-tokens-to-prompt 64 128 --incoming-requests-per-sec 2", "run.num_tokens_to_prompt", (64, 128)),
     ],
 )
@@ -80,7 +74,6 @@ def test_understood(argv, field, expected):
     [
         ("", "W-W-W-W-"),
         ("--window-attn-skip-freq 2", "W-*-W-*-"),
-        ("--window-attn-skip-freq 3", "W-W-*-W-"),
         ("--window-attn-skip-freq [0,1,1,0]", "*-W-W-*-"),
         ("--window-attn-skip-freq ([1]*3+[0])", "W-W-W-*-"),
     ],
@@ -112,12 +105,9 @@ def test_a_line_of_gpt_oss():
     ("freq", "pattern"),
     [
         (None, "*E*E*E*E"),
-        ("1", "*E*E*E*E"),
         ("2", "*E*-*E*-"),
-        ("3", "*E*-*-*E"),
         ("[0,1,1,0]", "*-*E*E*-"),
         ("([0]*1+[1]*3)", "*-*E*E*E"),
-        ("3*[1]+[0]", "*E*E*E*-"),
         ("([0]+[1])*2", "*-*E*-*E"),
     ],
 )
@@ -131,7 +121,6 @@ def test_layers_of_a_gpt_with_experts(freq, pattern):
     ("argv", "expected"),
     [
         ("--spec a", "argument --spec: expected 2 arguments, got 'a'"),
-        ("--spec a b c", "expected 2 arguments, got 'a b c'"),
         ("--num-tokens-to-prompt 1 x", "argument --num-tokens-to-prompt: '1 x' is not a whole number"),
         (
             "--disable-chunked-prefill --enable-chunked-prefill",
@@ -147,11 +136,9 @@ def test_layers_of_a_gpt_with_experts(freq, pattern):
         ("--hybrid-layer-pattern G- --recurrent-layer mamba1", "--recurrent-layer mamba1 contradicts the pattern"),
         (GPT, "--model-provider gpt needs --num-layers, or a checkpoint"),
         (f"{MOE_GPT} --moe-layer-freq [0,1,1]", "--moe-layer-freq [0,1,1] does not fit --num-layers 4; give a number"),
-        (f"{MOE_GPT} --moe-layer-freq 0", "--moe-layer-freq 0 does not fit --num-layers 4"),
         (f"{MOE_GPT} --moe-layer-freq [0]*2+[2]*2", "--moe-layer-freq [0]*2+[2]*2 does not fit --num-layers 4"),
         (f"{MOE_GPT} --moe-layer-freq [0]*99999", "--moe-layer-freq '[0]*99999' is neither a number of layers nor"),
         (f"{MOE_GPT} --moe-layer-freq open('x')", "is neither a number of layers nor a list of 0 and 1"),
-        (f"{MOE_GPT} --moe-layer-freq [1]*[2]", "is neither a number of layers nor a list of 0 and 1"),
         (f"{GPT} --hybrid-layer-pattern M*", "--model-provider gpt and --hybrid-override-pattern 'M*' contradict"),
         ("--hybrid-mlp-ratio 0.5", "are fractions of --num-layers; give that flag too"),
         (
@@ -159,17 +146,13 @@ def test_layers_of_a_gpt_with_experts(freq, pattern):
             "must be fractions from 0 to 1 with a sum of at most 1",
         ),
         ("--num-layers 4 --hybrid-mlp-ratio -0.5", "must be fractions from 0 to 1"),
-        ("--num-layers 4 --hybrid-mlp-ratio nan", "must be fractions from 0 to 1"),
         ("--num-layers 400000 --hybrid-mlp-ratio 0.5", "--num-layers 400000 must be from 1 to 4096"),
         (
             "--model-provider hybrid --num-layers 24",
             "--num-layers 24 needs the kinds of its layers; give --hybrid",
         ),
-        ("--num-layers 0", "--num-layers 0 must be from 1"),
         ("--model-provider bert", "invalid choice: 'bert'"),
-        ("--position-embedding-type yarns", "invalid choice: 'yarns'"),
         (f"{GPT} --num-layers 2 --window-size 127,1", "--window-size '127,1' must be the tokens before a query and 0"),
-        (f"{GPT} --num-layers 2 --window-size 127", "--window-size '127' must be the tokens before a query and 0"),
         (f"{GPT} --num-layers 2 --window-size 9,0 --attention-window 9", "--attention-window 9 contradict each other"),
         (f"{GPT} --num-layers 2 --window-size 9,0 --window-attn-skip-freq [1]", "does not fit 2 layers; give a number"),
         (f"{GPT} --num-layers 2 --window-size 9,0 --window-attn-skip-freq x", "--window-attn-skip-freq 'x' is neither"),
@@ -226,25 +209,13 @@ def test_an_empty_name_unsets_the_checkpoint_of_a_file(tmp_path):
     assert settings.start_notes == ("accepted, and without effect here: --use-checkpoint-args",)
 
 
-def test_an_empty_name_unsets_the_tokenizer_of_a_file(tmp_path):
-    """MF-3, MF-4: --tokenizer-model '' is as none."""
-    path = tmp_path / "flags.yaml"
-    path.write_text("tokenizer-type: NullTokenizer\ntokenizer-model: gone\nvocab-size: 64\n")
-    flags = ["--model-config", str(path)]
-    assert parse_arguments(flags).source.tokenizer_model == "gone"
-    assert parse_arguments([*flags, "--tokenizer-model", ""]).source.tokenizer_model is None
-
-
 @pytest.mark.parametrize(
     ("argv", "idle"),
     [
         ("--skip-prompt-log-probs", "--skip-prompt-log-probs"),
-        ("--skip-prompt-log-probs --return-log-probs", ""),
         ("--num-layers 3 --hybrid-layer-pattern M-", "--num-layers"),
-        ("--num-layers 2 --hybrid-layer-pattern M-", ""),
         ("--num-layers 2 --hybrid-layer-pattern M- --hybrid-mlp-ratio 0.5", "--hybrid-mlp-ratio"),
         ("--incoming-requests-per-step 32 --incoming-requests-per-sec 5", "--incoming-requests-per-sec"),
-        ("--incoming-requests-per-step 32 --incoming-requests-per-sec -1", ""),
         (
             "--drain-between-batches --batch-boundaries 0 --incoming-requests-per-step 3 --incoming-requests-per-sec 5",
             "--incoming-requests-per-step, --incoming-requests-per-sec",
@@ -257,11 +228,8 @@ def test_an_empty_name_unsets_the_tokenizer_of_a_file(tmp_path):
         ("--moe-layer-freq 2", "--moe-layer-freq"),
         (f"{GPT} --num-layers 4 --moe-layer-freq 2", "--moe-layer-freq"),
         (f"{MOE_GPT} --moe-layer-freq 2", ""),
-        ("--load a --moe-layer-freq 2", ""),
         ("--use-checkpoint-args", "--use-checkpoint-args"),
-        ("--use-checkpoint-args --load a", ""),
         ("--override-checkpoint-args norm-epsilon", "--override-checkpoint-args"),
-        ("--rl-inference-parsers qwen3-coder-tool", "--parsers"),
         ("--rotary-scaling-factor 32 --mscale 1", "--rotary-scaling-factor, --mscale"),
         ("--position-embedding-type yarn --rotary-scaling-factor 32 --hybrid-layer-pattern *-", ""),
         ("--parsers qwen3-coder-tool", "--parsers"),  # a run has no answers
