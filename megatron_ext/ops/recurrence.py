@@ -136,7 +136,7 @@ def cpp_backend(operator: str, **defaults: object) -> FunctionBackend:
     def prefill(*given: Any, **options: object) -> Tensor:
         *inputs, (chunks, slots, live, snapshots) = given
         places, kept = [chunks.sequences.cu_seqlens, slots.live, slots.has_initial_state, live], slots.snapshots
-        places += [None] * 4 if kept is None else [kept.slots, kept.sequences, kept.tokens, snapshots]
+        places += [None] * 4 if kept is None else [kept.slots, kept.offsets, kept.tokens, snapshots]
         return getattr(cpp.kernels(), f"{operator}_prefill")(*inputs, *(defaults | options).values(), *places)
 
     def decode(*given: Any, **options: object) -> Tensor:

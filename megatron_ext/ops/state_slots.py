@@ -18,15 +18,18 @@ from megatron_ext.ops.varlen import PackedChunks
 class SnapshotPlaces:
     """States inside a step's prefill to keep, n of them, and their snapshot slots.
 
+    Entries are ordered by sequence, then by tokens, which several may share. Entries from `offsets[S]` on are padding:
+    kernels do not read them, and plain torch writes some state to their slots.
+
     Attributes:
         slots: [n] int64, slot in the snapshot pool.
-        sequences: [n] int64, sequence of the prefill.
+        offsets: [S + 1] int64; entries `offsets[i]` to `offsets[i + 1]` belong to sequence i.
         chunks: [n] int64, kernel chunk that ends at the state.
-        tokens: [n] int64, tokens of the packed prefill before the state.
+        tokens: [n] int64, tokens of the packed prefill before the state, more than before its sequence.
     """
 
     slots: Tensor
-    sequences: Tensor
+    offsets: Tensor
     chunks: Tensor
     tokens: Tensor
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.scheduling.step import ScheduledChunk
 
 Table = tuple[BlockId, ...]
-KEPT: Final = ("kept_slots", "kept_sequences", "kept_chunks", "kept_tokens")
+KEPT: Final = ("kept_slots", "kept_offsets", "kept_chunks", "kept_tokens")
 """Arrays of the states that are kept inside prefills; see `ops.state_slots.SnapshotPlaces`."""
 Cuts = Sequence[Sequence[int]]
 
@@ -153,19 +154,23 @@ def _prefill_arrays(prefill: Sequence[ScheduledChunk], cuts: Cuts, rules: Stagin
     return arrays | dict(zip(KEPT, _kept_states(prefill, arrays["cu_chunk_seqlens"], rules), strict=True))
 
 
-def _kept_states(prefill: Sequence[ScheduledChunk], chunk_ends: np.ndarray, rules: StagingRules) -> np.ndarray:
-    """Return slot, sequence, kernel chunk and tokens of the states kept inside prefills: [4, k].
+def _kept_states(
+    prefill: Sequence[ScheduledChunk], chunk_ends: np.ndarray, rules: StagingRules
+) -> tuple[np.ndarray, ...]:
+    """Return the arrays of `KEPT` of the states kept inside prefills, ordered by sequences and tokens.
 
     Each is the end of a kernel chunk (HY-9). States of prefills that keep none inside are copied after the forward.
     """
     kept = []
     first_token = 0
     for i, chunk in enumerate(prefill):
-        for snapshot in chunk.snapshots if _keeps_inside(chunk, rules.snapshots_in_prefill) else ():
+        inside = chunk.snapshots if _keeps_inside(chunk, rules.snapshots_in_prefill) else ()
+        for snapshot in sorted(inside, key=attrgetter("position")):
             kept.append((snapshot.slot, i, first_token + snapshot.position - chunk.start))
         first_token += chunk.length
     slots, sequences, tokens = np.asarray(kept, dtype=np.int64).reshape(-1, 3).T
-    return np.stack([slots, sequences, np.searchsorted(chunk_ends[1:], tokens), tokens])
+    offsets = np.searchsorted(sequences, np.arange(len(prefill) + 1))
+    return slots, offsets, np.searchsorted(chunk_ends[1:], tokens), tokens
 
 
 def cut_chunk(chunk: ScheduledChunk, kernel_chunk: int, *, snapshots_in_prefill: bool) -> list[int]:

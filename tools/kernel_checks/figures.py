@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.ops.triton.kernel_registry import all_kernels
 from tools.kernel_checks.layer_calls import Calls
-from tools.kernel_checks.sizes import Model, Step, steps
+from tools.kernel_checks.sizes import LONGEST, Model, Step
 from tools.kernel_checks.virtual_launch import AddressError, MadeBytes, Recorded, measure, recording
 
 LEAST_USEFUL = 0.5
@@ -63,13 +63,19 @@ def most_trips(launch: Recorded, model: Model, step: Step) -> float:
     return max(MOST_TRIPS, step.tokens // TOKENS_OF_A_TRIP if is_recurrence else 0)
 
 
-LONGEST = max(step.context for step in steps())
-
-
 def measure_step(model: Model, step: Step) -> list[Row]:
     """Measure a step's launches in a process of its own: all at the longest context, else only attention's."""
     all_kernels()
+    if step.prefills > 1:
+        return list(rows_of_many(model, step))
     return list(rows_of(model, step, () if step.context == LONGEST else ("attention",)))
+
+
+def rows_of_many(model: Model, step: Step) -> Iterator[Row]:
+    """Yield the figures of a recurrence of several prefills; no program may loop longer than for one of them."""
+    alone = {row.kernel: row.trips for row in rows_of(model, replace(step, prefills=1), ("recurrence",))}
+    for row in rows_of(model, step, ("recurrence",)):
+        yield replace(row, problems=(*row.problems, *["others"] * (row.trips > alone[row.kernel])))
 
 
 def rows_of(model: Model, step: Step, only: Sequence[str] = ()) -> Iterator[Row]:

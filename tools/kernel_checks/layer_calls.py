@@ -91,12 +91,12 @@ class Calls:
     @property
     def sequences(self) -> int:
         """Sequences of the step."""
-        return self.step.decodes or 1
+        return self.step.decodes or self.step.prefills
 
     def _batch(self) -> PagedBatch:
         count = -(-self.step.keys // BLOCK)
         tables = [range(i * count, (i + 1) * count) for i in range(self.sequences)]
-        queries = [1] * self.step.decodes or [self.step.tokens]
+        queries = [1] * self.step.decodes or [self.step.tokens] * self.step.prefills
         batch = build_paged_batch(tables, queries, [self.step.keys] * self.sequences, self.step.decodes, BLOCK, "cpu")
         if not self.step.is_captured or self.device != "meta":
             return batch
@@ -128,13 +128,16 @@ class Calls:
     # Recurrent layers
 
     def _chunks(self) -> PackedChunks:
-        chunks = pack_chunks([[self.step.tokens]], "cpu")
-        return replace(chunks, resumes=Resumes(BLOCK, torch.tensor([self.step.keys])))
+        chunks = pack_chunks([[self.step.tokens]] * self.sequences, "cpu")
+        return replace(chunks, resumes=Resumes(BLOCK, torch.tensor([self.step.keys] * self.sequences)))
 
     def _slots(self) -> StateSlots:
-        at = self.step.tokens // BLOCK * BLOCK or self.step.tokens
-        places = SnapshotPlaces(*(torch.tensor([one]) for one in (SNAPSHOTS - 1, 0, 0, at)))
-        return StateSlots(torch.tensor([0]), torch.tensor([self.step.context > 0]), places)
+        sequences, each, tokens = self.sequences, self.step.snapshots, self.step.tokens
+        index, apart = torch.arange(sequences * each), tokens // each // BLOCK * BLOCK or tokens // each
+        kept = index // each * tokens + (index % each + 1) * apart
+        offsets = torch.arange(0, len(index) + 1, each)
+        places = SnapshotPlaces(SNAPSHOTS - 1 - index % SNAPSHOTS, offsets, index // each, kept)
+        return StateSlots(torch.arange(sequences), torch.full((sequences,), self.step.context > 0), places)
 
     def _shape(self) -> StateShape:
         sizes = self.model.recurrence

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_LENGTH = 131_072 + 16_384
+LONGEST = 131_072
+"""Largest number of cached tokens."""
+MAX_LENGTH = LONGEST + 16_384
 """Tokens of the longest request: width of block tables in captured steps."""
 BLOCK = 64
 """Tokens of a block."""
@@ -87,31 +89,36 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Step:
-    """Step of `decodes` rows with `context` keys each, or of a prefill of `tokens` after `context` cached ones.
+    """Step of `decodes` rows with `context` keys each, or of prefills of `tokens` each after `context` cached ones.
 
     Attributes:
         decodes: Requests that decode.
-        tokens: Tokens of one prefill; 0 for none.
+        tokens: Tokens of a prefill; 0 for none.
         context: Tokens that are in the cache: of each decode, its own one included; before the prefill.
         is_captured: True if block tables are as wide as the longest request's.
+        prefills: Number of prefills.
+        snapshots: States that each prefill keeps.
     """
 
     decodes: int
     tokens: int
     context: int
     is_captured: bool
+    prefills: int = 1
+    snapshots: int = 1
 
     @property
     def name(self) -> str:
         """Name in tables."""
         if self.decodes:
             return f"{self.decodes} decodes at {self.context:,}"
-        return f"{self.tokens:,} tokens after {self.context:,}"
+        crowd = f"{self.prefills} x {self.snapshots} snapshots, " if self.prefills > 1 else ""
+        return f"{crowd}{self.tokens:,} tokens after {self.context:,}"
 
     @property
     def rows(self) -> int:
         """Tokens of the step."""
-        return self.decodes + self.tokens
+        return self.decodes + self.tokens * self.prefills
 
     @property
     def keys(self) -> int:
@@ -122,8 +129,10 @@ class Step:
 def steps() -> Iterator[Step]:
     """Yield the steps that kernels are checked at."""
     for decodes in (1, 64, 256):
-        for context in (2048, 32_768, 131_072):
+        for context in (2048, 32_768, LONGEST):
             yield Step(decodes, 0, context, is_captured=True)
     for tokens in (64, 2048, 16_384):
-        for context in (0, 8192, 131_072):
+        for context in (0, 8192, LONGEST):
             yield Step(0, tokens, context, is_captured=tokens <= 256)
+    for prefills, snapshots in ((28, 9), (56, 9), (28, 18)):
+        yield Step(0, 576, LONGEST, is_captured=False, prefills=prefills, snapshots=snapshots)

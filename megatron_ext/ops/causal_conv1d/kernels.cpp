@@ -109,9 +109,9 @@ std::vector<Piece> cut(const Prefill& prefill) {
 }
 
 at::Tensor prefill(In x, In weight, MaybeIn bias, In starts, In slots, In has_initial, at::Tensor live,
-                   MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens, MaybeIn snapshots) {
+                   MaybeIn kept_slots, MaybeIn kept_offsets, MaybeIn kept_tokens, MaybeIn snapshots) {
   const Convolution convolution(weight, bias, false);
-  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_offsets, kept_tokens, snapshots,
                           {convolution.channels, convolution.window - 1});
   const Rows wide(x);
   TORCH_CHECK(x.dim() == 2 && x.size(1) == convolution.channels, "x is [T, Cn]");
@@ -159,7 +159,7 @@ at::Tensor decode(In x, In weight, MaybeIn bias, MaybeIn slots, int64_t first_sl
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
       "conv_prefill(Tensor x, Tensor weight, Tensor? bias, Tensor starts, Tensor slots, Tensor has_initial, "
-      "Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, Tensor? kept_tokens, Tensor(b!)? snapshots) "
+      "Tensor(a!) live, Tensor? kept_slots, Tensor? kept_offsets, Tensor? kept_tokens, Tensor(b!)? snapshots) "
       "-> Tensor",
       torch::dispatch(c10::kCPU, &megatron_ext::causal_conv1d::prefill));
   library.def(

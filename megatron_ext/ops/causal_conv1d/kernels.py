@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import NoKernelError
 from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
+from megatron_ext.ops.triton.device import store_kept
 from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, STATE_TYPES, Argument, Kernel, config, kernel
 from megatron_ext.ops.triton.launching import decode_arguments, prefill_arguments, require_states, rowed
 
@@ -73,7 +74,7 @@ def _last_inputs(x, state, x_row, channel, begin, after, has_state, is_place, WI
     pointers={
         "T": "x",
         "S": "live snapshots",
-        "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
+        "i64": "cu_seqlens slots kept_slots kept_offsets kept_tokens",
         "i1": "has_initial",
     },
     counts="kept",
@@ -84,7 +85,7 @@ def _last_inputs(x, state, x_row, channel, begin, after, has_state, is_place, WI
     ],
 )
 def conv_states(
-    x, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens, has_initial, x_row, live_row,
+    x, live, snapshots, cu_seqlens, slots, kept_slots, kept_offsets, kept_tokens, has_initial, x_row, live_row,
     snapshot_row, channels, kept,
     WINDOW: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -100,15 +101,13 @@ def conv_states(
         place = channel[:, None] * (WINDOW - 1) + column[None, :]
         has_state = tl.load(has_initial + sequence).to(tl.int1)
         state = live + slot * live_row
-        for i in range(kept):
-            target = tl.load(kept_slots + i)
-            if (tl.load(kept_sequences + i) == sequence) & (target >= 0):
-                after = tl.load(kept_tokens + i)
-                columns = _last_inputs(
-                    x, state, x_row, channel, begin, after, has_state, is_place, WINDOW=WINDOW, KEPT=KEPT
-                )
-                columns = columns.to(snapshots.dtype.element_ty)
-                tl.store(snapshots + target * snapshot_row + place, columns, mask=is_place)
+        last = tl.minimum(tl.load(kept_offsets + sequence + 1), kept)
+        for i in range(tl.load(kept_offsets + sequence), last):
+            after = tl.load(kept_tokens + i)
+            columns = _last_inputs(
+                x, state, x_row, channel, begin, after, has_state, is_place, WINDOW=WINDOW, KEPT=KEPT
+            )
+            store_kept(snapshots, snapshot_row, columns, place, is_place, kept_slots, i)
         columns = _last_inputs(x, state, x_row, channel, begin, end, has_state, is_place, WINDOW=WINDOW, KEPT=KEPT)
         tl.debug_barrier()  # read all of a short sequence's old columns before writing one
         tl.store(state + place, columns.to(live.dtype.element_ty), mask=is_place)

@@ -19,7 +19,7 @@ struct Stop {
 // The S sequences of a prefill, whose states have the shape `slot`. What is done for one of them reads no state of another.
 class Prefill {
  public:
-  Prefill(In starts, In slots, In has_initial, In live, MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens,
+  Prefill(In starts, In slots, In has_initial, In live, MaybeIn kept_slots, MaybeIn kept_offsets, MaybeIn kept_tokens,
           MaybeIn snapshots, at::IntArrayRef slot)
       : starts_(starts),
         slots_(slots),
@@ -28,11 +28,11 @@ class Prefill {
         snapshots_(kept_slots ? *snapshots : live, slot),
         stops_(starts.size(0) - 1) {
     TORCH_CHECK(slots.size(0) == sequences() && has_initial.size(0) == sequences(), "a slot for each sequence");
-    const Integers to(kept_slots), of(kept_sequences), after(kept_tokens);
-    for (int64_t i = 0; i < to.size(); ++i) stops_[of[i]].push_back({after[i], to[i], true});
+    const Integers to(kept_slots), offsets(kept_offsets), after(kept_tokens);
     for (int64_t s = 0; s < sequences(); ++s) {
+      for (int64_t i = kept_offsets ? offsets[s] : 0; kept_offsets && i < offsets[s + 1]; ++i)
+        stops_[s].push_back({after[i], to[i], true});
       stops_[s].push_back({end(s), slots_[s], false});
-      std::stable_sort(stops_[s].begin(), stops_[s].end(), [](auto& a, auto& b) { return a.token < b.token; });
     }
   }
 

@@ -131,9 +131,9 @@ struct Block {
 };
 
 at::Tensor prefill(In q, In k, In v, In g, In beta, bool normalize, In starts, In slots, In has_initial,
-                   at::Tensor live, MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens, MaybeIn snapshots) {
+                   at::Tensor live, MaybeIn kept_slots, MaybeIn kept_offsets, MaybeIn kept_tokens, MaybeIn snapshots) {
   const Inputs in(q, k, v, g, beta, normalize);
-  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_offsets, kept_tokens, snapshots,
                           {in.heads, in.keys, in.values});
   at::Tensor y = at::empty(v.sizes(), in.v.tensor().options());
   float* out = y.mutable_data_ptr<float>();
@@ -182,7 +182,7 @@ at::Tensor decode(In q, In k, In v, In g, In beta, bool normalize, MaybeIn slots
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
       "gated_delta_prefill(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool normalize, Tensor starts, "
-      "Tensor slots, Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, "
+      "Tensor slots, Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_offsets, "
       "Tensor? kept_tokens, Tensor(b!)? snapshots) -> Tensor",
       torch::dispatch(c10::kCPU, &megatron_ext::gated_delta_rule::prefill));
   library.def(

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_ext.ops.backends import NoKernelError
 from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
 from megatron_ext.ops.triton import launching
-from megatron_ext.ops.triton.device import find_piece, next_kept, product, store_kept
+from megatron_ext.ops.triton.device import find_piece, kept_place, product, store_kept
 from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, Argument, config, kernel
 
 MAX_ODD_KEYS = 64  # for more keys, loading elements one by one takes too many registers
@@ -217,7 +217,7 @@ def load_tile(
         "T": "q k v y",
         "fp32": "g solved mixed key_lengths reads asks writes fades",
         "S": "live snapshots",
-        "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
+        "i64": "cu_seqlens slots kept_slots kept_offsets kept_tokens",
         "i1": "has_initial",
     },
     counts="kept heads heads_per_group",
@@ -238,7 +238,7 @@ def load_tile(
 )
 def delta_prefill(
     q, k, v, g, solved, mixed, key_lengths, reads, asks, writes, fades, y, live, snapshots, cu_seqlens, slots,
-    kept_slots, kept_sequences, kept_tokens, has_initial, q_row, k_row, v_row, g_row, live_row, snapshot_row, key_dim,
+    kept_slots, kept_offsets, kept_tokens, has_initial, q_row, k_row, v_row, g_row, live_row, snapshot_row, key_dim,
     value_dim, kept, heads, heads_per_group,
     TILE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -254,7 +254,8 @@ def delta_prefill(
         cell = (head * key_dim + key)[:, None] * value_dim + value[None, :]
         has_state = tl.load(has_initial + sequence).to(tl.int1)
         state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
-        stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
+        entry = tl.load(kept_offsets + sequence).to(tl.int32)
+        stop = kept_place(kept_offsets, kept_tokens, kept, sequence, entry)
         tile = load_tile(
             k, v, solved, reads, writes, k_row, v_row, key_dim, value_dim, begin, end, head, heads, heads_per_group,
             value, TILE=TILE, K=K,
@@ -283,11 +284,9 @@ def delta_prefill(
                 key_length = tl.load(key_lengths + token, mask=is_token, other=0.0)
                 until_there, lasting = fading(elapsed, stop - start, key_length, TILE)
                 there = state * until_there + precise_product(tl.trans(keys), written * lasting[:, None])
-                store_kept(
-                    snapshots, snapshot_row, there, cell, is_state,
-                    kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
-                )  # fmt: skip
-                stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+                store_kept(snapshots, snapshot_row, there, cell, is_state, kept_slots, entry)
+                entry += 1
+                stop = kept_place(kept_offsets, kept_tokens, kept, sequence, entry)
             state = state * fade + precise_product(tl.trans(keys), written * write[:, None])
             tile = following
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)

@@ -59,9 +59,9 @@ struct Block {
 };
 
 at::Tensor prefill(In u, In delta, In A, In B, In C, MaybeIn D, In starts, In slots, In has_initial, at::Tensor live,
-                   MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens, MaybeIn snapshots) {
+                   MaybeIn kept_slots, MaybeIn kept_offsets, MaybeIn kept_tokens, MaybeIn snapshots) {
   const Inputs in(u, delta, A, B, C, D);
-  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_offsets, kept_tokens, snapshots,
                           {in.channels, in.size});
   at::Tensor y = at::empty(u.sizes(), in.u.tensor().options());
   float* out = y.mutable_data_ptr<float>();
@@ -124,7 +124,7 @@ at::Tensor decode(In u, In delta, In A, In B, In C, MaybeIn D, MaybeIn slots, in
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
       "selective_prefill(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor starts, Tensor slots, "
-      "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, Tensor? kept_tokens, "
+      "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_offsets, Tensor? kept_tokens, "
       "Tensor(b!)? snapshots) -> Tensor",
       torch::dispatch(c10::kCPU, &megatron_ext::selective_scan::prefill));
   library.def(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
 from megatron_ext.ops.triton import launching
-from megatron_ext.ops.triton.device import next_kept, store_kept
+from megatron_ext.ops.triton.device import kept_place, store_kept
 from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, STATE_TYPES, Argument, Kernel, config, kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -55,7 +55,7 @@ def _load_group(u, delta, B, C, u_row, delta_row, b_row, c_row, first, until, d,
         "T": "u B C y",
         "fp32": "delta A D",
         "S": "live snapshots",
-        "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
+        "i64": "cu_seqlens slots kept_slots kept_offsets kept_tokens",
         "i1": "has_initial",
     },
     counts="kept has_skip",
@@ -63,7 +63,7 @@ def _load_group(u, delta, B, C, u_row, delta_row, b_row, c_row, first, until, d,
     configs=[config(registers=MAX_REGISTERS, num_warps=1, CHANNELS=256 // n, N=n, TOKENS=GROUP) for n in STATES],
 )
 def selective_prefill(
-    u, delta, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens,
+    u, delta, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_offsets, kept_tokens,
     has_initial, u_row, delta_row, b_row, c_row, live_row, snapshot_row, channels, state_size, kept, has_skip,
     CHANNELS: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,8 @@ def selective_prefill(
         state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
         rate = tl.load(A + cell, mask=is_state, other=0.0) * LOG2_E
         skip = tl.load(D + d, mask=is_d & (has_skip != 0), other=0.0)[:, None]
-        stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
+        entry = tl.load(kept_offsets + sequence).to(tl.int32)
+        stop = kept_place(kept_offsets, kept_tokens, kept, sequence, entry)
         while begin < end:
             until, first = min(stop, end), begin
             group = _load_group(
@@ -100,12 +101,10 @@ def selective_prefill(
                     tl.store(target, outputs.to(y.dtype.element_ty), mask=is_d[:, None] & (first + i < until))
                 first += TOKENS
                 group = following
-            if until == stop:
-                store_kept(
-                    snapshots, snapshot_row, state, cell, is_state,
-                    kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
-                )  # fmt: skip
-                stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+            while stop == until:
+                store_kept(snapshots, snapshot_row, state, cell, is_state, kept_slots, entry)
+                entry += 1
+                stop = kept_place(kept_offsets, kept_tokens, kept, sequence, entry)
             begin = until
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
 

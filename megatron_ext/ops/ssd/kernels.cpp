@@ -157,9 +157,9 @@ void scan(const Inputs& in, const Prefill& prefill, int64_t sequence, int64_t fi
 }
 
 at::Tensor prefill(In x, In dt, In A, In B, In C, MaybeIn D, In starts, In slots, In has_initial, at::Tensor live,
-                   MaybeIn kept_slots, MaybeIn kept_sequences, MaybeIn kept_tokens, MaybeIn snapshots) {
+                   MaybeIn kept_slots, MaybeIn kept_offsets, MaybeIn kept_tokens, MaybeIn snapshots) {
   const Inputs in(x, dt, A, B, C, D);
-  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_offsets, kept_tokens, snapshots,
                           {in.heads, in.width, in.size});
   at::Tensor y = at::empty(x.sizes(), in.x.tensor().options());
   float* out = y.mutable_data_ptr<float>();
@@ -219,7 +219,7 @@ at::Tensor decode(In x, In dt, In A, In B, In C, MaybeIn D, MaybeIn slots, int64
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
       "ssd_prefill(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor starts, Tensor slots, "
-      "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, Tensor? kept_tokens, "
+      "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_offsets, Tensor? kept_tokens, "
       "Tensor(b!)? snapshots) -> Tensor",
       torch::dispatch(c10::kCPU, &megatron_ext::ssd::prefill));
   library.def(

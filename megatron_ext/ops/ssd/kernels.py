@@ -25,7 +25,7 @@ from megatron_ext.ops.backends import say_once
 from megatron_ext.ops.ssd import kernels_tiles
 from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
 from megatron_ext.ops.triton import launching
-from megatron_ext.ops.triton.device import next_kept, store_kept
+from megatron_ext.ops.triton.device import kept_place, store_kept
 from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, Argument, config, kernel
 from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
@@ -57,7 +57,7 @@ def _outputs(x, b, c, dt, elapsed, state, TILE: tl.constexpr):
     pointers={
         "fp32": "x B C y dt A D",
         "S": "live snapshots",
-        "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
+        "i64": "cu_seqlens slots kept_slots kept_offsets kept_tokens",
         "i1": "has_initial",
     },
     counts="kept heads heads_per_group has_skip",
@@ -65,7 +65,7 @@ def _outputs(x, b, c, dt, elapsed, state, TILE: tl.constexpr):
     configs=[config(registers=MAX_REGISTERS, num_warps=8, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MAX_STATES)],
 )
 def ssd_prefill(
-    x, dt, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens, has_initial,
+    x, dt, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_offsets, kept_tokens, has_initial,
     x_row, dt_row, b_row, c_row, y_part, live_row, snapshot_row, head_dim, state_size, kept, heads, heads_per_group,
     has_skip,
     TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -85,7 +85,8 @@ def ssd_prefill(
         state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
         rate, skip = tl.load(A + head), tl.load(D + head, mask=(has_skip != 0) & (part == 0), other=0.0)
         group = head // heads_per_group
-        stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
+        entry = tl.load(kept_offsets + sequence).to(tl.int32)
+        stop = kept_place(kept_offsets, kept_tokens, kept, sequence, entry)
         first = begin.to(tl.int64)
         column = (group * state_size + n)[None, :]
         for start in range(begin, end, TILE):
@@ -111,11 +112,9 @@ def ssd_prefill(
                 # Exponents of later tokens are positive and could overflow, although their weights are masked.
                 weights = tl.where(place < stop - start, steps * tl.exp(tl.minimum(until - elapsed, 0.0)), 0.0)
                 there = state * tl.exp(until) + _added(inputs, b, weights)
-                store_kept(
-                    snapshots, snapshot_row, there, cell, is_state,
-                    kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
-                )  # fmt: skip
-                stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+                store_kept(snapshots, snapshot_row, there, cell, is_state, kept_slots, entry)
+                entry += 1
+                stop = kept_place(kept_offsets, kept_tokens, kept, sequence, entry)
             first += TILE
             whole = tl.sum(tl.where(place == TILE - 1, elapsed, 0.0), 0)
             state = state * tl.exp(whole) + _added(inputs, b, steps * tl.exp(tl.minimum(whole - elapsed, 0.0)))

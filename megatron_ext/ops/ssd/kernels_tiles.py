@@ -18,7 +18,7 @@ Letters: T tokens, S sequences, H heads, P channels of a head, N states of a cha
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.device import find_piece, next_kept, product, store_kept
+from megatron_ext.ops.triton.device import find_piece, kept_place, product, store_kept
 from megatron_ext.ops.triton.kernel_registry import config, kernel
 
 TILE = 64
@@ -122,7 +122,7 @@ def load_tokens(t, first, begin, end, row_stride, column, is_column, TILE: tl.co
         "Z": "entering",
         "S": "live snapshots",
         "fp32": "high low steps weights",
-        "i64": "cu_seqlens ends slots kept_slots kept_sequences kept_tokens",
+        "i64": "cu_seqlens ends slots kept_slots kept_offsets kept_tokens",
         "i1": "has_initial",
     },
     counts="kept heads heads_per_group",
@@ -133,7 +133,7 @@ def load_tokens(t, first, begin, end, row_stride, column, is_column, TILE: tl.co
     ],
 )
 def state_passing(
-    x, B, entering, live, snapshots, high, low, steps, weights, cu_seqlens, ends, slots, kept_slots, kept_sequences,
+    x, B, entering, live, snapshots, high, low, steps, weights, cu_seqlens, ends, slots, kept_slots, kept_offsets,
     kept_tokens, has_initial, x_row, b_row, live_row, snapshot_row, head_dim, state_size, kept, heads, heads_per_group,
     TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -158,9 +158,10 @@ def state_passing(
         has_state = tl.load(has_initial + sequence).to(tl.int1)
         state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
         of_x, of_b = head * head_dim + p, head // heads_per_group * state_size + n
-        stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
+        entry = tl.load(kept_offsets + sequence).to(tl.int32)
+        stop = kept_place(kept_offsets, kept_tokens, kept, sequence, entry)
         tile, tiles = 0, tl.cdiv(end - first, TILE)
-        while tile < tiles:
+        while (tile < tiles) | (stop <= end):  # several states may be kept at one place
             until = tl.where(stop >= end, tiles, (stop - first) // TILE)
             for i in range(tile, until):
                 row = (number + i).to(tl.int64) * heads + head
@@ -172,21 +173,19 @@ def state_passing(
             tile = until
             done = tl.minimum(first + tile * TILE, end)
             if stop == done:
-                store_kept(
-                    snapshots, snapshot_row, state, cell, is_state,
-                    kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
-                )  # fmt: skip
-                stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
-            while stop < tl.minimum(done + TILE, end):
+                store_kept(snapshots, snapshot_row, state, cell, is_state, kept_slots, entry)
+                entry += 1
+                stop = kept_place(kept_offsets, kept_tokens, kept, sequence, entry)
+            while (stop > done) & (stop < tl.minimum(done + TILE, end)):
                 row = ((number + tile).to(tl.int64) * heads + head) * TILE
                 fade, lasting = weights_until(high, low, steps, row, stop - done, TILE)
                 inputs = load_tokens(x, done, begin, end, x_row, of_x, is_p, TILE)
                 b = load_tokens(B, done, begin, end, b_row, of_b, is_n, TILE)
                 store_kept(
-                    snapshots, snapshot_row, state * fade + added(inputs, b, lasting), cell, is_state,
-                    kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
-                )  # fmt: skip
-                stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+                    snapshots, snapshot_row, state * fade + added(inputs, b, lasting), cell, is_state, kept_slots, entry
+                )
+                entry += 1
+                stop = kept_place(kept_offsets, kept_tokens, kept, sequence, entry)
         slot = tl.load(slots + sequence)  # loaded again: registers are scarce, and the slot is not needed in between
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
 

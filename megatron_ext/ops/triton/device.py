@@ -24,17 +24,13 @@ def product(a, b, FULL_FP32: tl.constexpr):
 
 
 @triton.jit
-def next_kept(kept_sequences, kept_tokens, kept, sequence, after):
-    """Return the first place after `after`, in tokens of the packed step, at which this sequence's state is kept.
+def kept_place(kept_offsets, kept_tokens, kept, sequence, entry):
+    """Return the tokens of the packed step after which an entry's state is kept; NEVER after the sequence's last entry.
 
-    Returns NEVER if no such place exists. The lists come from `SnapshotPlaces`, have `kept` places, and need no order.
+    The lists come from `SnapshotPlaces` and have `kept` entries. Ends are loaded each time, since registers are scarce.
     """
-    found = NEVER
-    for i in range(kept):
-        tokens = tl.load(kept_tokens + i).to(tl.int32)
-        is_candidate = (tl.load(kept_sequences + i) == sequence) & (tokens > after) & (tokens < found)
-        found = tl.where(is_candidate, tokens, found)
-    return found
+    end = tl.minimum(tl.load(kept_offsets + sequence + 1), kept)
+    return tl.load(kept_tokens + entry, mask=entry < end, other=NEVER).to(tl.int32)
 
 
 @triton.jit
@@ -56,16 +52,7 @@ def find_piece(starts, pieces, tile, rows, SIZE: tl.constexpr, LEAST: tl.constex
 
 
 @triton.jit
-def store_kept(
-    snapshots, snapshot_row, state, cell, is_state, kept_slots, kept_sequences, kept_tokens, kept, sequence, tokens
-):
-    """Write a sequence's state after `tokens` tokens of the packed step to the slots that keep it.
-
-    `cell` is the offset of the state's elements in a slot; padding, a slot of -1, is skipped.
-    """
-    for i in range(kept):
-        is_here = (tl.load(kept_sequences + i) == sequence) & (tl.load(kept_tokens + i) == tokens)
-        slot = tl.load(kept_slots + i)
-        if is_here & (slot >= 0):
-            target = snapshots + slot * snapshot_row + cell
-            tl.store(target, state.to(snapshots.dtype.element_ty), mask=is_state)
+def store_kept(snapshots, snapshot_row, state, cell, is_state, kept_slots, entry):
+    """Write a state to the slot of an entry; `cell` is the offset of the state's elements in a slot."""
+    target = snapshots + tl.load(kept_slots + entry) * snapshot_row + cell
+    tl.store(target, state.to(snapshots.dtype.element_ty), mask=is_state)

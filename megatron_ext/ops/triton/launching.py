@@ -114,7 +114,7 @@ def prefill_arguments(states: PrefillStates) -> dict[str, Argument]:
         "slots": slots.live,
         "has_initial": slots.has_initial_state,
         "kept_slots": starts if kept is None else kept.slots.contiguous(),
-        "kept_sequences": starts if kept is None else kept.sequences.contiguous(),
+        "kept_offsets": starts if kept is None else kept.offsets.contiguous(),
         "kept_tokens": starts if kept is None else kept.tokens.contiguous(),
         "kept": 0 if kept is None else kept.slots.numel(),
     }

@@ -43,7 +43,7 @@ class SpareSlots:
         live: Running state slot, the last one.
         snapshot: Snapshot slot of surplus entries.
         is_skipped: Whether kernels skip padding: the device gets -1 for the running state slot, which plain torch takes
-            as the last one, too, and for the sequence of surplus entries, which plain torch does not read.
+            as the last one, too.
     """
 
     live: int
@@ -77,11 +77,12 @@ def layout_of(bucket: Bucket, rules: StagingRules) -> Layout:
 
 
 def _prefill_shapes(bucket: Bucket, grid: ChunkGrid) -> dict[str, Shape]:
-    kept = dict.fromkeys(KEPT, (bucket.snapshots,))
+    kept: dict[str, Shape] = dict.fromkeys(KEPT, (bucket.snapshots,))
     sequences: dict[str, Shape] = dict.fromkeys(("has_state", "restore_from", "restore_to"), (grid.sequences,))
     places: dict[str, Shape] = dict.fromkeys(("place_tokens", "place_is_padding"), (grid.count * grid.places,))
     per_token: dict[str, Shape] = dict.fromkeys(("seq_idx", "place_of_token"), (grid.tokens,))
     cumulative: dict[str, Shape] = {"cu_seqlens": (grid.sequences + 1,), "cu_chunk_seqlens": (grid.count + 1,)}
+    kept["kept_offsets"] = (grid.sequences + 1,)
     return kept | sequences | places | per_token | cumulative
 
 
@@ -156,8 +157,7 @@ class InputBatch:
         padding["slot_mapping"] = rules.dummy_block * rules.block_size
         if "cu_seqlens" in written:
             spare, last = self._spare, bucket.grid(rules.kernel_chunk).chunks - 1
-            kept = spare.snapshot, -spare.is_skipped, last, int(written["cu_seqlens"][1])
-            padding |= dict(zip(KEPT, kept, strict=True)) | {"seq_idx": bucket.prefills - 1}
+            padding |= {"kept_slots": spare.snapshot, "kept_chunks": last, "seq_idx": bucket.prefills - 1}
         for name in written.keys() & arrays.keys():
             width = written[name].shape[-1]
             arrays[name][..., :width], arrays[name][..., width:] = written[name], padding[name]

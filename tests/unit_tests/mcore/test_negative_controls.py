@@ -259,8 +259,8 @@ def test_a_zeroed_snapshot_is_seen(build, get_oracle, which, layer):
     ],
 )
 def test_a_snapshot_of_another_position(build, get_oracle, monkeypatch, chunks, tokens):
-    def shifted(slots: Tensor, sequences: Tensor, ends: Tensor, counts: Tensor) -> SnapshotPlaces:
-        return SnapshotPlaces(slots, sequences, ends - chunks, counts - tokens)
+    def shifted(slots: Tensor, offsets: Tensor, ends: Tensor, counts: Tensor) -> SnapshotPlaces:
+        return SnapshotPlaces(slots, offsets, ends - chunks, counts - tokens)
 
     # The reference finds states of its scan by chunks and the convolution's by tokens, so that one alone can be wrong.
     with monkeypatch.context() as patch, SSD.backends.forced("reference"):

@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.models.build import build_model
-from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.state_slots import StateSlots
 from tests.priority import TestPriority
-from tests.unit_tests.support.chunk_grid import cut_chunks
+from tests.unit_tests.support.chunk_grid import cut_chunks, snapshot_places
 from tests.unit_tests.support.driver import assert_states_close
 from tests.unit_tests.support.mamba1 import recur_mamba1, slow_down_mamba1
 from tests.unit_tests.support.models import MAMBA1
@@ -72,7 +72,7 @@ class Context:
     def stage(self, starts: list[int], lengths: list[int], decode_slots: tuple[int, ...] = ()) -> None:
         """Prefill of rows 0, 1, ...: sequence 0 leaves a snapshot at each block boundary, in the slot of its number."""
         ends = [end for end in range(self.block, starts[0] + lengths[0] + 1, self.block) if end > starts[0]]
-        places = [(end // self.block - 1, 0, i, end - starts[0]) for i, end in enumerate(ends)]
+        places = [(0, end - starts[0], end // self.block - 1, i) for i, end in enumerate(ends)]
         self.recurrent_step = RecurrentStep(
             num_decode=len(decode_slots),
             decode_slots=torch.tensor(decode_slots, dtype=torch.int64),
@@ -80,7 +80,7 @@ class Context:
             prefill_slots=StateSlots(
                 live=torch.arange(len(starts)),
                 has_initial_state=torch.tensor([start > 0 for start in starts]),
-                snapshots=SnapshotPlaces(*torch.tensor(places).T) if places else None,
+                snapshots=snapshot_places(places, len(starts)),
             ),
         )
 

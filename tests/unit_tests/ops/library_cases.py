@@ -119,7 +119,8 @@ class Case:
         live[list(LIVE)] = self.states()[list(order)].to(device)
         count = len(chunks.chunk_lengths)
         places = torch.arange(count, device=device)
-        kept = SnapshotPlaces(places, chunks.chunk_seq_idx, places, chunks.cu_chunk_seqlens[1:])
+        ends = chunks.last_chunk_indices + 1
+        kept = SnapshotPlaces(places, torch.cat([ends[:1] * 0, ends]), places, chunks.cu_chunk_seqlens[1:])
         has_states = torch.full((len(LIVE),), self.has_states, device=device)
         slots = StateSlots(torch.tensor(LIVE, device=device), has_states, kept)
         snapshots = torch.full((count, *live.shape[1:]), torch.nan, dtype=live.dtype, device=device)

@@ -22,7 +22,7 @@ from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import PackedChunks, pack_chunks
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import (
@@ -32,12 +32,14 @@ from tests.unit_tests.ops.oracles import (
     recurrence,
     selective_recurrence,
 )
+from tests.unit_tests.support.chunk_grid import snapshot_places
 
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65)  # tokens of the sequences, a decoded one included
 DONE = (0, 0, 0, 0, 16, 31, 1, 33)  # computed by the first step
 DECODED = (1, 3, 5, 7)  # sequences whose last token the third step computes
-KEPT = ((7, 34, 2), (7, 48, 5), (6, 17, 0), (3, 15, 3), (5, 62, 1))  # sequence, its tokens, slot of the snapshots
-KEPT_SLOTS = 7
+# Sequence, its tokens, slot of the snapshots: both ends of a sequence, several in a tile, two at one place.
+KEPT = ((7, 34, 2), (7, 48, 5), (6, 17, 0), (3, 15, 3), (5, 62, 1), (7, 64, 6), (7, 36, 4), (7, 36, 7), (7, 64, 8))
+KEPT_SLOTS = 10
 LIVE = (4, 0, 7, 2, 9, 5, 1, 8)  # of 11 slots
 
 ROUNDINGS = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of states that were stored
@@ -164,7 +166,7 @@ class Steps:
         """Compute tokens [start, end) of some sequences; `kept` as KEPT. With padding, a sequence of it comes last."""
         padding &= self.has_padding
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        stops = [sorted(tokens for kept_row, tokens, _ in kept if kept_row == row) for row in rows]
+        stops = [sorted({tokens for kept_row, tokens, _ in kept if kept_row == row}) for row in rows]
         chunks = pack_chunks(
             [cut_between(start, n, 16, s) for start, n, s in zip(starts, lengths, stops, strict=True)], self.device
         )
@@ -172,13 +174,12 @@ class Steps:
         if padding:
             chunks = _with_padding(chunks)
         first = [sum(lengths[:index]) - start for index, start in enumerate(starts)]
-        tokens_of = [(slot, rows.index(row), first[rows.index(row)] + tokens) for row, tokens, slot in kept]
-        places = [(slot, sequence, chunk_ends.index(tokens), tokens) for slot, sequence, tokens in tokens_of]
-        places += [(-1, 0, -1, 1)] * padding
+        tokens_of = [(rows.index(row), first[rows.index(row)] + tokens, slot) for row, tokens, slot in kept]
+        places = [(sequence, tokens, slot, chunk_ends.index(tokens)) for sequence, tokens, slot in tokens_of]
         slots = StateSlots(
             self._index([*(LIVE[row] for row in rows), *behind]),
             torch.tensor([*(start > 0 for start in starts), *(False for _ in behind)], device=self.device),
-            SnapshotPlaces(*(self._index(column) for column in zip(*places, strict=True))) if kept else None,
+            snapshot_places(places, len(rows) + padding, self.device, padding=[(1, KEPT_SLOTS - 1)] * padding),
         )
         where = {"chunks": chunks, "slots": slots, "live": self.live, "snapshots": self.snapshots}
         with self.operator.run.backends.forced(self.backend):

@@ -15,10 +15,10 @@ import torch
 from megatron_ext.ops import triton
 from megatron_ext.ops.triton.kernel_registry import Kernel, config
 from tests.unit_tests.support.planted_kernels import mostly_idle, narrow_offset, over_all_keys, wide_offset
-from tools.kernel_checks.figures import row_of, rows_of
+from tools.kernel_checks.figures import row_of, rows_of, rows_of_many
 from tools.kernel_checks.known import KNOWN
 from tools.kernel_checks.layer_calls import Calls
-from tools.kernel_checks.sizes import MODELS, Step
+from tools.kernel_checks.sizes import MODELS, Model, Step
 from tools.kernel_checks.virtual_launch import MadeBytes, Recorded, measure, recording
 
 pytestmark = [
@@ -60,6 +60,17 @@ def test_rows_of_experts_beyond_those_that_there_are_are_found() -> None:
     assert problems(launch) == ()
     (problem,) = problems(wrong)
     assert problem.startswith("address: combine")
+
+
+@pytest.mark.parametrize("model", [MODELS[0], MODELS[2]], ids=lambda model: model.name)
+def test_no_program_loops_over_states_of_other_prefills(model: Model) -> None:
+    """CU-27: twice the prefills, or twice the states that each of them keeps, as if each were alone."""
+    for prefills, snapshots in ((8, 3), (4, 6)):
+        step = Step(0, 192, 131_072, is_captured=False, prefills=prefills, snapshots=snapshots)
+        found = {row.kernel: row for row in rows_of_many(model, step)}
+        assert {"conv_states", "state_passing" if model is MODELS[0] else "delta_prefill"} <= found.keys()
+        assert {problem for row in found.values() for problem in row.problems} == set()
+        assert found["conv_states"].trips == snapshots
 
 
 def launch_of(function: Any, programs: int, x: torch.Tensor, n: int) -> Recorded:

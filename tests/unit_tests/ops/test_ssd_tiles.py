@@ -12,13 +12,13 @@ from torch import Tensor
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, all_kernels, watch
 from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes
 from tests.unit_tests.ops.backends import interpreted
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import recurrence
-from tests.unit_tests.support.chunk_grid import cut_chunks
+from tests.unit_tests.support.chunk_grid import cut_chunks, snapshot_places
 
 pytestmark = [
     pytest.mark.skipif(
@@ -39,6 +39,8 @@ DONE = (0, 0, 0, 0, 0, 0, 16, 33, 64)  # of these computed by the first step
 LIVE = (4, 0, 7, 2, 9, 5, 1, 8, 3)  # of 11 slots
 # Sequence, its tokens, slot: at ends of tiles, two within one, in the tile that a step began in, at the very end.
 KEPT = ((8, 128, 2), (8, 192, 5), (8, 130, 0), (8, 131, 3), (7, 40, 1), (7, 130, 7), (4, 64, 6), (0, 1, 9))
+KEPT += ((7, 40, 10), (7, 130, 11), (8, 192, 12))  # a second slot at one place
+KEPT_SLOTS = 14
 PADDING = (7, 0)  # tokens of two sequences of padding, one in the middle and one at the end
 
 
@@ -58,7 +60,7 @@ class Layer:
         self.A, self.D = -torch.rand(heads, generator=generator) * 0.05 - 0.01, torch.randn(heads, generator=generator)
         self.device, self.multiple = platform.device(), 64
         self.live = torch.full((11, heads, head_dim, size), torch.nan, dtype=states, device=self.device)
-        self.snapshots = torch.full((10, heads, head_dim, size), torch.nan, dtype=states, device=self.device)
+        self.snapshots = torch.full((KEPT_SLOTS, heads, head_dim, size), torch.nan, dtype=states, device=self.device)
 
     def truth(self, row: int) -> tuple[Tensor, Tensor]:
         """Outputs, and the state after every token, in fp64."""
@@ -84,11 +86,11 @@ class Layer:
         first = torch.tensor([0, *lengths]).cumsum(0)
         chunks = self._chunks(starts, lengths, bounded)
         begun = {row: int(first[i]) - starts[i] for i, row in enumerate(rows)}
-        places = [(slot, rows.index(row), -1, begun[row] + at) for row, at, slot in kept] + [(-1, 0, -1, 1)]
+        places = [(rows.index(row), begun[row] + at, slot, -1) for row, at, slot in kept]
         slots = StateSlots(
             self._index([*(LIVE[row] if row >= 0 else -1 for row in rows), -1]),
             torch.tensor([*(start > 0 for start in starts), True], device=self.device),
-            SnapshotPlaces(*(self._index(column) for column in zip(*places, strict=True))) if kept else None,
+            snapshot_places(places, len(rows) + 1, self.device, padding=[(1, KEPT_SLOTS - 1)]),
         )
         inputs = [self._tokens(t, spans) for t in (self.x, self.dt, self.B, self.C)]
         x, dt, b, c = moved(inputs, self.device)
@@ -144,7 +146,7 @@ def run(layer: Layer, bounded: bool = False) -> None:
         close(f"sequence {row} at {at}", layer.snapshots[slot], truths[row][1][at - 1], allowed)
     assert layer.live[[slot for slot in range(11) if slot not in LIVE]].isnan().all()
     kept_slots = {slot for _, _, slot in KEPT}
-    assert layer.snapshots[[slot for slot in range(10) if slot not in kept_slots]].isnan().all()
+    assert layer.snapshots[[slot for slot in range(KEPT_SLOTS) if slot not in kept_slots]].isnan().all()
 
 
 def variants() -> list[tuple[Config, dict[str, str], torch.dtype]]:

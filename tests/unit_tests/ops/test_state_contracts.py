@@ -59,15 +59,6 @@ def test_steps_of_odd_shapes_equal_the_formula(name: str, size: tuple[int, ...],
     Steps(name, size, dtype, FP32, cpp.NAME).run()
 
 
-@pytest.mark.parametrize(("name", "backend"), OTHERS)
-def test_states_to_keep_may_be_listed_in_any_order(name: str, backend: str) -> None:
-    """HY-4: each goes to its own slot, those of one sequence included."""
-    one, other = (Steps(name, SIZE, FP32, FP32, backend) for _ in range(2))
-    y = one.prefill(ROWS, [0] * 8, LENGTHS, sorted(KEPT))
-    assert torch.equal(y, other.prefill(ROWS, [0] * 8, LENGTHS, sorted(KEPT, reverse=True)))
-    assert torch.equal(one.snapshots.nan_to_num(), other.snapshots.nan_to_num())
-
-
 @pytest.mark.parametrize(("name", "backend"), BACKENDS)
 def test_snapshots_beyond_two_billion_elements(name: str, backend: str) -> None:
     """An arena may be larger than 32-bit offsets reach; only the pages of snapshots are touched."""

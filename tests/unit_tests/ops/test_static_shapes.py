@@ -15,12 +15,13 @@ from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, StaticBatch, build_paged_batch, paged_attention
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import pack_chunks, starts
 from megatron_ext.runner.cuda_graphs.input_batch import write_grid
 from tests.on_request import long_except
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.test_paged_attention import BLOCK, SCALE, Step
+from tests.unit_tests.support.chunk_grid import snapshot_places
 
 # Two sequences and a token of padding, with room for three of 150 tokens in chunks of 64.
 STARTS, LENGTHS, STOPS = [7, 0, 0], [100, 3, 1], [[64], [], []]
@@ -107,7 +108,7 @@ def test_prefills_in_a_grid_of_chunks(name):
     found = []
     for chunks in (padded_chunks(), exact_chunks()):
         piece = 0 if len(chunks.chunk_lengths) == GRID.count else int(np.cumsum(chunks.chunk_lengths).searchsorted(57))
-        kept = SnapshotPlaces(torch.tensor([1]), torch.tensor([0]), torch.tensor([piece]), torch.tensor([57]))
+        kept = snapshot_places([(0, 57, 1, piece)], 3)
         slots = StateSlots(torch.tensor([2, 0, 3]), torch.tensor([True, False, False]), kept)
         pool, snapshots = live.clone(), torch.full((2, *shape), torch.nan)
         with operator.backends.forced("reference"):

@@ -9,7 +9,8 @@ import torch
 
 from megatron_ext.runner.input_writer import BlockRows, StagingRules
 from megatron_ext.runner.model_input import stage_step
-from megatron_ext.scheduling.step import ScheduledStep
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from tests.unit_tests.scheduling.test_step import play
 
 BLOCK = 4
@@ -68,3 +69,18 @@ def test_tables_are_int32_and_places_are_not():
     assert {one.slot_mapping.dtype for one in staged} == {torch.int64}
     assert min(int(one.slot_mapping.min()) for one in staged) >= 0
     assert max(int(one.slot_mapping.max()) for one in staged) > 1 << 31
+
+
+def test_states_to_keep_are_ordered_by_sequence_and_tokens():
+    """CU-27: though slots are reserved in another order, two at one place."""
+
+    def prefill(*kept: tuple[int, int]) -> ScheduledChunk:
+        snapshots = tuple(Snapshot(position, b"digest", slot) for position, slot in kept)
+        return ScheduledChunk(1, (7,) * 8, 0, 8, False, (8, 9), 0, 0, snapshots=snapshots)
+
+    step = ScheduledStep((prefill((8, 1), (4, 2)), prefill(), prefill((6, 3), (2, 4), (6, 5))), 0)
+    places = stage_step(step, RULES).recurrent.prefill_slots.snapshots
+    assert places.offsets.tolist() == [0, 2, 2, 5]
+    assert places.slots.tolist() == [2, 1, 4, 3, 5]
+    assert places.tokens.tolist() == [4, 8, 18, 22, 22]
+    assert places.chunks.tolist() == [1, 3, 8, 10, 10]

@@ -1,4 +1,4 @@
-"""Chunks that end on a grid of absolute positions."""
+"""Chunks that end on a grid of absolute positions, and the states to keep at their ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ext.ops.state_slots import SnapshotPlaces
 from megatron_ext.ops.varlen import PackedChunks, pack_chunks
 
 
@@ -22,3 +23,25 @@ def cut_chunks(
     """Cut packed sequences, of which so many tokens were done before, into chunks on the grid."""
     cuts = [cut_lengths(start, length, chunk_size) for start, length in zip(starts, lengths, strict=True)]
     return pack_chunks(cuts, device)
+
+
+def snapshot_places(
+    rows: Sequence[tuple[int, int, int, int]],
+    sequences: int,
+    device: torch.device | str = "cpu",
+    padding: Sequence[tuple[int, int]] = (),
+) -> SnapshotPlaces | None:
+    """Return states to keep: rows of sequence, tokens, slot and chunk, in any order; None without any.
+
+    Args:
+        rows: States of the sequences.
+        sequences: Number of sequences of the prefill.
+        device: Device of the tensors.
+        padding: Tokens and slot of entries that belong to no sequence.
+    """
+    if not rows:
+        return None
+    entries = [*sorted(rows), *((sequences, *one, 0) for one in padding)]
+    owners, tokens, slots, chunks = torch.tensor(entries, device=device).T.contiguous()
+    offsets = torch.searchsorted(owners, torch.arange(sequences + 1, device=device))
+    return SnapshotPlaces(slots, offsets, chunks, tokens)

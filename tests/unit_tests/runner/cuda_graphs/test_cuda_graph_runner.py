@@ -112,7 +112,7 @@ def skip_padding(driver: PaddedDriver) -> None:
 
 
 def test_padding_is_marked_for_kernels_on_cuda(get_oracle):
-    """CU-4: there padding rows have no running state slot, and surplus snapshots no sequence."""
+    """CU-4: there padding rows have no running state slot, and surplus snapshots are behind those of all sequences."""
     driver = new_driver("hybrid", get_oracle)
     runner, written = driver.context.cuda_graph_runner, {}
     write = runner._writer.write
@@ -130,7 +130,9 @@ def test_padding_is_marked_for_kernels_on_cuda(get_oracle):
     rows = written["slots"].tolist()
     assert rows == [-1] * written["decodes"] + [rows[written["decodes"]]] + [-1] * (len(rows) - written["decodes"] - 1)
     assert rows[written["decodes"]] >= 0
-    assert written["kept_sequences"].tolist() == [0] + [-1] * (len(written["kept_sequences"]) - 1)
+    offsets, slots = written["kept_offsets"].tolist(), written["kept_slots"].tolist()
+    assert offsets == [0] + [1] * (len(offsets) - 1)
+    assert slots[1:] == [runner._spare.snapshot] * (len(slots) - 1)
 
 
 def test_a_run_that_reads_padding_is_seen(get_oracle, monkeypatch):
