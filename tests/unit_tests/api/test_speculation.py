@@ -100,22 +100,3 @@ def test_a_layer_that_fails_costs_its_drafts(load, predicting, monkeypatch, capl
     assert [message for message in caplog.messages if "drafter" in message] == [
         "the drafter failed; the engine continues"
     ]
-
-
-def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
-    """SP-6: measuring the costs leaves no trace in counts and cache; they stay through what befalls an engine."""
-    caplog.set_level("INFO")
-    settings = SETTINGS | {"speculative_adaptive": True, "inference_dynamic_batching_max_requests": 2}
-    engine = load(speculative_method="ngram", **settings)
-    statistics = engine.statistics()
-    assert (statistics.steps, statistics.ended, sum(statistics.speculation.drafted)) == (0, 0, 0)
-    assert statistics.counters.prefill_tokens == statistics.use.blocks_cached == 0
-    drafting = engine.inference_engine.context.drafting
-    measured = drafting.costs
-    assert [record.generated_tokens for record in generate(engine)] == plain
-    engine.suspend()
-    engine.resume()
-    engine.weights_changed()
-    assert [record.generated_tokens for record in generate(engine)] == plain
-    assert drafting.costs is measured
-    assert len([message for message in caplog.messages if message.startswith("drafts cost, in steps without")]) == 1

@@ -9,7 +9,6 @@ import torch
 from megatron.core.inference import inference_request as upstream
 
 from megatron_ext.apis import DynamicInferenceRequest, SamplingParams
-from megatron_ext.config.batching import LOGPROBS_MODES
 from megatron_ext.errors import ConfigError, EngineClosed
 from tests.unit_tests.apis.conftest import tokenizer
 from tests.unit_tests.support.megatron_models import MAX_LENGTH, PROMPT, generate
@@ -49,18 +48,6 @@ class TestResults:
         assert len(request.prompt_log_probs) == len(request.prompt_top_n_logprobs) == len(PROMPT) - 1
         best = [max(top, key=top.get) for top in request.generated_top_n_logprobs]
         assert best == [tokenizer().detokenize([token]) for token in expected]
-
-    def test_processed_scores(self, start):
-        """SA-16: the best token is certain with top_k 1, as in Megatron; log-probs of the prompt are raw."""
-        found = []
-        for mode in LOGPROBS_MODES:
-            llm = start(logprobs_mode=mode)
-            found += llm.generate(PROMPT, greedy(return_log_probs=True))
-            llm.shutdown()
-        raw, processed = found
-        assert processed.generated_log_probs == [0.0] * COUNT
-        assert max(raw.generated_log_probs) < -0.1
-        assert processed.prompt_log_probs == pytest.approx(raw.prompt_log_probs, abs=1e-6)
 
     def test_serialized_and_back(self, start):
         (request,) = start().generate(PROMPT, greedy(return_prompt_tokens=True))
@@ -124,12 +111,6 @@ class TestShapes:
 
 
 class TestThreads:
-    def test_the_sync_class_inside_a_running_loop(self, start, expected):
-        async def ask() -> list[int]:
-            return start(use_coordinator=True).generate(PROMPT, greedy())[0].generated_tokens
-
-        assert asyncio.run(ask()) == expected
-
     def test_shutdown_ends_requests_that_wait(self, start_async):
         async def leave() -> None:
             llm = start_async()

@@ -107,15 +107,6 @@ class TestCoroutines:
         llm = start_async()
         asyncio.run(use())
 
-    def test_one_that_would_wait_for_itself(self, start):
-        llm = start(use_coordinator=True)
-
-        async def nest() -> None:
-            llm.run_sync(asyncio.sleep(0))
-
-        with pytest.raises(RuntimeError, match="wait forever"):
-            llm.run_sync(nest())
-
     def test_a_shutdown_cancels_them(self, start):
         threads, llm = set(threading.enumerate()), start(use_coordinator=True)
         waiting = llm.submit(asyncio.Event().wait())
@@ -140,13 +131,6 @@ class TestShutdown:
         assert llm.context.step_count == 6
         with pytest.raises(EngineClosed):
             llm.generate(PROMPT, GREEDY)
-
-    @pytest.mark.parametrize("name", LIFECYCLE)
-    def test_ends_the_lifecycle(self, start, name):
-        llm = start(use_coordinator=True)
-        llm.shutdown()
-        with pytest.raises(EngineClosed, match="shut down"):
-            getattr(llm, name)()
 
     def test_a_collected_object_is_shut_down(self, model):
         gc.freeze()  # a search among all objects of the process takes half a second
@@ -223,17 +207,6 @@ class TestServer:
 
         one, *served = asyncio.run(ask())
         assert served == [one, one]
-
-    def test_a_suspended_engine_is_unavailable(self, start):
-        llm = start(use_coordinator=True)
-        llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
-        url = llm._runtime._frontend.url
-        llm.pause()
-        llm.suspend()
-        assert httpx.post(f"{url}/v1/completions", json=self.body(), timeout=PATIENCE).status_code == 503
-        llm.resume()
-        llm.unpause()
-        assert httpx.post(f"{url}/v1/completions", json=self.body(), timeout=PATIENCE).status_code == 200
 
     def test_blocking_until_shutdown(self, start, monkeypatch):
         llm, listening = start(use_coordinator=True), threading.Event()

@@ -19,31 +19,24 @@ from tests.unit_tests.server.test_run_server import TINY
 from tests.unit_tests.support.server import PATIENCE
 
 PROMPT = [7] * 30 + list(range(40))
-ENTRY_SECONDS = 0.5  # that a slow file takes for an entry
 
 
-def serve(directory: Path, log: Path, parent: connection.Connection, is_slow: bool) -> None:
+def serve(directory: Path, log: Path, parent: connection.Connection) -> None:
     """The tool in a process of its own, which tells its parent its URL; its log is a file."""
-    import time
-
     from megatron_ext.commands.serve import main
-    from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
     from megatron_ext.server import run
 
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), sys.stderr.fileno())
     run.announce = parent.send
-    if is_slow:
-        write = EntryFiles.write
-        EntryFiles.write = lambda *arguments: (time.sleep(ENTRY_SECONDS), write(*arguments))[1]
     sys.exit(main([*TINY, "--port", "0", "--prefix-cache-dir", str(directory), "--prefix-cache-disk-gb", "0.01"]))
 
 
 @contextmanager
-def server(directory: Path, *, is_slow: bool = False) -> Iterator[tuple[context.Process, str, Path]]:
+def server(directory: Path) -> Iterator[tuple[context.Process, str, Path]]:
     """The process, its URL, and its log."""
     ours, theirs = Pipe()
     log = directory.with_suffix(".log")
-    process = fork(serve, directory, log, theirs, is_slow)
+    process = fork(serve, directory, log, theirs)
     try:
         assert ours.poll(PATIENCE), "the server does not start"
         yield process, ours.recv(), log

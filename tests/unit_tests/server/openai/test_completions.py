@@ -9,8 +9,7 @@ import pytest
 
 from megatron_ext.config import CacheConfig, RequestParams
 from tests.unit_tests.support.driver import make_prompt
-from tests.unit_tests.support.server import TWO_LAYERS, LiveServer, tiny_engine
-from tests.unit_tests.support.tokenizers import PieceTokenizer
+from tests.unit_tests.support.server import LiveServer, tiny_engine
 
 PROMPT = make_prompt(40, seed=3)
 
@@ -126,27 +125,6 @@ def test_stop_words(tiny, offline, stream):
     got = complete(tiny, stream=stream, max_tokens=20, stop=[word, "never"])
     assert (got.texts, got.reasons) == ([cut], ["stop"])
     assert complete(tiny, stream=stream, max_tokens=20, stop=word).texts == [cut]
-
-
-@pytest.fixture(scope="module")
-def eod(offline) -> int:
-    return offline(PROMPT, num_tokens_to_generate=20).generated_tokens[3]
-
-
-@pytest.fixture(scope="module")
-def ending(serve, eod) -> LiveServer:
-    tokenizer = PieceTokenizer(TWO_LAYERS.vocab_size)
-    tokenizer.eod = eod
-    return serve(tiny_engine(tokenizer=tokenizer))
-
-
-class TestEndOfDocument:
-    """A tokenizer whose end of document is what the model writes as its fourth token."""
-
-    def test_it_ends_the_text_and_is_no_part_of_it(self, ending, offline, stream):
-        got = complete(ending, stream=stream, max_tokens=20)
-        assert got.texts == [offline(PROMPT, num_tokens_to_generate=3).generated_text]
-        assert (got.reasons, got.usage.completion_tokens) == (["stop"], 4)
 
 
 def test_log_probs(tiny, offline, stream):

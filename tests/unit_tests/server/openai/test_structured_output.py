@@ -125,21 +125,6 @@ def test_a_grammar_that_becomes_too_much_is_a_400(embedded, choices):
     assert embedded.serving.requests.living == 0
 
 
-def test_a_stream_whose_grammar_becomes_too_much_ends_with_the_reason(embedded):
-    """SE-10: the last event after the text so far is the error object of a 400."""
-    body = {"messages": QUESTION, "max_tokens": 250, "seed": 1, "stream": True, "response_format": TOO_MUCH}
-    with embedded.held() as holding, embedded.http.stream("POST", CHAT, json=body) as answer:
-        assert answer.status_code == 200
-        events = (json.loads(line[6:]) for line in answer.iter_lines() if line)
-        assert any(part["choices"][0]["delta"].get("content") for part in events), "text comes before the error"
-        holding.close()
-        *_, last = events
-    assert "too many states" in last["error"]["message"]
-    assert last["error"]["type"] == "invalid_request_error"
-    check_alive(embedded)
-    assert embedded.serving.requests.living == 0
-
-
 def test_a_slow_compilation_delays_no_other_request(strict, monkeypatch):
     """The schema is compiled in its own thread: others are answered meanwhile, and the engine never waits."""
     compile_anew, threads, may_end = Grammars._compile_anew, [], threading.Event()
