@@ -48,7 +48,7 @@ from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
 from megatron_ext.ray_serve.settings import AppSettings
 from megatron_ext.server.access import AccessLog
-from megatron_ext.server.anthropic.error_envelope import AnthropicClients
+from megatron_ext.server.anthropic.error_envelope import AnthropicMiddleware
 from megatron_ext.server.log import set_up_logging
 from megatron_ext.server.openai.chat_prompt import AnswerMemory
 from megatron_ext.server.openai.responses_api.response_store import tag_of
@@ -373,7 +373,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application that Ray's proxy calls."""
         app: ASGIApp = IngressApp(self._read, self._forward, self._limit, self._answers)
-        app = AnthropicClients(FleetRoutes(app, FleetCalls(self._replicas).ask_all, self._limit))
+        app = AnthropicMiddleware(FleetRoutes(app, FleetCalls(self._replicas).ask_all, self._limit))
         return AccessLog(app, answers=False, logs=self._logs)  # Ray's proxy answers ids
 
     async def _read(self, request: PromptRequest) -> ReadPrompt:

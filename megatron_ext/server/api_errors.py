@@ -15,10 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from megatron_ext.errors import ConfigError, WeightUpdateError
-from megatron_ext.server.log import BoundedRate, printable
+from megatron_ext.server.log import RateLimitFilter, printable
 
 logger = logging.getLogger(__name__)
-logger.addFilter(BoundedRate())
+logger.addFilter(RateLimitFilter())
 
 LONGEST_MESSAGE = 1000  # characters; messages quote clients
 LONGEST_NAME = 100

@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_ext
 from megatron_ext.server.access import AccessLog
-from megatron_ext.server.anthropic.error_envelope import AnthropicClients
+from megatron_ext.server.anthropic.error_envelope import AnthropicMiddleware
 from megatron_ext.server.api_errors import install_error_handlers, shutting_down
-from megatron_ext.server.http.auth import ADMIN_PATHS, Admission, open_paths
+from megatron_ext.server.http.auth import ADMIN_PATHS, AuthMiddleware, open_paths
 from megatron_ext.server.http.description import install_description
 from megatron_ext.server.routes import admin, generation, observing, tokens
 from megatron_ext.server.serving import Serving
@@ -106,7 +106,7 @@ def create_app(
     install_error_handlers(app)
     unkeyed = open_paths(hides_counts=settings.hide_cache_counts)
     install_description(app, open_paths=unkeyed, has_keys=keys.are_needed)
-    app.add_middleware(Admission, settings=settings, keys=keys, admin_paths=ADMIN_PATHS | admin_paths)
+    app.add_middleware(AuthMiddleware, settings=settings, keys=keys, admin_paths=ADMIN_PATHS | admin_paths)
     if settings.cors_allowed_origins:  # before authentication: a preflight has no key
         app.add_middleware(
             CORSMiddleware,
@@ -119,7 +119,7 @@ def create_app(
 
     def build_stack() -> ASGIApp:
         """Return all middleware, with ids and log lines around the handler of unexpected errors, too."""
-        stack = AnthropicClients(app.state.unbegun.around(build()))
+        stack = AnthropicMiddleware(app.state.unbegun.around(build()))
         return AccessLog(stack, answers=answers_ids, logs=settings.access_log)
 
     app.build_middleware_stack = build_stack  # type: ignore[method-assign]  # `add_middleware` would be inside of it

@@ -59,7 +59,7 @@ class LineFormatter(logging.Formatter):
         return "".join(f"\n    {printable(line, LONGEST_MESSAGE)}" for line in lines if line)
 
 
-class BoundedRate(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Filter that passes the first few records of each place in the code, in each window of time.
 
     The next record that passes says how many were suppressed.
@@ -102,6 +102,6 @@ def set_up_logging(level: str) -> None:
     handler.setFormatter(LineFormatter())
     logging.basicConfig(handlers=[handler])
     logging.getLogger("megatron_ext").setLevel(level.upper())
-    bounded = BoundedRate()
+    bounded = RateLimitFilter()
     for name in NOISY_LOGGERS:
         logging.getLogger(name).addFilter(bounded)

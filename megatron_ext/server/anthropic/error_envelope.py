@@ -74,7 +74,7 @@ def in_messages_words(error: ContextExceeded) -> ApiError:
     return ApiError(400, message, code=error.code)
 
 
-class AnthropicClients:
+class AnthropicMiddleware:
     """Middleware for Anthropic's clients: `x-api-key` as a bearer's key, the header `request-id`, and errors.
 
     Args:

@@ -46,7 +46,7 @@ def open_paths(*, hides_counts: bool) -> frozenset[str]:
     return OPEN_PATHS if hides_counts else OPEN_PATHS | _COUNTS
 
 
-class Admission:
+class AuthMiddleware:
     """Middleware that admits requests by host, origin and key, before reading anything else, and notes the caller.
 
     Where clients need a key, which no page has, any host is accepted, unless hosts are named.

@@ -23,7 +23,7 @@ from megatron_ext.config import ServerLimits
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.access import new_request_id
 from megatron_ext.server.api_errors import OVERLOADED, ApiError, shutting_down
-from megatron_ext.server.log import BoundedRate
+from megatron_ext.server.log import RateLimitFilter
 
 BEGINNING = b"HTTP/1.1 "  # of every answer
 ZEROS = b"000000000"  # a chunk's size may begin with zeros
@@ -94,7 +94,7 @@ class LingeringTransport:
         self._transport.resume_reading()
 
 
-logger.addFilter(BoundedRate())
+logger.addFilter(RateLimitFilter())
 
 
 def effective_max_connections(limits: ServerLimits) -> int:

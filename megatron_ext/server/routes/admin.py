@@ -35,17 +35,17 @@ _LEVELS: dict[str, SuspendLevel] = {"0": "keep", "keep": "keep", "offload": "off
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
-class Order(Body):
+class AdminBody(Body):
     """Base of bodies of administrators, whose mistakes concern all clients: unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Nothing(Order):
+class EmptyBody(AdminBody):
     """Empty object, or no body at all."""
 
 
-class AbortRequest(Order):
+class AbortRequest(AdminBody):
     """Answers to abort."""
 
     request_id: Name | None = None
@@ -60,7 +60,7 @@ class AbortRequest(Order):
         return self
 
 
-class UpdateRequest(Order):
+class UpdateRequest(AdminBody):
     """Location of new weights."""
 
     model_path: Annotated[str, Field(min_length=1, max_length=LONGEST_PATH)]
@@ -74,7 +74,7 @@ class UpdateRequest(Order):
 @router.post("/sleep", dependencies=[Depends(only_queries("level"))])
 async def sleep(
     serving: ServerDependency,
-    body: Nothing | None = None,
+    body: EmptyBody | None = None,
     level: Annotated[
         Level | None,
         Query(
@@ -89,7 +89,7 @@ async def sleep(
 
 
 @router.post("/wake_up", dependencies=[Depends(only_queries())])
-async def wake_up(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
+async def wake_up(serving: ServerDependency, body: EmptyBody | None = None) -> dict[str, object]:
     """Allocate the pools again; requests recompute their KV and states, and continue."""
     try:
         await serving.requests.wake_up()
@@ -110,7 +110,7 @@ async def is_sleeping(serving: ServerDependency) -> dict[str, object]:
 @router.post("/pause", dependencies=[Depends(only_queries("mode", "max_seconds"))])
 async def pause(
     serving: ServerDependency,
-    body: Nothing | None = None,
+    body: EmptyBody | None = None,
     mode: Annotated[PauseMode, Query(description="keep: requests wait; abort: they end with their tokens")] = "keep",
     max_seconds: Annotated[
         float, Query(gt=0, le=LONGEST_PAUSE, allow_inf_nan=False, description="Seconds until generation resumes")
@@ -123,7 +123,7 @@ async def pause(
 
 
 @router.post("/resume", dependencies=[Depends(only_queries())])
-async def resume(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
+async def resume(serving: ServerDependency, body: EmptyBody | None = None) -> dict[str, object]:
     """Continue generation."""
     await asyncio.to_thread(serving.requests.client.unpause)
     logger.info("generation is resumed")
@@ -139,7 +139,7 @@ async def is_paused(serving: ServerDependency) -> dict[str, object]:
 @router.post("/start_profile", dependencies=[Depends(only_queries("max_seconds"))])
 async def start_profile(
     serving: ServerDependency,
-    body: Nothing | None = None,
+    body: EmptyBody | None = None,
     max_seconds: Annotated[
         float, Query(gt=0, le=LONGEST_PROFILE, allow_inf_nan=False, description="Seconds in which traced steps begin")
     ] = LONGEST_PROFILE,
@@ -154,7 +154,7 @@ async def start_profile(
 
 
 @router.post("/stop_profile", dependencies=[Depends(only_queries())])
-async def stop_profile(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
+async def stop_profile(serving: ServerDependency, body: EmptyBody | None = None) -> dict[str, object]:
     """End the trace and write it; `file` is its name in the directory of `--profile`, null if nothing was traced."""
     file = await asyncio.wrap_future(serving.requests.client.call(_tracer(serving).end))
     return {"is_profiling": False, "file": None if file is None else file.name}
@@ -167,7 +167,7 @@ def _tracer(serving: Serving) -> StepTracer:
 
 
 @router.post("/flush_cache", dependencies=[Depends(only_queries())])
-async def flush_cache(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
+async def flush_cache(serving: ServerDependency, body: EmptyBody | None = None) -> dict[str, object]:
     """Empty the prefix cache; alias of `/reset_prefix_cache`."""
     return await serving.cache.reset()
 

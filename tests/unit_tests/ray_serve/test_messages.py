@@ -10,7 +10,7 @@ from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt, ReplicaLostError
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.server.access import AccessLog
-from megatron_ext.server.anthropic.error_envelope import AnthropicClients
+from megatron_ext.server.anthropic.error_envelope import AnthropicMiddleware
 from megatron_ext.server.openai.chat_prompt import AnswerMemory
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.messages import MESSAGES, check_envelope, contents, events_of
@@ -45,7 +45,7 @@ class Ingress:
     def __init__(self, losses: int) -> None:
         self.losses = losses
         self.read: list[tuple[str, bytes]] = []
-        app = AnthropicClients(IngressApp(self._read, self._forward, 1000, AnswerMemory(0)))
+        app = AnthropicMiddleware(IngressApp(self._read, self._forward, 1000, AnswerMemory(0)))
         transport = httpx.ASGITransport(AccessLog(app, logs=False))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://x")
 

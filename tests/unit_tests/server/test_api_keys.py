@@ -13,7 +13,7 @@ from megatron_ext.config import ServerConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.server.api_keys import Keys, load_keys
-from megatron_ext.server.http.auth import Admission
+from megatron_ext.server.http.auth import AuthMiddleware
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
@@ -119,7 +119,7 @@ class TestAdministrators:
     def test_a_prefix_of_routes_opens_nothing(self, files, prefix):
         """SE-3: a proxy may serve all paths below one of its own."""
         settings = ServerConfig(**files)
-        http = TestClient(Admission(Response(), settings, load_keys(settings)), root_path=prefix)
+        http = TestClient(AuthMiddleware(Response(), settings, load_keys(settings)), root_path=prefix)
         for key, status in ((ALICE, 403), (ADMIN, 200)):
             asked = {"authorization": f"Bearer {key}"}
             assert http.get(f"{prefix}/prefix_cache", headers=asked).status_code == status

@@ -22,8 +22,8 @@ from megatron_ext.server import access, api_errors
 from megatron_ext.server.log import (
     LONGEST_TRACEBACK,
     REQUEST_ID,
-    BoundedRate,
     LineFormatter,
+    RateLimitFilter,
 )
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS
 from tests.unit_tests.support.driver import make_prompt
@@ -145,7 +145,7 @@ class TestReasons:
     def reasons(self, caplog, monkeypatch):
         """A function: the lines so far; and the time."""
         now = [0.0]
-        monkeypatch.setattr(api_errors.logger, "filters", [BoundedRate(clock=lambda: now[0])])
+        monkeypatch.setattr(api_errors.logger, "filters", [RateLimitFilter(clock=lambda: now[0])])
         return lambda: [one.getMessage() for one in caplog.records if one.name == api_errors.__name__], now
 
     @pytest.mark.parametrize(("path", "body"), BODIES)
@@ -253,7 +253,7 @@ class TestLines:
     def test_repeated_records_are_counted(self, log):
         logger, written = log
         now = [0.0]
-        logger.addFilter(BoundedRate(limit=2, seconds=10, clock=lambda: now[0]))
+        logger.addFilter(RateLimitFilter(limit=2, seconds=10, clock=lambda: now[0]))
         for second in range(25):
             now[0] = float(second)
             logger.warning("%s fails", "this")

@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt, respond
 from megatron_ext.ray_serve.prompts import read_prompt
-from megatron_ext.server.anthropic.error_envelope import AnthropicClients
+from megatron_ext.server.anthropic.error_envelope import AnthropicMiddleware
 from megatron_ext.server.app import create_app
 from megatron_ext.server.openai.chat_prompt import AnswerMemory
 from megatron_ext.server.serving import Serving
@@ -54,7 +54,7 @@ class Fleet:
     def restart(self) -> None:
         """Begin with another ingress."""
         self.answers = AnswerMemory(self.serving.settings.limits.answers_bytes)
-        app = AnthropicClients(IngressApp(self._read, self._forward, 2**24, self.answers))
+        app = AnthropicMiddleware(IngressApp(self._read, self._forward, 2**24, self.answers))
         transport = httpx.ASGITransport(app)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=PATIENCE)
 
