@@ -147,13 +147,20 @@ def sample(logits: Tensor, inputs: SamplerInput) -> Tensor:
     """Return the token of each row: [m, V] -> [m]. Logits are left as they are; only processed rows are copied."""
     if not inputs.processors:
         return _sample_rows(logits, inputs.options)
-    assert inputs.logits_parts is not None, "processors have inputs"
-    if inputs.processed is None:
-        return _sample_rows(process_logits(logits, inputs.logits_parts, inputs.processors), inputs.options)
-    index = to_device(torch.from_numpy(inputs.processed), logits.device)
-    values = process_logits(logits.index_select(0, index), inputs.logits_parts, inputs.processors)
+    values, index = _process(logits, inputs)
+    if inputs.processed is None or index is None:
+        return _sample_rows(values, inputs.options)
     options = None if inputs.options is None else inputs.options.select(inputs.processed)
     return _sample_rows(logits, inputs.options).index_copy(0, index, _sample_rows(values, options))
+
+
+def _process(logits: Tensor, inputs: SamplerInput) -> tuple[Tensor, Tensor | None]:
+    """Return the processed rows, fp32, and their numbers; None if they are all rows."""
+    assert inputs.logits_parts is not None, "processors have inputs"
+    if inputs.processed is None:
+        return process_logits(logits, inputs.logits_parts, inputs.processors), None
+    index = to_device(torch.from_numpy(inputs.processed), logits.device)
+    return process_logits(logits.index_select(0, index), inputs.logits_parts, inputs.processors), index
 
 
 def processed_logits(logits: Tensor, tokens: Tensor, inputs: SamplerInput) -> Tensor:
@@ -167,13 +174,8 @@ def processed_logits(logits: Tensor, tokens: Tensor, inputs: SamplerInput) -> Te
     assert inputs.options is not None, "greedy rows have options here, too"
     values, options = logits, inputs.options
     if inputs.processors:
-        assert inputs.logits_parts is not None, "processors have inputs"
-        if inputs.processed is None:
-            values = process_logits(logits, inputs.logits_parts, inputs.processors)
-        else:
-            index = to_device(torch.from_numpy(inputs.processed), logits.device)
-            some = process_logits(logits.index_select(0, index), inputs.logits_parts, inputs.processors)
-            values = logits.float().index_copy(0, index, some)
+        some, index = _process(logits, inputs)
+        values = some if index is None else logits.float().index_copy(0, index, some)
     at_once = _sorted_at_once(logits.shape[1])
     pieces = [slice(start, start + at_once) for start in range(0, len(logits), at_once)]
     return torch.cat([filtered_logits(values[rows], options.select(rows), tokens[rows]) for rows in pieces])

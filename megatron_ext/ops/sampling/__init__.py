@@ -39,7 +39,7 @@ def sample_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | No
 
     Args:
         logits: [R, V] of any type; -inf is never drawn.
-        metadata: Sampling options of each row. Without `host` nothing is read back, and no shape depends on them.
+        metadata: Sampling options of each row; nothing is read back, and no shape depends on them.
         together: Rows that are sorted at once where no kernel draws them, to bound memory; None for all.
 
     Returns:

@@ -26,8 +26,7 @@ class SamplingMetadata(NamedTuple):
         top_k: [R] int64; 0 is off.
         top_p: [R] float64 in [0, 1]; 0 is off, and so is 1, since it keeps every possible token.
         uniform: [R] float64 in [0, 1], one draw of each request's own generator; negative for greedy rows.
-        host: The same by name on the host, for backends whose shapes depend on the options; None in captured steps,
-            which must not depend on them.
+        host: The same by name on the host; None in captured steps, which must not depend on them.
     """
 
     temperature: Tensor

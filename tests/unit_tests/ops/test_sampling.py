@@ -281,29 +281,6 @@ class TestRows:
         assert 0 <= int(got.min()) <= int(got.max()) < 4097
 
 
-def test_nothing_sorts_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EX-13: only a small part of a row is ever sorted, with any options."""
-    longest = 0
-
-    def watch(name: str) -> None:
-        plain = getattr(Tensor, name)
-
-        def call(self: Tensor, *args: object, **kwargs: object) -> object:
-            nonlocal longest
-            longest = max(longest, self.numel() // rows)
-            return plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(Tensor, name, call)
-
-    rows = 16
-    for name in ("sort", "argsort", "topk"):
-        watch(name)
-    logits = torch.randn(rows, 65_536, generator=torch.Generator().manual_seed(9)) * 2
-    for parameters in KINDS[:4]:
-        sample(logits, torch.full((rows,), 0.5), **parameters)
-    assert longest < 65_536 / 8
-
-
 def test_a_drawn_token_is_possible() -> None:
     """SA-16: a token at the border, which a backend's rounding keeps, and all better ones."""
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
