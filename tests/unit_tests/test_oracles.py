@@ -57,17 +57,6 @@ def test_libraries_are_fetched_once_and_by_hash(index: Index):
     assert (FIRST.packages / "first/__init__.py").is_file()
 
 
-def test_a_broken_download(index: Index, capsys: pytest.CaptureFixture[str]):
-    index.broken = "first"
-    assert oracles.main() == 1
-    output = capsys.readouterr()
-    assert output.err == "oracles.py: error: first 1.0: ERROR: THESE PACKAGES DO NOT MATCH\n"
-    assert fetched() == ["second-1.0"]
-    index.broken = None
-    assert oracles.main() == 0
-    assert fetched() == ["first-1.0", "second-1.0"]
-
-
 def test_wheels_of_megatron_core_are_fetched_once(index: Index, monkeypatch: pytest.MonkeyPatch):
     """The folder goes on the path of a process, so it has the package at its top."""
     monkeypatch.setattr(bases, "WHEELS", {"1.0": "c" * 64})

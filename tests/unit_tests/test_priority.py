@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.on_request import long_except
 from tests.priority import VARIABLE, TestPriority, level_of
 
 EACH_LEVEL = """
@@ -78,18 +77,6 @@ def test_a_bad_value_is_one_usage_error(run, level):
         f"ERROR: TEST_PRIORITY={level} is no priority; one of CRITICAL (1), HIGH (2), MEDIUM (3), LOW (4), "
         "or nothing for all"
     ]
-
-
-@pytest.mark.parametrize("argument", long_except(["1"], ["", "1", "'HIGH'", "TestPriority.HIGH, TestPriority.LOW"]))
-def test_a_bad_mark_is_a_usage_error(run, pytester, argument):
-    """A level that is no `TestPriority` would compare with it all the same, or not at all."""
-    code = f"import pytest\nfrom tests.priority import TestPriority\n@pytest.mark.priority({argument})\n{UNMARKED}"
-    pytester.makepyfile(test_bad=code)
-    done = run(None)
-    assert done.ret == pytest.ExitCode.USAGE_ERROR
-    assert (
-        "test_bad.py::test_unmarked: the priority mark takes one TestPriority" in done.stderr.str() + done.stdout.str()
-    )
 
 
 def test_this_project_selects(pytestconfig, request):

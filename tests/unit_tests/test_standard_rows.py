@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.__main__ import chosen
 from benchmarks.cases import VOCABULARY, Run, empty_page
 from benchmarks.goals import CHAT_TOKENS
-from benchmarks.models import nemotron_h
 from benchmarks.peers.sizes import CHATS, SIZES
 from benchmarks.peers.work import (
     LATER,
@@ -21,7 +19,6 @@ from benchmarks.peers.work import (
     PROBE,
     RATE,
     READ,
-    READ_ONCE,
     STEP,
     WEIGHTS,
     StandardRows,
@@ -49,20 +46,6 @@ ROWS = {
 @pytest.fixture(scope="module", autouse=True)
 def _cases() -> None:
     chosen(["standard"])
-
-
-@pytest.mark.parametrize(("key", "parameters"), [("5m", 5_344_704), ("250m", 248_769_024)])
-def test_sizes_are_those_of_the_models(key: str, parameters: int) -> None:
-    """The bytes of a decode step are those of all matrices but the embedding; operations follow the matrices."""
-    shape = SIZES[key].shape
-    with torch.device("meta"):
-        model = nemotron_h(shape)
-    assert sum(one.numel() for one in model.parameters()) == parameters
-    matrices = sum(one.numel() for name, one in model.named_parameters() if one.dim() == 2 and "embed" not in name)
-    assert shape.step_bytes == 4 * matrices
-    first, second = (shape.prefill_operations([length]) for length in (1_000, 2_000))
-    assert 2 < second / first < 2.5
-    assert shape.prefill_operations([2_176], 2_048) < first / 5
 
 
 def test_a_chat_computes_few_tokens() -> None:
@@ -118,19 +101,6 @@ def test_the_table_has_ratios() -> None:
     assert rate == ["30", "", ""]
     assert not any("nothing shared" in name for name in cells)
     assert other_tokens(pages()) == ["standard.vllm_250m generates other tokens than standard.ours_250m"]
-
-
-def test_no_step_is_below_the_floor() -> None:
-    """The floor is of the fastest reader of the run: a loop that only reads, or a step of any engine in fp32."""
-    measured = pages()
-    llama = measured["standard.llama_f32_250m"] = empty_page() | {"rows": {decode_row(1): {STEP: 36.6, READ: 50.0}}}
-    measured["standard.llama_q8_0_250m"] = empty_page() | {"rows": {decode_row(1): {STEP: 10.0, READ: 183.0}}}
-    add_floors(measured)
-    found = measured["standard.ours_250m"]["rows"][decode_row(1)]
-    assert (found["weights read once, ms"], found[READ_ONCE]) == pytest.approx((36.6, 61.0 / 36.6), rel=1e-3)
-    del llama["rows"][decode_row(1)]
-    add_floors(measured)
-    assert found[READ_ONCE] == pytest.approx(4 / 3)
 
 
 def test_documents_are_updated_between_their_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

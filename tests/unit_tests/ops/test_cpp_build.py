@@ -194,19 +194,6 @@ class TestKey:
         keys.append(key())
         assert len(set(keys)) == len(keys)
 
-    def test_no_folder_counts(self, tmp_path, monkeypatch):
-        """Sources, compiler and torch in other places: two checkouts with an environment each."""
-        keys = []
-        for name in ("one", "two"):
-            folder = tmp_path / name
-            folder.mkdir()
-            compiler = FakeCompiler(folder, version=f"clang 19\nInstalledDir: {folder}")
-            monkeypatch.setenv("CXX", str(compiler.path))
-            monkeypatch.setattr(library_build, "OPS", copy_sources(folder))
-            monkeypatch.setattr(torch, "__file__", str(folder / "torch" / "__init__.py"))
-            keys.append(library_build.build_key(library_build.toolchain()))
-        assert keys[0] == keys[1]
-
 
 class TestWithout:
     """Missing library: the reference computes, and a warning appears once."""

@@ -22,6 +22,16 @@ class TestLibrary:
         assert name == (capability if capability in library_build._VECTOR_FLAGS else "DEFAULT")
         assert int(width) == {"AVX512": 16, "AVX2": 8}.get(name, int(width))
 
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_its_threads_are_those_of_torch(self, count):
+        """The library has not found another OpenMP."""
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(count)
+            assert cpp.kernels().threads() == count
+        finally:
+            torch.set_num_threads(before)
+
     def test_exp(self):
         x = torch.cat([torch.linspace(-87, 88, 20_001), torch.tensor([0.0, -0.0])])
         want = x.double().exp()

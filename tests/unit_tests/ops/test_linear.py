@@ -175,14 +175,6 @@ class TestInt8:
             x = numbers(rows, inputs, seed=1, dtype=dtype)
             assert_within_bound(multiply(x, bias), x, multiply.dequantized(), bias)
 
-    def test_zeros_and_numbers_that_are_not_finite(self):
-        """Zeros stay zeros; an infinite number makes its output NaN, and no other one."""
-        weight = numbers(5, 40)
-        weight[1], weight[3, 7] = 0, torch.inf
-        found = cpp.Int8Weight(weight)(torch.ones(1, 40))[0]
-        assert found[1] == 0
-        assert found.isnan().tolist() == [False, False, False, True, False]
-
     def test_the_original_is_gone(self):
         """A layer refuses whatever needs its weight, and stays as it is."""
         layer = PackableLinear(40, 24)
@@ -370,24 +362,6 @@ class TestChoice:
         for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
             monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
         assert table.instruction_sets(torch.bfloat16) == ("AVX2",)
-
-    def test_other_devices_take_the_reference(self):
-        assert choose(torch.empty(4096, 4096, device="meta")).name == "reference"
-
-    @needs_onednn
-    @pytest.mark.parametrize("name", ["_reorder_linear_weight", "_linear_pointwise"])
-    def test_without_a_private_name_of_torch_the_reference_computes(self, monkeypatch, name):
-        weight = torch.empty(2048, 2048)
-        assert choose(weight).name == "onednn"
-        names = {one: None for one in ("_reorder_linear_weight", "_linear_pointwise") if one != name}
-        onednn.problem.cache_clear()
-        try:
-            with monkeypatch.context() as patched:
-                patched.setattr(torch.ops, "mkldnn", type("Names", (), names)())
-                assert name in (onednn.problem() or "")
-                assert choose(weight).name == "reference"
-        finally:
-            onednn.problem.cache_clear()
 
     @needs_onednn
     def test_an_operator_backend_overrides_the_table(self):

@@ -112,25 +112,21 @@ LIVES: dict[str, dict] = {
     "alone": {"max_requests": 1},
     "in chunks of 10": {"max_tokens": 10, "max_requests": 8},
     "preempted": {"block_count": 12, "paused_buffer_size_gb": 0},
+    "suspended twice": {},
 }
 
 
-@pytest.mark.parametrize("life", long_except(["alone", "preempted"], LIVES))
+@pytest.mark.parametrize("life", long_except(["alone", "preempted", "suspended twice"], LIVES))
 def test_in_any_batch(new_driver, wanted, life):
     driver = new_driver(**LIVES[life])
-    assert run(driver, wanted) == expected(wanted)
-    assert (driver.count(EventType.EVICT) > 0) == (life == "preempted")
-
-
-def test_suspended_twice(new_driver, wanted):
-    driver = new_driver()
 
     def between(step: int) -> None:
-        if step in (3, 7):
+        if life == "suspended twice" and step in (3, 7):
             driver.engine.suspend()
             driver.engine.resume()
 
     assert run(driver, wanted, between=between) == expected(wanted)
+    assert (driver.count(EventType.EVICT) > 0) == (life == "preempted")
 
 
 def test_after_a_cached_prefix(new_driver, wanted):
