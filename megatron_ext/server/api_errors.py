@@ -66,11 +66,6 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         self._logged = logged
 
-    @property
-    def reason(self) -> str:
-        """Reason phrase of the status."""
-        return HTTPStatus(self.status).phrase
-
     def to_dict(self) -> dict[str, object]:
         """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from megatron_ext.server.anthropic.error_envelope import THREADS_REFUSED
-from megatron_ext.server.api_errors import ApiError, describe
+from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, describe
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.protocol import (
     LONGEST_EFFORT,
@@ -25,6 +25,7 @@ from megatron_ext.server.openai.protocol import (
 )
 from megatron_ext.server.openai.request_fields import (
     MAX_MESSAGES,
+    BasicSamplingFields,
     Body,
     JsonObject,
     JsonValue,
@@ -35,11 +36,9 @@ from megatron_ext.server.openai.request_fields import (
     Text,
     Words,
     note_ignored,
-    option_bounds,
 )
 from megatron_ext.text.chat_template import ENABLE_THINKING
 
-_LONGEST_NAME = 100  # characters
 _MAX_BETAS = 32  # of a header that are logged
 
 
@@ -50,14 +49,19 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING = "x-anthropic-billing-header:"
 
 
-class TextBlock(LenientObject):
+class MarkedObject(LenientObject):
+    """Base of what a `cache_control` mark may be on."""
+
+    cache_control: Mark = None
+    """Other prompts may have everything up to here in common."""
+
+
+class TextBlock(MarkedObject):
     """Block of text."""
 
     type: Literal["text"]
     text: Text
     """Text of the part."""
-    cache_control: Mark = None
-    """Other prompts may have everything up to here in common."""
 
 
 class ThinkingBlock(LenientObject):
@@ -74,7 +78,7 @@ class RedactedThinkingBlock(LenientObject):
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(LenientObject):
+class ToolUseBlock(MarkedObject):
     """Call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -84,8 +88,6 @@ class ToolUseBlock(LenientObject):
     """Name of the function."""
     input: JsonObject
     """Arguments of the call."""
-    cache_control: Mark = None
-    """Other prompts may have everything up to here in common."""
 
 
 def _blocks_of(*known: str) -> BeforeValidator:
@@ -97,7 +99,7 @@ def _blocks_of(*known: str) -> BeforeValidator:
         for block in value if isinstance(value, list) else ():
             given = block.get("type") if isinstance(block, dict) else None
             if isinstance(given, str) and given not in known:
-                shown = printable(given, _LONGEST_NAME)
+                shown = printable(given, LONGEST_NAME)
                 raise ValueError(f"has a block of type {shown!r}; only {', '.join(known)} are supported")
         return value
 
@@ -107,7 +109,7 @@ def _blocks_of(*known: str) -> BeforeValidator:
 _Texts = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), _blocks_of("text")]
 
 
-class ToolResultBlock(LenientObject):
+class ToolResultBlock(MarkedObject):
     """Result of a call."""
 
     type: Literal["tool_result"]
@@ -117,8 +119,6 @@ class ToolResultBlock(LenientObject):
     """Result of the call, as a text or in blocks."""
     is_error: bool | None = None
     """Failure of the tool; false by default."""
-    cache_control: Mark = None
-    """Other prompts may have everything up to here in common."""
 
 
 def _tag_of(block: object) -> str:
@@ -162,7 +162,7 @@ class MessageParam(LenientObject):
         return self
 
 
-class ToolParam(LenientObject):
+class ToolParam(MarkedObject):
     """Function that the client runs."""
 
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
@@ -173,8 +173,6 @@ class ToolParam(LenientObject):
     """Purpose of the function, for the model."""
     strict: bool | None = None
     """Make arguments follow the schema where the model may also answer with text; false by default."""
-    cache_control: Mark = None
-    """Other prompts may have everything up to here in common."""
 
 
 def _client_tools(value: object) -> object:
@@ -182,7 +180,7 @@ def _client_tools(value: object) -> object:
     for tool in value if isinstance(value, list) else ():
         given = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(given, str) and given != "custom":
-            shown = printable(given, _LONGEST_NAME)
+            shown = printable(given, LONGEST_NAME)
             raise ValueError(f"has a tool of type {shown!r}, which only Anthropic's service has; give an input_schema")
     return value
 
@@ -280,7 +278,7 @@ class CountTokensRequest(Body):
         return value
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(BasicSamplingFields, CountTokensRequest):
     """Body of `/v1/messages`."""
 
     answers: ClassVar[bool] = True
@@ -291,18 +289,6 @@ class MessagesRequest(CountTokensRequest):
     """Words that end an answer; the one found is named."""
     stream: bool | None = None
     """Send the answer in parts, as server-sent events; false by default."""
-    temperature: Annotated[float, option_bounds("temperature")] | None = None
-    """0 takes the most likely token; higher values are more random; 1 by default."""
-    top_p: Annotated[float, option_bounds("top_p")] | None = None
-    """Draw from the most likely tokens that have this probability together; 1 by default."""
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Draw from so many of the most likely tokens; 0 and -1 are off; 0 by default."""
-
-    # Extensions of this engine
-    enable_prefix_caching: bool | None = None
-    """Use the prefix cache; true by default."""
-    seed: int | None = None
-    """Seed of sampling; equal seeds give equal answers."""
 
     @model_validator(mode="after")
     def _leaves_tokens_for_the_answer(self) -> MessagesRequest:

@@ -15,6 +15,7 @@ import logging
 import os
 import resource
 from collections.abc import Callable
+from http import HTTPStatus
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -331,8 +332,8 @@ class GuardedProtocol(H11Protocol):
         error.log_reason()
         body = json.dumps(error.to_dict()).encode()
         fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
-        fields["X-Request-Id"] = new_request_id()
-        lines = [f"HTTP/1.1 {error.status} {error.reason}", *(f"{name}: {value}" for name, value in fields.items())]
-        lines += [f"{name}: {value}" for name, value in error.headers.items()]
-        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        fields |= {"X-Request-Id": new_request_id(), **error.headers}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n"
+        self.transport.write(head.encode() + body)
         self.transport.close()

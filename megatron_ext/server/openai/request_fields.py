@@ -269,28 +269,35 @@ class StructuredOutputs(Body):
         return ResponseFormat(JSON_OBJECT) if self.json_schema is None else ResponseFormat.json_schema(self.json_schema)
 
 
-class SamplingFields(Body):
+class BasicSamplingFields(Body):
     """Fields that every generating route takes. None is the same as a missing field."""
 
-    # OpenAI's fields
     temperature: Annotated[float, option_bounds("temperature")] | None = None
     """0 takes the most likely token; higher values are more random; 1 by default."""
     top_p: Annotated[float, option_bounds("top_p")] | None = None
     """Draw from the most likely tokens that have this probability together; 1 by default."""
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """Draw from so many of the most likely tokens; 0 and -1 are off; 0 by default."""
+    seed: int | None = None
+    """Seed of sampling; equal seeds give equal answers."""
+    enable_prefix_caching: bool | None = None
+    """Use the prefix cache; true by default."""
+
+
+class SamplingFields(BasicSamplingFields):
+    """Fields that the generating routes of OpenAI's APIs take."""
+
+    # OpenAI's fields
     frequency_penalty: Annotated[float, option_bounds("frequency_penalty")] | None = None
     """Subtracted from a token's logit for each time that it was generated; 0 by default."""
     presence_penalty: Annotated[float, option_bounds("presence_penalty")] | None = None
     """Subtracted from the logits of tokens that were generated; 0 by default."""
     logit_bias: Biases | None = None
     """Numbers to add to logits, by token id."""
-    seed: int | None = None
-    """Seed of sampling; equal seeds give equal answers."""
 
     # Extensions of this engine
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """Tokens to generate before an end is possible; 0 by default."""
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Draw from so many of the most likely tokens; 0 and -1 are off; 0 by default."""
     min_p: Annotated[float, option_bounds("min_p")] | None = None
     """Least probability of a token, relative to the most likely one; 0 by default."""
     repetition_penalty: Annotated[float, option_bounds("repetition_penalty")] | None = None
@@ -309,8 +316,6 @@ class SamplingFields(Body):
     """Return the versions of the weights that made the tokens; false by default."""
     cache_salt: Name | None = None
     """Requests share cached prefixes with those of the same salt only."""
-    enable_prefix_caching: bool | None = None
-    """Use the prefix cache; true by default."""
     explain_prefix_cache: bool | None = None
     """Explain why no more was skipped; with `--explain-prefix-cache`; false by default."""
     num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None
