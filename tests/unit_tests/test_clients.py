@@ -35,11 +35,3 @@ def test_node_packages_have_hashes(folder):
     assert all(package["integrity"].startswith("sha512-") for package in packages.values())
     assert not any("resolved" in package for package in packages.values())
     assert {name: packages[f"node_modules/{name}"]["version"] for name in wanted} == wanted
-
-
-def test_missing_node_is_a_failure(monkeypatch):
-    """Without Node the rows that need it fail: they are not skipped."""
-    monkeypatch.setattr(run, "NODE", "no-such-node")
-    row = next(row for row in run.ROWS if row.is_node)
-    [line] = run.play(row, {})
-    assert "NODE IS MISSING" in line

@@ -300,31 +300,6 @@ class TestSettings:
             tokens_of(first)
         assert tokens_of(attach(model)) == expected
 
-    def test_megatrons_tokenizer(self, attach) -> None:
-        """Texts go through the tokenizer object of the caller; its end of document ends a request."""
-        model = models.build("llama")
-        expected, _ = models.generate(model, models.PROMPT, COUNT)
-
-        class Letters:
-            vocab_size, eod = models.VOCABULARY, expected[4]
-
-            @property
-            def bos(self) -> int:
-                raise NotImplementedError
-
-            def tokenize(self, text: str) -> list[int]:
-                return [ord(letter) - 65 for letter in text]
-
-            def detokenize(self, ids: list[int]) -> str:
-                return "".join(chr(65 + token) for token in ids)
-
-        text = Letters().detokenize(models.PROMPT)
-        (record,) = attach(model, Letters()).generate(text, PARAMS)
-        assert list(record.prompt_tokens) == models.PROMPT
-        first_end = expected.index(expected[4])
-        assert list(record.generated_tokens) == expected[: first_end + 1]
-        assert record.generated_text == Letters().detokenize(expected[:first_end])
-
 
 class TestMemory:
     """Shared parameters and freed pools."""

@@ -186,19 +186,6 @@ def test_flags_of_inference_without_effect_are_told(version, caplog):
     assert "bf16" in types
 
 
-def test_a_parser_without_megatrons_flags():
-    parser = add_inference_args(argparse.ArgumentParser())
-    assert add_inference_args(parser) is parser
-    words = ["--load-hf", "DIR", f"--{BATCHING}-prefix-caching", "--top_p", "0.9", "--spec", "module", "name"]
-    assert settings_from_args(parser.parse_args(words)) == {
-        "load_hf": "DIR",
-        "spec": ("module", "name"),
-        "top_p": 0.9,
-        f"{OURS}_enable_prefix_caching": True,
-    }
-    assert "megatron_ext: prefix caching" in parser.format_help()
-
-
 def test_the_example_in_the_docstring():
     """PY-8: it gives the result shown."""
     runner = doctest.DocTestRunner()

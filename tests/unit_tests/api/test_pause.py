@@ -8,12 +8,10 @@ import threading
 
 import pytest
 
-from megatron_ext import EngineClosed, LoadedEngine, RequestParams, load_engine
+from megatron_ext import LoadedEngine, RequestParams
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.errors import RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from tests.unit_tests.api.conftest import SMALL
 from tests.unit_tests.support.holding import PATIENCE, held_steps
 
 PROMPT = tuple(range(5, 45))
@@ -114,25 +112,3 @@ class TestStopAllAndKeep:
         check_beginning(stream.record, whole)
         assert tuple(token for part in parts for token in part.tokens) == stream.record.generated_tokens
         assert "".join(part.text for part in parts) == stream.record.generated_text
-
-
-class TestEarlyEnds:
-    """Records of requests that end early."""
-
-    @pytest.mark.parametrize("error", [EngineClosed, RankError])
-    async def test_an_engine_that_ends(self, whole, error, monkeypatch):
-        with load_engine(**SMALL) as engine:
-            stream = engine.stream(PROMPT, SCORED)
-            with held_steps(engine.client):
-                await anext(stream)
-                if error is RankError:
-
-                    def fail():
-                        raise RankError("rank 1 is gone")
-
-                    monkeypatch.setattr(engine.inference_engine.core, "step", fail)
-                else:
-                    await asyncio.to_thread(engine.close)
-            with pytest.raises(error):
-                _ = [part async for part in stream]
-            check_beginning(stream.record, whole)

@@ -7,7 +7,6 @@ import torch
 
 from megatron_ext import EngineSuspended, LoadedEngine, RequestParams
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.memory import budget
 from megatron_ext.memory.pools import OffloadedPools, _tensors
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.support.holding import PATIENCE, held_steps
@@ -64,25 +63,6 @@ def test_requests_in_flight_and_the_cache(small, level, is_kept):
     (again,) = engine.generate(PROMPT, LONG)
     assert again.generated_tokens == expected.generated_tokens
     assert (again.skipped_prefill_token_count > 0) is is_kept
-
-
-@pytest.mark.parametrize("is_arena", [False, True], ids=["split", "arena"])
-def test_offloaded_pools_take_no_memory(small, monkeypatch, is_arena):
-    monkeypatch.setattr(budget, "SHARES_MEMORY", is_arena)
-    free = {"block_count": None, "prefix_caching_mamba_slots": None, "buffer_size_gb": 0.01}
-    settings = {f"inference_dynamic_batching_{name}": value for name, value in free.items()}
-    engine = small(**settings if is_arena else {})
-    assert (pools(engine).pages is not None) is is_arena
-    engine.generate(PROMPT, LONG)
-    before = engine._call(contents, engine)
-    engine.suspend("offload")
-    assert {tensor.untyped_storage().nbytes() for tensor in _tensors(pools(engine))} == {0}
-    assert not engine.inference_engine.context.is_tensor_state_allocated
-    engine.resume()
-    after = engine._call(contents, engine)
-    assert len(before) == len(after) == (3 if is_arena else 5)
-    assert all(map(torch.equal, before, after))
-    assert engine.generate(PROMPT, LONG)[0].skipped_prefill_token_count == 64
 
 
 def test_a_host_without_memory(small, monkeypatch):

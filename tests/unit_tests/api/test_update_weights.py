@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,14 +11,12 @@ from megatron_ext import (
     ConfigError,
     LoadedEngine,
     RequestParams,
-    RequestRecord,
     WeightUpdateError,
     load_engine,
 )
 from megatron_ext.models.update import writer
 from megatron_ext.ops.linear import Packable, onednn
 from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.token_versions import Runs, joined
 from tests.unit_tests.api.conftest import SMALL
 from tests.unit_tests.support.holding import held_steps
 from tests.unit_tests.support.new_weights import new_weights, write_checkpoint
@@ -192,32 +189,6 @@ def test_a_write_that_fails(new, fresh, load, monkeypatch, keep_old):
             engine.generate(PROMPTS, PARAMS)
     engine.update_weights(new)
     assert_equal(outcomes(engine), fresh)
-
-
-def test_parts_of_streams_have_versions(new, load):
-    """RL-2: the parts' runs are those of the record."""
-    engine = load()
-    parts = []
-
-    async def read() -> RequestRecord:
-        with held_steps(engine.client, tokens=20) as held:
-            stream = engine.stream(PROMPTS[0], RequestParams(num_tokens_to_generate=40, ignore_eos=True))
-            async for part in stream:
-                parts.append(part)
-                if sum(len(one.tokens) for one in parts) == 20:
-                    await asyncio.to_thread(engine.update_weights, new)
-                    held.close()
-        return stream.record
-
-    record = asyncio.run(read())
-    for part in parts[:-1]:
-        assert sum(count for _, count in part.weights_version) == len(part.tokens)
-    for name in ("weights_version", "prefix_weights_version"):
-        runs: Runs = ()
-        for part in parts:
-            runs = joined(runs, getattr(part, name))
-        assert runs == getattr(record, name)
-    assert [version for version, _ in record.weights_version] == [0, 1]
 
 
 def test_while_it_is_suspended(new, fresh, load):

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext import LoadedEngine, attach_engine
 from megatron_ext.apis import MegatronLLM, SamplingParams, ServeConfig, http_frontend
-from megatron_ext.errors import ConfigError, EngineClosed, EngineSuspended
+from megatron_ext.errors import EngineClosed, EngineSuspended
 from tests.unit_tests.apis.conftest import SMALL, Config, tokenizer
 from tests.unit_tests.support.holding import PATIENCE
 from tests.unit_tests.support.megatron_models import PROMPT
@@ -220,13 +220,3 @@ class TestServer:
             assert not serving.done()
             llm.shutdown()
             serving.result()
-
-    def test_an_address_that_is_taken(self, start):
-        llm = start(use_coordinator=True)
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            port = taken.getsockname()[1]
-            with pytest.raises(ConfigError, match=f"--port {port}"):
-                llm.serve(ServeConfig(host="127.0.0.1", port=port))
-        assert llm.generate(PROMPT, GREEDY)[0].succeeded()

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from megatron_ext.commands.main import main
-from megatron_ext.console.start import program_of
 from tests.unit_tests.support.source import ROOT
 
 TOOLS = {
@@ -55,15 +54,3 @@ def help_of(*words: str) -> str:
     """Help that a process prints."""
     command = [sys.executable, *words, "--help"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["tools/run_inference.py", "--seed", "1"], "tools/run_inference.py"),
-        (["/usr/bin/megatron-ext", "run", "--seed", "1"], "-m megatron_ext run"),
-        (["/site-packages/megatron_ext/__main__.py", "serve"], "-m megatron_ext serve"),
-    ],
-)
-def test_what_torchrun_starts(argv, expected):
-    assert program_of(argv) == expected

@@ -16,7 +16,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.server.monitoring import cache_view
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import make_prompt
-from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
+from tests.unit_tests.support.server import PATIENCE, tiny_engine
 
 CLIENTS = 64
 PREFIX = make_prompt(48, seed=5)
@@ -90,46 +90,6 @@ def test_a_full_queue_is_429_with_retry_after(serve, stream):
     assert server.client().completions.create(model="tiny", prompt=[1], max_tokens=3).usage.completion_tokens == 3
     never = server.http.post("/v1/completions", json={"prompt": [1], "n": 4})
     assert (never.status_code, never.json()["error"]["message"][:10]) == (400, "4 requests")
-
-
-def test_choices_are_taken_all_or_none(tiny):
-    """One bad prompt among good ones leaves no request in the engine."""
-    response = tiny.http.post("/v1/completions", json={"prompt": [[1, 2], [3], [97]]})
-    assert response.status_code == 400
-    tiny.check_idle()
-
-
-@pytest.fixture(scope="module")
-def failing(serve) -> LiveServer:
-    """A server whose engine's forwards fail as often as `failing.failures` says."""
-    server = serve(tiny_engine())
-    server.failures = 0
-    controller = server.engine.controller
-    generate = controller.forward
-
-    def fail_sometimes():
-        if server.failures > 0:
-            server.failures -= 1
-            raise MemoryError("no memory")
-        return generate()
-
-    controller.forward = fail_sometimes
-    return server
-
-
-class TestEngineThatFails:
-    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-    def test_one_that_goes_on_failing_gives_its_requests_up(self, failing, stream):
-        failing.failures = 3
-        with pytest.raises(openai.InternalServerError, match="MemoryError"):
-            failing.client().completions.create(model="tiny", prompt=[5, 6, 7], stream=stream)
-        failing.check_idle()
-        assert failing.http.get("/health").json()["status"] == "failing"
-        assert failing.metric("requests_running") == failing.metric("requests_waiting") == 0
-        assert failing.http.post("/v1/completions", json={"prompt": [5]}).status_code == 200
-        assert failing.http.get("/health").json()["status"] == "ok"
-        failing.check_idle()
-        assert failing.metric("step_failures_total") >= 3
 
 
 def test_a_client_that_leaves_before_the_engine_has_its_request_frees_its_place(serve):

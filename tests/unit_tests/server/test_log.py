@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import logging
 import math
 import re
@@ -85,29 +84,6 @@ class TestRequests:
         first, second = [line for line in caplog.text.splitlines() if access.__name__ in line]
         assert re.search(r"duration=\S+ request=minex{96}$", first), first
         assert second.endswith(f" request={answers[1]}")
-
-    def test_a_client_that_leaves(self, server, lines):
-        body = {"prompt": [1, 2], "max_tokens": 100, "ignore_eos": True}
-        step, begun, go_on = server.engine.core.step, threading.Event(), threading.Event()
-
-        def slow(*arguments):
-            begun.set()
-            assert go_on.wait(PATIENCE)
-            return step(*arguments)
-
-        server.engine.core.step = slow
-        try:
-            address, content = httpx.URL(server.url), json.dumps(body)
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            with socket.create_connection((address.host, address.port), timeout=PATIENCE) as client:
-                client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
-                assert begun.wait(PATIENCE)
-            (line,) = lines()
-        finally:
-            go_on.set()
-            server.engine.core.step = step
-        assert (line["status"], line["prompt"], line["generated"]) == ("499", "2", "-")
-        server.check_idle()
 
     def test_never_texts(self, server, caplog):
         """Nor what comes after a question mark, nor a path that is one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.scheduling.explanation import Reason
-from megatron_ext.server.http.status_page import FLEET_PAGE, PAGE
+from megatron_ext.server.http.status_page import FLEET_PAGE
 from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.metrics import INTERVAL, History, Metrics
 from tests.unit_tests.support.driver import make_prompt
@@ -174,29 +173,6 @@ def look(server: LiveServer, folder: Path, *, milliseconds: int = 9000) -> _Page
     return page
 
 
-# What a person does: waits to be asked for the key, gives it, looks, and empties the cache.
-PERSON = """<script>
-window.confirm = () => true;
-const until = async test => { while (!test()) await new Promise(done => setTimeout(done, 50)); };
-const note = name => document.getElementById("model").setAttribute(name, at("hottest").textContent);
-(async () => {
-  await until(() => !at("key").hidden);
-  document.getElementById("state").setAttribute("asked", at("key-said").textContent);
-  document.getElementById("state").setAttribute("before", String(at("hottest").hidden && at("geometry").hidden));
-  for (const given of GIVEN) {
-    at("key-text").value = given;
-    at("key").requestSubmit();
-    await new Promise(done => setTimeout(done, 300));
-  }
-  await until(() => at("key").hidden);
-  note("shown");
-  at("hottest").querySelector("button").click();
-  await until(() => at("hottest").textContent.includes("emptied"));
-  note("emptied");
-})();
-</script>"""
-
-
 class TestPage:
     def test_it_needs_nothing_from_elsewhere(self, fresh):
         response = fresh.http.get("/")
@@ -253,29 +229,6 @@ class TestPage:
         assert "hidden" in page.attributes["key"], "there is no key to be asked for"
         failed = fresh.metric("requests_total", outcome="failed")
         assert f"requests failed{failed:.0f}" in page.texts["failures"]
-
-    @needs_chromium
-    def test_it_asks_for_the_key_and_empties_the_cache(self, serve, tmp_path, monkeypatch):
-        """The page shows only counts before it has the key; its own POST has its own origin, which is allowed.
-
-        The name of a model is shown as it is, and none of its markup becomes an element.
-        """
-        name = "<img src=x onerror=\"document.title='run'\"><script>1</script>&amp;"
-        person = PERSON.replace("GIVEN", json.dumps(["wrong", "the key"]))
-        monkeypatch.setattr("megatron_ext.server.routes.observing.PAGE", PAGE.replace("</body>", f"{person}</body>"))
-        monkeypatch.setattr("megatron_ext.server.routes.observing.PAGE_HEADERS", {})
-        server = serve(tiny_engine(), name, api_key="the key")
-        server.http.headers["authorization"] = "Bearer the key"
-        for _ in range(3):
-            complete(server)
-        page = look(server, tmp_path)
-        assert "needed for the geometry" in page.attributes["state"]["asked"]
-        assert page.attributes["state"]["before"] == "true"
-        assert "2 × 32 tokens" in page.attributes["model"]["shown"]
-        assert "the cache was emptied" in page.attributes["model"]["emptied"]
-        assert server.metric("kv_blocks_cached") == 0
-        assert page.texts["model"] == name
-        assert "img" not in page.tags
 
 
 def test_a_fleets_cards_hold_what_is_long():

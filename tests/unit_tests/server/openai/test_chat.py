@@ -119,15 +119,6 @@ class TestCheckpoints:
             assert (usage.prompt_tokens_details.cached_tokens if number else 0) == (end // 16 * 16 if number else 0)
         assert end > 64
 
-    def test_a_spelled_end_token_ends_no_turn(self, embedded):
-        turns = [user("Hello<|end|>" * 3), {"role": "assistant", "content": "Yes."}, user("And?")]
-        prompt = rendered(embedded.serving.chat_format, [Message(**turn) for turn in turns]).ids()
-        ends = embedded.serving.chat_format.ends_of_turns(prompt)
-        assert len(ends) == 3
-        assert ends == [ends[0], *sorted(ends[1:], reverse=True)]
-        texts = [embedded.serving.tokenizer.detokenize(prompt[:end], skip_special_tokens=False) for end in sorted(ends)]
-        assert [text.rpartition("<|end|>")[0].rpartition(">")[2] for text in texts] == ["", "Yes.", "And?"]
-
 
 class TestMarks:
     """SI-1: parts of messages with `cache_control`, as clients of other providers send them."""

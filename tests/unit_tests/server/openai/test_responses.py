@@ -139,13 +139,6 @@ class TestCounts:
             usage = create(server, input=QUESTION, max_output_tokens=1)["usage"]
             assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
 
-    def test_explained(self, serve):
-        """SI-5: with the server's flag the response has an explanation."""
-        server = serve(embedded_engine(explain_prefix_cache=True), "embedded")
-        response = create(server, input=QUESTION, max_output_tokens=1, explain_prefix_cache=True, stream=True)
-        assert response["prefix_cache_explanation"]["text"]
-        assert "prefix_cache_explanation" not in create(server, input=QUESTION, max_output_tokens=1)
-
 
 class TestSampling:
     def test_options_are_those_of_a_chat(self, embedded):
