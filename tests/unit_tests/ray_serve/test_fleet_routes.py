@@ -102,14 +102,6 @@ async def test_health_is_that_of_all(fleet: Fleet):
     assert (await fleet.http.get("/health")).status_code == 503
 
 
-async def test_load_is_the_sum(fleet: Fleet):
-    """RP-6: requests and capacity of all replicas."""
-    fields = (await fleet.http.get("/load")).json()
-    one = [await whole_answer(app, request("/load"), "x") for app in fleet.apps.values()]
-    assert fields["capacity"] == sum(answer.json()["capacity"] for answer in one) > 0
-    assert set(fields) == {"server_load", "running", "waiting", "paused", "capacity"}
-
-
 async def test_metrics_have_the_replica_as_label(fleet: Fleet):
     """RP-6: every sample of every replica, once, in a text that Prometheus can read."""
     text = (await fleet.http.get("/metrics")).text

@@ -155,18 +155,6 @@ def test_events_that_make_no_sense():
         router.members["0"].stored([9], None, [-1, 0, 0, 0])
 
 
-def test_holes_cost_a_guess_and_nothing_else():
-    """RP-3: a replica that takes back a block before those that continue it."""
-    router = fleet(count=1)
-    names = hold(router, "0", 32)
-    router.members["0"].removed([names[2]])
-    router.check()
-    assert router.route(Prompt(range(32))).skipped <= 31
-    router.members["0"].removed(names)
-    assert router.members["0"].held == 0
-    router.check()
-
-
 def test_mistakes_of_the_caller():
     router = fleet(count=1)
     prompt = Prompt([1])

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.chat_tokens import RenamedTokenizer
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.support import hf_tokenizers
 from tests.unit_tests.text.test_chat_template import CONVERSATION, HEADERS, INSTRUCTIONS, QUESTION
@@ -248,11 +247,3 @@ def test_conversations_that_use_the_stand_ins(kinds):
     assert every in kind.tokenizer.detokenize(kind.ids(every))
     with pytest.raises(ConfigError, match="private-use"):
         kind.ids(every + kind.end)
-
-
-def test_names_cannot_be_guessed(kinds):
-    control = kinds["Llama 3"].tokenizer._chat_tokens._control
-    serialized = (kinds["Llama 3"].directory / "tokenizer.json").read_text()
-    first, second = (RenamedTokenizer(serialized, control)._names for _ in range(2))
-    assert not set(first.values()) & set(second.values())
-    assert all(len(name) > 16 for name in first.values())

@@ -104,7 +104,7 @@ def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
         (schema(**{"$ref": "http://127.0.0.1:1/schema.json"}), "does not fetch"),
         (schema(**{"$ref": "#"}), "no output satisfies it"),
         (schema(type="integer", minimum=3, maximum=2), "minimum (3) is greater"),
-        (schema(const="\x01"), "control character"),
+        (schema(const="\x1f"), "control character"),
         (schema(const="\\\x01"), "control character"),
         (ResponseFormat.regex("b(a"), "unclosed group, at character 2 of the expression"),
         (ResponseFormat.regex("x\ny[a-"), "unclosed character class, at character 5 of the expression"),

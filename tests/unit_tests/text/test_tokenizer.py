@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
-from megatron_ext.text.tokenizer_files import copy_tokenizer_files, has_tokenizer
+from megatron_ext.text.tokenizer_files import has_tokenizer
 
 TEXT = "the quick brown fox, naïve as ever, jumps over the lazy dog"
 
@@ -99,17 +99,6 @@ def test_older_files_through_transformers(directory: Path, tmp_path_factory: pyt
     assert slow.tokenize(TEXT) == fast.tokenize(TEXT)
     assert slow.detokenize([*slow.tokenize(TEXT), 1]) == TEXT
     assert (slow.eod, slow.bos) == (1, 0)
-
-
-def test_copied_files_are_the_same_tokenizer(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    write(directory / "tokenizer_config.json", eos_token="<c>")
-    (directory / "model.safetensors").write_text("not a tokenizer's")
-    whole, single = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("single")
-    copy_tokenizer_files(directory, whole)
-    assert sorted(path.name for path in whole.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
-    assert TextTokenizer(whole).eod == 2
-    copy_tokenizer_files(directory / "tokenizer.json", single)
-    assert TextTokenizer(single).tokenize(TEXT) == TextTokenizer(directory).tokenize(TEXT)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
