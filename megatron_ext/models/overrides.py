@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megatron_ext.config import RECURRENT_KINDS, BatchingConfig, ModelConfig, SourceConfig
@@ -38,8 +38,6 @@ _LAYOUT = (
     *("vocab_size", "mtp_num_layers", "mtp_hybrid_override_pattern"),
 )
 _OURS = ("spec", "vocab_size")  # flags that are not in Megatron's checkpoint arguments
-
-_Fits = Callable[[int | list[int]], bool]  # whether a frequency of layers describes a checkpoint's
 
 
 def fitting_overrides(
@@ -191,41 +189,29 @@ def _counts(saved: ModelConfig) -> str:
 
 def _check_layer_freqs(source: SourceConfig, saved: ModelConfig, directory: Path) -> None:
     """Compare the layers of a GPT that have experts or windows; a flag has no effect on a model without them."""
-    pattern, count = saved.hybrid_override_pattern, gpt_layers(saved.hybrid_override_pattern)
-    mixers, mlps, plain = pattern[::2], pattern[1::2], pattern[::2].replace("W", "*")
+    pattern = saved.hybrid_override_pattern
+    mixers, mlps, is_gpt = pattern[::2], pattern[1::2], gpt_layers(pattern) is not None
     experts, windows = source.moe_layer_freq, source.window_attn_skip_freq
-    checks: tuple[tuple[str, str | None, str, bool, _Fits], ...] = (
-        ("--moe-layer-freq", experts, "experts", saved.is_moe, lambda freq: moe_letters(freq, len(mlps)) == mlps),
-        (
-            "--window-attn-skip-freq",
-            windows,
-            "windows",
-            saved.attention_window is not None,
-            lambda freq: windowed_letters(plain, freq) == mixers,
-        ),
-    )
-    for flag, text, kind, has_layers, fits in checks:
+    with_windows = partial(windowed_letters, mixers.replace("W", "*"))
+    for flag, text, kind, stored, letters in (
+        ("--moe-layer-freq", experts, "experts", mlps if saved.is_moe else "", partial(moe_letters, count=len(mlps))),
+        ("--window-attn-skip-freq", windows, "windows", mixers if saved.attention_window else "", with_windows),
+    ):
         if text is None:
             continue
-        if count is not None and has_layers:
-            _check_layer_freq(source, saved, directory, flag, text, fits)
+        if is_gpt and stored:
+            with contextlib.suppress(ValueError):
+                if letters(parse_layer_freq(text, flag)) == stored:
+                    continue
+            if not source.use_checkpoint_args:
+                raise ConfigError(
+                    f"{flag} {text} contradicts {directory}, whose layers are {pattern}; leave it out or load another "
+                    "checkpoint"
+                )
+            if is_first_rank():
+                logger.warning("--use-checkpoint-args: %s decides over %s %s", directory, flag, text)
         elif is_first_rank():
             logger.warning("%s %s has no effect: %s is not a GPT with %s", flag, text, directory, kind)
-
-
-def _check_layer_freq(
-    source: SourceConfig, saved: ModelConfig, directory: Path, flag: str, text: str, fits: _Fits
-) -> None:
-    with contextlib.suppress(ValueError):
-        if fits(parse_layer_freq(text, flag)):
-            return
-    if not source.use_checkpoint_args:
-        raise ConfigError(
-            f"{flag} {text} contradicts {directory}, whose layers are {saved.hybrid_override_pattern}; leave it out or "
-            "load another checkpoint"
-        )
-    if is_first_rank():
-        logger.warning("--use-checkpoint-args: %s decides over %s %s", directory, flag, text)
 
 
 def _check_provider(source: SourceConfig, saved: ModelConfig, directory: Path, trained: TrainingFacts | None) -> None:
