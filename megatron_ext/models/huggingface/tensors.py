@@ -213,28 +213,19 @@ def _of_layer(table: LayerTable, config: ModelConfig) -> Iterator[tuple[str, Sou
 
 
 ROUTED_EXPERT = f"mlp.experts.local_experts.{EXPERT}"  # one of our routed experts
-_MAMBA1 = "in_proj.weight conv1d.weight conv1d.bias x_proj.weight dt_proj.weight dt_proj.bias A_log D out_proj.weight"
-_MAMBA2 = "in_proj.weight conv1d.weight conv1d.bias A_log D dt_bias norm.weight out_proj.weight"
+MAMBA1 = "in_proj.weight conv1d.weight conv1d.bias x_proj.weight dt_proj.weight dt_proj.bias A_log D out_proj.weight"
+MAMBA2 = "in_proj.weight conv1d.weight conv1d.bias A_log D dt_bias norm.weight out_proj.weight"
+"""Tensors of Mamba mixers, which have the same names on both sides."""
 
 
-def copied(ours: str, theirs: str, names: Iterable[str]) -> LayerTable:
-    """Map tensors with equal names and shapes from a part of theirs to a part of ours."""
-    return {f"{ours}.{name}": Source((f"{theirs}.{name}",)) for name in names}
+def copied(ours: str, theirs: str, names: str) -> LayerTable:
+    """Map tensors with equal names and shapes, given as a text, from a part of theirs to a part of ours."""
+    return {f"{ours}.{name}": Source((f"{theirs}.{name}",)) for name in names.split()}
 
 
 def weights(names: Mapping[str, str]) -> LayerTable:
     """Map weights of equal shapes, given as our part -> their part."""
     return {f"{ours}.weight": Source((f"{theirs}.weight",)) for ours, theirs in names.items()}
-
-
-def mamba1_mixer(theirs: str) -> LayerTable:
-    """Tensor table of a Mamba-1 mixer."""
-    return copied("mixer", theirs, _MAMBA1.split())
-
-
-def mamba2_mixer(theirs: str) -> LayerTable:
-    """Tensor table of a Mamba-2 mixer."""
-    return copied("mixer", theirs, _MAMBA2.split())
 
 
 def attention(theirs: str) -> LayerTable:

@@ -136,7 +136,7 @@ def _mixer_tensors(input_projection: Source) -> LayerTable:
     )
     return {
         **weights({"norm": "input_layernorm"}),
-        **copied("mixer", "linear_attn", ("A_log", "dt_bias", "conv1d.weight", "out_proj.weight")),
+        **copied("mixer", "linear_attn", "A_log dt_bias conv1d.weight out_proj.weight"),
         "mixer.in_proj.weight": input_projection,
         "mixer.out_norm.weight": Source(("linear_attn.norm.weight",), around_one),
     }
@@ -376,7 +376,7 @@ _OLMO_TENSORS = TensorTable(
     layers={
         "M": {
             **weights({"norm": "input_layernorm"}),
-            **copied("mixer", "linear_attn", ("A_log", "dt_bias", "conv1d.weight")),
+            **copied("mixer", "linear_attn", "A_log dt_bias conv1d.weight"),
             **weights({"mixer.out_norm": "linear_attn.o_norm", "mixer.out_proj": "linear_attn.o_proj"}),
             "mixer.in_proj.weight": stacked_inputs(
                 {f"linear_attn.{name}.weight": held for name, held in _OLMO_INPUTS.items()}

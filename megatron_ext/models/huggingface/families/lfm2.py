@@ -65,7 +65,7 @@ _TENSORS = TensorTable(
     layers={
         "M": {
             **weights({"norm": "operator_norm", "mixer.conv1d": "conv.conv"}),
-            **copied("mixer", "conv", ("in_proj.weight", "out_proj.weight")),
+            **copied("mixer", "conv", "in_proj.weight out_proj.weight"),
         },
         "*": {
             "self_attention.linear_qkv.weight": attention("self_attn")["self_attention.linear_qkv.weight"],

@@ -18,7 +18,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import SILU, Fields, FieldTable, Values, names
-from megatron_ext.models.huggingface.tensors import LayerTable, TensorTable, mamba1_mixer, mamba2_mixer, weights
+from megatron_ext.models.huggingface.tensors import MAMBA1, MAMBA2, LayerTable, TensorTable, copied, weights
 
 TIME_STEP_LIMIT: Mapping[str, tuple[object, ...]] = {"time_step_limit": ((0.0, math.inf),)}
 
@@ -77,7 +77,7 @@ MAMBA = Family(
         is_tied=True,
     ),
     pattern=lambda fields: "M" * fields.layer_count,
-    tensors=_tensors(mamba1_mixer("mixer")),
+    tensors=_tensors(copied("mixer", "mixer", MAMBA1)),
     constants={"recurrent_layer": "mamba1", "num_attention_heads": 1},  # no layer has heads
     derived=(
         lambda fields: {"mamba_inner_size": _width(fields), "mamba_dt_rank": dt_rank(fields, "time_step_rank")},
@@ -130,7 +130,7 @@ MAMBA2 = Family(
         },
     ),
     pattern=MAMBA.pattern,
-    tensors=_tensors(mamba2_mixer("mixer")),
+    tensors=_tensors(copied("mixer", "mixer", MAMBA2)),
     constants={"num_attention_heads": 1},  # no layer has heads
     derived=(_checked_positions,),
 )
