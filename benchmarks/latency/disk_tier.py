@@ -16,7 +16,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.warm_restart_setup import keep_engine
-from megatron_ext.models.identity import cache_facts, tensors_digest
+from megatron_ext.models.identity import cache_facts, weights_digest
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.prefix_cache.disk.tier import DiskTier
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -72,7 +72,7 @@ def tier_without_hits(run: Run, rounds: int = 6, length: int = 320, sizes: tuple
     """Requests of which none hits, with a disk tier that takes what memory evicts, and without one."""
     for size in sizes:
         loaded = MODELS[size]()
-        weights, blocks = tensors_digest(loaded.model), BATCH * (length // 64 + 3)
+        weights, blocks = weights_digest(loaded.model), BATCH * (length // 64 + 3)
         memory = {"block_count": blocks, "block_size": 64}
         with tempfile.TemporaryDirectory() as folder:
             cache = CacheConfig(prefix_cache_dir=folder + "/cache", prefix_cache_disk_gb=4.0, snapshot_slots=2 * BATCH)
@@ -135,7 +135,7 @@ def decode_beside_load(run: Run, rounds: int = 6, length: int = 1024, sizes: tup
     steps = 8
     for size in sizes:
         loaded = MODELS[size]()
-        weights = tensors_digest(loaded.model)
+        weights = weights_digest(loaded.model)
         (prompt, *others) = texts(loaded, [length, *[64] * 3], f"{size} beside")
         with tempfile.TemporaryDirectory() as folder:
             engine = started(loaded, weights, Path(folder) / "cache")

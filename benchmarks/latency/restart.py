@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.warm_restart_setup import keep_engine
-from megatron_ext.models.identity import cache_facts, files_digest, tensors_digest
+from megatron_ext.models.identity import cache_facts, weights_digest
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.store import DiskStore, open_directory_store
@@ -72,7 +71,7 @@ def restart(run: Run, rounds: int = 3, system: int = 2000, sizes: tuple = ("5m",
     for size in sizes:
         loaded = MODELS[size]()
         assert loaded.config.vocab_size is not None, "every model has one"
-        weights, found = tensors_digest(loaded.model), {"cold": [], "before the stop": [], "after the restart": []}
+        weights, found = weights_digest(loaded.model), {"cold": [], "before the stop": [], "after the restart": []}
         ends, starts, stored, skips = [], [], 0, {}
         for number in range(rounds + 1):  # the first one warms up
             with tempfile.TemporaryDirectory() as folder:
@@ -188,30 +187,3 @@ def disk_bandwidth(
         rates = {name: count * size / statistics.median(one[name] for one in turns) / MIB for name in turns[0]}
         ratios = {f"{name} / raw": rates[name] / rates[f"raw {name}"] for name in ("write", "read")}
         run.row(f"{size // 1024:,} KiB", {f"{name}, MiB/s": rate for name, rate in rates.items()} | ratios)
-
-
-@case("latency", quick={"gib": (0.01,)})
-def weights_digest(run: Run, gib: tuple = (0.5, 4.0), files: int = 1) -> None:
-    """Digest of a checkpoint's files of this size, from memory and from the device, and scaled to 16 GiB."""
-    for size in gib:
-        with tempfile.TemporaryDirectory() as folder:
-            for number in range(files):
-                path, piece = Path(folder) / f"model-{number}.safetensors", os.urandom(16 * MIB)
-                with path.open("wb") as file:
-                    for _ in range(max(1, int(size * GIB / files / len(piece)))):
-                        file.write(piece)
-                drop_pages(path)
-            figures = {}
-            for name in ("device", "memory"):
-                for kept in Path(folder).glob(".*"):
-                    kept.unlink()
-                began, there = time.process_time(), Path(folder)
-                wall = timed(partial(files_digest, there))
-                cpu = time.process_time() - began
-                figures |= {
-                    f"{name}: wall, s": wall,
-                    f"{name}: CPU, s": cpu,
-                    f"{name}: CPU s at 16 GiB": cpu / size * 16,
-                }
-            figures["remembered, ms"] = 1000 * timed(partial(files_digest, Path(folder)))
-            run.row(f"{size:g} GiB", figures)

@@ -77,7 +77,7 @@ class EngineArgs:
         """
         settings, loaded = self._settings, self.loaded
         cache = settings.cache
-        digest = weights_digest(loaded) if cache.is_durable else None  # before anything packs them
+        facts = _cache_facts(settings, self._parallel_context, loaded)
         with self._phase("compile"):
             compile_operators(loaded.model, settings.batching)
         engine = build_engine(
@@ -95,8 +95,7 @@ class EngineArgs:
             routing=settings.routing,
             phase=self._phase,
         )
-        if digest is not None:
-            facts = cache_facts(loaded, digest, settings.parallel, self._parallel_context)
+        if facts is not None:
             keep_engine(engine, facts, cache, self._parallel_context)
         return engine
 
@@ -126,8 +125,8 @@ def follow(
 def build_follower(settings: EngineSettings, parallel_context: ParallelContext, weight_writer: WeightWriter) -> Worker:
     """Build the worker of a rank other than 0, from rank 0's settings; its pools are allocated."""
     loaded, cache, opener = weight_writer.loaded, settings.cache, None
-    if cache.is_durable:  # before anything packs the weights
-        facts = cache_facts(loaded, weights_digest(loaded), settings.parallel, parallel_context)
+    facts = _cache_facts(settings, parallel_context, loaded)
+    if facts is not None:
         opener = partial(open_part, model=facts, settings=cache, parallel_context=parallel_context)
     worker = build_worker(
         loaded.model,
@@ -153,6 +152,15 @@ def weight_writer(
     read = partial(read_new_weights, loaded, settings.source, overrides, parallel=settings.parallel)
     naming = naming_of(settings.source, loaded.config)
     return WeightWriter(loaded, parallel_context, naming, read, source_is_gpt=naming.in_gpt)
+
+
+def _cache_facts(
+    settings: EngineSettings, parallel_context: ParallelContext | None, loaded: LoadedModel
+) -> list[bytes] | None:
+    """Return what entries on disk depend on; every rank calls this, before anything packs the weights."""
+    if not settings.cache.is_durable:
+        return None
+    return cache_facts(loaded, weights_digest(loaded.model), settings.parallel, parallel_context)
 
 
 def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:

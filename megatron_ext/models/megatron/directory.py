@@ -40,10 +40,10 @@ CONFIG_FILE = "config.json"
 BACKEND_FILE = "metadata.json"  # backend of a distributed checkpoint; written last
 SHARD_SUFFIX = ".distcp"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-DIGEST_FILE = ".megatron_ext_digest.json"  # of the weights; see `models/identity.py`
+_DIGEST_FILE = ".megatron_ext_digest.json"  # which versions before 0.3 wrote
 _OF_TOKENIZER = (name.partition("/")[0] for name in TOKENIZER_FILES)
 _OWN_FILES = frozenset(
-    (CONFIG_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, DIGEST_FILE, *_OF_TOKENIZER, *KEPT_FILES)
+    (CONFIG_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, _DIGEST_FILE, *_OF_TOKENIZER, *KEPT_FILES)
 )
 # Directory of a tokenizer, a `tokenizer.json`, or a tokenizer with other files.
 TokenizerSource = str | Path | LibraryTokenizer

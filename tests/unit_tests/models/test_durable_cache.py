@@ -17,7 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.mcore.warm_restart_setup import keep_engine
-from megatron_ext.models.identity import cache_facts, tensors_digest
+from megatron_ext.models.identity import cache_facts, weights_digest
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.prefix_cache.disk.announcing import announce
 from megatron_ext.prefix_cache.disk.slot import take_slot
@@ -43,7 +43,7 @@ def started(
     model = driver.engine.controller.inference_wrapped_model.model
     tokenizer = NullTokenizer(97)
     loaded = LoadedModel(model, None, tokenizer, torch.float32, "test")  # its configuration is in the engine's plan
-    keep_engine(driver.engine, cache_facts(loaded, tensors_digest(model)), settings)
+    keep_engine(driver.engine, cache_facts(loaded, weights_digest(model)), settings)
     driver.engine.check()
     return driver
 
@@ -140,7 +140,7 @@ def test_another_identity_finds_nothing(get_driver, tmp_path, caplog, change):
     driver = started(get_driver, tmp_path / "cache")
     engine, model = driver.engine, driver.engine.controller.inference_wrapped_model.model
     loaded = LoadedModel(model, None, NullTokenizer(97), torch.float32, "test")
-    weights = tensors_digest(model)
+    weights = weights_digest(model)
     served(driver)
     engine.close()
     batching = {"block_size": 32} if change == "block_size" else {}
@@ -153,9 +153,9 @@ def test_another_identity_finds_nothing(get_driver, tmp_path, caplog, change):
         parameter = next(model.parameters())
         with torch.no_grad():
             parameter.flatten()[5] += 1
-            weights = tensors_digest(model)
+            weights = weights_digest(model)
             parameter.flatten()[5] -= 1
-        assert weights != tensors_digest(model)
+        assert weights != weights_digest(model)
     with caplog.at_level(logging.WARNING):
         keep_engine(other.engine, cache_facts(loaded, weights), settings)
     assert sum("another model" in record.getMessage() for record in caplog.records) == 1
