@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.config.model_folder import HUB_NAME
@@ -37,14 +37,8 @@ _FILE_KINDS = (TIKTOKEN_TOKENIZER, *SENTENCEPIECE_TOKENIZERS)
 _NOTHING = TrainingFacts(is_gpt=False, vocabulary_rows=0)
 
 
-@dataclass(frozen=True)
-class VocabularySizes:
-    """Numbers of token ids.
-
-    Attributes:
-        asked: Value of `--vocab-size`.
-        model: VocabularySizes of the model; None if the tokenizer determines them.
-    """
+class VocabularySizes(NamedTuple):
+    """Numbers of token ids: the value of `--vocab-size`, and the model's, None if the tokenizer determines them."""
 
     asked: int | None
     model: int | None
