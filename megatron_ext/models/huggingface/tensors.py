@@ -213,8 +213,10 @@ def _of_layer(table: LayerTable, config: ModelConfig) -> Iterator[tuple[str, Sou
 
 
 ROUTED_EXPERT = f"mlp.experts.local_experts.{EXPERT}"  # one of our routed experts
-MAMBA1 = "in_proj.weight conv1d.weight conv1d.bias x_proj.weight dt_proj.weight dt_proj.bias A_log D out_proj.weight"
-MAMBA2 = "in_proj.weight conv1d.weight conv1d.bias A_log D dt_bias norm.weight out_proj.weight"
+MAMBA1_TENSORS = (
+    "in_proj.weight conv1d.weight conv1d.bias x_proj.weight dt_proj.weight dt_proj.bias A_log D out_proj.weight"
+)
+MAMBA2_TENSORS = "in_proj.weight conv1d.weight conv1d.bias A_log D dt_bias norm.weight out_proj.weight"
 """Tensors of Mamba mixers, which have the same names on both sides."""
 
 

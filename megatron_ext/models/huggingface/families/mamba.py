@@ -18,7 +18,14 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import SILU, Fields, FieldTable, Values, names
-from megatron_ext.models.huggingface.tensors import MAMBA1, MAMBA2, LayerTable, TensorTable, copied, weights
+from megatron_ext.models.huggingface.tensors import (
+    MAMBA1_TENSORS,
+    MAMBA2_TENSORS,
+    LayerTable,
+    TensorTable,
+    copied,
+    weights,
+)
 
 TIME_STEP_LIMIT: Mapping[str, tuple[object, ...]] = {"time_step_limit": ((0.0, math.inf),)}
 
@@ -77,7 +84,7 @@ MAMBA = Family(
         is_tied=True,
     ),
     pattern=lambda fields: "M" * fields.layer_count,
-    tensors=_tensors(copied("mixer", "mixer", MAMBA1)),
+    tensors=_tensors(copied("mixer", "mixer", MAMBA1_TENSORS)),
     constants={"recurrent_layer": "mamba1", "num_attention_heads": 1},  # no layer has heads
     derived=(
         lambda fields: {"mamba_inner_size": _width(fields), "mamba_dt_rank": dt_rank(fields, "time_step_rank")},
@@ -130,7 +137,7 @@ MAMBA2 = Family(
         },
     ),
     pattern=MAMBA.pattern,
-    tensors=_tensors(copied("mixer", "mixer", MAMBA2)),
+    tensors=_tensors(copied("mixer", "mixer", MAMBA2_TENSORS)),
     constants={"num_attention_heads": 1},  # no layer has heads
     derived=(_checked_positions,),
 )

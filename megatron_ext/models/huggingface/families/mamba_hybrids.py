@@ -38,8 +38,8 @@ from megatron_ext.models.huggingface.fields import (
 from megatron_ext.models.huggingface.moe import local_experts, softmax_experts
 from megatron_ext.models.huggingface.tensors import (
     EXPERT,
-    MAMBA1,
-    MAMBA2,
+    MAMBA1_TENSORS,
+    MAMBA2_TENSORS,
     ROUTED_EXPERT,
     Source,
     TensorTable,
@@ -50,7 +50,7 @@ from megatron_ext.models.huggingface.tensors import (
 )
 
 _RECURRENT_NORM = weights({"norm": "input_layernorm"})
-_MAMBA2_TENSORS = {**_RECURRENT_NORM, **copied("mixer", "mamba", MAMBA2)}
+_MAMBA2_TENSORS = {**_RECURRENT_NORM, **copied("mixer", "mamba", MAMBA2_TENSORS)}
 _PRE_NORM = weights({"pre_mlp_layernorm": "pre_ff_layernorm"})
 _MLP_TENSORS = {**_PRE_NORM, **gated_mlp("mlp", "feed_forward")}
 _DEFAULT_EXPAND = 2
@@ -178,7 +178,7 @@ JAMBA = Family(
         layers={
             "M": {
                 **_RECURRENT_NORM,
-                **copied("mixer", "mamba", MAMBA1),
+                **copied("mixer", "mamba", MAMBA1_TENSORS),
                 **weights({f"mixer.{one}_layernorm": f"mamba.{one}_layernorm" for one in ("dt", "b", "c")}),
             },
             "*": ATTENTION_TENSORS,

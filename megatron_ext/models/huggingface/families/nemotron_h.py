@@ -28,7 +28,7 @@ from megatron_ext.models.huggingface.fields import DECODER_SIZES, SILU, Fields, 
 from megatron_ext.models.huggingface.moe import SIGMOID_FIELDS, described_experts, sigmoid_experts
 from megatron_ext.models.huggingface.tensors import (
     EXPERT,
-    MAMBA2,
+    MAMBA2_TENSORS,
     ROUTED_EXPERT,
     Source,
     TensorTable,
@@ -101,7 +101,7 @@ _NO_CLAMP = 1e-30  # a `time_step_min`
 _LATENT = ("fc1_latent_proj.weight", "fc2_latent_proj.weight")
 _TENSORS = TensorTable(
     layers={
-        "M": {**weights({"norm": "norm"}), **copied("mixer", "mixer", MAMBA2)},
+        "M": {**weights({"norm": "norm"}), **copied("mixer", "mixer", MAMBA2_TENSORS)},
         "*": {**weights({"input_layernorm": "norm"}), **attention("mixer")},
         "-": {**weights({"pre_mlp_layernorm": "norm"}), **plain_mlp("mlp", "mixer")},
         "E": {
