@@ -145,29 +145,12 @@ class EngineStatistics:
         """Return the `prefix_cache` object of a run's counts; None if caching is off."""
         if not self.is_caching:
             return None
-        use, counters = self.use, self.counters
+        shows_slabs = self.use.slabs_total > 0
+        counts = dataclasses.asdict(self.use).items()
         audit = {} if self.audit is None else dataclasses.asdict(self.audit)
         return (
-            {
-                "blocks_total": use.blocks_total,
-                "blocks_cached": use.blocks_cached,
-                "blocks_evictable": use.blocks_evictable,
-                "blocks_in_use": use.blocks_in_use,
-                "slots_total": use.slots_total,
-                "slots_used": use.slots_used,
-                "hits": counters.hits,
-                "blocks_evicted": use.blocks_evicted,
-                "slots_evicted": use.slots_evicted,
-                "snapshots_taken": use.snapshots_taken,
-                "snapshots_skipped": use.snapshots_skipped,
-                "snapshots_replaced": use.snapshots_replaced,
-                "coordination_waits": counters.coordination_waits,
-                "provisional_slots": use.provisional_slots,
-                "provisional_taken": use.provisional_taken,
-                "provisional_consumed": use.provisional_consumed,
-                "provisional_given_up": use.provisional_given_up,
-            }
-            | ({name: getattr(use, name) for name in SLAB_COUNTS} if use.slabs_total else {})
+            {name: count for name, count in counts if shows_slabs or name not in SLAB_COUNTS}
+            | {"hits": self.counters.hits, "coordination_waits": self.counters.coordination_waits}
             | {f"audit_{name}": value for name, value in audit.items()}
         )
 

@@ -76,36 +76,6 @@ def _map_of(event: Event) -> dict[str, object]:
     return stored if event.extra_keys is None else {**stored, "extra_keys": event.extra_keys}
 
 
-INTERVAL = 60.0  # seconds between two lines
-
-
-class Throttle:
-    """Limit of log lines on one subject: the first occurrence is logged, later ones once in an interval.
-
-    Args:
-        clock: Clock in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._silent_until = float("-inf")
-        self._unlogged = 0
-
-    def admit(self) -> int:
-        """Count an occurrence.
-
-        Returns:
-            Number of occurrences that a line logged now covers; 0 if no line is due.
-        """
-        self._unlogged += 1
-        now = self._clock()
-        if now < self._silent_until:
-            return 0
-        covered, self._unlogged = self._unlogged, 0
-        self._silent_until = now + INTERVAL
-        return covered
-
-
 class Channel:
     """One stream of events. The thread that calls `publish` owns the sockets.
 
@@ -134,7 +104,7 @@ class Channel:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._max_kept, self._kept_bytes = buffer_steps, 0
         self._next = 0  # sequence number
-        self._complaints = Throttle()
+        self._complaints: set[str] = set()
         self._events = _socket(context, zmq.PUB, MAX_UNREAD, flags[0], endpoints[flags[0]], rank)
         self.endpoint = self._events.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay: zmq.Socket[bytes] | None = None
@@ -168,8 +138,7 @@ class Channel:
         assert self.replay is not None, "a request has come in"
         frames = self.replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:
-            if count := self._complaints.admit():
-                logger.warning("invalid requests for KV events: %d, the last of %d frames", count, len(frames))
+            self._complain("invalid requests for KV events, the first of %d frames", len(frames))
             return
         client, start = frames[0], int.from_bytes(frames[2], "big")
         try:
@@ -178,8 +147,13 @@ class Channel:
                 self.replay.send_multipart(reply, zmq.NOBLOCK, copy=False)
             self.replay.send_multipart([client, b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if count := self._complaints.admit():
-                logger.warning("KV events were not replayed to the end: %d times, the last: %s", count, error)
+            self._complain("KV events were not replayed to the end: %s", error)
+
+    def _complain(self, message: str, detail: object) -> None:
+        """Log the first warning of its kind that a client has caused; more of them could fill the log."""
+        if message not in self._complaints:
+            self._complaints.add(message)
+            logger.warning(message, detail)
 
     def _missing(self, start: int, contents: Callable[[], Iterable[Event]]) -> Iterator[tuple[int, bytes]]:
         if self._kept[0][0] <= start <= self._next:

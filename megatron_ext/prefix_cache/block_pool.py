@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Generic, NewType, Protocol, TypeVar
 
 Place = TypeVar("Place", bound=int)
@@ -80,10 +82,7 @@ class BlockPool:
 
     def releasable(self, tables: Iterable[Sequence[BlockId]]) -> set[BlockId]:
         """Return the blocks that would become available if these tables were released together."""
-        counts: dict[BlockId, int] = {}
-        for table in tables:
-            for block in table:
-                counts[block] = counts.get(block, 0) + 1
+        counts = Counter(chain.from_iterable(tables))
         return {block for block, count in counts.items() if self._references[block] == count}
 
     def allocate(self, count: int) -> list[BlockId]:

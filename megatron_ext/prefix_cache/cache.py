@@ -389,7 +389,7 @@ class PrefixCache:
         """Return the statistics of the cache, for monitoring."""
         memory, states = self.shared_memory, self.states or StateIndex(0)
         arena = None if memory is None else memory.arena
-        total = self.pool.total - (0 if memory is None else memory.occupied_by_snapshots)
+        total = self.pool.total - (0 if arena is None else arena.snapshot_count * arena.layout.blocks_per_slab)
         return CacheUse(
             blocks_total=total,
             blocks_cached=len(self._index),

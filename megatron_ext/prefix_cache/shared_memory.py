@@ -74,11 +74,6 @@ class SharedMemory:
         return len(self.states.visible()) * self.arena.layout.blocks_per_slab
 
     @property
-    def occupied_by_snapshots(self) -> int:
-        """Number of blocks that slabs of snapshots take the room of."""
-        return self.arena.snapshot_count * self.arena.layout.blocks_per_slab
-
-    @property
     def kept_for_snapshots(self) -> int:
         """Number of `obtainable_from_snapshots` that new requests leave alone while others run."""
         layout = self.arena.layout

@@ -113,10 +113,6 @@ class NoteRun:
 LoadCommand: TypeAlias = BeginLoad | PlaceLoad | EndLoad | NoteRun
 
 
-def _not_recorded(_: LoadCommand) -> None:
-    """Record nothing: no other rank obeys."""
-
-
 class DiskLoads:
     """Loads of one scheduler.
 
@@ -135,7 +131,7 @@ class DiskLoads:
         self._limits, self._cache, self._queues = limits, cache, queues
         self._loads: dict[int, DiskLoad] = {}
         self.is_due = False
-        self.record: Callable[[LoadCommand], None] = _not_recorded
+        self.record: Callable[[LoadCommand], None] = lambda _: None  # no other rank obeys
 
     def __len__(self) -> int:
         return len(self._loads)

@@ -149,7 +149,7 @@ class WarmRestart:
         self._cache, *others = caches
         self._tiers.clear()
         is_start, memory = self.tier is None, self.memory
-        own = {} if self._is_closed else self._thread.run(_entries)
+        own = {} if self._is_closed else {one.key: one for one in self._thread.run(DiskStore.entries)}
         sizes = EntrySizes(
             tuple(map(len, memory.block_buffers())),
             None if self._cache.states is None else tuple(map(len, memory.snapshot_buffers())),
@@ -159,7 +159,7 @@ class WarmRestart:
             cache: PrefixCache, ranks: Agreement, part: Mapping[EntryKey, StoredEntry] | None, storage: TierStorage
         ) -> tuple[DiskTier, int]:
             agreed = agreed_entries(part, ranks)
-            fill: Callable[[Place], Sequence[int] | None] = self._fill if part is not None else _fill_nothing
+            fill = self._fill if part is not None else lambda _: ()  # the entries are on other ranks
             placed, damaged = restore_entries(cache, agreed, fill, ranks) if is_start else (0, set())
             tier = DiskTier(storage, sizes, self._copy, time.monotonic, self._load_seconds, ranks)
             tier.hold({one.key: parent_of(one) for one in agreed if one.key not in damaged})
@@ -335,12 +335,3 @@ class WarmRestart:
     def counts(self) -> dict[str, object]:
         """Return the counts of the entries on disk by name."""
         return self.use().shown()
-
-
-def _entries(store: DiskStore) -> dict[EntryKey, StoredEntry]:
-    return {stored.key: stored for stored in store.entries()}
-
-
-def _fill_nothing(place: Place) -> Sequence[int]:
-    """Return no token ids: the entry is on other ranks."""
-    return ()

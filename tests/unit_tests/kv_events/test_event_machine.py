@@ -70,9 +70,10 @@ class Told:
         self.compare(late)
 
     def read(self, reader: Reader, told: mirrors.CacheEvents) -> None:
-        for events in (told.blocks, told.states):
-            if events:
-                reader.read(encoded(events, 3))
+        if told.blocks:
+            reader.read_blocks(encoded(told.blocks, 3))
+        if told.states:
+            reader.read(encoded(told.states, 3))
 
     def compare(self, reader: Reader) -> None:
         cache = self.scheduler.cache

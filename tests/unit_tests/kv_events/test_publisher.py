@@ -111,6 +111,22 @@ def test_events_are_numbered_and_replayed(world):
     assert replayed(follower.asker, follower.reader.expected) == [], "nothing is missing"
 
 
+def test_a_subscriber_receives_what_is_replayed(world):
+    """RP-1: under the topic, each message once and in order."""
+    subscriber, follower = world.subscriber(), Worker(world.publisher, world.scheduler.cache)
+    while not subscriber.poll(20):  # its subscription takes a while to arrive
+        world.request()
+    for _ in range(3):
+        world.request()
+        until(follower.has_all)
+    batches, received = replayed(world.asker(), 0), []
+    while not received or received[-1][0] < batches[-1][0]:
+        topic, number, payload = subscriber.recv_multipart()
+        received.append((int.from_bytes(number, "big"), payload))
+        assert topic == b"kv-events"
+    assert received == batches[received[0][0] :]
+
+
 @pytest.mark.parametrize("world", [{"buffer_steps": 3, "slots": 3}], indirect=True)
 @pytest.mark.parametrize("start", [0, 2**40], ids=["beyond the buffer", "of an earlier life"])
 def test_beyond_the_buffer_comes_the_present_index(world, start):
@@ -147,11 +163,11 @@ def test_broken_requests_are_left_out(world, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_size_of_a_request(world, monkeypatch, caplog):
+def test_size_of_a_request(world, caplog):
     """A frame at the bound is received, and refused as no request; a larger one ends its connection unread."""
-    monkeypatch.setattr(channel, "INTERVAL", 0.0)
     for size, lines in ((MAX_REQUEST_BYTES, 1), (MAX_REQUEST_BYTES + 1, 0), (2**26, 0)):
         caplog.clear()
+        world.publisher.blocks._complaints.clear()
         asker = world.asker()
         asker.send_multipart([b"", bytes(size)])
         until(lambda asker=asker: asker.send_multipart([b"", bytes(8)]) or asker.poll(200))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import msgpack
+import msgspec
+import pytest
 
 from megatron_ext.config.kv_events import BATCH_BYTES, EVENT_BLOCKS, EVENT_HASHES, MAX_BLOCK_TOKENS
 from megatron_ext.kv_events.changes import Block, Delta
@@ -10,6 +12,7 @@ from megatron_ext.kv_events.channel import encode_batches
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, StateStored
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
+from tests.unit_tests.kv_events import vllm_classes
 from tests.unit_tests.support.kv_events import encoded
 
 STORED = BlockStored([2**64 - 1, 7], None, packed_tokens([1, 2, 3, 4]), 2, [["salt"], None])
@@ -39,6 +42,13 @@ def test_bytes_are_those_of_the_format():
         "extra_keys": [["salt"], None],
     }
     assert events[3] == {"type": "BlockRemoved", "block_hashes": [8], "medium": "GPU"}
+
+
+def test_states_are_nothing_to_clients_of_vllm():
+    """RP-1: their classes decode blocks and refuse states, which have sockets of their own."""
+    assert len(vllm_classes.decode(encoded(EVENTS[:4])).events) == 4
+    with pytest.raises(msgspec.ValidationError):
+        vllm_classes.decode(encoded(EVENTS))
 
 
 def test_published_messages_are_within_the_bounds():

@@ -51,8 +51,3 @@ def decode(payload: bytes) -> KVEventBatch:
         msgspec.ValidationError: The payload has another type of event, or a field of another type.
     """
     return msgspec.msgpack.decode(payload, type=KVEventBatch)
-
-
-def fields(payload: bytes) -> set[tuple[str, str]]:
-    """Return all (event, field) names in a payload, whether the classes know them or not."""
-    return {(event["type"], name) for event in msgspec.msgpack.decode(payload)[1] for name in event}

@@ -14,6 +14,7 @@ from megatron_ext.kv_events.events import Event
 from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.public_hash import event_hash
+from tests.unit_tests.kv_events import vllm_classes
 
 PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
 END = (2**64 - 1).to_bytes(8, "big")
@@ -45,6 +46,11 @@ class Reader:
     expected: int = 0
     expected_states: int = 0
     ranks: set[int] = field(default_factory=set)
+
+    def read_blocks(self, payload: bytes) -> None:
+        """Read a message of blocks, which clients with vLLM's classes can decode."""
+        vllm_classes.decode(payload)
+        self.read(payload)
 
     def read(self, payload: bytes) -> None:
         """`[timestamp, events, data_parallel_rank]`, an event a map."""
@@ -104,7 +110,7 @@ class Reader:
         assert len(number) == 8
         if int.from_bytes(number, "big") != self.expected:
             return False
-        self.read(payload)
+        self.read_blocks(payload)
         self.expected += 1
         return True
 
