@@ -14,11 +14,7 @@ from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.priority import TestPriority
-from tests.unit_tests.support.paper_engine import END, Paper
-from tests.unit_tests.support.simulated_device import (
-    FollowingDevice,
-    SimulatedDevice,
-)
+from tests.unit_tests.support.paper_engine import Paper
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -40,41 +36,6 @@ def test_the_row_of_an_ended_request_is_discarded():
     paper.check_tokens()
     assert paper.records[1].step_count == 12
     assert paper.records[0].step_count == 1
-
-
-@pytest.mark.parametrize("asked", [{"min_p": 0.1, "temperature": 0.8, "seed": 3}, {"min_tokens": 4}, {"seed": 9}])
-def test_options_that_ignore_the_last_token_allow_steps_ahead(asked):
-    """CU-6: the message of a step ahead is that of the plan but for the token: tokens ruled out, random numbers."""
-    messages = []
-    for device in (FollowingDevice, SimulatedDevice):
-        paper = Paper(device, slots=None)
-        paper.add(0, (1, 2, 3), stop_token_ids=(END,), ignore_eos=True, **asked)
-        paper.run()
-        steps = paper.device.steps
-        messages.append([dataclasses.replace(one.chunks[0], token_ids=()) for one in steps])
-        assert (paper.ahead > 0) is (device is FollowingDevice)
-    shared = min(map(len, messages))
-    assert shared > 3
-    assert messages[0][:shared] == messages[1][:shared]
-
-
-def test_calls_that_need_quiet():
-    """CU-6: new weights wait for the device, and lose no token; a suspend computes anew what was under way."""
-    paper = Paper()
-    paper.add(0, tuple(range(9)), num_tokens_to_generate=20, ignore_eos=True)
-    for _ in range(2):
-        paper.step()
-    assert paper.device.waits
-    paper.engine.weights_changed(InFlight.CONTINUE)
-    assert not paper.device.waits
-    assert paper.step() == [(0, 10, 11)]
-    count = len(paper.scheduler.queues.running._requests[0].tokens)
-    paper.suspend()
-    assert not paper.device.waits
-    (request,) = paper.scheduler.queues
-    assert len(request.tokens) == count, "the step under way counts"
-    paper.run()
-    paper.check_tokens()
 
 
 @pytest.mark.parametrize("in_flight", [InFlight.CONTINUE, InFlight.RECOMPUTE])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -11,9 +10,8 @@ from functools import partial
 import pytest
 
 from megatron_ext.config import RequestParams
-from megatron_ext.engine.client import FAILED_STEPS, ClientListener, EngineClient
+from megatron_ext.engine.client import FAILED_STEPS, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.result import StepOutput
 from megatron_ext.engine.thread import result_of
 from megatron_ext.errors import EngineClosed
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -128,29 +126,6 @@ def test_a_request_that_is_left_during_a_pause_has_its_record_at_once(client):
     client.abort([request], at_once=True)
     client.call(lambda: None).result(PATIENCE)
     assert request.record.result(0).status is Status.ABORTED
-
-
-def test_a_step_is_told_once(paper):
-    """OB-4: listeners read the statistics of a step when they are told its output; calls and failed steps are apart."""
-    told: list[str] = []
-
-    class Listener(ClientListener):
-        def on_step(self, output: StepOutput) -> None:
-            told.append("step")
-
-        def on_call(self) -> None:
-            told.append("call")
-
-        def on_failed_step(self, error: Exception) -> None:
-            told.append("failed step")
-
-    client = EngineClient(paper.engine, Listener())
-    paper.device.breaks_at = 3
-    request = submit(client)
-    request.record.result(PATIENCE)
-    client.close()
-    assert told[0] == "call"
-    assert Counter(told) == {"step": TOKENS, "call": 2, "failed step": 1}
 
 
 def test_requests_wait_for_a_call_that_waits_for_those_before(client, paper):

@@ -259,6 +259,17 @@ def test_a_load_that_cannot_be_written_gives_its_places_back():
     found.scheduler.check()
 
 
+def test_a_disk_that_has_failed_holds_up_no_request():
+    """EX-11: loads that the tier has given up are over for the scheduler, too."""
+    found = Situation()
+    waiting = found.request(0, range(20), on_disk=5)
+    found.decide()
+    assert found.scheduler.waits_for_disk(waiting)
+    found.tier.turn_off()
+    found.decide()
+    assert not found.scheduler.disk_loads
+
+
 def test_one_load_is_placed_before_each_step():
     """EX-11: the next one could evict it before its request has had its turn; until then a step must be planned."""
     found = Situation(blocks=12)

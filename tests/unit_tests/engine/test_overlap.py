@@ -137,33 +137,6 @@ def test_a_request_added_during_a_step_is_planned_as_if_added_after_it(tokens):
     assert found[0] == found[1]
 
 
-def test_a_lost_answer_sends_the_requests_back():
-    """An error between launch and tokens counts as the step's; an error of concurrent host work does not."""
-    notes: list[str] = []
-    device = Device(notes)
-    engine = new_engine(device, notes)
-    add(engine, 0, PROMPT[:20])
-    device.is_lost = True
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        engine.compute()
-    engine.check()
-    assert [request.request_id for request in engine.scheduler.queues.waiting] == [0]
-
-    def break_down() -> None:
-        raise OSError("a client has left")
-
-    engine.host_work = break_down
-    step = engine.compute()
-    assert step.parts[0].result is not None
-    assert engine.error_isolation.count == 1
-
-
-# Hashing ahead
-
-
-# The thread
-
-
 def test_requests_are_taken_in_up_to_the_first_other_call():
     """CU-6: requests are taken in order of submission; calls that the step must not see wait for its end."""
     notes: list[str] = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -118,15 +116,3 @@ def test_a_step_waits_for_a_share_of_the_one_before(has_other_work):
     outputs.wait(2.0, has_other_work=has_other_work)
     assert clock.waits == ([2.0 * WAIT_SHARE] if has_other_work else [2.0 * WAIT_SHARE, IDLE_WAIT])
     assert list(outputs.take()) == []
-
-
-def test_the_thread_gives_way():
-    """The thread's priority is below that of the thread that steps, on systems with thread priorities."""
-    found = []
-    thread = MaskThread()
-    job = Job(Grammar(0.0, lambda: found.append(threading.get_native_id())), None, (), (), ())
-    thread.submit(job)
-    assert thread.wait(lambda: job.is_done, PATIENCE)
-    if sys.platform == "linux":
-        own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        assert os.getpriority(os.PRIO_PROCESS, found[0]) > own or own == 19

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import random
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -38,7 +35,6 @@ from megatron_ext.memory.fitting import plan_within
 from megatron_ext.ops import triton
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
-from megatron_ext.ops.triton.launching import tile_count
 from tests.unit_tests.support.drafters import ANSWERS, Knowing
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS
@@ -164,23 +160,6 @@ def test_operators_of_real_models_take_what_was_counted(model):
             assert max(found.values()) >= counted_bytes(model, step) / 5, step.name
 
 
-@pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_splits_of_any_length_take_what_was_counted(model, arch, monkeypatch):
-    """CU-25: partial sums of suffixes, up to those from which on keys are not split, after 131,072 tokens."""
-    monkeypatch.setattr(triton, "architecture", lambda device: arch)
-    found = []
-    for tokens in range(64, 1216, 64):
-        step = Step(0, tokens, 131_072, is_captured=True)
-        with MadeBytes() as made, recording() as launches:
-            dict(Calls(model, step).all())["attention"]()
-        assert made.total <= counted_bytes(model, step), step.name
-        found.append(made.total if "merge_splits" in [one.kernel.name for one in launches] else 0)
-    assert 128 << 20 < max(found) < 256 << 20
-    assert not found[-1]
-
-
 @pytest.mark.long
 @pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
 def test_an_operator_that_takes_more_is_seen(monkeypatch):
@@ -249,36 +228,6 @@ def test_an_engine_counts_the_rows_of_its_drafts(get_oracle):
         for options in ({}, {"drafter": Knowing(ANSWERS["right"]), "speculative_tokens": 3})
     )
     assert drafting - plain == 4 * 3 * config.vocab_size * 12
-
-
-def tile_states(tokens: int, requests: int) -> int:
-    """Return the number of states of tiles that are counted for a step."""
-    step = FullStep(tokens, requests, 1, is_cuda=True)
-    with_states, without = (activation_bytes(CONFIGS["hybrid"], step, LayerWidths(1, 1.0, 1, n)) for n in (1, 0))
-    return with_states - without
-
-
-def tiles_of(lengths: Sequence[int], starts: Sequence[int]) -> int:
-    """Return the number of tiles, at multiples of 64 positions, that prefills from these positions have tokens in."""
-    return sum((start + length - 1) // TILE - start // TILE + 1 for length, start in zip(lengths, starts, strict=True))
-
-
-@pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
-def test_states_of_tiles_are_the_most_that_a_step_can_have():
-    """EX-6: no step of a limit has more tiles than are allocated, nor more than are counted; some have nearly all."""
-    from megatron_ext.ops.ssd.kernels_tiles import LEAST
-
-    source, tokens, requests = random.Random(5), 16_384, 256
-    counted = tile_states(tokens, requests)
-    for _ in range(300):
-        count = source.randint(1, requests)
-        cuts = sorted(source.sample(range(1, tokens), count))
-        lengths = [end - begin for begin, end in itertools.pairwise([0, *cuts])]
-        allocated = tile_count(sum(lengths), count, 1, TILE, LEAST.value)
-        assert tiles_of(lengths, source.choices(range(10_000), k=count)) <= allocated <= counted
-    most = [2] * (requests - 1) + [tokens - 2 * (requests - 1)]  # each prefill begins at the end of a tile
-    assert tile_count(sum(most), requests, 1, TILE, LEAST.value) == counted
-    assert tiles_of(most, [TILE - 1] * requests) >= 0.98 * counted
 
 
 def test_a_plan_leaves_room_for_the_largest_step():

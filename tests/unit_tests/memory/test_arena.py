@@ -18,7 +18,7 @@ from megatron_ext.memory.engine_plan import EnginePlan, ModelShape, plan_engine
 from megatron_ext.memory.pools import Pools, allocate_pools
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
-from tests.unit_tests.memory.test_capacity import ATTENTION, BOTH, NEITHER, RECURRENT, plan_all
+from tests.unit_tests.memory.test_capacity import ATTENTION, BOTH, RECURRENT, plan_all
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -87,17 +87,6 @@ SMALL = BatchingConfig(max_requests=4, buffer_size_gb=0.01)
 
 
 class TestPlans:
-    def test_one_rank(self):
-        (plan,) = plan_all([BOTH], SMALL)
-        layout, geometry = plan.limits.slabs, plan.geometry
-        assert layout is not None
-        assert layout == geometry.slabs == plan.world.slabs
-        assert (plan.limits.total_blocks, plan.snapshot_slots) == (layout.blocks, layout.slabs)
-        assert (plan.limits.costs.block_bytes, plan.limits.costs.state_bytes) == (
-            geometry.slab_bytes // layout.blocks_per_slab,
-            geometry.slab_bytes,
-        ), "policies weigh the memory that entries take"
-
     @pytest.mark.parametrize("batching", [SMALL, dataclasses.replace(SMALL, cuda_graph_impl="local")])
     def test_an_arena_has_the_bytes_of_the_split(self, batching: BatchingConfig, monkeypatch: pytest.MonkeyPatch):
         shape = dataclasses.replace(BOTH, states=dataclasses.replace(BOTH.states, ssm=(8, 64, 60)))
@@ -110,12 +99,6 @@ class TestPlans:
         assert 0 <= missing < room + slots
         assert shared.geometry.blocks > split.geometry.blocks
         assert shared.geometry.snapshot_slots > split.geometry.snapshot_slots
-
-    @pytest.mark.parametrize("shape", [ATTENTION, RECURRENT, NEITHER], ids=["attention", "recurrent", "neither"])
-    def test_one_kind_of_layers_shares_nothing(self, shape: ModelShape, caplog: pytest.LogCaptureFixture):
-        (plan,) = plan_all([shape], SMALL)
-        assert plan.limits.slabs is None
-        assert "fixed sizes" not in caplog.text
 
     def test_ranks_agree_on_slabs(self):
         """MR-2: the second has twice the heads of the first, so half the slabs."""
@@ -161,21 +144,6 @@ class TestPools:
         pools = allocate_pools(plan, CPU)
         pools.pages.untyped_storage().fill_(0)
         return pools
-
-    def test_blocks_do_not_overlap(self, plan: EnginePlan, pools: Pools):
-        for block in range(plan.limits.slabs.dummy_block + 1):
-            pools.kv[:, :, block] = block
-        for block in range(plan.limits.slabs.dummy_block + 1):
-            assert pools.kv[:, :, block].eq(block).all()
-
-    def test_states_do_not_overlap(self, pools: Pools):
-        states, slots = pools.snapshots, pools.snapshots.conv.shape[1]
-        for layer in range(len(states.conv)):
-            for slot in range(slots):
-                states.conv[layer, slot], states.ssm[layer, slot] = layer * slots + slot, -layer * slots - slot
-        numbers = torch.arange(len(states.conv) * slots).view(-1, slots)
-        assert states.conv.eq(numbers[..., None, None]).all()
-        assert states.ssm.eq(-numbers[..., None, None, None]).all()
 
     def test_a_block_is_one_piece_and_so_is_a_snapshot(self, plan: EnginePlan, pools: Pools):
         geometry, memory = plan.geometry, pools.pages.flatten()

@@ -43,6 +43,16 @@ def test_hidden_states_that_drafts_read_are_counted():
     assert one.pool_bytes == other.pool_bytes + 64 * 50_000
 
 
+def test_nothing_of_it_is_shown_without_one():
+    alone = geometry(ALONE, block_count=8)
+    assert "draft_layers" not in alone.shown()
+    both = geometry(TOGETHER, block_count=8)
+    assert both.shown() == alone.shown() | {
+        "draft_layers": {"block_bytes": 64 * 256, "state_bytes": 10_000, "states": 128}
+    }
+    assert both.pool_bytes == alone.pool_bytes + 9 * 64 * 256 + 128 * 10_000
+
+
 def test_errors_count_it():
     with pytest.raises(
         ConfigError, match=r"one block and the dummy block\); give at least .* GB \(drafting layers included"

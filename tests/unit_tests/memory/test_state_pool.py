@@ -61,14 +61,6 @@ class TestSnapshots:
                 snapshots.restore([slot], [hashes[slot]], live, [0])
         snapshots.check([0, 1, 4], [hashes[slot] for slot in (0, 1, 4)])
 
-    def test_restores_written_states(self):
-        snapshots, live = self.pools()
-        snapshots.open([2, 0])
-        snapshots.close([2, 0], [b"two", b"zero"])
-        snapshots.restore([0, 2], [b"zero", b"two"], live, [3, 1])
-        assert torch.equal(live.ssm[:, [3, 1]], snapshots.ssm[:, [0, 2]])
-        assert torch.equal(live.conv[:, [3, 1]], snapshots.conv[:, [0, 2]])
-
     @pytest.mark.parametrize(
         ("block_hash", "found"), [(b"one", "another"), (b"two", "unfinished"), (b"never", "unfinished")]
     )

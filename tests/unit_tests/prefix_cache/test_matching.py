@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import random
 
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.matching import Restore, ResumePoint, resume_point
+from megatron_ext.prefix_cache.matching import resume_point
 from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -40,31 +39,6 @@ def cached(*chains: list[bytes], slots: int = 400) -> PrefixCache:
 def snapshot(cache: PrefixCache, block_hash: bytes) -> None:
     cache.states.reserve(block_hash)
     cache.states.commit(block_hash)
-
-
-def brute_force(length: int, matched: list[bytes], cache: PrefixCache) -> ResumePoint:
-    for blocks in range(len(matched), 0, -1):
-        slot = cache.states.find(matched[blocks - 1])
-        if slot is not None and blocks * BLOCK < length:
-            return ResumePoint(blocks * BLOCK, Restore(matched[blocks - 1], slot))
-    return ResumePoint(0)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_the_last_snapshot_is_found(seed):
-    """HY-3: the snapshot is in the match and below the end, however many other snapshots there are."""
-    source = random.Random(seed)
-    own, others = chain("own", source.choice([1, 5, 40])), chain("others", 60)
-    cache = cached(own, others)
-    for block_hashes, share in ((own, source.choice([0, 0.05, 0.5, 1])), (others, source.choice([0, 0.1, 1]))):
-        for block_hash in block_hashes:
-            if source.random() < share:
-                snapshot(cache, block_hash)
-    for _ in range(20):
-        matched = own[: source.randint(0, len(own))]
-        length = max(1, len(matched) * BLOCK + source.choice([-BLOCK, -1, 0, 1, 30]))
-        found = resume_point(length, matched, BLOCK, cache.states, cache.depth_of)
-        assert found == brute_force(length, matched, cache)
 
 
 @pytest.mark.parametrize(("at", "most"), [(8_192, 1), (8_180, 13), (10, 110), (None, 110)])

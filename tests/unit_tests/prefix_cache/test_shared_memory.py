@@ -166,6 +166,12 @@ def test_a_reset_lets_slabs_that_are_written_to_go():
     assert cache.states.opportunistic.given_up == 1
 
 
+def test_free_blocks_make_room_for_snapshots_together_with_unused_ones():
+    cache = make(1)
+    leave(cache, "a")
+    assert cache.states.obtainable_count == 1
+
+
 def test_what_a_request_has_used_is_as_new_as_its_blocks():
     """HY-5: the snapshot that it resumed from would go long before them."""
     cache = make(3)

@@ -138,6 +138,18 @@ class Wanted:
     instead_of: bytes | None = None
 
 
+def test_a_provisional_one_takes_a_free_slot_only():
+    """SI-1: an opportunistic one does not take the slot of another, which has equal rank."""
+    index = StateIndex(1)
+    index.reserve(b"a", Rank.OPPORTUNISTIC)
+    assert index.opportunistic_count == 1, "their number is bounded, with those that are being written"
+    index.commit(b"a")
+    assert index.opportunistic_count == 1
+    assert index.reserve(b"b", Rank.OPPORTUNISTIC) is None
+    assert visible(index) == {b"a"}
+    assert (index.skipped, index.opportunistic.given_up) == (0, 0)
+
+
 def test_slots_for_a_step_are_given_out_at_once_in_order():
     """HY-5: the first have the first choice; what is there, or being taken, takes none."""
     index = filled(4, b"ab")

@@ -89,18 +89,6 @@ def spans(chunks: Iterable[Chunk]) -> list[tuple[int, int, int]]:
     return [(one.request.request_id, one.start, one.end) for one in chunks]
 
 
-def test_the_chunks_of_a_prompt_are_certain():
-    """CU-6: the middle ones, the last one, and the first decode after it."""
-    planned = Planned()
-    planned.add(range(19), num_tokens_to_generate=2)
-    assert [planned.step() for _ in range(4)] == [
-        ([(1, 0, 8)], [(1, 8, 16)]),
-        ([(1, 8, 16)], [(1, 16, 19)]),
-        ([(1, 16, 19)], [(1, 19, 20)]),
-        ([(1, 19, 20)], []),
-    ]
-
-
 def test_waiting_requests_are_ranked_before_a_step_that_was_launched_ahead():
     """SC-5: entries that a new request matches are spared from then on, as in a step that was not."""
     planned = Planned(max_requests=1, overtake_tokens=1000)
@@ -127,22 +115,6 @@ def test_prefills_whose_results_are_read_at_once_are_not_certain(asked):
     assert planned.step()[1] == [(1, 8, 16)]
 
 
-def test_penalties_wait_for_tokens_only():
-    """CU-6: chunks of a prompt need no generated token, the decode after them does."""
-    planned = Planned()
-    planned.add(range(19), presence_penalty=0.5)
-    assert [planned.step()[1] for _ in range(3)] == [[(1, 8, 16)], [(1, 16, 19)], []]
-
-
-def test_a_mask_that_is_missing_is_waited_for(monkeypatch):
-    """CU-6, SE-10: a plan leaves the request out until its token mask is known."""
-    planned = Planned()
-    planned.add(range(19))
-    plan = planned.scheduler.schedule()
-    monkeypatch.setattr(Request, "lacks_mask", True)
-    assert planned.ahead(plan) == ()
-
-
 @pytest.mark.parametrize(("prompt", "ahead"), [(range(70, 90), [(1, 8, 16)]), ([*range(18), 99], [])])
 def test_a_new_request_that_will_follow_is_waited_for(prompt, ahead):
     """CU-6, KV-6: it must register while its leader can take a snapshot; one that lacks tokens delays no step."""
@@ -163,29 +135,6 @@ def test_room_for_another_prefill_is_waited_for():
         ([(1, 8, 16)], []),
         ([(1, 16, 20), (2, 0, 4)], [(1, 20, 21), (2, 4, 11)]),
     ]
-
-
-def test_a_paused_request_is_waited_for():
-    """CU-6: steps planned ahead resume nothing, so it would starve; what it waits for is a block."""
-    planned = Planned(total_blocks=5)
-    for start in (0, 50):
-        planned.add(range(start, start + 7), num_tokens_to_generate=8)
-    found = []
-    while len(planned.scheduler.queues):
-        _, ahead = planned.step()
-        found.append((len(planned.scheduler.queues.paused), ahead))
-    assert any(paused for paused, _ in found)
-    assert any(ahead for _, ahead in found)
-    assert not any(paused and ahead for paused, ahead in found)
-
-
-def test_a_request_that_cannot_enter_is_not_waited_for():
-    """CU-6: the batch is full, or as many blocks are missing as when it was turned away."""
-    for limits, prompt in (({"max_requests": 1}, 3), ({"total_blocks": 4}, 16)):
-        planned = Planned(**limits)
-        planned.add(range(5))
-        planned.add(range(50, 50 + prompt))
-        assert [planned.step()[1] for _ in range(3)] == [[(1, 5, 6)], [(1, 6, 7)], [(1, 7, 8)]]
 
 
 def test_loads_from_disk_are_waited_for_once_they_are_due():
@@ -229,14 +178,6 @@ def test_samples_that_may_fork_are_waited_for():
     found = [planned.step() for _ in range(3)]
     assert [ahead for _, ahead in found[:2]] == [[(1, 8, 16)], []]
     assert planned.scheduler.counters.skipped_tokens == 22, "it has forked"
-
-
-def test_more_states_than_slots_wait():
-    """CU-6: a chunk that passes more snapshots than there are extra slots is planned."""
-    for count, ahead in ((2, [(1, 8, 16)]), (1, [])):
-        planned = Planned(async_states=count)
-        planned.add(range(17), cache_checkpoint=(12,))
-        assert planned.step()[1] == ahead
 
 
 @pytest.mark.parametrize(("is_aborted", "kept"), [(False, [4, 12]), (True, [12])])

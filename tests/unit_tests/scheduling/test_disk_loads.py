@@ -89,14 +89,6 @@ def test_a_load_that_finds_no_slot_or_no_blocks_besides_keeps_nothing(cached):
     assert scheduler.cache.available_count == 2
 
 
-def test_a_load_that_finds_no_blocks_keeps_nothing():
-    scheduler = make(blocks=3)
-    begin(scheduler, 2, cached=1)
-    scheduler.cache.allocate(2)
-    assert scheduler.disk_loads.reserve(1) is None
-    assert scheduler.cache.use().blocks_evictable == 1
-
-
 def test_a_load_without_a_slot_takes_no_blocks_first():
     """What is cached would be evicted for nothing."""
     scheduler = make(slots=0)

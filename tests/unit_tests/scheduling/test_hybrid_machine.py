@@ -13,10 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
-from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.request import Request
@@ -171,16 +168,6 @@ def restores_any_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateIndex, "find", lambda self, block_hash: next(iter(self._visible.values()), None))
 
 
-def resumes_behind_a_snapshot_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    resume = planner.resume_point
-
-    def clamp(length: int, matched: Sequence[BlockHash], block_size: int, *rest: object) -> ResumePoint:
-        point = resume(length, matched, block_size, *rest)
-        return ResumePoint(max(0, point.position - block_size), point.restore)
-
-    monkeypatch.setattr(planner, "resume_point", clamp)
-
-
 def names_snapshots_after_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
     reserve = Scheduler._reserve_snapshots
 
@@ -213,22 +200,16 @@ def keeps_snapshots_over_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateIndex, "clear", lambda self: None)
 
 
-def keeps_the_slots_of_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StateIndex, "cancel", lambda self, block_hash: None)
-
-
 @pytest.mark.long
 @pytest.mark.priority(TestPriority.MEDIUM)
 @pytest.mark.parametrize(
     "plant",
     [
         restores_any_snapshot,
-        resumes_behind_a_snapshot_that_is_not_there,
         names_snapshots_after_the_block_before,
         shows_snapshots_before_they_are_taken,
         keeps_snapshots_of_evicted_blocks,
         keeps_snapshots_over_a_reset,
-        keeps_the_slots_of_a_failed_step,
     ],
 )
 def test_the_machine_finds_a_planted_mistake(

@@ -11,8 +11,6 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.record import Outcome, Status
-from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import add, admitted, commit, make_limits, request_of, step
@@ -65,63 +63,6 @@ def test_old_blocks_are_not_matched_after_a_reset(invalidate: Invalidate, slots:
 class TestInFlight:
     """A request that has begun before a reset."""
 
-    @staticmethod
-    def at(stage: str, scheduler: Scheduler) -> Request:
-        """Request at a stage, with a prompt of 12 tokens, computed 7 a step."""
-        request = request_of(0, PROMPT)
-        if stage == "paused":
-            add(scheduler, rival := request_of(-1, range(50, 54)))
-            step(scheduler)
-        add(scheduler, request)
-        for _ in range({"mid-prefill": 1, "decoding": 2, "paused": 2}[stage]):
-            step(scheduler)
-        if stage == "paused":
-            while request not in scheduler.queues.paused:
-                step(scheduler)
-            scheduler.end(rival, Outcome(Status.COMPLETED))
-        assert request.computed_end > 0
-        return request
-
-    @pytest.mark.parametrize("stage", ["mid-prefill", "decoding", "paused"])
-    @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
-    @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
-    def test_publishes_nothing_and_goes_on(self, stage: str, invalidate: Invalidate, policy: EvictionPolicyName):
-        """EX-4: the request publishes neither its prompt nor its answer, and leaves nothing cached."""
-        scheduler = make_scheduler(policy, total_blocks=5 if stage == "paused" else 20, max_tokens=7)
-        request = self.at(stage, scheduler)
-        invalidate(scheduler)
-        computed = request.computed_end
-        for _ in range(6):
-            step(scheduler)
-            assert scheduler.cache.use().blocks_cached == 0
-        assert request.computed_end > computed
-        assert len(request.tokens) >= 16  # enough for a block of its answer
-        scheduler.end(request, Outcome(Status.COMPLETED))
-        scheduler.check()
-        assert cached_tokens(scheduler, request.tokens) == 0
-        assert scheduler.blocks.free_count == scheduler.limits.total_blocks
-
-    @pytest.mark.parametrize("stage", ["mid-prefill", "decoding", "paused"])
-    @pytest.mark.parametrize("slots", [None, 4])
-    def test_starts_again_with_new_weights(self, stage: str, slots: int | None):
-        """EX-4: the request keeps its tokens, computes all of them anew, and publishes under the new keys only."""
-        scheduler = make_scheduler(slots=slots, total_blocks=5 if stage == "paused" else 20, max_tokens=7)
-        request = self.at(stage, scheduler)
-        tokens, old = list(request.tokens), list(request.block_hashes)
-        scheduler.weights_changed(restarts=True)
-        assert list(request.tokens) == tokens
-        assert (request.computed_end, list(request.block_table)) == (0, [])
-        assert request in scheduler.queues.waiting
-        assert request.timeline.events[-1].type is EventType.EVICT
-        scheduler.check()
-        for _ in range(6):
-            step(scheduler)
-        scheduler.check()
-        assert request.generated_count > len(tokens) - 12
-        assert set(request.block_hashes).isdisjoint(old)
-        assert cached_tokens(scheduler, request.tokens) >= 12
-        assert not scheduler.cache.match(old)
-
     @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
     def test_not_even_the_step_that_is_being_computed(self, invalidate: Invalidate):
         """EX-4: a reset between a step's plan and its end."""
@@ -133,15 +74,6 @@ class TestInFlight:
             commit(scheduler, plan)
             use = scheduler.cache.use()
             assert (use.blocks_cached, use.slots_used) == (0, 0)
-
-    def test_waiting_requests_hit_only_later_blocks(self):
-        """EX-4: the match is looked up on admission."""
-        scheduler = make_scheduler(max_requests=1)
-        add(scheduler, first := request_of(0, PROMPT), request_of(1, PROMPT))
-        step(scheduler)
-        scheduler.weights_changed(restarts=False)
-        scheduler.end(first, Outcome(Status.COMPLETED))
-        assert admitted(step(scheduler)) == [(1, 0, 3)]
 
 
 class TestKeys:
@@ -172,31 +104,6 @@ class TestKeys:
         assert len(set(roots)) == len(roots)
         assert self.root(make_scheduler()) == roots[0]
         assert self.root(make_scheduler(), cache_salt="a", num_tokens_to_generate=1, temperature=1.0) == roots[7]
-
-    def test_new_weights_give_waiting_requests_new_keys_and_a_reset_does_not(self):
-        """EX-4."""
-        scheduler = make_scheduler(max_requests=1)
-        add(scheduler, running := request_of(0, PROMPT), waiting := request_of(1, PROMPT))
-        step(scheduler)
-        old = running.chain.root
-        scheduler.reset_prefix_cache()
-        assert (running.chain.root, waiting.chain.root) == (old, old)
-        scheduler.weights_changed(restarts=False)
-        assert running.chain.root == old  # until it begins again: its KV is of both
-        assert waiting.chain.root == self.root(scheduler) != old
-        scheduler.suspend()
-        assert running.chain.root == waiting.chain.root
-
-    def test_salts_share_among_themselves_only(self):
-        """EX-3: all prompts are equal."""
-        scheduler = make_scheduler(total_blocks=40)
-        salts = [None, "", "a", "b"]
-        for arrival, salt in enumerate(salts):
-            add(scheduler, request := request_of(arrival, PROMPT, cache_salt=salt))
-            assert admitted(step(scheduler)) == [(arrival, 0, 3)]
-            scheduler.end(request, Outcome(Status.COMPLETED))
-        assert [cached_tokens(scheduler, cache_salt=salt) for salt in [*salts, "c"]] == [12, 12, 12, 12, 0]
-        assert scheduler.cache.use().blocks_cached == 12
 
     def test_any_text_is_a_salt(self):
         """EX-3: JSON can spell halves of characters, and two of them are two tenants."""

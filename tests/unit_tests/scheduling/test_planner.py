@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.audit import AuditTarget
-from megatron_ext.scheduling.plan import Deferral, StepPlan
+from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.planner import chunk_end, plan_step, reason_to_refuse
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.request import Request
@@ -60,24 +60,11 @@ class TestTokens:
         assert admitted(step) == [(102, 3)]
         assert step.deferrals == ()
 
-    def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it(self):
-        situation = Situation(total_blocks=20, chunked_prefill=False)
-        situation.decoding(0, prompt=5, generated=1)
-        waiting = situation.waiting(1, prompt=16)
-        step = plan(situation)
-        assert chunks_of(step) == [(100, 5, 6)]
-        assert step.deferrals == (Deferral(waiting, "tokens", needed=16, available=15),)
-
     def test_after_a_preemption_too_many_tokens_are_cut_even_without_chunked_prefill(self):
         """The request was admissible with 14 prompt tokens; refusing it now would lose its generated tokens."""
         situation = Situation(chunked_prefill=False, max_tokens=16)
         situation.waiting(0, prompt=14, generated=5)
         assert chunks_of(plan(situation)) == [(100, 0, 16)]
-
-    def test_a_prefill_cut_without_chunked_prefill_continues(self):
-        situation = Situation(chunked_prefill=False, max_tokens=16)
-        situation.prefilling(0, prompt=14, generated=5, computed=16)
-        assert chunks_of(plan(situation)) == [(100, 16, 19)]
 
     def test_one_generated_token_computed_again_counts_among_the_decodes(self):
         """A preempted request may get one token of the budget for a generated token: a decode to the layers."""

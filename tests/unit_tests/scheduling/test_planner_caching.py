@@ -20,18 +20,6 @@ from tests.unit_tests.scheduling.builders import (
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 
 
-def test_two_that_share_evictable_blocks_pin_them_once():
-    """KV-3, KV-13: the second of them costs its own blocks only."""
-    scheduler = Scheduler(make_limits(total_blocks=4), LRU)
-    first = request_of(0, range(8), num_tokens_to_generate=1)
-    add(scheduler, first)
-    step(scheduler)
-    assert first.is_ended
-    assert scheduler.cache.use().blocks_evictable == 2
-    add(scheduler, *(request_of(arrival, [*range(8), 90 + arrival]) for arrival in (1, 2)))
-    assert admitted(step(scheduler)) == [(1, 2, 1), (2, 2, 1)]
-
-
 def test_a_new_request_leaves_snapshots_alone_while_another_runs():
     """HY-5: it waits although their memory could be had, until it is alone."""
     scheduler = Scheduler(make_limits(total_blocks=8, max_tokens=32, slabs=SlabLayout(4, 2)), LRU)

@@ -38,31 +38,6 @@ def prefills(plan: StepPlan) -> list[int]:
     return [chunk.request.request_id for chunk in plan.chunks if not chunk.is_decode]
 
 
-def test_one_at_a_time():
-    """Oldest first; what decodes goes on in every step."""
-    scheduler = make_scheduler(max_prefills=1)
-    add(scheduler, *(unique(arrival, 10) for arrival in range(3)))
-    plans = [step(scheduler) for _ in range(4)]
-    assert chunks(plans[0]) == {0: (0, 10)}
-    assert chunks(plans[1]) == {0: (10, 11), 1: (0, 10)}
-    assert chunks(plans[2]) == {0: (11, 12), 1: (10, 11), 2: (0, 10)}
-    assert prefills(plans[3]) == []
-    deferral = plans[0].deferrals[-1]
-    assert (deferral.request.request_id, deferral.resource, deferral.needed, deferral.available) == (
-        1,
-        "prefills",
-        1,
-        0,
-    )
-
-
-def test_short_prompts_share_a_step():
-    """A step begins prefills by default until they have enough tokens together: a cold leader is not split."""
-    scheduler = make_scheduler(enough_prefill_tokens=20)
-    add(scheduler, *(unique(arrival, length) for arrival, length in enumerate([6, 6, 6, 6, 50, 6, 6])))
-    assert [prefills(step(scheduler)) for _ in range(4)] == [[0, 1, 2, 3], [4], [5, 6], []]
-
-
 def test_prefills_beside_decodes_are_bounded():
     """SC-4: together, not each; a step without decodes is filled, and a prompt that begins gets what is left."""
     scheduler = make_scheduler(prefill_tokens_beside_decodes=16)

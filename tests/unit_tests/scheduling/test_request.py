@@ -15,7 +15,6 @@ from megatron_ext.scheduling import request_events
 from megatron_ext.scheduling.record import Outcome, RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import EventType
-from megatron_ext.scheduling.request_inputs import RequestInputs
 from tests.unit_tests.scheduling.builders import make_request
 
 
@@ -62,20 +61,6 @@ class TestAdvance:
 
 
 class TestGenerator:
-    def test_it_depends_on_the_seed_alone(self):
-        def draws(arrival: int, seed: int | str) -> list[float]:
-            request = Request(arrival, RequestInputs((1,), make_request(0, 1).params), arrival=arrival, seed=seed)
-            drawn = []
-            for token in range(5):
-                drawn.append(request.rng.current())
-                request.append(token)
-            return drawn
-
-        assert draws(0, 11) == draws(1, 11)
-        assert draws(0, "1234/0") == draws(3, "1234/0")
-        assert draws(0, "1234/0") != draws(0, "1234/1")
-        assert len(set(draws(0, 11))) == 5
-
     def test_a_continued_output_draws_the_numbers_after_its_tokens(self):
         """RL-11: not those that its tokens were sampled with."""
         inputs = make_request(0, prompt=2).inputs
@@ -123,40 +108,3 @@ class TestEvents:
         record = record_of(request)
         assert record.ttft == first.timestamp - request.timeline.events[0].timestamp
         assert 0 < record.ttft <= record.latency
-
-
-class TestRecord:
-    @pytest.mark.parametrize(
-        ("params", "given"),
-        [
-            ({}, (False, False, False, False)),
-            ({"return_log_probs": True}, (True, True, False, False)),
-            ({"return_log_probs": True, "skip_prompt_log_probs": True}, (False, True, False, False)),
-            ({"return_log_probs": True, "top_n_logprobs": 2}, (True, True, True, True)),
-            (
-                {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2},
-                (False, True, False, True),
-            ),
-        ],
-    )
-    def test_log_probs_are_there_if_they_were_asked_for(self, params: dict, given: tuple[bool, ...]):
-        request = make_request(0, 2, 1, **params)
-        request.end(Outcome(Status.COMPLETED))
-        record = record_of(request)
-        fields = (
-            record.prompt_log_probs,
-            record.generated_log_probs,
-            record.prompt_top_n_log_probs,
-            record.generated_top_n_log_probs,
-        )
-        assert tuple(field is not None for field in fields) == given
-
-    def test_latency_of_an_aborted_request_goes_on_until_the_abort(self, monkeypatch: pytest.MonkeyPatch):
-        """An abort is no event, but it takes its time all the same."""
-        now = iter([10.0, 11.0, 15.0])
-        set_clock(monkeypatch, monotonic=lambda: next(now), wall_clock=time.time)
-        request = make_request(0, prompt=2)
-        request.append(1)
-        request.end(Outcome(Status.ABORTED))
-        record = record_of(request)
-        assert (record.ttft, record.latency) == (1.0, 5.0)

@@ -56,50 +56,18 @@ def share_a_block(scheduler: Scheduler) -> None:
     second.block_table = (first.block_table[0], *second.block_table[1:])
 
 
-def forget_a_block(scheduler: Scheduler) -> None:
-    sequence = next(iter(scheduler.queues.running))
-    sequence.block_table = sequence.block_table[:-1]
-
-
-def hoard_a_block(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).block_table += tuple(scheduler.blocks.allocate(1))
-
-
 def own_too_few_blocks(scheduler: Scheduler) -> None:
     prefilling = next(request for request in scheduler.queues.running if not request.is_decoding)
     scheduler.blocks.release(prefilling.block_table[-1:])
     prefilling.block_table = prefilling.block_table[:-1]
 
 
-def share_a_live_slot(scheduler: Scheduler) -> None:
-    first, second, *_ = scheduler.queues.running
-    second.running_slot = first.running_slot
-
-
-def lose_a_live_slot(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).running_slot = None
-
-
 def leak_a_live_slot(scheduler: Scheduler) -> None:
     scheduler.running_slots.take()
 
 
-def run_without_a_live_slot(scheduler: Scheduler) -> None:
-    request = next(iter(scheduler.queues.running))
-    scheduler.running_slots.give_back(request.running_slot)
-    request.running_slot = None
-
-
 def end_without_leaving(scheduler: Scheduler) -> None:
     next(iter(scheduler.queues.waiting)).end(Outcome(Status.ABORTED))
-
-
-def wait_with_blocks(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).block_table = tuple(scheduler.blocks.allocate(1))
-
-
-def wait_with_a_live_slot(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).running_slot = scheduler.running_slots.take()
 
 
 def wait_with_computed_tokens(scheduler: Scheduler) -> None:
@@ -114,11 +82,6 @@ def get_no_token(scheduler: Scheduler) -> None:
     next(request for request in scheduler.queues.running if request.is_decoding).tokens.pop()
 
 
-def pause_within_prefill(scheduler: Scheduler) -> None:
-    prefilling = next(request for request in scheduler.queues.running if not request.is_decoding)
-    scheduler.queues.move(prefilling, scheduler.queues.paused)
-
-
 def jump_the_queue(scheduler: Scheduler) -> None:
     scheduler.queues.running._requests.reverse()
 
@@ -126,20 +89,12 @@ def jump_the_queue(scheduler: Scheduler) -> None:
 CORRUPTIONS = [
     leak_a_block,
     share_a_block,
-    forget_a_block,
-    hoard_a_block,
     own_too_few_blocks,
-    share_a_live_slot,
-    lose_a_live_slot,
     leak_a_live_slot,
-    run_without_a_live_slot,
     end_without_leaving,
-    wait_with_blocks,
-    wait_with_a_live_slot,
     wait_with_computed_tokens,
     be_in_two_queues,
     get_no_token,
-    pause_within_prefill,
     jump_the_queue,
 ]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -180,19 +179,3 @@ def test_every_table_of_blocks_is_told_of_moves():
 def test_random_requests_in_slabs():
     lives = settings(max_examples=15, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON)
     run_state_machine_as_test(SlabMachine, settings=lives)
-
-
-def test_ample_memory_skips_what_fixed_pools_skip():
-    source, skipped = random.Random(1), []
-    prompts = [[source.randrange(2) for _ in range(source.randrange(1, 60))] for _ in range(80)]
-    for layout, slots in ((None, 400), (SlabLayout(600, 4), None)):
-        limits = make_limits(total_blocks=2000 if layout is None else layout.blocks, max_tokens=64, slabs=layout)
-        scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model", slots)
-        requests = [request_of(name, tokens, num_tokens_to_generate=1) for name, tokens in enumerate(prompts)]
-        for request in requests:
-            scheduler.add(request)
-            while not request.is_ended:
-                step(scheduler)
-        skipped.append([request.ledger.skipped for request in requests])
-    assert skipped[0] == skipped[1]
-    assert sum(skipped[0]) > 0

@@ -13,7 +13,7 @@ import pytest
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import LogitsOptions, Sampling, ScheduledChunk, ScheduledStep, Scoring, describe_step
+from megatron_ext.scheduling.step import LogitsOptions, ScheduledStep, describe_step
 from tests.unit_tests.scheduling.builders import make_limits, request_of
 from tests.unit_tests.support.source import ROOT
 
@@ -28,32 +28,6 @@ def schedule(scheduler: Scheduler) -> ScheduledStep:
     scheduler.commit(message, {one.request_id: 7 for one in message.chunks if one.sampling is not None})
     scheduler.check()
     return message
-
-
-def test_literal_messages_of_a_prompt_and_its_first_decode():
-    """Blocks of 4 tokens; the states after 8 of the prompt's 10 tokens are kept."""
-    scheduler = hybrid_scheduler()
-    scheduler.add(request_of(0, range(10), num_tokens_to_generate=3, return_log_probs=True, top_n_logprobs=2))
-    (chunk,) = schedule(scheduler).chunks
-    (snapshot,) = chunk.snapshots
-    assert (snapshot.position, snapshot.slot) == (8, 0)
-    greedy = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=(), top_n=2)
-    assert chunk == ScheduledChunk(
-        request_id=0,
-        token_ids=tuple(range(10)),
-        start=0,
-        end=10,
-        is_decode=False,
-        block_ids=(0, 1, 2),
-        shared_end=0,
-        running_slot=0,
-        snapshots=(snapshot,),
-        sampling=greedy,
-        scoring=Scoring(0, 9, tuple(range(1, 10)), 2),
-    )
-    second = schedule(scheduler)
-    assert second.num_decode == 1
-    assert second.chunks[0] == ScheduledChunk(0, (7,), 10, 11, True, (0, 1, 2), 0, 0, sampling=greedy)
 
 
 def test_end_tokens_are_forbidden_until_min_tokens():

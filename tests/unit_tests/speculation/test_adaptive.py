@@ -124,26 +124,6 @@ def test_unverified_guesses_are_compared():
     assert drafter._unverified == drafter._known == {}
 
 
-def test_it_goes_down_to_none_and_comes_back():
-    """SP-6: rare trials while nothing comes, and all of K within a few steps when everything does."""
-    inner = Knowing()
-    drafter, text = AdaptiveDrafter(inner, costs_of((1, 0.3, 0.05)), guesses_are_free=False), Text()
-
-    def run(steps: int, comes: bool) -> list[int]:
-        return [text.step(drafter, comes) for _ in range(steps)]
-
-    cold = run(1000, comes=False)
-    assert 1 <= sum(count > 0 for count in cold[:16]) <= 4
-    assert 1 <= sum(count > 0 for count in cold[100:]) <= 8
-    assert max(cold[100:]) == 1
-    warm = run(1200, comes=True)
-    first = next(i for i, count in enumerate(warm) if count)
-    assert first <= LONGEST_PAUSE
-    assert warm[first + 12] == 7
-    drafter.forget(0)
-    assert inner.forgotten == [0]
-
-
 @pytest.mark.parametrize(("requests", "row"), [(8, (0.7, 0.35)), (16, (0.9, 0.3))])
 def test_costs_that_keep_it_from_beginning_are_tried(requests, row):
     """SP-6: trials show within few steps that all drafts are accepted, and then there are many drafts."""

@@ -38,25 +38,6 @@ def test_drafts_equal_a_search(seed):
         assert guesses(drafter, tokens, limit) == searched(tokens, limit, longest, shortest), tokens
 
 
-def test_a_repetition_goes_on():
-    drafter = NgramDrafter()
-    assert guesses(drafter, [7, 1, 2, 1, 2, 1, 2], 5) == (1, 2, 1, 2, 1)
-    assert guesses(drafter, [7, 1, 2, 1, 2, 1, 2, 8], 5) == ()
-
-
-def test_the_longest_wins_and_then_the_most_recent():
-    drafter = NgramDrafter(3, 1)
-    assert guesses(drafter, [1, 2, 3, 50, 3, 60, 1, 2, 3], 1) == (50,)
-    assert guesses(drafter, [3, 50, 9, 3, 60, 8, 3], 1, request_id=1) == (60,)
-
-
-def test_requests_do_not_see_each_other():
-    """A tenant's tokens are not proposed to another one."""
-    drafter = NgramDrafter()
-    guesses(drafter, [1, 2, 3, 4, 5, 1, 2], 3, request_id=0)
-    assert guesses(drafter, [9, 1, 2], 3, request_id=1) == ()
-
-
 def test_a_request_that_ended_is_forgotten():
     drafter = NgramDrafter()
     guesses(drafter, [1, 2, 3, 1, 2], 3)

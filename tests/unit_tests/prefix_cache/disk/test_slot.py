@@ -139,6 +139,20 @@ def test_files_of_an_earlier_format_are_erased_and_said(directory, caplog):
     assert ["format 1 of an earlier version; the marker is" in one for one in caplog.messages] == [True]
 
 
+@pytest.mark.parametrize("others", [[], ["thesis.txt"]])
+def test_an_earlier_format_costs_no_start(directory, others):
+    """DC-2: without a slot, and beside files of others, too."""
+    directory.mkdir()
+    for name in others:
+        (directory / name).touch()
+    (directory / MARKER).write_text("megatron_ext prefix cache, format 6\n")
+    with pytest.raises(ConfigError, match="has the format 6 of an earlier version; `erase` removes"):
+        take_all_slots(directory)
+    take_slot(directory).close()
+    assert sorted(os.listdir(directory)) == sorted([MARKER, "slot-0", *others])
+    assert (directory / MARKER).read_text().endswith("format 7\n")
+
+
 def kept_entry(directory: Path) -> NewEntry:
     """An entry that a process has left in a directory."""
     store, entry = open_directory_store(directory, IDENTITY, LIMIT), entry_after(None, [1])

@@ -155,6 +155,16 @@ def test_a_use_changes_the_order_also_after_a_restart(store, directory):
     store.close()
 
 
+def test_what_was_committed_is_not_committed_again(store):
+    """EX-11: an idle server would write the same times of use, and sync its directory, for ever."""
+    for number in range(PAGES + 1):
+        fill(store, page(number, used=float(number)))
+    store.touch(page(PAGES).key, 99.0)
+    assert store.has_changes
+    store.commit()
+    assert not store.has_changes
+
+
 def is_read_page(store: DiskStore, number: int) -> bool:
     into = bytearray(CONTENT)
     return store.read(page(number).key, [into]) is not None and into == bytes([number]) * CONTENT
@@ -272,12 +282,12 @@ def test_an_entry_without_room_on_the_device_is_left_out(directory, caplog):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT // 4, before[1]))
         with caplog.at_level(logging.WARNING):
-            stored = [store.put(page(number), [bytes(LIMIT // size)]) for number, size in enumerate((8, 8, 2, 8))]
+            stored = [store.put(page(number), [bytes(LIMIT // size)]) for number, size in enumerate((8, 8, 2, 8, 2))]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert stored == [True, True, False, True]
+    assert stored == [True, True, False, True, False]
     assert len(os.listdir(directory / "slot-0")) == 4, "the room of what was not written is free again"
-    assert (len(caplog.records), store.use.is_on, store.use.drops) == (1, True, {"no_room": 1})
+    assert (len(caplog.records), store.use.is_on, store.use.drops) == (1, True, {"no_room": 2})
     store.check()
     store.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,6 +173,16 @@ def test_bytes_that_wait_are_those_of_the_queue(store, monkeypatch):
     assert [one.key in store for one in entries] == [False] * 4 + [True]
 
 
+def test_what_is_on_disk_already_is_used_again(store):
+    """EX-11: its time decides when it leaves the disk."""
+    thread, (entry,) = StoreThread(store), chain(1)
+    give(thread, entry)
+    settle(thread)
+    give(thread, dataclasses.replace(entry, used=5.0))
+    assert thread.stop(PATIENCE)
+    assert store.find(entry.key).used == 5.0
+
+
 def test_uses_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
     """EX-11: the last one counts; each eviction from memory tells some."""
     gate, (entry,) = Gate(monkeypatch), chain(1)
@@ -197,6 +208,19 @@ def test_a_busy_store_commits(store, monkeypatch):
     gate.is_open.set()
     assert thread.stop(PATIENCE)
     assert {1, 2} <= set(left)
+
+
+def test_loads_that_are_given_up_do_not_pile_up_while_the_disk_hangs(store, monkeypatch):
+    """EX-11."""
+    gate, (entry,) = Gate(monkeypatch), chain(1)
+    thread = StoreThread(store)
+    give(thread, entry)
+    assert gate.is_reached.wait(PATIENCE)
+    for _ in range(9):
+        begin(thread, item(entry)).is_given_up = True
+    assert len(thread._loads) == 1
+    gate.is_open.set()
+    assert thread.stop(PATIENCE)
 
 
 def test_a_load_that_has_ended_is_not_waited_for(store, monkeypatch):

@@ -192,6 +192,22 @@ def test_loads_are_bounded_in_number_and_bytes():
     assert not tier.has_room(run)
 
 
+def test_what_is_decided_by_time_is_counted():
+    """EX-11: loads that are read already take no more time of the disk; without time for loads there are none."""
+    tier, disk, _ = tier_with(blocks="ab", has_states=False)
+    run = tier.find_run(NAMES, 0, 4)
+    tier.estimates.reading.note(run.size, 1.0)
+    tier.estimates.prefill.note(100, 1.0)
+    tier.begin(run, NAMES, TOKENS, 4)
+    assert not tier.pays(run, 150)
+    disk.finish(1, is_read=True)
+    tier.follow()
+    assert tier.pays(run, 150)
+    assert tier.counts.loads_slower == 1
+    tier._load_seconds = 0.0
+    assert tier.find_run(NAMES, 0, 4) is None
+
+
 def test_a_load_begins_only_where_reading_is_quicker_than_computing():
     """EX-11: both rates are measured; as long as one is unknown, it is to become known."""
     estimates = LoadEstimates()

@@ -44,44 +44,6 @@ class TestFollowing:
         assert scheduler.counters.skipped_tokens == 16
 
 
-class TestLeaders:
-    """Events of a leader with a chunked prefill of 4 tokens a step."""
-
-    @staticmethod
-    def led(policy: EvictionPolicyName = LRU) -> tuple[Scheduler, list[Request]]:
-        """Requests 0, 1 and 2 share 8 tokens, of which 0 has computed 4."""
-        scheduler = make_scheduler(policy, max_tokens=4)
-        requests = [sharing(0), sharing(1), sharing(2)]
-        add(scheduler, *requests)
-        assert followers(step(scheduler)) == {1: 0, 2: 0}
-        return scheduler, requests
-
-    @pytest.mark.parametrize("status", [Status.ABORTED, Status.FAILED])
-    @pytest.mark.parametrize(("policy", "kept"), [(LRU, 1), (REF_ZERO, 0)])
-    def test_when_it_leaves_the_first_follower_leads(self, status, policy, kept):
-        """KV-6, EX-8: the others follow the new leader, and keep what the old one had published."""
-        scheduler, requests = self.led(policy)
-        scheduler.end(requests[0], Outcome(status))
-        plan = step(scheduler)
-        assert admitted(plan) == [(1, kept, 3 - kept)]
-        assert followers(plan) == {2: 1}
-        for _ in range(3):
-            plan = step(scheduler)
-        assert requests[2] in scheduler.queues.running
-        assert requests[2].ledger.skipped == 8
-        assert scheduler.counters.coordination_waits == 2  # no request is counted twice
-
-
-class TestWhoStaysApart:
-    def test_prompt_log_probs(self):
-        """KV-6, EX-5: such requests compute their own prompt and never wait; others may hit their blocks."""
-        scheduler = make_scheduler(max_tokens=40)
-        add(scheduler, sharing(0), sharing(1, return_log_probs=True), sharing(2))
-        plan = step(scheduler)
-        assert admitted(plan) == [(0, 0, 3), (1, 0, 3)]
-        assert set(followers(plan)) == {2}
-
-
 class TestRetriedAdmission:
     """KV-13: an admission that is deferred changes no count, and is counted once when it succeeds."""
 

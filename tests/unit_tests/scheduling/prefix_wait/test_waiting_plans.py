@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
@@ -135,10 +134,6 @@ def sleeps_through_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WaitingQueue, "published", lambda self, block_hash: None)
 
 
-def sleeps_on_when_its_leader_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WaitingQueue, "on_leader_gone", lambda self, leader: None)
-
-
 def sleeps_through_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WaitingQueue, "forget", lambda self: None)
 
@@ -147,21 +142,12 @@ def is_not_disturbed_by_new_leaders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Line, "join", lambda self, requests, *, only_later: None)
 
 
-def matches_a_block_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = BlockIndex.longest_run
-    monkeypatch.setattr(
-        BlockIndex, "longest_run", lambda self, block_hashes: run(self, block_hashes[: max(1, len(block_hashes) - 1)])
-    )
-
-
 @pytest.mark.parametrize(
     ("plant", "first"),  # with the seed that finds it
     [
         (sleeps_through_a_publication, 0),
-        (sleeps_on_when_its_leader_has_gone, 4),
         (sleeps_through_a_reset, 27),
         (is_not_disturbed_by_new_leaders, 10),
-        (matches_a_block_less, 0),
     ],
 )
 def test_a_planted_mistake_is_found(
@@ -169,6 +155,4 @@ def test_a_planted_mistake_is_found(
 ):
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        run_lives(
-            plant is not sleeps_on_when_its_leader_has_gone, (first, *range(MOST_LIVES))
-        )  # which takes its states along
+        run_lives(True, (first, *range(MOST_LIVES)))

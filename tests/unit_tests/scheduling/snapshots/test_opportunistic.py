@@ -149,17 +149,3 @@ def test_of_more_boundaries_than_slots_the_last_are_kept():
     room = 4 - sum(one.rank is not Rank.OPPORTUNISTIC for one in plan.snapshots)
     assert 0 < room < len(passed)
     assert taken == passed[-room:]
-
-
-def test_a_reset_in_the_middle_of_a_prompt():
-    """EX-4: a prompt that began before the reset leaves nothing."""
-    scheduler = make_scheduler(40, max_tokens=700)
-    request = request_of(0, range(2560), num_tokens_to_generate=1)
-    add(scheduler, request)
-    step(scheduler)
-    assert scheduler.cache.use().provisional_slots == 2
-    scheduler.reset_prefix_cache()
-    while not request.is_ended:
-        step(scheduler)
-    use = scheduler.cache.use()
-    assert (use.provisional_slots, use.provisional_taken, use.provisional_given_up) == (0, 2, 2)

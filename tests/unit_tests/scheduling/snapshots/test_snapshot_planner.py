@@ -59,3 +59,13 @@ def test_decode_past_a_boundary_names_the_replaced_snapshot():
         seen += [(one.position, one.instead_of) for one in plan.snapshots if one.is_optional]
         step(scheduler)
     assert seen == [(4, None), (8, request.block_hashes[0])]
+
+
+def test_a_request_from_before_a_reset_leaves_no_snapshot():
+    """EX-4."""
+    request = request_of(0, range(10))
+    scheduler = make_scheduler(request, max_tokens=6)
+    step(scheduler)
+    assert positions(planned(scheduler)) == [(0, 8, False)]
+    scheduler.reset_prefix_cache()
+    assert planned(scheduler).snapshots == ()

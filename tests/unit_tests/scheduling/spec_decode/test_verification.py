@@ -7,8 +7,6 @@ import random
 import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request, RequestRng
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -51,11 +49,6 @@ class TestDraws:
             assert looking.current() == plain.current()
             plain.advance()
             looking.advance()
-
-    def test_a_greedy_request_uses_no_random_numbers(self):
-        draws = RequestRng(5)
-        draws.advance()
-        assert draws.current() == RequestRng(5).current()
 
 
 class TestAcceptedTokens:
@@ -221,14 +214,3 @@ class TestStates:
             scheduler.check()
             kept = 1 if happens == "reset_prefix_cache" else 0
             assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"] - kept
-
-    def test_the_index_takes_a_slot_for_another(self):
-        index = StateIndex(2)
-        block_hash = BlockHash(b"d" * 32)
-        slot = index.reserve(block_hash)
-        assert index.exchange(block_hash, SlotId(9)) == slot
-        index.commit(block_hash)
-        assert index.find(block_hash) == 9
-        index.check([block_hash])
-        index.clear()
-        assert {index.reserve(BlockHash(bytes([i]) * 32)) for i in range(2)} == {9, 1 - slot}
