@@ -189,7 +189,7 @@ def test_sizes_of_kernels_are_those_counted():
     assert max(one["M"] * one["DP"] for one in tiles) == TILE_ELEMENTS
     assert max(one["M"] for one in tiles) == 128
     assert kernels_tiles.TILE == TILE
-    assert sampling.PROGRAMS == DRAWN_ROWS
+    assert sampling.MAX_ROWS == DRAWN_ROWS
 
 
 def test_scratch_of_draws_is_counted_for_as_many_rows_as_are_drawn_at_once():

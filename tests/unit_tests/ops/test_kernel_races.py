@@ -20,7 +20,8 @@ DELTA_NET = DeltaNet(2, 4, 2, 16)
 DELTA = Model("delta net", 48, 70, Attention(2, 2, 32, 16), DELTA_NET, mlp=40, gated=False, experts=6, chosen=3)
 DECODE, PREFILL = Step(3, 0, 70, is_captured=False), Step(0, 66, 64, is_captured=False)
 SHOWN = {
-    *("paged_decode_split", "merge_splits", "paged_prefill", "rotate_and_write", "copy_states", "draw_rows"),
+    *("paged_decode_split", "merge_splits", "paged_prefill", "rotate_and_write", "copy_states"),
+    *("best_words", "sum_words", "gather_words", "draw_rows"),
     *("conv_prefill", "conv_states", "conv_decode", "ssd_decode", "chunk_cumsum", "state_passing", "chunk_scan"),
     *("delta_tiles", "delta_prefill", "delta_decode", "step_sizes", "delta_decays", "norm_rows", "add_norm_rows"),
     *("relu_squared", "gate_rows", "choose_experts", "sort_by_expert", "combine"),

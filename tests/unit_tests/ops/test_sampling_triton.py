@@ -16,7 +16,7 @@ from megatron_ext.ops.sampling.reference import draw_sorted
 from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import usable
 
-COVERED = ("draw_rows",)
+COVERED = ("best_words", "sum_words", "gather_words", "draw_rows")
 DEVICE = platform.device()
 pytestmark = pytest.mark.skipif(triton.NAME not in usable(SAMPLING), reason="no kernel runs here")
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -97,26 +97,31 @@ A_FEW = ("Zipf", "beyond the border")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "words", "shapes"),
+    ("dtype", "words", "shapes", "programs"),
     [
-        (torch.bfloat16, 2600, A_FEW),
-        *(pytest.param(dtype, 4501, tuple(CUTS), marks=pytest.mark.kernels) for dtype in TYPES),
-        pytest.param(torch.bfloat16, 151_936, A_FEW, marks=pytest.mark.kernels),
+        (torch.bfloat16, 2600, A_FEW, 8),
+        *(
+            pytest.param(dtype, 4501, tuple(CUTS), programs, marks=pytest.mark.kernels)
+            for dtype in TYPES
+            for programs in (1, 8, 12, 512)
+        ),
+        pytest.param(torch.bfloat16, 151_936, A_FEW, 512, marks=pytest.mark.kernels),
     ],
     ids=str,
 )
 def test_tokens_are_those_of_sorted_rows_however_many_words_are_gathered(
-    dtype: torch.dtype, words: int, shapes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, words: int, shapes: tuple[str, ...], programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CU-30: cuts within the gathered words, at their border and beyond them; odd strides; programs take turns."""
+    """CU-30: cuts within the gathered words, at their border and beyond them; odd strides; rows in up to five parts."""
     given = shaped_logits(words)
     options = metadata([(*cut, 0.99) for shape in shapes for cut in CUTS[shape]])
     wide = torch.full((len(options.uniform), words + 3), math.inf, dtype=dtype, device=DEVICE)
     wide[:, 2:-1] = torch.stack([given[shape] for shape in shapes for _ in CUTS[shape]])
-    monkeypatch.setattr("megatron_ext.ops.sampling.kernels.PROGRAMS", 4)
+    monkeypatch.setattr("megatron_ext.ops.sampling.kernels.MAX_ROWS", 4)
+    monkeypatch.setattr("megatron_ext.ops.sampling.kernels.PROGRAMS", programs)
     with watch() as launches:
         drawn = sample_tokens(wide[:, 2:-1], options)
-    assert [one.kernel for one in launches] == list(COVERED)
+    assert [one.kernel for one in launches] == list(COVERED) * -(-len(drawn) // 4)
     assert drawn.tolist() == draw_sorted(wide[:, 2:-1], options).tolist()
     uncut = options._replace(top_k=options.top_k * 0, top_p=options.top_p * 0)
     assert (draw_sorted(wide[:, 2:-1], uncut) != drawn).sum() >= len(shapes), "top_k and top_p decide"
