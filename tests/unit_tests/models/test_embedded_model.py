@@ -123,42 +123,6 @@ def _long_paragraphs(texts: list[str]) -> list[str]:
     return [part for part in parts if len(part) >= corpus.DUPLICATE_LENGTH]
 
 
-def _library(root: Path, modules: dict[str, str]) -> Path:
-    (root / "pydoc_data").mkdir(parents=True)
-    (root / "pydoc_data/topics.py").write_text("topics = {'atoms': 'Atoms are the most basic elements.'}")
-    for name, text in modules.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def test_a_document_is_a_modules_docstrings_in_source_order(tmp_path: Path) -> None:
-    source = (
-        '"""About m."""\ndef f(a, *b, c=1, **d):\n    """Do f."""\nclass K:\n    """A K."""\n    def g(self): "Do g."\n'
-    )
-    library = _library(tmp_path, {"p/m.py": source, "p/test/t.py": '"""Skipped."""', "p/n.py": "x = 1"})
-    documents = corpus.held_out_documents(library) + corpus.training_documents(library)
-    texts = {document.name: document.text for document in documents}
-    assert set(texts) == {"p.m", "topic atoms"}
-    assert texts["p.m"] == "p.m\n\nAbout m.\n\np.m.f(a, *b, c, **d)\n\nDo f.\n\np.m.K\n\nA K.\n\np.m.K.g()\n\nDo g."
-
-
-def test_a_repeated_paragraph_stays_where_it_is_held_out(tmp_path: Path) -> None:
-    held_out, trained = _names_of_both_splits()
-    repeated = "This paragraph is long enough to count as a copy."
-    modules = {name + ".py": f'"""{name}.\n\n{repeated}\n\nShort.\n"""' for name in (held_out, trained)}
-    library = _library(tmp_path, modules)
-    texts = {document.name: document.text for document in corpus.training_documents(library)}
-    assert texts[trained] == f"{trained}\n\n{trained}.\n\nShort."
-    assert any(repeated in document.text for document in corpus.held_out_documents(library))
-
-
-def _names_of_both_splits() -> tuple[str, str]:
-    names = [f"m{number}" for number in range(200)]
-    return tuple(next(name for name in names if corpus.is_held_out(name) == side) for side in (True, False))
-
-
 def _random_tokens(count: int) -> Tensor:
     return torch.randint(50, (count,), generator=torch.Generator().manual_seed(0))
 

@@ -178,7 +178,6 @@ class TestRefused:
     CASES: tuple[tuple[Callable[[dict], object], str], ...] = (
         (lambda new: {}, "no tensor is given; give all of the model's, or some with partial=True"),
         (lambda new: 5, "named tensors are of type int; give a dict, or pairs of name and tensor"),
-        (lambda new: ["abc"], "str is not a pair of name and tensor"),
         (lambda new: [(3, new[TestRefused.NORM])], "the name 3 is of type int; give a text"),
         (lambda new: [*new.items(), *new.items()], "tensor embedding.word_embeddings.weight is given twice"),
         (
@@ -186,21 +185,15 @@ class TestRefused:
             "did you mean decoder.layer",
         ),
         (
-            lambda new: new | {"zzzz": new[TestRefused.NORM]},
-            "the model has no tensor zzzz; its names look like decoder",
-        ),
-        (
             lambda new: _without(new, TestRefused.NORM),
             "layers.0.norm.weight of the model are missing; give all tensors",
         ),
         (lambda new: new | {TestRefused.NORM: torch.ones(31)}, "weight has shape (31,); the model's has (32,)"),
-        (lambda new: new | {TestRefused.NORM: torch.ones(1, 32)}, "weight has shape (1, 32); the model's has (32,)"),
         (
             lambda new: new | {TestRefused.NORM: torch.ones(32).int()},
             "weight is of type int32; supported are float32",
         ),
         (lambda new: new | {TestRefused.NORM: [1.0] * 32}, "weight is of type list; give a tensor"),
-        (lambda new: new | {TestRefused.NORM: None}, "weight is of type NoneType; give a tensor"),
         (
             lambda new: new | {TestRefused.NORM: torch.ones(32, device="meta")},
             "is on the meta device and has no",
