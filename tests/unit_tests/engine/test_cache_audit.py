@@ -50,3 +50,12 @@ def test_forks_are_no_audited_hits():
     paper.run()
     assert paper.scheduler.counters.hits == 2
     assert paper.engine.replicas[0].audit.counts.due == 0
+
+
+def test_an_audit_that_fails_costs_no_committed_step(paper, monkeypatch):
+    """EX-15: its tokens are reported."""
+    monkeypatch.setattr(paper.engine.replicas[0].audit, "note_step", None)
+    paper.add(1, (1, 2, 3))
+    paper.run()
+    paper.check_tokens()
+    assert paper.engine.error_isolation.count > 0

@@ -310,6 +310,15 @@ def test_a_request_that_cannot_be_admitted_yet_begins_no_load(monkeypatch):
     assert not found.disk.loads
 
 
+def test_short_prefills_say_nothing_of_their_time():
+    """EX-11: a step of a few tokens takes as long as one of many."""
+    found = Situation()
+    found.request(0, range(50, 53))
+    plan = found.scheduler.schedule()
+    found.loading.note_step(plan.chunks, 1.0)
+    assert found.tier.estimates.prefill.seconds_for(1) is None
+
+
 def test_another_rank_learns_how_far_a_prefix_goes_on_disk():
     """EX-11, MR-2: it takes a snapshot where the prefix ends there, as the rank that decides does."""
     found = Situation()

@@ -137,6 +137,20 @@ def test_room_for_another_prefill_is_waited_for():
     ]
 
 
+def test_a_paused_request_is_waited_for():
+    """CU-6: steps planned ahead resume nothing, so it would starve; what it waits for is a block."""
+    planned = Planned(total_blocks=5)
+    for start in (0, 50):
+        planned.add(range(start, start + 7), num_tokens_to_generate=8)
+    found = []
+    while len(planned.scheduler.queues):
+        _, ahead = planned.step()
+        found.append((len(planned.scheduler.queues.paused), ahead))
+    assert any(paused for paused, _ in found)
+    assert any(ahead for _, ahead in found)
+    assert not any(paused and ahead for paused, ahead in found)
+
+
 def test_loads_from_disk_are_waited_for_once_they_are_due():
     """CU-6, EX-11: the request that waits for one cannot enter before; a plan places or ends it."""
     planned = Planned(slots=None)

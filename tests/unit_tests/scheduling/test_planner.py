@@ -163,6 +163,11 @@ class TestAdmissible:
         else:
             assert refusal.startswith(f"{expected}shorten the prompt, or ")
 
+    @pytest.mark.parametrize(("total_blocks", "length"), [(3, 12), (16, 64), (100, 64)])
+    def test_the_longest_sequence_is_what_the_pool_holds(self, total_blocks: int, length: int):
+        """KV-12."""
+        assert make_limits(total_blocks=total_blocks).max_model_len == length
+
     def test_admissible_requests_are_admitted_alone(self):
         for prompt, generate, chunked in itertools.product(range(1, 34), (1, 8, 32), (True, False)):
             situation = Situation(chunked_prefill=chunked)
