@@ -5,6 +5,9 @@ itself: 15 CPU seconds. A worker takes a run of neighbouring tests, so that few 
 its last one, half of the longest run that is left ("work stealing"). Tests with the mark `realtime` (tests/realtime.py)
 run after all others, by themselves; a failed one is repeated once. When a worker dies, its test fails, and a new worker
 runs the rest.
+
+Forks cannot use a CUDA device. Where there is one, each worker is the same command once more, which imports and
+collects for itself.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ import multiprocessing
 import os
 import sys
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -28,6 +32,8 @@ from tests import realtime
 
 SECONDS_TO_END = 30
 """Time that a worker has for what its tests have left, such as a thread, before it is killed."""
+_CONNECTION = "PYTEST_WORKER_CONNECTION"
+"""Variable for a worker that collects for itself: the descriptor on which it receives indices, and `_digest`."""
 _PASSED_LATER = pytest.StashKey[list[tuple[str, str]]]()  # tests, and their first failures
 Events = list[tuple[str, dict[str, Any]]]  # names of hooks and what they are called with
 
@@ -44,8 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     """Say how many processes run the tests."""
     count = config.option.workers
-    if count and _uses_cuda():
-        return "workers: none, since forks cannot use the CUDA device"
     return f"workers: {count}" if count else None
 
 
@@ -56,10 +60,15 @@ def _uses_cuda() -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     options = session.config.option
-    if not options.workers or options.collectonly or options.usepdb or session.testsfailed or _uses_cuda():
+    if _CONNECTION in os.environ:
+        descriptor, digest = os.environ.pop(_CONNECTION).split()
+        assert digest == _digest(session), "this process has not collected the tests of the first one"
+        _work(session, Connection(int(descriptor)), ())
+        os._exit(0)  # as a fork ends: the first process reports
+    if not options.workers or options.collectonly or options.usepdb or session.testsfailed:
         return None  # one process, or the report of a failed collection
     threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
+    if threads > 1 and not _uses_cuda():
         raise pytest.UsageError(
             f"forks would lack {threads - 1} of the threads of this process; a test file starts them when it is "
             "imported, or OPENBLAS_NUM_THREADS is not 1"
@@ -164,7 +173,8 @@ class _Run:
     def _start(self, waiting: deque[int]) -> None:
         ours, theirs = multiprocessing.Pipe()
         others = [ours, *(worker.connection for worker in self._workers)]
-        process = multiprocessing.get_context("fork").Process(target=_work, args=(self._session, theirs, others))
+        target = _begin_anew if _uses_cuda() else _work
+        process = multiprocessing.get_context("fork").Process(target=target, args=(self._session, theirs, others))
         process.start()
         theirs.close()
         worker = _Worker(process, ours, waiting)
@@ -214,6 +224,18 @@ class _Run:
             worker.process.kill()
             worker.process.join()
             warnings.warn(f"a worker was killed {SECONDS_TO_END} s after its last test", stacklevel=1)
+
+
+def _begin_anew(session: pytest.Session, connection: Connection, others: Sequence[Connection]) -> NoReturn:
+    """Replace this fork by a process with the command of the first one, and nothing else of it."""
+    os.set_inheritable(connection.fileno(), True)
+    os.environ[_CONNECTION] = f"{connection.fileno()} {_digest(session)}"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # its header and summary
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _digest(session: pytest.Session) -> str:
+    return str(zlib.crc32("\n".join(item.nodeid for item in session.items).encode()))
 
 
 def _work(session: pytest.Session, connection: Connection, others: Sequence[Connection]) -> None:

@@ -20,6 +20,10 @@ def pytest_configure(config):
     config.pluginmanager.register(realtime)
     config.pluginmanager.register(limits)
 """
+CUDA = """
+import sys, types
+sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: True))
+"""
 REALTIME = """
 import multiprocessing, os, pathlib, pytest
 
@@ -80,6 +84,17 @@ import threading
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 def test_some(): pass
 """
+NEW = """
+import os, pytest
+collected_by = os.getpid()
+@pytest.mark.parametrize("number", range(2))
+def test_some(number): assert collected_by == os.getpid()
+"""
+OTHERS = """
+import os, pytest
+@pytest.mark.parametrize("process", [os.getpid(), "no process"])
+def test_some(process): pass
+"""
 LEAVES_A_THREAD = """
 import threading
 from tests import workers
@@ -117,15 +132,17 @@ def test_a_test_that_hangs_fails(tmp_path):
     assert (limits.SECONDS, limits.LONGER["long"]) == (120, 900)
 
 
-def test_tests_of_a_busy_worker_are_taken_over_and_each_tears_down(tmp_path):
-    code, output = run(tmp_path, STOLEN, "--workers", "2")
+@pytest.mark.parametrize("device", ["", CUDA], ids=["forks", "for CUDA"])
+def test_tests_of_a_busy_worker_are_taken_over_and_each_tears_down(tmp_path, device):
+    code, output = run(tmp_path, device + STOLEN, "--workers", "2")
     assert code == 0, output
     assert "12 passed" in output
     assert len(set((tmp_path / "torn_down").read_text().split())) == 2
 
 
-def test_a_process_that_ends_fails_its_test_alone(tmp_path):
-    code, output = run(tmp_path, ENDS, "--workers", "1")
+@pytest.mark.parametrize("device", ["", CUDA], ids=["forks", "for CUDA"])
+def test_a_process_that_ends_fails_its_test_alone(tmp_path, device):
+    code, output = run(tmp_path, device + ENDS, "--workers", "1")
     assert code == 1
     assert "2 failed, 2 passed, 1 warning in" in output
     assert "ended with exit code 7" in output
@@ -144,6 +161,15 @@ def test_nothing_follows_the_first_failure(tmp_path):
     code, output = run(tmp_path, ENDS, "--workers", "1", "-x")
     assert code == 1
     assert "1 failed, 1 passed" in output
+
+
+def test_processes_of_a_device_share_no_memory_and_collect_the_same(tmp_path):
+    """A fork of a process with a CUDA context cannot use the device."""
+    code, output = run(tmp_path, CUDA + NEW, "--workers", "2")
+    assert code == 0, output
+    code, output = run(tmp_path, CUDA + OTHERS, "--workers", "2")
+    assert code == 1
+    assert "2 failed" in output
 
 
 def test_threads_that_forks_would_lack(tmp_path):
