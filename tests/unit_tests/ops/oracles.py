@@ -155,7 +155,8 @@ def attention(
 def assert_close(name: str, got: Tensor, want: Tensor, atol: float = 1e-4, rtol: float = 1e-4) -> None:
     """Fail, naming the worst element, unless |got - want| <= atol + rtol * |want| everywhere; NaN never passes."""
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    excess = (got.double() - want.double()).abs() - rtol * want.double().abs()
+    got, want = got.double().cpu(), want.double().cpu()
+    excess = (got - want).abs() - rtol * want.abs()
     worst = excess.max().item() if got.numel() else 0.0
     assert worst <= atol, f"{name}: |got - want| - {rtol} * |want| is {worst:.3g} at worst, more than {atol}"
     assert not got.isnan().any(), f"{name}: NaN"

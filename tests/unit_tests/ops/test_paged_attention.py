@@ -91,7 +91,7 @@ class Step:
         parts = []
         queries = self.q.split([queries for queries, _ in self.rows])
         for own, table, (_, length) in zip(queries, self.tables, self.rows, strict=True):
-            keys, values = (cache[table].flatten(0, 1)[:length] for cache in (self.key_cache, self.value_cache))
+            keys, values = (cache[table].cpu().flatten(0, 1)[:length] for cache in (self.key_cache, self.value_cache))
             parts.append(attention(own, keys, values, SCALE, window, sinks))
         return torch.cat(parts)
 

@@ -118,7 +118,7 @@ def waits(notes: Counter[Note]) -> dict[Note, int]:
 
 
 def _place() -> str:
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     outside = None
     while frame is not None:
         path = frame.f_code.co_filename
