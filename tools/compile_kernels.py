@@ -2,7 +2,9 @@
 """Compile every Triton kernel for sm_80 and sm_90, on any machine: registers, spills and shared memory, as a table.
 
 Run: `python tools/compile_kernels.py`, or with `--quick` one configuration of each. Exit code 1 if a kernel cannot be
-compiled, spills, or needs more shared memory than its device has; 2 if nothing can be compiled here.
+compiled, spills although `KNOWN_SPILLS` does not say so, or needs more shared memory than its device has; 2 if nothing
+can be compiled here. With `--device` only the kernels of the CUDA device are compiled; later launches find them in
+Triton's cache (`TRITON_CACHE_DIR`).
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from megatron_ext.ops import triton
 from megatron_ext.ops.triton.kernel_registry import all_kernels
+
+if TYPE_CHECKING:  # needs triton
+    from megatron_ext.ops.triton.aot import Case
 
 DONE, PROBLEMS, CANNOT = 0, 1, 2
 
@@ -49,11 +55,26 @@ def as_text(rows: Iterable[Row]) -> str:
     return "\n".join("  ".join(map(lambda align, *cell: align(*cell), aligns, line, widths)).rstrip() for line in lines)
 
 
-def compile_one(index: int, quick: bool) -> tuple[Row | None, str | None]:
-    """Return the table row of a case by its index, or None; and its error, or None."""
+def chosen(quick: bool, arch: int | None) -> list[Case]:
+    """Return the cases; those of one device if `arch` names it."""
     from megatron_ext.ops.triton import aot
 
-    case = list(aot.cases(all_kernels(), quick=quick))[index]
+    return [case for case in aot.cases(all_kernels(), quick=quick) if arch in (None, case.arch)]
+
+
+def arch_of_device() -> int:
+    """Return the newest compiled capability, times ten, that the CUDA device has."""
+    from megatron_ext.ops.triton import aot
+
+    major, minor = torch.cuda.get_device_capability()
+    return max(arch for arch in aot.SHARED_BYTES if arch <= 10 * major + minor)
+
+
+def compile_one(index: int, quick: bool, arch: int | None) -> tuple[Row | None, str | None]:
+    """Return the table row of a case by its index in `chosen`, or None; and its error, or None."""
+    from megatron_ext.ops.triton import aot
+
+    case = chosen(quick, arch)[index]
     try:
         made = aot.compile_case(case)
     except aot.CompileFailure as error:
@@ -63,28 +84,32 @@ def compile_one(index: int, quick: bool) -> tuple[Row | None, str | None]:
     return Row(case.kernel.name, case.config.name, case.arch, *numbers), problem
 
 
-def compile_all(count: int, quick: bool) -> Iterator[tuple[Row | None, str | None]]:
+def compile_all(count: int, quick: bool, arch: int | None) -> Iterator[tuple[Row | None, str | None]]:
     """Yield `compile_one` of all cases: a short selection in this process, many on every core."""
     if quick:
-        yield from (compile_one(index, quick) for index in range(count))
+        yield from (compile_one(index, quick, arch) for index in range(count))
         return
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(compile_one, range(count), [quick] * count)
+        yield from pool.map(compile_one, range(count), [quick] * count, [arch] * count)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile all kernels, print the table, and then the errors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one configuration of each kernel, for the newest device")
-    quick = parser.parse_args(argv).quick
+    parser.add_argument("--device", action="store_true", help="compile for the CUDA device of this machine alone")
+    options = parser.parse_args(argv)
+    quick = options.quick
     if not triton.can_be_imported() or triton.is_interpreted():
         why = f"unset {triton.INTERPRET}" if triton.can_be_imported() else "triton cannot be imported; install it"
         print(f"compile_kernels.py: error: {why}", file=sys.stderr)
         return CANNOT
-    from megatron_ext.ops.triton import aot
-
-    start, count = time.monotonic(), len(list(aot.cases(all_kernels(), quick=quick)))
-    found = list(tqdm(compile_all(count, quick), total=count, unit="kernel", disable=None))
+    if options.device and not torch.cuda.is_available():
+        print("compile_kernels.py: error: --device needs a CUDA device; torch sees none", file=sys.stderr)
+        return CANNOT
+    arch = arch_of_device() if options.device else None
+    start, count = time.monotonic(), len(chosen(quick, arch))
+    found = list(tqdm(compile_all(count, quick, arch), total=count, unit="kernel", disable=None))
     print(as_text(row for row, _ in found if row is not None))
     problems = [problem for _, problem in found if problem is not None]
     print(f"\n{count} compiled in {time.monotonic() - start:.0f} s, {len(problems)} with problems")

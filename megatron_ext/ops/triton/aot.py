@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
+from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 
 from megatron_ext.ops.triton.ir_lint import Loop, loops, precisions, uses_warp_groups
@@ -22,6 +23,8 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Maximum shared memory of a thread block in bytes, by compute capability times ten (CUDA programming guide, technical
 specifications: 164 and 228 KB a multiprocessor, of which the system reserves 1 KB a block)."""
 DIVISIBLE = [["tt.divisibility", 16]]
+NOTES_CONSTANTS = Version(triton.__version__) >= Version("3.7")
+"""Whether launches note of a constant that it is not divisible."""
 ALIGNED = "aligned"
 LAYOUTS = (ALIGNED, "odd", "odd strides", "odd tensors", "strides of 64 bits")
 """Tensors begin at, and strides are, multiples of 16: all of them, none, only the tensors, only the strides; and all of
@@ -146,17 +149,24 @@ def compile_case(case: Case) -> Compiled:
 def _signature(case: Case) -> dict[str, str]:
     """Return every parameter's type, in the order of the function."""
     kernel = case.kernel
-    types = {name: f"*{case.types.get(type_name, type_name)}" for name, type_name in kernel.pointers.items()}
+    types = {name: case.types.get(type_name, type_name) for name, type_name in kernel.pointers.items()}
+    types = {name: f"*{'u1' if type_name == 'i1' else type_name}" for name, type_name in types.items()}
     types |= dict.fromkeys(kernel.strides, "i64" if case.layout == LAYOUTS[-1] else "i32")
     types |= dict.fromkeys(kernel.counts, "i32") | dict.fromkeys(kernel.scalars, FLOATS[0])
     return {name: types.get(name, "constexpr") for name in kernel.function.arg_names}
 
 
 def _attributes(case: Case) -> dict[tuple[int], list[list[str | int]]]:
-    kernel, names = case.kernel, list(case.kernel.function.arg_names)
+    """Return what a launch notes of each parameter, in its form: its key in Triton's cache is that of the case."""
+    kernel, constants = case.kernel, dict(case.config.constants)
     odd = {"odd": kernel.aligned, "odd strides": kernel.strides, "odd tensors": tuple(kernel.pointers)}
-    divisible = [name for name in kernel.aligned if name not in odd.get(case.layout, ())]
-    return {(names.index(name),): DIVISIBLE for name in divisible}  # type: ignore[misc]
+    divisible = set(kernel.aligned) - set(odd.get(case.layout, ()))
+    noted = {*kernel.pointers, *kernel.strides, *(constants if NOTES_CONSTANTS else ())}
+    return {
+        (place,): DIVISIBLE if name in divisible else []
+        for place, name in enumerate(kernel.function.arg_names)
+        if name in noted
+    }
 
 
 def _assemble(ptx: str, case: Case) -> tuple[int, int]:
