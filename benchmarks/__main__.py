@@ -49,7 +49,7 @@ MODULES = {  # in the order in which their cases run
     "baseline": ("baseline.steps", "baseline.start", "baseline.traces", "baseline.chat_objects"),
     "routing": ("routing.decisions", "routing.fleet", "routing.recorded"),
     "simulation": ("simulation.host", "simulation.soak", "simulation.scale", "simulation.truth"),
-    "gpu": ("gpu.models", "gpu.operators", "gpu.peer"),
+    "gpu": ("gpu.models", "gpu.operators", "gpu.kept_states", "gpu.peer"),
 }
 GPU_MINUTES = 9.0
 GRACE_SECONDS = 10.0  # beside its time, in which a case may end by itself

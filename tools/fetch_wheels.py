@@ -10,6 +10,8 @@ and there, next to a checkout of this project:
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl
     PYTHONPATH=$PWD:site python3 -m benchmarks gpu
 
+or, if they were fetched with `--tests`, `tools/gpu_first_hour.sh --wheels wheels`, which installs them and runs tests.
+
 Versions come from constraints.txt; packages of the machine are kept if their versions are sufficient. torch is never
 fetched. `--peer DIR` makes a folder with megatron-core 0.19.2 and the Triton kernels of mamba-ssm and causal-conv1d,
 for `MEGATRON_0_19=DIR python -m benchmarks gpu`; nothing of it is installed, compiled or run.
@@ -32,9 +34,10 @@ from packaging.utils import canonicalize_name
 from tools.check_python import MACHINES
 from tools.oracles import LIBRARIES, Library, unpack
 from tools.oracles import download as fetch
-from tools.pins import GLIBC_TAGS, NEWER_GLIBC, PROJECT, Wheel, applies, find_wheels, pins_for, pythons, read_pins
+from tools.pins import GLIBC_TAGS, MAIN, NEWER_GLIBC, PROJECT, Wheel, applies, find_wheels, pins_for, pythons, read_pins
 
 NEVER = frozenset({"torch", "triton"})  # large, and specific to the machine's driver
+LINTERS = frozenset({"mypy", "ruff"})  # large, and no test of a device runs them
 TAGS = (*GLIBC_TAGS, *NEWER_GLIBC.values())
 ALSO = Library(
     "causal-conv1d",
@@ -61,6 +64,7 @@ def main() -> int:
     parser.add_argument(
         "--present", type=Path, help="output of `pip list --format=freeze` on the target machine; default: torch only"
     )
+    parser.add_argument("--tests", action="store_true", help="also fetch what tests need: the extras dev and server")
     parser.add_argument("--python", default="3.12", choices=pythons())
     parser.add_argument("--machine", default=MACHINES[0], choices=MACHINES)
     parser.add_argument("--folder", type=Path, help="folder to write wheels to")
@@ -70,7 +74,8 @@ def main() -> int:
         parser.error("give --folder, --peer or both")
     if options.folder is not None:
         text = "" if options.present is None else options.present.read_text("utf-8")
-        wanted = carried(options.python, options.machine, present_in(text))
+        extras = MAIN.extras if options.tests else ()
+        wanted = carried(options.python, options.machine, present_in(text), extras)
         download(wanted, options.python, options.machine, options.folder)
         report(options.folder)
     if options.peer is not None:
@@ -85,18 +90,22 @@ def present_in(text: str) -> dict[str, str]:
     return {canonicalize_name(name.strip()): version.strip() for name, equal, version in lines if equal}
 
 
-def carried(python: str, machine: str, present: Mapping[str, str]) -> list[str]:
-    """Return the pins of the packages that are missing on the machine."""
+def carried(python: str, machine: str, present: Mapping[str, str], extras: Sequence[str] = ()) -> list[str]:
+    """Return the pins of the packages that this project with `extras` needs and that are missing on the machine."""
     pins = [pin for pin in pins_for(python, read_pins()) if Requirement(pin).name not in NEVER]
     wheels = find_wheels(python, pins, machine, TAGS)
     roots = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
-    return [f"{name}=={wheels[name].version}" for name in missing(python, wheels, roots, present)]
+    return [f"{name}=={wheels[name].version}" for name in missing(python, wheels, roots, present, extras)]
 
 
 def missing(
-    python: str, wheels: Mapping[str, Wheel], roots: Iterable[Requirement], present: Mapping[str, str]
+    python: str,
+    wheels: Mapping[str, Wheel],
+    roots: Iterable[Requirement],
+    present: Mapping[str, str],
+    extras: Sequence[str] = (),
 ) -> list[str]:
-    """Return the projects needed for a run without extras whose version on the machine is missing or insufficient.
+    """Return the needed projects whose version on the machine is missing or insufficient.
 
     Packages on the machine are assumed to have their requirements.
 
@@ -105,11 +114,13 @@ def missing(
         wheels: Wheels that can be fetched, by project.
         roots: Requirements of this project.
         present: Versions of the packages on the machine.
+        extras: Extras of this project that are needed; linters are not.
 
     Raises:
         ValueError: A requirement is neither on the machine nor pinned.
     """
-    todo, found = [one for one in roots if applies(one, python, "")], set()
+    todo = [one for one in roots if any(applies(one, python, extra) for extra in ("", *extras))]
+    todo, found = [one for one in todo if one.name not in LINTERS], set()
     while todo:
         one = todo.pop()
         name = canonicalize_name(one.name)

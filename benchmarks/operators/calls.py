@@ -22,7 +22,7 @@ from megatron_ext.ops.sampling import SamplingMetadata, greedy_tokens, sample_to
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import copy_rows
-from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.step_size import step_sizes
 from megatron_ext.ops.varlen import Resumes, pack_chunks
 
@@ -50,6 +50,8 @@ class Sizes:
     keys: int = 8
     channels: int = 128
     words: int = 32_000
+    prompts: int = 1  # of equal length, that `tokens` are split into
+    kept: int = 0  # states that each prompt keeps, at multiples of a block
 
     @property
     def conv_channels(self) -> int:
@@ -69,12 +71,14 @@ class Call:
         amount: Bytes that have to be read and written, or operations of the formula.
         unit: Unit of `amount`: "TB" or "TFLOP".
         has_reference: True if plain torch computes it in another way.
+        snapshots: Pool that the kept states are written to, [prompts x kept, ...]; None without such states.
     """
 
     work: Callable[[], object]
     amount: float
     unit: str
     has_reference: bool = True
+    snapshots: Tensor | None = None
 
 
 class Calls:
@@ -117,7 +121,7 @@ class Calls:
     def ssd(self) -> dict[str, Callable[[], Call]]:
         """Return makers of the calls of SSD; in order: without resume positions, as with blocks of 16 tokens."""
         e = self._e
-        resumes = Resumes(BLOCK, torch.full((1,), e.tokens, device=self._device))
+        resumes = Resumes(BLOCK, torch.full((e.prompts,), e.tokens // e.prompts, device=self._device))
         return {
             f"ssd, prefill of {e.tokens}": partial(self._ssd, is_prefill=True, resumes=resumes),
             f"ssd in order, prefill of {e.tokens}": partial(self._ssd, is_prefill=True),
@@ -278,17 +282,25 @@ class Calls:
         resumes: Resumes | None = None,
         **options: object,
     ) -> Call:
-        """One sequence that begins in slot 0 without a state; no snapshot is taken."""
-        tokens = self._e.tokens
-        cuts = [CHUNK] * (tokens // CHUNK) + [tokens % CHUNK] * (tokens % CHUNK > 0)
-        slot, nothing = torch.zeros(1, dtype=torch.int64, device=self._device), torch.zeros(1, device=self._device) > 0
+        """Prompts that begin without a state, and keep states if their sizes say so."""
+        e, length, piece = self._e, self._e.tokens // self._e.prompts, CHUNK if self._e.prompts == 1 else BLOCK
+        cut = [piece] * (length // piece) + [length % piece] * (length % piece > 0)
+        slots = torch.arange(e.prompts, device=self._device)
+        ends = [(prompt, place) for prompt in range(e.prompts) for place in range(1, e.kept + 1)]
+        kept = SnapshotPlaces(
+            torch.arange(len(ends), device=self._device),
+            torch.arange(e.prompts + 1, device=self._device) * e.kept,
+            torch.tensor([prompt * len(cut) + place - 1 for prompt, place in ends], device=self._device),
+            torch.tensor([prompt * length + place * BLOCK for prompt, place in ends], device=self._device),
+        )
+        snapshots = torch.full((len(ends), *state), torch.nan, dtype=dtype, device=self._device) if ends else None
         places = {
-            "chunks": replace(pack_chunks([cuts], self._device), resumes=resumes),
-            "slots": StateSlots(slot, nothing),
-            "live": torch.zeros(1, *state, dtype=dtype, device=self._device),
-            "snapshots": None,
+            "chunks": replace(pack_chunks([cut] * e.prompts, self._device), resumes=resumes),
+            "slots": StateSlots(slots, torch.zeros_like(slots, dtype=torch.bool), kept if ends else None),
+            "live": torch.zeros(e.prompts, *state, dtype=dtype, device=self._device),
+            "snapshots": snapshots,
         }
-        return Call(partial(operator.prefill, *inputs, **options, **places), *amount)
+        return Call(partial(operator.prefill, *inputs, **options, **places), *amount, snapshots=snapshots)
 
     def _decode(
         self,

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("benchmarks.gpu.operators")
+from benchmarks.cases import Run
+from benchmarks.gpu.kept_states import kept_states
 from benchmarks.gpu.operators import planned_calls
+from benchmarks.gpu.right import IS_RIGHT
 from benchmarks.operators.calls import TINY, Sizes
 
 WORST = (
@@ -38,3 +41,11 @@ def test_each_call_can_be_made() -> None:
             call = make()
             assert call.amount > 0, name
             call.work()
+
+
+def test_kept_states_are_written_and_change_no_output() -> None:
+    """CU-13: as on a device, at small sizes."""
+    run = Run(quick=True)
+    kept_states(run)
+    assert not run.page["failed"]
+    assert [row[IS_RIGHT] for row in run.page["rows"].values()] == [True] * 5

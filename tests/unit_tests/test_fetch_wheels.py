@@ -41,6 +41,11 @@ def test_keeps_installed_packages():
     assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"a": "1.9", "numpy": "2.5.2", "b": "7"}) == ["a", "e"]
 
 
+def test_adds_the_extras_that_tests_need():
+    roots = [*ROOTS, Requirement('mypy; extra == "dev"'), Requirement('b; extra == "ray"')]
+    assert fetch_wheels.missing(PYTHON, WHEELS, roots, {"a": "2.1", "b": "0.1"}, ("dev",)) == ["c"]
+
+
 def test_an_unpinned_requirement_is_named():
     with pytest.raises(ValueError, match="b is needed on the target machine"):
         fetch_wheels.missing(PYTHON, {"a": WHEELS["a"], "e": WHEELS["e"]}, ROOTS, {"numpy": "2.5.2"})
