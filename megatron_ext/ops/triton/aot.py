@@ -24,7 +24,7 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 specifications: 164 and 228 KB a multiprocessor, of which the system reserves 1 KB a block)."""
 DIVISIBLE = [["tt.divisibility", 16]]
 NOTES_CONSTANTS = Version(triton.__version__) >= Version("3.7")
-"""Whether launches note of a constant that it is not divisible."""
+"""True if a launch notes of each constant that it is not divisible."""
 ALIGNED = "aligned"
 LAYOUTS = (ALIGNED, "odd", "odd strides", "odd tensors", "strides of 64 bits")
 """Tensors begin at, and strides are, multiples of 16: all of them, none, only the tensors, only the strides; and all of
