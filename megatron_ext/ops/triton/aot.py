@@ -22,7 +22,7 @@ from megatron_ext.ops.triton.kernel_registry import FLOATS, Config, Kernel, Type
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Maximum shared memory of a thread block in bytes, by compute capability times ten (CUDA programming guide, technical
 specifications: 164 and 228 KB a multiprocessor, of which the system reserves 1 KB a block)."""
-DIVISIBLE = [["tt.divisibility", 16]]
+DIVISIBLE: list[list[str | int]] = [["tt.divisibility", 16]]
 NOTES_CONSTANTS = Version(triton.__version__) >= Version("3.7")
 """True if a launch notes of each constant that it is not divisible."""
 ALIGNED = "aligned"
