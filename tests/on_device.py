@@ -38,7 +38,6 @@ HOST = {
     "ops/test_cpp_library.py": CPU,
     "ops/test_linear.py": CPU,
     "ops/test_paged_attention_cpp.py": CPU,
-    "ops/test_sampling.py::test_nothing_sorts_the_vocabulary": "without a kernel a device sorts, to read nothing back",
 }
 """By file, or file and function, below tests/unit_tests: why not on a device."""
 _LEFT_OUT = pytest.StashKey[int]()
