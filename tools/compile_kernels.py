@@ -10,12 +10,14 @@ Triton's cache (`TRITON_CACHE_DIR`).
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,6 +30,16 @@ if TYPE_CHECKING:  # needs triton
     from megatron_ext.ops.triton.aot import Case
 
 DONE, PROBLEMS, CANNOT = 0, 1, 2
+KNOWN_SPILLS: dict[str, frozenset[tuple[str, str, int]]] = {
+    "3.6.0": frozenset(
+        {
+            ("paged_prefill", "M 64, N 32, DP 128, FULL_FP32 0, SPAN 4096, 8 warps", 80),  # 4 bytes
+            ("chunk_scan", "TILE 64, P 64, N 128, 4 warps", 90),  # 20 bytes
+            *(("draw_rows", f"SHIFT {one}, BLOCK 2048, 16 warps", arch) for one in (0, 12, 16) for arch in (80, 90)),
+        }
+    )
+}
+"""Kernels, configurations and devices that spill, by version of Triton. The version of constraints.txt has none."""
 
 
 class Row(NamedTuple):
@@ -79,7 +91,9 @@ def compile_one(index: int, quick: bool, arch: int | None) -> tuple[Row | None, 
         made = aot.compile_case(case)
     except aot.CompileFailure as error:
         return None, str(error)
-    problem = None if made.problem is None else f"{case.name} on sm_{case.arch} {made.problem}"
+    known = KNOWN_SPILLS.get(importlib.metadata.version("triton"), frozenset())
+    judged = replace(made, spilled_bytes=0) if (case.kernel.name, case.config.name, case.arch) in known else made
+    problem = None if judged.problem is None else f"{case.name} on sm_{case.arch} {judged.problem}"
     numbers = made.registers, made.spilled_bytes, made.shared_bytes
     return Row(case.kernel.name, case.config.name, case.arch, *numbers), problem
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import NoKernelError
 from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
-from megatron_ext.ops.triton import launching
+from megatron_ext.ops.triton import architecture, launching
 from megatron_ext.ops.triton.device import find_piece, kept_place, product, store_kept
 from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, Argument, config, kernel
 
@@ -35,6 +35,8 @@ CHANNELS = dict(zip(FLOATS, (16, 32, 32), strict=True))  # key channels at once 
 WARPS = dict(
     zip(FLOATS, ((8, 8), (4, 4), (8, 8)), strict=True)
 )  # for 64 and 128 key channels: the fewest that registers allow
+MORE_WARPS = {("bf16", 128): {(90,): 4, (80,): 8}}
+"""Warps by architecture where it matters: with 4, Triton 3.6 spills on sm_80."""
 NORM_EPSILON = tl.constexpr(1e-6)  # as in `reference.py`
 INPUTS = [{"T": inputs} for inputs in FLOATS]
 
@@ -231,9 +233,11 @@ def load_tile(
             only=(one,),
             registers=MAX_REGISTERS,
             aligned=keys > MAX_ODD_KEYS,
+            archs=archs,
         )
         for one, tile in TILES.items()
         for keys, warps in zip((16, 32, 64, 128), (4, 4, *WARPS[one]), strict=True)
+        for archs, warps in (MORE_WARPS.get((one, keys)) or {(): warps}).items()
     ],
 )
 def delta_prefill(
@@ -367,7 +371,8 @@ def launch_prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: PrefillStates, *, normalize: bool = False
 ) -> Tensor:
     arguments = _arguments(q, k, v, g, beta, states.live, normalize) | launching.prefill_arguments(states)
-    tiling, config = delta_tiles.config_for(q.dtype), delta_prefill.config_for(q.dtype, K=k.shape[2])
+    tiling = delta_tiles.config_for(q.dtype)
+    config = delta_prefill.config_for(q.dtype, architecture(q.device), K=k.shape[2])
     (tokens, heads, value_dim), sequences, tile = v.shape, states.slots.live.numel(), config["TILE"]
     solved, mixed = torch.empty(2, tokens, heads, tile, dtype=torch.float32, device=v.device)
     scales = torch.empty(len(SCALES), tokens, heads, dtype=torch.float32, device=v.device)

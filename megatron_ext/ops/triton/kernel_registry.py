@@ -160,16 +160,23 @@ class Kernel:
         """Yield every configuration with the types that it is compiled for."""
         yield from ((config, types) for config in self.configs for types in self.types if config.suits(types))
 
-    def fitting(self, dtype: torch.dtype, **sizes: int) -> Config | None:
-        """Return the first configuration for this input type with constants of at least `sizes`; None without one."""
+    def fitting(self, dtype: torch.dtype, arch: int | None = None, **sizes: int) -> Config | None:
+        """Return the first configuration for this input type with constants of at least `sizes`; None without one.
+
+        A device of an architecture that no configuration names takes those of the oldest one.
+        """
+        named = {other for one in self.configs for other in one.archs}
+        wanted = arch if arch in named else min(named, default=None)
         for one in self.configs:
+            if one.archs and wanted not in one.archs:
+                continue
             if one.suits({"T": TYPE_NAMES[dtype]}) and all(one[name] >= size for name, size in sizes.items()):
                 return one
         return None
 
-    def config_for(self, dtype: torch.dtype, **sizes: int) -> Config:
+    def config_for(self, dtype: torch.dtype, arch: int | None = None, **sizes: int) -> Config:
         """Return the configuration of `fitting` for inputs that have one."""
-        found = self.fitting(dtype, **sizes)
+        found = self.fitting(dtype, arch, **sizes)
         assert found is not None, f"{self.name} has no configuration for {sizes}"
         return found
 

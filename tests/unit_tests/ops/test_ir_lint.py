@@ -103,6 +103,58 @@ def test_large_heads_are_multiplied_by_warp_groups(tmp_path: Path) -> None:
     }
 
 
+# A launch on a pretended device, which is stopped where Triton would compile.
+KEYS = """
+import json
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compiler
+from triton.runtime import driver
+from megatron_ext.ops.triton import aot
+from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, all_kernels
+
+TARGET = GPUTarget("cuda", 90, 32)
+compiled = []
+
+class Device:
+    get_current_target = lambda self: TARGET
+    get_current_device = get_current_stream = lambda self, *_: 0
+
+def noted(source, target=None, options=None, **_):
+    made = compiler.make_backend(TARGET).parse_options(dict(options if isinstance(options, dict) else vars(options)))
+    compiled.append(source.hash() + made.hash())
+    raise RuntimeError("compiled nothing")
+
+def attempt(call, /, *arguments, **more):
+    try:
+        call(*arguments, **more)
+    except (RuntimeError, aot.CompileFailure):
+        pass
+
+driver.set_active(Device())
+triton.compile = triton.compiler.compile = compiler.compile = noted
+types = {name: dtype for dtype, name in TYPE_NAMES.items()}
+differing = []
+for case in aot.cases(all_kernels(), quick=True):
+    kernel = case.kernel
+    tensors = {name: torch.zeros(64, dtype=types[case.types.get(of, of)]) for name, of in kernel.pointers.items()}
+    numbers = dict.fromkeys(kernel.strides, 32) | dict.fromkeys(kernel.counts, 7) | dict.fromkeys(kernel.scalars, 0.5)
+    given = tensors | numbers | dict(case.config.constants)
+    attempt(aot.compile_case, case)
+    attempt(kernel.function.run, grid=(1,), warmup=True, **given, **case.config.options)
+    if len(set(compiled)) != 1 or len(compiled) != 2:
+        differing.append(kernel.name)
+    compiled.clear()
+print(json.dumps({"differing": differing}))
+"""
+
+
+@pytest.mark.skipif(not triton.can_be_imported(), reason="triton cannot be imported")
+def test_launches_find_compiled_cases_in_the_cache(tmp_path: Path) -> None:
+    """CU-3: a case has the signature and options of a launch, so that it is what a device computes."""
+    assert found_by(KEYS, tmp_path) == {"differing": []}
+
+
 SPILLS = """
 import dataclasses, json
 from megatron_ext.ops.paged_attention import kernels
