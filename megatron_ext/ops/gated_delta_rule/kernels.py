@@ -35,7 +35,7 @@ CHANNELS = dict(zip(FLOATS, (16, 32, 32), strict=True))  # key channels at once 
 WARPS = dict(
     zip(FLOATS, ((8, 8), (4, 4), (8, 8)), strict=True)
 )  # for 64 and 128 key channels: the fewest that registers allow
-MORE_WARPS = {("bf16", 128): {(90,): 4, (80,): 8}}
+MORE_WARPS: dict[tuple[str, int], dict[tuple[int, ...], int]] = {("bf16", 128): {(90,): 4, (80,): 8}}
 """Warps by architecture where it matters: with 4, Triton 3.6 spills on sm_80."""
 NORM_EPSILON = tl.constexpr(1e-6)  # as in `reference.py`
 INPUTS = [{"T": inputs} for inputs in FLOATS]
@@ -237,7 +237,7 @@ def load_tile(
         )
         for one, tile in TILES.items()
         for keys, warps in zip((16, 32, 64, 128), (4, 4, *WARPS[one]), strict=True)
-        for archs, warps in (MORE_WARPS.get((one, keys)) or {(): warps}).items()
+        for archs, warps in MORE_WARPS.get((one, keys), {(): warps}).items()
     ],
 )
 def delta_prefill(
