@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
-from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 
 from megatron_ext.ops.triton.ir_lint import Loop, loops, precisions, uses_warp_groups
@@ -23,7 +22,7 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Maximum shared memory of a thread block in bytes, by compute capability times ten (CUDA programming guide, technical
 specifications: 164 and 228 KB a multiprocessor, of which the system reserves 1 KB a block)."""
 DIVISIBLE: list[list[str | int]] = [["tt.divisibility", 16]]
-NOTES_CONSTANTS = Version(triton.__version__) >= Version("3.7")
+NOTES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 """True if a launch notes of each constant that it is not divisible."""
 ALIGNED = "aligned"
 LAYOUTS = (ALIGNED, "odd", "odd strides", "odd tensors", "strides of 64 bits")
