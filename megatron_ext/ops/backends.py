@@ -26,7 +26,7 @@ class NoKernelError(Exception):
 
 
 @functools.cache
-def say_once(line: str) -> None:
+def log_once(line: str) -> None:
     """Log a line once."""
     say(line)
 
@@ -118,7 +118,7 @@ class Backends(Generic[B]):
         try:
             return call(self.choose(x))
         except NoKernelError as error:
-            say_once(f"{error}; the reference computes it")
+            log_once(f"{error}; the reference computes it")
             return call(list(self._backends.values())[-1])
 
     @contextmanager

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.ops.backends import say_once
+from megatron_ext.ops.backends import log_once
 from megatron_ext.ops.ssd import kernels_tiles
 from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
 from megatron_ext.ops.triton import launching
@@ -255,7 +255,7 @@ def launch_prefill(
     if lack is None:
         return _prefill_tiles(_arguments(x, dt, A, B, C, D) | places, x, B, states.chunks)
     if x.dtype != torch.float32:
-        say_once(f"ssd converts inputs of a prefill to fp32 and computes them in order, which is slower: {lack}")
+        log_once(f"ssd converts inputs of a prefill to fp32 and computes them in order, which is slower: {lack}")
     state_size = B.shape[2]
     config = ssd_prefill.config_for(x.dtype, N=min(state_size, MAX_STATES))
     parts, (rows, heads, head_dim) = -(-state_size // config["N"]), x.shape

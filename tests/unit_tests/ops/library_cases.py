@@ -48,7 +48,7 @@ STATES = {
 
 @dataclass(frozen=True)
 class Case:
-    """An operator's prefill or decode: "ssd prefill", "ssd prefill from zero", "ssd decode"."""
+    """An operator's prefill or decode: "ssd prefill", "ssd decode"."""
 
     name: str
     dtype: torch.dtype
@@ -60,10 +60,6 @@ class Case:
     @property
     def is_decode(self) -> bool:
         return self.name.endswith("decode")
-
-    @property
-    def has_states(self) -> bool:
-        return not self.name.endswith("from zero")
 
     def made(self) -> Operator:
         return operator(self.operator, SIZES[self.operator], self.dtype)
@@ -93,8 +89,7 @@ class Case:
             return named | {"pool": self.pool(), "slots": torch.tensor(LIVE)}
         chunks = cut_chunks(STARTS, LENGTHS, CHUNK, "cpu")
         named["starts"] = chunks.sequences.cu_seqlens.clone()
-        if self.has_states:
-            named["states"] = self.states()
+        named["states"] = self.states()
         if self.name == "ssd prefill":
             named["chunk_starts"], named["last"] = chunks.cu_chunk_seqlens.clone(), chunks.last_chunk_indices.clone()
             named["chunk_sequences"] = chunks.chunk_seq_idx.clone()
@@ -121,7 +116,7 @@ class Case:
         places = torch.arange(count, device=device)
         ends = chunks.last_chunk_indices + 1
         kept = SnapshotPlaces(places, torch.cat([ends[:1] * 0, ends]), places, chunks.cu_chunk_seqlens[1:])
-        has_states = torch.full((len(LIVE),), self.has_states, device=device)
+        has_states = torch.ones(len(LIVE), dtype=torch.bool, device=device)
         slots = StateSlots(torch.tensor(LIVE, device=device), has_states, kept)
         snapshots = torch.full((count, *live.shape[1:]), torch.nan, dtype=live.dtype, device=device)
         y = run.prefill(*arguments, chunks=chunks, slots=slots, live=live, snapshots=snapshots, **options)

@@ -25,7 +25,6 @@ Tensors = dict[str, Tensor]
 
 BARE = {
     "megatron-core": ("megatron", "megatron.core", "megatron.core.ssm", "megatron.core.ssm.ops"),
-    "mamba-ssm": ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "mamba_ssm.utils"),
     "fla-core": ("fla.ops", "fla.ops.gated_delta_rule", "fla.ops.utils"),
 }
 """Packages of which nothing but submodules is wanted."""
@@ -69,17 +68,18 @@ def megatron_convolution_step(x, weight, bias, pool, slots) -> Tensors:
     return {"y": module.causal_conv1d_update(x, pool, weight, bias, "silu", slots.int()), "pool": pool}
 
 
+def update(*tensors: Tensor, **options: Tensor) -> Tensor:
+    module = importlib.import_module("megatron.core.ssm.ops.mamba_ssm")
+    return module.selective_state_update(*tensors, **options)
+
+
 def headed(x: Tensor, dt: Tensor, A: Tensor, D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dt, A and D of heads as `selective_state_update` takes them: the same for all channels, by strides of zero."""
     heads, channels = x.shape[1:]
     return dt[..., None].expand(-1, -1, channels), A[:, None, None], D[:, None].expand(heads, channels)
 
 
-def update_of(module: str) -> Callable[..., Tensor]:
-    return importlib.import_module(module).selective_state_update
-
-
-def ssd_step(update: Callable[..., Tensor], x, dt, A, B, C, D, pool, slots) -> Tensors:
+def ssd_step(x, dt, A, B, C, D, pool, slots) -> Tensors:
     wide_dt, wide_A, wide_D = headed(x, dt, A, D)
     wide_A = wide_A.expand(*wide_D.shape, pool.shape[-1])
     bias = torch.zeros_like(A)[:, None].expand(*wide_D.shape)
@@ -87,12 +87,12 @@ def ssd_step(update: Callable[..., Tensor], x, dt, A, B, C, D, pool, slots) -> T
     return {"y": y, "pool": pool}
 
 
-def selective_step(update: Callable[..., Tensor], u, delta, A, B, C, D, pool, slots) -> Tensors:
+def selective_step(u, delta, A, B, C, D, pool, slots) -> Tensors:
     bias = torch.zeros_like(D)
     return {"y": update(pool, u, delta, A, B, C, D, dt_bias=bias, state_batch_indices=slots.int()), "pool": pool}
 
 
-def selective_scan(update: Callable[..., Tensor], u, delta, A, B, C, D, states, starts) -> Tensors:
+def selective_scan(u, delta, A, B, C, D, states, starts) -> Tensors:
     """There is no kernel for prompts that needs no compiler: one for a token, of all sequences, after the other."""
     y, bias, states = torch.empty_like(u), torch.zeros_like(D), states.clone()
     lengths = starts.diff()
@@ -103,18 +103,6 @@ def selective_scan(update: Callable[..., Tensor], u, delta, A, B, C, D, states, 
             states, u[rows], delta[rows], A, B[rows], C[rows], D, dt_bias=bias, state_batch_indices=slots.int()
         )
     return {"y": y, "states": states}
-
-
-def mamba_ssd(x, dt, A, B, C, D, starts) -> Tensors:
-    """Run from zero states: the library takes initial ones for rows of a batch, not for packed sequences."""
-    module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
-    sequences = torch.repeat_interleave(torch.arange(len(starts) - 1, device=x.device), starts.diff())
-    packed = (t[None] for t in (x, dt))
-    y, after = module.mamba_chunk_scan_combined(
-        *packed, A, B[None], C[None], 64, D=D, seq_idx=sequences.int()[None], cu_seqlens=starts.int(),
-        return_varlen_states=True,
-    )  # fmt: skip
-    return {"y": y[0], "states": after}
 
 
 def delta_rule(q, k, v, g, beta, states, starts) -> Tensors:
@@ -133,25 +121,14 @@ def delta_step(q, k, v, g, beta, pool, slots) -> Tensors:
     return {"y": outputs["y"], "pool": pool}
 
 
-def by_update(compute: Callable[..., Tensors], module: str) -> Callable[..., Tensors]:
-    return lambda **tensors: compute(update_of(module), **tensors)
-
-
-MEGATRON_UPDATE, MAMBA_UPDATE = "megatron.core.ssm.ops.mamba_ssm", "mamba_ssm.ops.triton.selective_state_update"
 COMPUTE: dict[str, dict[str, Callable[..., Tensors]]] = {
     "megatron-core": {
         "causal_conv1d prefill": megatron_convolution,
         "causal_conv1d decode": megatron_convolution_step,
         "ssd prefill": megatron_ssd,
-        "ssd decode": by_update(ssd_step, MEGATRON_UPDATE),
-        "selective_scan prefill": by_update(selective_scan, MEGATRON_UPDATE),
-        "selective_scan decode": by_update(selective_step, MEGATRON_UPDATE),
-    },
-    "mamba-ssm": {
-        "ssd prefill from zero": mamba_ssd,
-        "ssd decode": by_update(ssd_step, MAMBA_UPDATE),
-        "selective_scan prefill": by_update(selective_scan, MAMBA_UPDATE),
-        "selective_scan decode": by_update(selective_step, MAMBA_UPDATE),
+        "ssd decode": ssd_step,
+        "selective_scan prefill": selective_scan,
+        "selective_scan decode": selective_step,
     },
     "fla-core": {"gated_delta_rule prefill": delta_rule, "gated_delta_rule decode": delta_step},
 }

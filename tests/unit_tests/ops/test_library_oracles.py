@@ -71,7 +71,7 @@ def test_each_scan_has_a_library() -> None:
     """CU-2: prefill and decode of all four operators with states."""
     compared = {name for ours in COMPUTE.values() for name in ours}
     assert {f"{operator} {kind}" for operator in NAMES for kind in ("prefill", "decode")} <= compared
-    assert set(COMPUTE) == set(BARE) == {one.name for one in oracles.LIBRARIES}
+    assert set(COMPUTE) == set(BARE) < {one.name for one in oracles.LIBRARIES}
 
 
 def test_another_file_than_the_known_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

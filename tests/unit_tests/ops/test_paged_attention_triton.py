@@ -232,7 +232,7 @@ def test_neighbours_and_cuts_change_no_bit() -> None:
 
 def test_where_there_is_no_kernel_the_reference_computes_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     """CU-3: heads of more than 256 channels."""
-    backends.say_once.cache_clear()
+    backends.log_once.cache_clear()
     pool = Step([(1, 17), (3, 5)], 1, head_size=272)
     for window in (None, 4):
         assert_close("large", pool.attend(window=window), pool.expected(window))

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
-from megatron_ext.ops.backends import say_once
+from megatron_ext.ops.backends import log_once
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, Kernel, all_kernels, watch
 from tests.unit_tests.ops.backends import interpreted
 from tests.unit_tests.ops.state_cases import DONE, LENGTHS, Steps
@@ -83,7 +83,7 @@ def test_every_configuration_computes_the_same(kernel: Kernel, config: Config, t
 
 def test_16_bit_inputs_of_ssd_in_order_are_computed_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
     """CU-1, CU-2, CU-10: by programs that share a head's states; outputs are rounded once."""
-    say_once.cache_clear()
+    log_once.cache_clear()
     narrow, wide = (Steps("ssd", 130, torch.bfloat16, torch.float32) for _ in range(2))
     wide.parts = [[t.float() for t in part] for part in wide.parts]
     span = [5, 7], [0, 0], [20, 17]
@@ -130,7 +130,7 @@ def test_a_swapped_slot_is_seen(name: str) -> None:
 @pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd", "gated_delta_rule"])
 def test_shapes_without_a_kernel_use_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """CU-3: shapes without a kernel, said once."""
-    say_once.cache_clear()
+    log_once.cache_clear()
     size = {"causal_conv1d": 5, "selective_scan": 65, "ssd": 257, "gated_delta_rule": 129}[name]
     for _ in range(2):
         steps = Steps(name, size, torch.float32, torch.float32)
