@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.triton.ir_lint import Loop, loops, precisions, uses_warp_groups
 from tests.unit_tests.support.source import ROOT
 
 SCRIPT = """
@@ -188,30 +187,3 @@ def test_configurations_near_the_limit_do_not_spill(tmp_path: Path) -> None:
         "decode without a limit": True,
         "scan": False,
     }
-
-
-BODY = """
-  %r = scf.for %i = %a to %b step %c iter_args(%k = %g) -> (!ttg.async.token)  : i32 {
-    %w = ttg.async_wait %k {num = NUM : i32}
-    %s = tt.dot %q, %t, %z : tensor<64x64xbf16, #a> * tensor<64x64xbf16, #b> -> tensor<64x64xf32, #c>
-    %n = ttg.async_copy_global_to_local %p, %m
-    %g2 = ttg.async_commit_group tokens %n
-    scf.yield %g2 : !ttg.async.token
-  }
-"""
-
-
-def test_a_copy_overlaps_a_product_if_one_is_left_on_its_way() -> None:
-    """Check a wait that leaves one group of copies on its way, and a wait for all groups."""
-    assert loops(BODY.replace("NUM", "0")) == [Loop(products=1, copies=1, overlaps=False)]
-    assert loops(BODY.replace("NUM", "1")) == [Loop(products=1, copies=1, overlaps=True)]
-    assert loops("\n".join(line for line in BODY.splitlines() if "tt.dot" not in line)) == []
-
-
-def test_products_by_warp_groups() -> None:
-    narrow = "%s = tt.dot %q, %t, %z : tensor<16x64xbf16, #a> * tensor<64x64xbf16, #b> -> tensor<16x64xf32, #c>"
-    group = "%s = ttng.warp_group_dot %q, %t, %z : !ttg.memdesc<64x64xbf16, #a> * !ttg.memdesc<64x64xbf16, #b>"
-    wide = "%s = tt.dot %q, %t, %z, inputPrecision = tf32 : tensor<16x64xf32> * tensor<64x64xf32> -> tensor<16x64xf32>"
-    assert not uses_warp_groups(narrow)
-    assert uses_warp_groups(f"{group}\n{wide}")
-    assert precisions(f"{narrow}\n{wide}\n{wide.replace(', inputPrecision = tf32', '')}") == {"tf32", "ieee"}
