@@ -34,7 +34,6 @@ HOST = {
     "mcore/test_platform.py": CPU,
     "memory/test_heap.py": CPU,
     "ops/test_cpp_build.py": CPU,
-    "ops/test_cpp_compiler.py": CPU,
     "ops/test_cpp_library.py": CPU,
     "ops/test_linear.py": CPU,
     "ops/test_paged_attention_cpp.py": CPU,

@@ -7,6 +7,8 @@ import functools
 import os
 import shutil
 import signal
+import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.cpp import library_build
-from megatron_ext.ops.cpp.library_build import BuildCache, BuildError, open_library
+from megatron_ext.ops.cpp.library_build import BuildCache, BuildError, compile_library, open_library
 from tests.forked import fork
 from tests.unit_tests.support.foreign import ForeignFiles
 from tests.unit_tests.support.source import PACKAGE
@@ -318,3 +320,30 @@ def test_of_several_ranks_the_first_one_speaks(rank, written, monkeypatch, capsy
         monkeypatch.setenv("RANK", rank)
     cpp.say("words")
     assert capsys.readouterr().err == written
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, though perhaps not waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
+    """Interrupted while it runs: it and what it has started are ended."""
+    script, started = tmp_path / "slow", tmp_path / "started"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $$ > {started}.part\nmv {started}.part {started}\nwait\n")
+    script.chmod(0o755)
+
+    def interrupted(*_: object, **__: object) -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path)
+    pids = [int(pid) for pid in started.read_text().split()]
+    while not all(is_gone(pid) for pid in pids):  # for ever, if they were not ended
+        time.sleep(0.01)

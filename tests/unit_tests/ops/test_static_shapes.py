@@ -10,46 +10,19 @@ import torch
 
 from megatron_ext.mixers.recurrent import cut_between
 from megatron_ext.ops import chunked as in_grids  # the function itself would lose what it provides, see conftest
-from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
-from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, StaticBatch, build_paged_batch, paged_attention
-from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
-from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import pack_chunks, starts
 from megatron_ext.runner.cuda_graphs.input_batch import write_grid
 from tests.on_request import long_except
 from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.state_cases import operator
 from tests.unit_tests.ops.test_paged_attention import BLOCK, SCALE, Step
 from tests.unit_tests.support.chunk_grid import snapshot_places
 
 # Two sequences and a token of padding, with room for three of 150 tokens in chunks of 64.
 STARTS, LENGTHS, STOPS = [7, 0, 0], [100, 3, 1], [[64], [], []]
 GRID = in_grids.ChunkGrid(sequences=3, chunks=3, places=64, tokens=150)
-
-
-def _ssd(normal, positive, t):
-    return normal(t, 4, 6), positive(t, 4), -positive(4), normal(t, 2, 5), normal(t, 2, 5)
-
-
-def _selective(normal, positive, t):
-    return normal(t, 6), positive(t, 6), -positive(6, 5), normal(t, 5), normal(t, 5)
-
-
-def _delta(normal, positive, t):
-    return normal(t, 2, 5) / 4, normal(t, 2, 5) / 4, normal(t, 4, 6), -positive(t, 4), positive(t, 4)
-
-
-def _conv(normal, _, t):
-    return (normal(t, 6),)
-
-
-INPUTS = {
-    "ssd": (SSD, _ssd, (4, 6, 5)),
-    "selective_scan": (SELECTIVE_SCAN, _selective, (6, 5)),
-    "gated_delta_rule": (GATED_DELTA_RULE, _delta, (4, 5, 6)),
-    "convolution": (PLAIN_CONV1D, _conv, (6, 3)),
-}
 
 
 def assert_close(found, expected) -> None:
@@ -87,32 +60,23 @@ def exact_chunks():
 PLACES = list(itertools.product([None, 20], [None, 32, 3]))
 
 
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", ["ssd", "selective_scan", "gated_delta_rule", "plain_conv1d"])
 def test_prefills_in_a_grid_of_chunks(name):
     """CU-4: outputs, last states and a snapshot inside; empty chunks pass states on, and other tokens may be NaN."""
-    operator, make, shape = INPUTS[name]
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*sizes: int):
-        return torch.randn(*sizes, generator=generator)
-
-    def positive(*sizes: int):
-        return torch.rand(*sizes, generator=generator) * 0.2 + 0.05
-
-    inputs, weight = make(normal, positive, 150), normal(6, 4)
-    for one in inputs:
-        if len(one) == 150:
-            one[104:] = torch.nan  # after the last sequence
-    live = normal(4, *shape)
-    tokens = inputs if name != "convolution" else (*inputs, weight, None)
+    case = operator(name, 4)
+    tokens = [one[:150].clone() for one in case.tokens]
+    for one in tokens:
+        one[104:] = torch.nan  # after the last sequence
+    live = torch.randn(4, *case.state, generator=torch.Generator().manual_seed(1))
     found = []
     for chunks in (padded_chunks(), exact_chunks()):
         piece = 0 if len(chunks.chunk_lengths) == GRID.count else int(np.cumsum(chunks.chunk_lengths).searchsorted(57))
         kept = snapshot_places([(0, 57, 1, piece)], 3)
         slots = StateSlots(torch.tensor([2, 0, 3]), torch.tensor([True, False, False]), kept)
-        pool, snapshots = live.clone(), torch.full((2, *shape), torch.nan)
-        with operator.backends.forced("reference"):
-            y = operator.prefill(*tokens, chunks=chunks, slots=slots, live=pool, snapshots=snapshots)
+        pool, snapshots = live.clone(), torch.full((2, *case.state), torch.nan)
+        with case.run.backends.forced("reference"):
+            where = {"chunks": chunks, "slots": slots, "live": pool, "snapshots": snapshots}
+            y = case.run.prefill(*case.order(*tokens), **where, **case.options)
         found.append((y, pool, snapshots))
     (y, pool, snapshots), (other_y, other_pool, other_snapshots) = found
     assert_close(y[:104], other_y[:104])
