@@ -95,8 +95,9 @@ def test_other_engines_keep_their_ranks():
 
 
 def test_a_follower_drops_what_it_made_of_old_weights():
-    """CU-21, SC-12: packed copies and graphs, at the command, before the next step."""
-    memory = mock.Mock()
-    Worker(0, mock.Mock(), mock.Mock(), mock.Mock(), memory).obey([NEW_WEIGHTS])
+    """CU-21, SC-12, EX-4: packed copies and graphs, and the keys, at the command, before the next step."""
+    memory, make_scheduler = mock.Mock(), mock.Mock()
+    Worker(0, mock.Mock(), make_scheduler, mock.Mock(), memory).obey([NEW_WEIGHTS])
+    make_scheduler.return_value.weights_changed.assert_called_once_with(restarts=True)
     memory.mark_new_weights.assert_called_once_with()
     memory.use_new_weights.assert_called_once_with()
