@@ -35,7 +35,6 @@ KNOWN_SPILLS: dict[str, frozenset[tuple[str, str, int]]] = {
         {
             ("paged_prefill", "M 64, N 32, DP 128, FULL_FP32 0, SPAN 4096, 8 warps", 80),  # 4 bytes
             ("chunk_scan", "TILE 64, P 64, N 128, 4 warps", 90),  # 20 bytes
-            *(("draw_rows", f"SHIFT {one}, BLOCK 2048, 16 warps", arch) for one in (0, 12, 16) for arch in (80, 90)),
         }
     )
 }
