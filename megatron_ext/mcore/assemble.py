@@ -16,14 +16,15 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.core_factory import make_worker
+from megatron_ext.mcore.core_factory import ContextResources, make_scheduler
 from megatron_ext.mcore.cuda_graph_setup import Messages, check_ranks, cuda_graph_runner_for, recorded_steps_for
 from megatron_ext.mcore.draft_cost_measurement import measure_costs
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
+from megatron_ext.mcore.layers.layer_map import model_shape, places_of
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
 from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, PredictionParts
 from megatron_ext.mcore.packed_weights import pack_weights
+from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.mcore.versions import wrap
 from megatron_ext.mcore.warm_up import Phase, WarmUpPart, unreported, warm_up
 from megatron_ext.mcore.weight_changes import samples_of
@@ -52,7 +53,6 @@ def build_engine(
     *,
     dtype: torch.dtype,
     seed: int = 1234,
-    token_rounder: int = 1,
     logging_step_interval: int | None = 0,
     parallel_context: ParallelContext | None = None,
     speculative_tokens: int = 0,
@@ -70,7 +70,6 @@ def build_engine(
         cache: Prefix caching; its defaults if missing.
         tokenizer: Needs tokenize, detokenize, eod and bos.
         dtype: Type of the parameters and of the KV cache.
-        token_rounder: See `InferenceContext`.
         parallel_context: All ranks; None for a world of one.
         speculative_tokens: Maximum draft tokens per request that a step verifies; the same on all ranks.
         drafter: Proposes draft tokens; on rank 0 only.
@@ -84,9 +83,7 @@ def build_engine(
     """
     with phase("plan"):
         settings = batching, cache or CacheConfig(), speculation, speculative_tokens, packs_weights
-        controller, layers = _build_controller(
-            model, config, tokenizer, *settings, dtype, token_rounder, parallel_context
-        )
+        controller, layers = _build_controller(model, config, tokenizer, *settings, dtype, parallel_context)
         context = controller.inference_wrapped_model.inference_context
         controller.drafter = drafter
         drafting_model = own = _drafter_of(layers)
@@ -186,7 +183,6 @@ def build_worker(
     cache: CacheConfig | None = None,
     *,
     dtype: torch.dtype,
-    token_rounder: int = 1,
     parallel_context: ParallelContext,
     speculative_tokens: int = 0,
     speculation: SpeculationConfig = NO_SPECULATION,
@@ -200,9 +196,17 @@ def build_worker(
         opener: Opens the store of this rank's part of the cache; None if it is not kept.
     """
     settings = batching, cache or CacheConfig(), speculation, speculative_tokens, packs_weights
-    controller, layers = _build_controller(model, config, tokenizer, *settings, dtype, token_rounder, parallel_context)
+    controller, layers = _build_controller(model, config, tokenizer, *settings, dtype, parallel_context)
     context = controller.inference_wrapped_model.inference_context
-    worker = make_worker(parallel_context, context, controller)
+    executor = parallel_context.executor(parallel_context.here.replica, StepExecutor(context, controller))
+    worker = Worker(
+        parallel_context.here.replica,
+        parallel_context.link.receive,
+        partial(make_scheduler, context.plan),
+        executor,
+        ContextResources(context, controller),
+        parallel_context.link.meet,
+    )
     if speculation.has_prediction:
         context.drafting = layer = _drafter_of(layers)
         worker.drafter = parallel_context.drafter(parallel_context.here.replica, layer)
@@ -232,7 +236,6 @@ def _build_controller(
     speculative_tokens: int,
     packs_weights: bool,
     dtype: torch.dtype,
-    token_rounder: int,
     parallel_context: ParallelContext | None,
 ) -> tuple[InferenceController, list[MultiTokenEngine]]:
     """Build the controller of this rank's engine or worker, and the drafters of layers, by depth."""
@@ -267,7 +270,7 @@ def _build_controller(
         draft=_draft_memory(prediction, batching),
         linear=identity,
     )
-    context = InferenceContext(plan, layer_places(model), device, token_rounder)
+    context = InferenceContext(plan, places_of(model.decoder.layer_type_list), device)
     context.suspend_level = batching.suspend_level
     assert config.vocab_size is not None, "the model was built with one"
     controller = InferenceController(wrap(model.eval(), context, config.vocab_size), tokenizer, config.vocab_size)

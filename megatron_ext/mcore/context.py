@@ -53,15 +53,6 @@ class PoolBlockAllocator(BlockAllocator):
         """Number of blocks that could be allocated now: free blocks, and cached blocks without references."""
         return self._scheduler.cache.available_count
 
-    @property
-    def pool_avail(self) -> int:
-        """Number of blocks that could be allocated now (0.20's name)."""
-        return self.total_avail
-
-    def get_allocatable_count(self) -> int:
-        """Return the number of blocks that could be allocated now."""
-        return self.total_avail
-
     def get_active_used(self) -> int:
         """Return the number of blocks in the tables of running requests."""
         return _distinct_blocks(self._scheduler.queues.running)
@@ -70,17 +61,10 @@ class PoolBlockAllocator(BlockAllocator):
         """Return the number of blocks that paused requests keep."""
         return _distinct_blocks(self._scheduler.queues.paused)
 
-    def allocate_memory_blocks(self, num_blocks: int) -> None:
-        """Raise NotImplementedError; see `Scheduler`."""
-        raise NotImplementedError("blocks are allocated by the scheduler")
+    def _refuse(self, *_: object) -> None:
+        raise NotImplementedError("the engine's scheduler allocates and releases blocks")
 
-    def release_memory_blocks(self, blocks: object) -> None:
-        """Raise NotImplementedError; see `Scheduler`."""
-        raise NotImplementedError("blocks are released by the scheduler")
-
-    def reset(self) -> None:
-        """Raise NotImplementedError; see `InferenceEngine.reset`."""
-        raise NotImplementedError("the engine's reset() replaces the scheduler")
+    allocate_memory_blocks = release_memory_blocks = reset = _refuse
 
 
 def _distinct_blocks(requests: Iterable[Request]) -> int:
@@ -97,7 +81,6 @@ class InferenceContext(Context):
         plan: Sizes of all pools and buffers.
         layer_places: Index of each layer's keys, values and states in the pools.
         device: Device of the pools.
-        token_rounder: The packed token count is padded to a multiple of this.
 
     Attributes:
         staging_rules: Facts of pools and model that staging uses.
@@ -114,9 +97,7 @@ class InferenceContext(Context):
 
     suspend_level: SuspendLevel = "drop"  # of a suspend that names none
 
-    def __init__(
-        self, plan: EnginePlan, layer_places: LayerPlaces, device: torch.device, token_rounder: int = 1
-    ) -> None:
+    def __init__(self, plan: EnginePlan, layer_places: LayerPlaces, device: torch.device) -> None:
         self.plan = plan
         self.max_requests, self.max_tokens = plan.limits.max_requests, plan.limits.max_tokens
         self.max_sequence_length = plan.limits.max_model_len
@@ -146,7 +127,6 @@ class InferenceContext(Context):
             dummy_block=plan.geometry.blocks,
             kernel_chunk=plan.geometry.kernel_chunk,
             has_states=plan.shape.states is not None,
-            token_rounder=token_rounder,
             snapshots_in_prefill=not plan.limits.aligned_chunks,
             device=device,
         )

@@ -11,7 +11,6 @@ import torch
 from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
     AbstractModelInferenceWrapper,
 )
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -37,25 +36,6 @@ from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.tokenizer import tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
-
-
-@torch.inference_mode()
-def compute_idle_token(model: MegatronModule) -> None:
-    """Compute one dummy token through this stage's MoE layers, so that other replicas' expert exchanges complete.
-
-    Only MoE layers exchange data with other replicas, so the token goes through no other layer and needs no input from
-    an earlier pipeline stage. Upstream's idle forward goes through all layers, for which a later stage has no input,
-    and with CUDA graphs it resets the context and with it the cache. No context is used here, so nothing in the pools
-    changes. All tensor-parallel ranks of an idle stage do this once a step.
-
-    Args:
-        model: Model of this rank, in eval mode.
-    """
-    parameter = next(model.parameters())
-    token = torch.zeros(1, 1, model.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
-    for layer in model.modules():
-        if isinstance(layer, MoELayer):
-            layer(token)
 
 
 class InferenceController(Controller):
@@ -110,9 +90,20 @@ class InferenceController(Controller):
         if self.inference_wrapped_model.model.config.expert_model_parallel_size > 1:
             self.dummy_forward()
 
+    @torch.inference_mode()
     def dummy_forward(self) -> None:
-        """Run `compute_idle_token` under upstream's name: the step of a rank without requests."""
-        compute_idle_token(unwrap_model(self.inference_wrapped_model.model))
+        """Compute one dummy token through this stage's MoE layers, so that other replicas' expert exchanges complete.
+
+        Only MoE layers exchange data with other replicas, so the token goes through no other layer and needs no input
+        from an earlier stage. Upstream's goes through all layers, and with CUDA graphs it resets the cache. All
+        tensor-parallel ranks of an idle stage do this once a step.
+        """
+        model = unwrap_model(self.inference_wrapped_model.model)
+        parameter = next(model.parameters())
+        token = torch.zeros(1, 1, model.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
+        for layer in model.modules():
+            if isinstance(layer, MoELayer):
+                layer(token)
 
     async def async_generate_output_tokens_dynamic_batch(self, skip_bookkeeping: bool = False) -> None:
         """Do nothing: `StepExecutor` computes steps, and leaves none staged."""

@@ -1,4 +1,4 @@
-"""Engine core and workers of this rank, built around a context and a controller."""
+"""Engine core of rank 0, and the resources of any rank, around a context and a controller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.parallel.commands import RecordingScheduler
 from megatron_ext.parallel.driver import Driver
 from megatron_ext.parallel.parallel_context import ParallelContext
-from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.speculation.proposals import Proposals
 from megatron_ext.text.tokenizer import ends_of, word_tokens
@@ -80,22 +79,6 @@ def make_core(
         resources=ContextResources(context, controller),
         logging_interval=logging_interval,
         routing=routing,
-    )
-
-
-def make_worker(
-    parallel_context: ParallelContext, context: InferenceContext, controller: InferenceController
-) -> Worker:
-    """Return the worker of a rank other than 0, which runs its replica's steps on commands from rank 0."""
-    executor = parallel_context.executor(parallel_context.here.replica, StepExecutor(context, controller))
-    resources = ContextResources(context, controller)
-    return Worker(
-        parallel_context.here.replica,
-        parallel_context.link.receive,
-        partial(make_scheduler, context.plan),
-        executor,
-        resources,
-        parallel_context.link.meet,
     )
 
 

@@ -160,7 +160,7 @@ def recorded_steps_for(
         is_alone: Whether there are no other ranks.
     """
     model, rules = controller.inference_wrapped_model.model, context.staging_rules
-    if batching.has_input_buffers or not is_alone or rules.token_rounder != 1 or rules.device.type != "cpu":
+    if batching.has_input_buffers or not is_alone or rules.device.type != "cpu":
         return None
     if batching.operator_backend not in (AUTO, onednn.NAME) or not cpp.are_used():
         return None

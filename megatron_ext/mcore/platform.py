@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -55,53 +54,19 @@ def sharing_one_device(threads: int) -> Iterator[None]:
         distributed_c10d.ProcessGroupGloo = plain  # type: ignore[misc]
 
 
-class _HostTimer:
-    """`torch.cuda.Event` for a device without a queue: an event is complete when it is recorded."""
+class _NoQueue:
+    """`torch.cuda.Event` and `torch.cuda.Stream` for a device without a queue: all that was asked for is done.
 
-    def __init__(self, enable_timing: bool = False, **_: object) -> None:
-        self._recorded_at: float | None = None
-
-    def record(self, stream: object = None) -> None:
-        self._recorded_at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        return
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: _HostTimer) -> float:
-        """Return the milliseconds between the two records."""
-        assert self._recorded_at is not None, "the start event was never recorded"
-        assert end._recorded_at is not None, "the end event was never recorded"
-        return (end._recorded_at - self._recorded_at) * 1e3
-
-
-class _HostStream:
-    """`torch.cuda.Stream` for a device without a queue: a single stream whose work is always complete.
-
-    A class replaces a class here because other packages use it in annotations at import time.
+    A class replaces a class here because other packages use both in annotations at import time.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
         return
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _HostStream)
+    def _done(self, *_: object) -> _NoQueue:
+        return self
 
-    def __hash__(self) -> int:
-        return hash(_HostStream)
-
-    def wait_stream(self, stream: object) -> None:
-        return
-
-    def record_event(self) -> _HostTimer:
-        event = _HostTimer()
-        event.record()
-        return event
-
-
-_HOST_STREAM = _HostStream()
+    record = record_event = synchronize = query = wait_stream = _done
 
 
 def _do_nothing(*_: object, **__: object) -> None:
@@ -129,9 +94,9 @@ def install_cpu_stand_ins() -> None:
     if torch.cuda.is_available():
         return
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.Event = _HostTimer  # type: ignore[assignment,misc]
-    torch.cuda.Stream = _HostStream  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda *_: _HOST_STREAM  # type: ignore[assignment]
+    torch.cuda.Event = _NoQueue  # type: ignore[assignment,misc]
+    torch.cuda.Stream = _NoQueue  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = _NoQueue  # type: ignore[assignment]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = _do_nothing
     torch.cuda.memory_stats = lambda *_: dict(_NO_MEMORY)

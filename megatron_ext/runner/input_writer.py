@@ -85,7 +85,6 @@ class StagingRules:
         dummy_block: Block for K/V that must not be written to the cache.
         kernel_chunk: Maximum number of tokens of a kernel chunk.
         has_states: True if this rank has recurrent layers.
-        token_rounder: The packed token count is padded to a multiple of this.
         snapshots_in_prefill: True if mixers keep states inside a prefill; otherwise the caller copies running states.
         device: Device of the tensors.
     """
@@ -94,7 +93,6 @@ class StagingRules:
     dummy_block: int
     kernel_chunk: int
     has_states: bool
-    token_rounder: int
     snapshots_in_prefill: bool
     device: torch.device
 

@@ -78,7 +78,7 @@ def stage_step(
     place: Place | None = None,
     prev_sampled: PrevSampledTokenIds | None = None,
 ) -> ModelInput:
-    """Stage a step in one copy. Padding repeats token 0 at position 0.
+    """Stage a step in one copy.
 
     Args:
         step: Scheduled step; nothing else is read.
@@ -96,9 +96,6 @@ def stage_step(
     cuts = [cut_chunk(one, rules.kernel_chunk, snapshots_in_prefill=inside) for one in recurrent]
     arrays = input_arrays(chunks, num_decode, cuts, rules, block_rows or BlockRows())
     firsts, num_tokens = arrays["cu_seqlens_q"], len(arrays["input_ids"])
-    missing = -num_tokens % rules.token_rounder
-    for name in ("input_ids", "position_ids") if missing else ():
-        arrays[name] = np.pad(arrays[name], (0, missing))
     score_tokens, scores = _choose_scored(prefill, firsts[num_decode:], rules.block_size)
     sampled = _sampled_tokens(chunks, firsts)
     if forks:  # sampled from the last logits of their sources; they have no token of their own

@@ -230,30 +230,29 @@ def read_common(directory: Path, stored: StoredState) -> dict[str, object]:
     Raises:
         CheckpointError: There is no common state, or it is damaged, or names a class that is not allowed.
     """
-    is_file = common_source(directory) != directory
-    path, content = _common_file(directory) if is_file else _common_object(directory, stored)
+    path = common_source(directory)
+    is_file = path != directory
+    where, content = str(path), b""
+    if is_file:
+        content = read_bytes(path, _LONGEST_COMMON_STATE, CheckpointError)
+    else:
+        where, content = _common_object(directory, stored)
     try:
         common = Archive(io.BytesIO(content)).pickle(_COMMON, _ENUMERATIONS)
         if not is_file and type(common) is list and len(common) == 1:
             common = common[0]
         if type(common) is not dict:
-            raise CheckpointError(f"{path} does not hold a dictionary")
+            raise CheckpointError(f"{where} does not hold a dictionary")
         count = iter(range(_MAX_VALUES))
         return {str(key): _plain(value, count, depth=8) for key, value in common.items()}
     except PlainPickleError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
 
 
 def common_source(directory: Path) -> Path:
     """Return what to name in messages about values of the common state: its file, else the checkpoint."""
     path = directory / COMMON_FILE
     return path if os.path.lexists(path) else directory
-
-
-def _common_file(directory: Path) -> tuple[str, bytes]:
-    """Return the name and the bytes of the file with the common state."""
-    path = directory / COMMON_FILE
-    return str(path), read_bytes(path, _LONGEST_COMMON_STATE, CheckpointError)
 
 
 def _common_object(directory: Path, stored: StoredState) -> tuple[str, bytes]:

@@ -50,14 +50,6 @@ class FileSlice(io.RawIOBase):
         self._length = length
         self._at = 0
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
     def tell(self) -> int:
         """Return the read position, relative to the start of the slice."""
         return self._at

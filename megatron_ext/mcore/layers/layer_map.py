@@ -29,11 +29,6 @@ class LayerPlaces:
     states: Mapping[int, int]
 
 
-def layer_places(model: HybridModel) -> LayerPlaces:
-    """Return the pool indices of the layers on this stage."""
-    return places_of(model.decoder.layer_type_list)
-
-
 def places_of(letters: list[str]) -> LayerPlaces:
     """Return the pool indices of a stack's layers."""
     return LayerPlaces(_places(letters, is_attention), _places(letters, is_recurrent))

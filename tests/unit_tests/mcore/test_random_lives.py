@@ -127,7 +127,6 @@ def tiny(source: random.Random, blocks: list[int]) -> dict[str, object]:
         "max_requests": max_requests,
         "max_tokens": max_requests + source.choice([0, 1, 2, 15, 40]),
         "paused_buffer_size_gb": source.choice([None, None, 0]),
-        "token_rounder": source.choice([1, 8]),
     }
 
 

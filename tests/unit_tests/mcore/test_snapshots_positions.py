@@ -40,21 +40,21 @@ SECOND = parting(LONG_SYSTEM, 40, 41, 42), [0, 8 * BLOCK, 9 * BLOCK], {}
 
 
 @pytest.mark.parametrize(
-    ("series", "budget", "token_rounder"),
+    ("series", "budget"),
     [
-        *((CUT, budget, rounder) for budget, rounder in ((47, 1), (16, 1), (49, 1), (47, 8))),  # around its boundary
-        *((SHORT, budget, rounder) for budget, rounder in ((1, 1), (3, 1), (2, 8))),  # shorter than the convolution
-        *((TURN, budget, 1) for budget in (10, 17, 400)),
-        *((ALIGNED, budget, 1) for budget in (31, 400)),
-        *((THIRD, budget, 1) for budget in (19, 400)),
-        (WITHIN, 400, 1),
-        *((SECOND, budget, 1) for budget in (400, 64, 37)),
+        *((CUT, budget) for budget in (47, 16, 49)),  # around its boundary
+        *((SHORT, budget) for budget in (1, 3, 2)),  # shorter than the convolution
+        *((TURN, budget) for budget in (10, 17, 400)),
+        *((ALIGNED, budget) for budget in (31, 400)),
+        *((THIRD, budget) for budget in (19, 400)),
+        (WITHIN, 400),
+        *((SECOND, budget) for budget in (400, 64, 37)),
     ],
 )
-def test_wherever_prompts_are_cut(get_oracle, oracle, series, budget, token_rounder):
-    """FX-2, FX-4, HY-8, HY-9, HY-10: states by a token-by-token recurrence, logits by a plain recompute."""
+def test_wherever_prompts_are_cut(get_oracle, oracle, series, budget):
+    """FX-2, FX-4, HY-8, HY-9: states by a token-by-token recurrence, logits by a plain recompute."""
     prompts, skipped, left = series
-    driver = build_driver(get_oracle, max_tokens=budget, max_requests=1, token_rounder=token_rounder)
+    driver = build_driver(get_oracle, max_tokens=budget, max_requests=1)
     assert [driver.sight(i, prompt) for i, prompt in enumerate(prompts)] == skipped
     for request_id, prompt in enumerate(prompts):
         found = assert_snapshots_equal_oracle(driver, prompt, oracle)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from megatron_ext.ops.ssd import SSD
 from tests.on_request import long_except
-from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
-from tests.unit_tests.support.models import HYBRID, VOCABULARY, build_slow_decay
+from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 
 MAMBA_LAYERS = 2
 
@@ -43,47 +41,6 @@ def test_all_prefill_of_a_step_is_one_varlen_call_per_layer(get_driver, get_orac
     assert not any(per_step[3:])
     for request_id in range(5):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
-
-
-class TestPadding:
-    """HY-10: padding never reaches a state; outputs are equal across padding sizes."""
-
-    LENGTHS = (1, 3, 63, 65, 129)
-
-    def run(self, driver: Driver) -> Driver:
-        for request_id, length in enumerate(self.LENGTHS):
-            driver.add(request_id, [token % (VOCABULARY - 1) for token in make_prompt(length)])
-        driver.run()
-        return driver
-
-    def test_states_are_bitwise_those_of_a_run_with_other_padding(self):
-        """The other padding is a token whose embedding is NaN, at positions of all kinds."""
-        model = build_slow_decay(HYBRID)
-        with torch.no_grad():
-            model.embedding.word_embeddings.weight[VOCABULARY - 1] = torch.nan
-        plain = self.run(Driver(model, HYBRID, max_tokens=80, token_rounder=64))
-        other = Driver(model, HYBRID, max_tokens=80, token_rounder=64)
-        stage = other.context.stage
-
-        def stage_with_other_padding(chunks: object) -> None:
-            stage(chunks)
-            step = other.context.step
-            step.input_ids[step.num_tokens :] = VOCABULARY - 1
-            step.position_ids[step.num_tokens :] = torch.arange(step.input_ids.numel() - step.num_tokens)
-
-        other.context.stage = stage_with_other_padding
-        self.run(other)
-        for request_id, record in plain.records.items():
-            assert VOCABULARY - 1 not in record.generated_tokens
-            assert other.records[request_id].generated_tokens == record.generated_tokens
-            assert other.records[request_id].generated_log_probs == record.generated_log_probs
-            states = plain.seen[request_id].states
-            assert list(states) == list(other.seen[request_id].states)
-            for position, seen in states.items():
-                for one, two in zip(seen, other.seen[request_id].states[position], strict=True):
-                    assert torch.equal(one[0], two[0])
-                    assert torch.equal(one[1], two[1])
-                    assert not one[1].isnan().any()
 
 
 class TestShortSlices:

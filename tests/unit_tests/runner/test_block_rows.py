@@ -19,7 +19,6 @@ RULES = StagingRules(
     dummy_block=99,
     kernel_chunk=2,
     has_states=True,
-    token_rounder=1,
     snapshots_in_prefill=True,
     device=torch.device("cpu"),
 )

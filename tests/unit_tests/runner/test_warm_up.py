@@ -16,7 +16,6 @@ RULES = StagingRules(
     dummy_block=BLOCKS,
     kernel_chunk=2,
     has_states=True,
-    token_rounder=1,
     snapshots_in_prefill=True,
     device=torch.device("cpu"),
 )

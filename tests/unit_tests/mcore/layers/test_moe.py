@@ -1,4 +1,4 @@
-"""MoE layers: the layer against a reference of our own, the engine against a plain recompute, training, checkpoints."""
+"""MoE layers against a reference of our own."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.models.mamba import MambaModel
 from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
-from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.moe import reference_moe, routing_margin
-from tests.unit_tests.support.oracle import Oracle
 
 CPU = torch.device("cpu")
 # Closer scores could be ordered differently by rounding, which is no error but would look like one.
@@ -157,107 +152,3 @@ class TestLayer:
         torch.testing.assert_close(
             output.double(), reference_moe(layer, hidden.flatten(0, 1), SIGMOID), atol=0.1, rtol=0.05
         )
-
-
-# The engine. Two MoE layers, one of them first; groups, bias, scaling and shared experts.
-MOE_HYBRID = dataclasses.replace(
-    HYBRID,
-    hybrid_override_pattern="EM-*ME",
-    squared_relu=True,
-    num_experts=12,
-    moe_ffn_hidden_size=24,
-    moe_shared_expert_intermediate_size=20,
-    moe_router_topk=4,
-    moe_router_score_function="sigmoid",
-    moe_router_num_groups=4,
-    moe_router_group_topk=2,
-    moe_router_topk_scaling_factor=2.0,
-    moe_router_enable_expert_bias=True,
-)
-LENGTHS = (1, 3, 64, 65, 129)
-CHUNKED = {"max_tokens": 80}
-WHOLE = {"max_tokens": 700, "enable_chunked_prefill": False}
-
-
-def build_moe() -> MambaModel:
-    """Slow decay, and biases that decide."""
-    model = build_slow_decay(MOE_HYBRID, seed=5)
-    generator = torch.Generator().manual_seed(8)
-    for layer in model.decoder.layers:
-        if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
-            layer.mlp.router.expert_bias.uniform_(-0.2, 0.2, generator=generator)
-    return model
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(build_moe())
-
-
-@pytest.fixture
-def driver(oracle: Oracle, request: pytest.FixtureRequest) -> Driver:
-    return Driver(oracle.model, MOE_HYBRID, **getattr(request, "param", CHUNKED))
-
-
-def check_all(driver: Driver, oracle: Oracle) -> None:
-    assert len(driver.records) == len(LENGTHS)
-    for request_id in driver.records:
-        assert_equals_oracle(driver, request_id, oracle)
-
-
-def serve_mixed(driver: Driver, **params: object) -> None:
-    """Requests of all lengths, half of them while others run."""
-    for request_id, length in enumerate(LENGTHS):
-        driver.add(request_id, make_prompt(length), **params)
-        if request_id % 2:
-            driver.step()
-    driver.run()
-
-
-@pytest.mark.parametrize("driver", [CHUNKED, WHOLE], indirect=True, ids=["chunked", "whole"])
-def test_mixed_batch_equals_recompute(driver, oracle):
-    serve_mixed(driver)
-    assert any(len({end - start for _, start, end in step}) > 1 for step in driver.steps), "decode beside prefill"
-    check_all(driver, oracle)
-
-
-CONTROLS = {
-    "expert bias dropped": lambda model: model.decoder.layers[0].mlp.router.expert_bias.zero_(),
-    "wrong scaling": lambda model: setattr(
-        model.decoder.layers[5].mlp.router.config, "moe_router_topk_scaling_factor", 1.9
-    ),
-    "an expert lost": lambda model: model.decoder.layers[5].mlp.experts.local_experts[3].linear_fc2.weight.zero_(),
-}
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-@torch.no_grad()
-def test_engine_comparison_finds_planted_errors(control, oracle):
-    """Negative controls."""
-    model = build_moe()
-    CONTROLS[control](model)
-    driver = Driver(model, MOE_HYBRID, **CHUNKED)
-    driver.add(0, make_prompt(129))
-    driver.run()
-    with pytest.raises(AssertionError):
-        assert_equals_oracle(driver, 0, oracle)
-
-
-def _moe_layers(model: MambaModel) -> list[nn.Module]:
-    return [layer for layer in model.decoder.layers if hasattr(getattr(layer, "mlp", None), "router")]
-
-
-@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
-def test_distributed_checkpoint_holds_experts_and_bias(tmp_path):
-    """megatron-core's own form: experts are one global tensor with a dimension more, the bias is there."""
-    config = dataclasses.replace(MOE_HYBRID, moe_latent_size=16)
-    source, target = build_slow_decay(config, seed=1), build_slow_decay(config, seed=2)
-    _moe_layers(source)[0].mlp.router.expert_bias.uniform_(-0.2, 0.2)
-    sharded = source.sharded_state_dict()
-    experts = next(value for name, value in sharded.items() if "local_experts.3.linear_fc1.weight" in name)
-    assert experts.global_shape == (12, 24, 16)
-    dist_checkpointing.save(sharded, tmp_path)
-    target.load_state_dict(dist_checkpointing.load(target.sharded_state_dict(), tmp_path))
-    tokens = make_prompt(65)
-    assert not torch.equal(Oracle(build_slow_decay(config, seed=2)).logits(tokens), Oracle(source).logits(tokens))
-    assert torch.equal(Oracle(target).logits(tokens), Oracle(source).logits(tokens))
