@@ -143,29 +143,6 @@ class TestSmallPools:
                 assert f"the KV pool has {blocks}, for {16 * blocks} tokens" in record.error
 
 
-class TestAttentionFree:
-    """The base refuses models without attention."""
-
-    @pytest.mark.parametrize(
-        "limits",
-        [
-            {"max_tokens": 40},
-            {"max_tokens": 400, "enable_chunked_prefill": False},
-            {"block_count": 10, "max_tokens": 40},
-        ],
-        ids=["chunked", "whole", "pressure"],
-    )
-    def test_works(self, get_driver, get_oracle, limits):
-        driver = get_driver("attention_free", **limits)
-        for request_id, length in enumerate((1, 3, 63, 64, 129, 32)):
-            driver.add(request_id, make_prompt(length), num_tokens_to_generate=10)
-        driver.run()
-        if "block_count" in limits:
-            assert driver.count(EventType.PAUSE) > 0
-        for request_id in driver.records:
-            assert_equals_oracle(driver, request_id, get_oracle("attention_free"))
-
-
 class TestDummyForward:
     """The base's dummy step (expert parallelism) resets the context if there is a list of CUDA graphs."""
 

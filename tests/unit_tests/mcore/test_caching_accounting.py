@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.engine.step_log import StepLog
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
+from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -27,24 +27,6 @@ def warm(get_caching_driver) -> CachingDriver:
     driver.add(0, PROMPT, num_tokens_to_generate=1)
     driver.run()
     return driver
-
-
-def test_failures_and_suspensions_count_no_token_twice(warm, oracle):
-    """EX-2: skipped once at the first admission; what is not there any more later on is computed again."""
-    warm.add(1, [*PROMPT[:48], *make_prompt(90, seed=2)])
-    warm.step()
-    with failing_forward(), pytest.raises(Broken):
-        warm.step()
-    warm.step()
-    warm.engine.suspend()
-    warm.engine.resume()
-    warm.run()
-    record = warm.records[1]
-    assert warm.matched[1] == [3, 6, 0]
-    assert record.skipped_prefill_token_count == 48
-    assert record.prefill_reasons == {"not_cached": 128 - 48, "partial_block": 10}
-    assert record.recomputed_token_count > 108
-    assert_equals_oracle(warm, 1, oracle)
 
 
 def test_prompt_log_probs(get_caching_driver, oracle):

@@ -79,38 +79,6 @@ def test_a_forward_that_raises(get_oracle, kind, call):
     assert "ERROR_TRANSIENT" in driver.events(1)
 
 
-def test_failing_when_the_only_slot_was_to_be_written(get_oracle):
-    """The slot's content is lost with the failed step; the request computes all tokens, and leaves it again."""
-    driver = build_driver(get_oracle, slots=1)
-    driver.sight(0, PROMPT)
-    driver.add(1, LONG)
-    with failing_scan(), pytest.raises(Broken):
-        driver.step()
-    assert_nothing_is_held(driver)
-    assert driver.states.used_count == 0
-    driver.run()
-    assert driver.matched[1] == [4, 4]
-    assert driver.seen[1].chunks[0][0] == 0
-    assert driver.sight(2, LONG) == 64  # where the match ended: the most useful one came first
-    assert finish(driver, get_oracle).keys() == {0, 1, 2}
-
-
-@pytest.mark.parametrize("kind", FAILING)
-def test_retried_admissions_count_once(get_oracle, kind):
-    """KV-13: a warm prompt whose steps fail skips its prefix once in the books."""
-    driver = build_driver(get_oracle, kind)
-    driver.add(0, PROMPT)
-    driver.run()
-    driver.add(1, PROMPT)
-    for _ in range(3):
-        with FAILING[kind](), pytest.raises(Broken):
-            driver.step()
-    assert finish(driver, get_oracle, kind) == {0: 0, 1: 64}
-    assert driver.engine.core.counters.skipped_tokens == 64
-    assert driver.engine.lifetime_prefill_token_count == 69 + 5
-    assert driver.records[1].recomputed_token_count == 0
-
-
 def until(driver: CachingDriver, request_id: int, computed: int) -> None:
     while driver.engine.get_request(request_id).computed_end < computed:
         driver.step()
@@ -152,15 +120,3 @@ def test_aborts(get_oracle, kind, stage):
     if kind == "attention_only" and stage == "leader_in_mid_prefill":
         skipped = skipped | {2: 96}  # the leader's blocks, which need no states
     assert found == skipped
-
-
-@pytest.mark.parametrize("slots", [100, 0])
-def test_a_preempted_request_resumes_from_its_snapshot(get_oracle, slots):
-    """Blocks of the request were kept as evictable: only tokens after its snapshot are computed again."""
-    driver = build_driver(get_oracle, slots=slots, block_count=6)
-    driver.add(0, make_prompt(60), num_tokens_to_generate=18)
-    driver.add(1, make_prompt(20, seed=1), num_tokens_to_generate=20)
-    finish(driver, get_oracle)
-    assert "EVICT" in driver.events(1)
-    starts = [start for start, end in driver.seen[1].chunks if end - start > 1]
-    assert starts == [0, 16 if slots else 0]

@@ -8,28 +8,20 @@ import pytest
 import torch
 
 from megatron_ext.config.in_flight import InFlight
-from megatron_ext.mcore.weight_changes import mark_weights_changed
+from megatron_ext.mcore.weight_changes import saved_tensors
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver
 from tests.unit_tests.support.models import ATTENTION_ONLY, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
+from tests.unit_tests.support.weights import by_assignment, by_edits, by_parts, by_state_dict
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(6 * BLOCK + 4)
 SHORT = make_prompt(4 * BLOCK + 5)
 LONG = [*SHORT, *make_prompt(61, seed=1)]
-
-FORGET: dict[str, Callable[[CachingDriver], None]] = {
-    "reset_prefix_cache": lambda driver: driver.engine.reset_prefix_cache(),
-    "weights_changed": lambda driver: driver.engine.core.weights_changed(InFlight.CONTINUE),
-    "a_loader": lambda driver: mark_weights_changed(driver.engine.controller.inference_wrapped_model.model),
-}
-
-
-# The same with recurrent layers, whose snapshots go too
 
 
 def restart(driver: HybridDriver) -> None:
@@ -38,9 +30,16 @@ def restart(driver: HybridDriver) -> None:
     driver.engine.resume()
 
 
-@pytest.fixture(params=["reset_prefix_cache", "suspend_and_resume"])
+FORGET: dict[str, Callable[[HybridDriver], None]] = {
+    "reset_prefix_cache": lambda driver: driver.engine.reset_prefix_cache(),
+    "weights_changed": lambda driver: driver.engine.core.weights_changed(InFlight.CONTINUE),
+    "suspend_and_resume": restart,
+}
+
+
+@pytest.fixture(params=FORGET)
 def forget_states(request) -> Callable[[HybridDriver], None]:
-    return (FORGET | {"suspend_and_resume": restart})[request.param]
+    return FORGET[request.param]
 
 
 def assert_empty(driver: HybridDriver) -> None:
@@ -129,41 +128,17 @@ def overwrite(model: torch.nn.Module, seed: int) -> None:
         parameter.data.copy_(new[name].data)
 
 
-def load(model: torch.nn.Module, seed: int) -> None:
-    model.load_state_dict(build_slow_decay(ATTENTION_ONLY, seed=seed).state_dict())
-
-
-def assign(model: torch.nn.Module, seed: int) -> None:
-    """Assign new weights; only the hook shows it, since the new tensors' counters equal the old ones'."""
-    new = build_slow_decay(ATTENTION_ONLY, seed=seed)
-    model.load_state_dict(new.state_dict(keep_vars=True), assign=True)
-
-
-def load_part_by_part(model: torch.nn.Module, seed: int) -> None:
-    new = build_slow_decay(ATTENTION_ONLY, seed=seed)
-    for part, new_part in zip(model.children(), new.children(), strict=True):
-        part.load_state_dict(new_part.state_dict())
-
-
-def edit(model: torch.nn.Module, seed: int) -> None:
-    new = dict(build_slow_decay(ATTENTION_ONLY, seed=seed).named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(new[name])
-
-
-def edit_one(model: torch.nn.Module, seed: int) -> None:
+def edit_one(model: torch.nn.Module, _: dict[str, torch.Tensor]) -> None:
     """Change one value of one tensor."""
     with torch.inference_mode():
-        next(model.parameters())[5, 7] += seed
+        next(model.parameters())[5, 7] += 6
 
 
-def replace(model: torch.nn.Module, seed: int) -> None:
+def replace(model: torch.nn.Module, new: dict[str, torch.Tensor]) -> None:
     """Other tensors in their places."""
-    new = build_slow_decay(ATTENTION_ONLY, seed=seed)
-    for module, new_module in zip(model.modules(), new.modules(), strict=True):
-        for name, parameter in new_module.named_parameters(recurse=False):
-            setattr(module, name, parameter)
+    for prefix, module in model.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(new[f"{prefix}.{name}"].clone()))
 
 
 class TestNewWeights:
@@ -173,13 +148,13 @@ class TestNewWeights:
     def driver(self) -> CachingDriver:
         return CachingDriver(build_slow_decay(ATTENTION_ONLY), ATTENTION_ONLY)
 
-    @pytest.mark.parametrize("write", [load, assign, load_part_by_part, edit, edit_one, replace])
+    @pytest.mark.parametrize("write", [by_state_dict, by_assignment, by_parts, by_edits, edit_one, replace])
     def test_writes_that_are_noticed_without_a_call(self, driver, write):
         """EX-4: a request in flight goes on; the next step matches nothing old, and publishes what is new."""
         model = driver.engine.controller.inference_wrapped_model.model
         driver.add(0, PROMPT)
         driver.run()
-        write(model, seed=6)
+        write(model, saved_tensors(build_slow_decay(ATTENTION_ONLY, seed=6)))
         for request_id in (1, 2):
             driver.add(request_id, PROMPT)
             driver.run()
@@ -202,7 +177,7 @@ class TestNewWeights:
         driver.add(0, PROMPT)
         driver.run()
         with torch.inference_mode():
-            load(model, seed=6)
+            by_state_dict(model, saved_tensors(build_slow_decay(ATTENTION_ONLY, seed=6)))
         driver.add(1, PROMPT)
         driver.run()
         assert driver.skipped(1) == [0]

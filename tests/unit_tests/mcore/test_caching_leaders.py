@@ -11,16 +11,15 @@ import pytest
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
+from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
-from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle, build_driver, failing_scan
+from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle, build_driver
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 SYSTEM = make_prompt(4 * BLOCK + 5)  # four blocks in common
 ALIKE = [[*SYSTEM, *make_prompt(40, seed=seed)] for seed in range(4)]  # of 109 tokens
 COMMON, LAST = 64, 96
-FAILING = {"attention_only": failing_forward, "hybrid": failing_scan}
 CASES = [("attention_only", 30), ("attention_only", 400), ("hybrid", 30), ("hybrid", 400)]  # in chunks, and whole
 
 
@@ -68,18 +67,6 @@ class TestLeaders:
             assert waits(driver) == 4
             snapshots = assert_snapshots_equal_oracle(driver, ALIKE[0], get_oracle(kind))
             assert snapshots == [16, 32, 48, 64, LAST]
-
-    def test_a_failing_leader(self, get_oracle, kind, max_tokens):
-        """The oldest request leads again; nothing of the failed forward is visible."""
-        driver = build_driver(get_oracle, kind, max_tokens=max_tokens)
-        add_all(driver)
-        for call in (0, 1):
-            with FAILING[kind](call), pytest.raises(Broken):
-                driver.step()
-            driver.engine.check()
-            assert (driver.scheduler.cache.use().blocks_cached, driver.scheduler.cache.use().slots_used) == (0, 0)
-        assert finish(driver, get_oracle, kind) == {0: 0, 1: COMMON, 2: COMMON}
-        assert waits(driver) == 2
 
 
 @pytest.mark.parametrize(("kind", "computed"), [("hybrid", 30), ("attention_only", 60), ("hybrid", 60), ("hybrid", 90)])

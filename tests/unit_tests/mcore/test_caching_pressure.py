@@ -10,12 +10,10 @@ import pytest
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
-from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import build_driver
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
-
-SYSTEM = [make_prompt(2 * BLOCK + 5, seed=seed) for seed in (1, 2)]
 
 
 def assert_all_equal(driver: CachingDriver, oracle) -> None:
@@ -78,36 +76,6 @@ def test_preempted_and_resumed(get_caching_driver, oracle, policy):
     assert [driver.matched[i] for i in range(3)] == [[0, 3 if lru else 0], [1], [1, 1]]
     assert [driver.records[i].recomputed_token_count for i in range(3)] == [0 if lru else 3 * BLOCK, 0, BLOCK]
     assert_all_equal(driver, oracle)
-
-
-def load(driver: Driver) -> None:
-    """Three waves of prompts that begin alike in twos, some of them aligned; the last wave repeats the first."""
-    waves = []
-    for wave in range(2):
-        lengths = (4, 11, 27, 45)  # 48 + ...: 11 and 27 make aligned prompts
-        waves.append([[*SYSTEM[i % 2], *make_prompt(n, seed=10 * wave + i)] for i, n in enumerate(lengths)])
-    waves.append(waves[0])
-    for wave, prompts in enumerate(waves):
-        for i, prompt in enumerate(prompts):
-            driver.add(10 * wave + i, prompt, num_tokens_to_generate=5 + 12 * (i == 2))
-        for _ in range(2):
-            driver.step()
-    driver.run()
-
-
-@pytest.mark.parametrize(("slots", "max_tokens", "policy"), [(0, 400, "lru"), (1, 400, "ref_zero"), (2, 30, "lru")])
-def test_few_slots_under_load(get_oracle, slots, max_tokens, policy):
-    """HY-5: snapshots are in fact skipped and given up, and everything else is as it should be."""
-    driver = build_driver(get_oracle, policy=policy, slots=slots, max_tokens=max_tokens, max_requests=6)
-    load(driver)
-    states = driver.states
-    assert len(driver.records) == 12
-    assert_all_equal(driver, get_oracle("hybrid"))
-    assert driver.scheduler.cache.use().blocks_evicted == 0
-    assert states.skipped > 0
-    assert (states.evicted > 0) == (states.taken > 0) == (slots > 0)
-    skipped = driver.engine.core.counters.skipped_tokens
-    assert skipped > 0 if slots == 2 else slots == 1 or skipped == 0  # one slot may change hands too fast
 
 
 class TestVictims:

@@ -6,10 +6,9 @@ import pytest
 
 from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.scheduling.record import RequestRecord
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
-from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
@@ -71,43 +70,6 @@ def test_a_block_completed_in_decode_is_shared_at_once(get_caching_driver, oracl
     assert driver.skipped(1, 2) == [16, 32]
     for request_id in range(3):
         assert_equals_oracle(driver, request_id, oracle)
-
-
-def beside_another(driver: Driver, **params: object) -> RequestRecord:
-    """The second of two requests with the same prompt."""
-    driver.add(0, PROMPT, num_tokens_to_generate=20)
-    driver.step()
-    driver.add(1, PROMPT, **({"num_tokens_to_generate": 12, "skip_prompt_log_probs": True} | params))
-    driver.run()
-    return driver.records[1]
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        pytest.param({"temperature": 0.8, "top_k": 20, "seed": 7}, id="sampled"),
-        pytest.param({"temperature": 1.0, "top_p": 0.9}, id="seeded_by_the_engine"),
-        pytest.param({"top_n_logprobs": 3}, id="alternatives"),
-        pytest.param({"stop_words": ("<13>",)}, id="stop_words"),
-        pytest.param({"return_log_probs": False}, id="no_log_probs"),
-    ],
-)
-def test_parameters(get_driver, get_caching_driver, params):
-    """KV-2: equal to the cache being off, with every kind of parameter."""
-    off = beside_another(get_driver("attention_only"), **params)
-    on = beside_another(get_caching_driver(), **params)
-    assert on.skipped_prefill_token_count == 48
-    assert (on.generated_tokens, on.generated_text, on.finish_reason) == (
-        off.generated_tokens,
-        off.generated_text,
-        off.finish_reason,
-    )
-    assert (on.generated_log_probs is None) == (off.generated_log_probs is None)
-    if on.generated_log_probs is not None:
-        assert on.generated_log_probs == pytest.approx(off.generated_log_probs, abs=1e-4, rel=1e-4)
-    if params.get("top_n_logprobs"):
-        for mine, theirs in zip(on.generated_top_n_log_probs, off.generated_top_n_log_probs, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-4)
 
 
 class TestOff:

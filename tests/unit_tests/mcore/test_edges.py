@@ -33,58 +33,45 @@ class TestPromptLengths:
             assert_equals_oracle(driver, request_id, get_oracle(kind))
 
 
+@pytest.mark.parametrize(
+    ("limits", "length", "count", "error"),
+    [
+        ({"block_count": 3}, 3 * BLOCK + 1, 8, "49 tokens need 4 blocks, and the KV pool has 3, for 48 tokens"),
+        ({"max_sequence_length": 30}, 25, 6, "are 31, and a sequence has at most 30; shorten the prompt, or"),
+        ({"max_tokens": 40, "enable_chunked_prefill": False}, 41, 8, "fit into a step, which has at most 40; shorten"),
+    ],
+    ids=["pool", "model", "step"],
+)
+def test_a_request_that_is_too_large(get_driver, get_oracle, limits, length, count, error):
+    """KV-12: it fails alone, with a named reason; one that just fits does not."""
+    driver = get_driver(**limits)
+    driver.add(0, make_prompt(20), num_tokens_to_generate=8)
+    future = driver.add(1, make_prompt(length), num_tokens_to_generate=count)
+    driver.add(2, make_prompt(5))
+    assert future.done() is False
+    driver.run()
+    record = future.result()
+    assert record is driver.records[1]
+    assert (record.status, record.computed_prefill_token_count) == (Status.FAILED, 0)
+    assert error in record.error
+    assert "\n" not in record.error
+    assert driver.events(1) == ["ADD_ENGINE", "ERROR_NONTRANSIENT", "FAIL"]
+    for request_id in (0, 2):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-class TestTooLarge:
-    """KV-12: a request that is too large fails alone with a named reason."""
-
-    def check(self, driver, oracle, failed: int, error: str) -> None:
-        driver.run()
-        record = driver.records[failed]
-        assert record.status is Status.FAILED
-        assert error in record.error
-        assert "\n" not in record.error
-        assert driver.events(failed)[-2:] == ["ERROR_NONTRANSIENT", "FAIL"]
-        assert record.events[-2].payload == record.error
-        for request_id in set(driver.records) - {failed}:
-            assert_equals_oracle(driver, request_id, oracle)
-
-    def test_a_prompt_larger_than_the_pool(self, get_driver, get_oracle, kind):
-        driver = get_driver(kind, block_count=3)
-        driver.add(0, make_prompt(20))
-        future = driver.add(1, make_prompt(3 * BLOCK + 1))
-        driver.add(2, make_prompt(5))
-        assert future.done() is False
-        self.check(driver, get_oracle(kind), 1, "49 tokens need 4 blocks, and the KV pool has 3, for 48 tokens")
-        assert driver.events(1) == ["ADD_ENGINE", "ERROR_NONTRANSIENT", "FAIL"]
-        assert future.result() is driver.records[1]
-        assert driver.records[1].computed_prefill_token_count == 0
-
-    def test_a_prompt_and_generation_larger_than_the_pool(self, get_driver, get_oracle, kind):
-        """The request ends by length when the pool is full."""
-        driver = get_driver(kind, block_count=3)
-        driver.add(0, make_prompt(40), num_tokens_to_generate=20)
-        driver.add(1, make_prompt(5))
-        driver.add(2, make_prompt(20))
-        driver.run()
-        record = driver.records[0]
-        assert (record.status, record.finish_reason) == (Status.COMPLETED, "length")
-        assert record.generated_tokens == get_oracle(kind).greedy(make_prompt(40), 9).tokens
-        assert len(record.generated_log_probs) == 9
-        for request_id in (1, 2):
-            assert_equals_oracle(driver, request_id, get_oracle(kind))
-
-    def test_longer_than_the_model(self, get_driver, get_oracle, kind):
-        driver = get_driver(kind, max_sequence_length=30)
-        driver.add(0, make_prompt(25), num_tokens_to_generate=5)
-        driver.add(1, make_prompt(25), num_tokens_to_generate=6)
-        self.check(driver, get_oracle(kind), 1, "are 31, and a sequence has at most 30; shorten the prompt, or")
-
-    def test_longer_than_a_step_without_chunked_prefill(self, get_driver, get_oracle, kind):
-        driver = get_driver(kind, max_tokens=40, enable_chunked_prefill=False)
-        driver.add(0, make_prompt(40))
-        driver.add(1, make_prompt(41))
-        driver.add(2, make_prompt(3))
-        self.check(driver, get_oracle(kind), 1, "do not fit into a step, which has at most 40; shorten")
+def test_a_prompt_and_generation_larger_than_the_pool(get_driver, get_oracle, kind):
+    """KV-12: the request ends by length when the pool is full."""
+    driver = get_driver(kind, block_count=3)
+    driver.add(0, make_prompt(40), num_tokens_to_generate=20)
+    driver.add(1, make_prompt(5))
+    driver.run()
+    record = driver.records[0]
+    assert (record.status, record.finish_reason) == (Status.COMPLETED, "length")
+    assert record.generated_tokens == get_oracle(kind).greedy(make_prompt(40), 9).tokens
+    assert len(record.generated_log_probs) == 9
+    assert_equals_oracle(driver, 1, get_oracle(kind))
 
 
 class TestNonsense:

@@ -66,53 +66,36 @@ def at_call(function: Callable, which: int, error: Exception, *, of: Callable[..
     return call
 
 
-def is_victims(processor: OutputProcessor, request: Request, *_: object) -> bool:
-    return request.request_id == VICTIM
+def detokenize(driver: Driver, patch: pytest.MonkeyPatch, error: Exception) -> None:
+    text = driver.engine.core.output._matchers[VICTIM]._text
+    patch.setattr(text, "_detokenize", at_call(text._detokenize, 3, error))
 
 
-def inject_detokenize_while_matching(driver, patch, error) -> None:
+def feed(driver: Driver, patch: pytest.MonkeyPatch, error: Exception, which: int = 2) -> None:
     matcher = driver.engine.core.output._matchers[VICTIM]
-    patch.setattr(matcher._text, "_detokenize", at_call(matcher._text._detokenize, 3, error))
+    broken = at_call(StopWordMatcher.feed, which, error, of=lambda one, *_: one is matcher)
+    patch.setattr(StopWordMatcher, "feed", broken)
 
 
-def inject_matcher(driver, patch, error) -> None:
-    matcher = driver.engine.core.output._matchers[VICTIM]
-    patch.setattr(StopWordMatcher, "feed", at_call(StopWordMatcher.feed, 2, error, of=lambda one, *_: one is matcher))
+def victims(owner: object, name: str, which: int = 0) -> Callable[..., None]:
+    """A function that lets a call for the victim raise; the victim is the first or the second argument."""
+
+    def inject(_: Driver, patch: pytest.MonkeyPatch, error: Exception) -> None:
+        def is_victims(*args: object) -> bool:
+            return any(isinstance(one, Request) and one.request_id == VICTIM for one in args[:2])
+
+        patch.setattr(owner, name, at_call(getattr(owner, name), which, error, of=is_victims))
+
+    return inject
 
 
-def inject_matcher_at_the_last_token(driver, patch, error) -> None:
-    """The commit has ended the request already."""
-    matcher = driver.engine.core.output._matchers[VICTIM]
-    patch.setattr(StopWordMatcher, "feed", at_call(StopWordMatcher.feed, 8, error, of=lambda one, *_: one is matcher))
-
-
-def inject_scores(driver, patch, error) -> None:
-    patch.setattr(
-        output_processor,
-        "_note_scores",
-        at_call(output_processor._note_scores, 4, error, of=lambda r, *_: r.request_id == VICTIM),
-    )
-
-
-def inject_generated_text(driver, patch, error) -> None:
-    name = "_generated_text"
-    patch.setattr(OutputProcessor, name, at_call(OutputProcessor._generated_text, 0, error, of=is_victims))
-
-
-def inject_record(driver, patch, error) -> None:
-    patch.setattr(Request, "to_record", at_call(Request.to_record, 0, error, of=lambda r, *_: r.request_id == VICTIM))
-
-
-ENDS_ONE = {
-    inject.__name__.removeprefix("inject_"): inject
-    for inject in (
-        inject_detokenize_while_matching,
-        inject_matcher,
-        inject_matcher_at_the_last_token,
-        inject_scores,
-        inject_generated_text,
-        inject_record,
-    )
+ENDS_ONE: dict[str, Callable[..., None]] = {
+    "detokenize_while_matching": detokenize,
+    "matcher": feed,
+    "matcher_at_the_last_token": functools.partial(feed, which=8),  # the commit has ended the request already
+    "scores": victims(output_processor, "_note_scores", 4),
+    "generated_text": victims(OutputProcessor, "_generated_text"),
+    "record": victims(Request, "to_record"),
 }
 
 

@@ -10,7 +10,6 @@ import torch
 
 from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.config.in_flight import InFlight
-from megatron_ext.memory import budget
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -93,15 +92,6 @@ class TestOnePrefill:
         add_samples(driver, range(3, 6), make_prompt(40, seed=3))
         check(driver, oracle, range(6))
         assert prefilled(driver) == 55 + 40
-
-    def test_in_an_arena(self, start, monkeypatch):
-        """Blocks that share memory with snapshots are copied alike."""
-        monkeypatch.setattr(budget, "SHARES_MEMORY", True)
-        driver, oracle = start(cache=CacheConfig(), block_count=None, buffer_size_gb=0.01)
-        assert driver.scheduler.limits.slabs is not None
-        add_samples(driver, range(4))
-        check(driver, oracle, range(4))
-        assert prefilled(driver) == 55
 
     def test_a_cached_prompt(self, start):
         """The first sample resumes like any request, the others take over what it computes."""

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 
-from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.runner import step_output
 from megatron_ext.scheduling.explain_admission import explain_admission
@@ -137,18 +136,6 @@ def test_what_forgets(get_oracle):
 def suspend(driver: Driver) -> None:
     driver.engine.suspend()
     driver.engine.resume()
-
-
-def test_offloaded_ones_come_back(get_oracle):
-    """RL-10, RL-6: pools that wait in host memory come back with log-probs."""
-    driver = build_driver(get_oracle, log_probs=True)
-    serve(driver, 0, PROMPT)
-    values = driver.context.allocated.log_probs.values
-    driver.context.deallocate_all_tensors(offloads=True)
-    assert values.untyped_storage().nbytes() == 0
-    InferenceContext.allocate_all_tensors(driver.context, is_init=False)  # the driver's poisons new pools
-    assert serve(driver, 1, PROMPT) == 4 * BLOCK
-    assert_equals_oracle(driver, 1, get_oracle("hybrid"))
 
 
 def test_entries_from_disk_have_none(get_driver, get_oracle, tmp_path):

@@ -25,19 +25,6 @@ def test_a_step_that_only_decodes_is_told_from_others(get_driver):
     assert engine.decode_only.consumed is None
 
 
-def test_the_context_has_the_counts_of_the_engine(get_driver):
-    driver = get_driver()
-    context = driver.engine.context
-    driver.add(0, make_prompt(9), num_tokens_to_generate=3)
-    driver.run()
-    assert (context.step_count, context.lifetime_prefill_token_count) == (3, 9)
-    assert (context.async_sched_step_count, context.async_sched_compaction_step_count) == (0, 0)
-    assert driver.engine.capture_stats is None
-    assert get_driver(cuda_graph_impl="local", num_cuda_graphs=1).engine.capture_stats["time"] >= 0
-    driver.engine.reset()
-    assert (context.step_count, context.lifetime_prefill_token_count) == (0, 0)
-
-
 def test_callers_get_the_presented_record(get_driver):
     """Records of steps, futures and `generate` have the parameters as they were given, and as they are served."""
     engine = get_driver().engine

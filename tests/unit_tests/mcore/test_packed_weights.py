@@ -22,8 +22,6 @@ from megatron_ext.mcore.packed_weights import PackedWeights, pack_weights, unpac
 from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples, saved_tensors
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.update.disk import NewWeights
-from megatron_ext.models.update.shards import ShardOptions
 from megatron_ext.ops.cpp import can_be_built
 from megatron_ext.ops.linear import INT8, Packable, onednn
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
@@ -32,7 +30,7 @@ from tests.unit_tests.support.hybrid_caching import HybridDriver
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.padded import PaddedHybridDriver
-from tests.unit_tests.support.weights import writer_of
+from tests.unit_tests.support.weights import WRITES, by_disk, by_edits, by_shards, by_state_dict, by_update, writer_of
 
 pytestmark = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
 
@@ -169,42 +167,6 @@ class TestSaving:
             found = contents(load_model(source, {}, device=torch.device("cpu")).model)
         assert_same(found, expected)
         assert_packed(model)
-
-
-def by_update(model: nn.Module, new: dict[str, Tensor]) -> None:
-    writer_of(model).write(new)
-
-
-def by_disk(model: nn.Module, new: dict[str, Tensor]) -> None:
-    NewWeights(model, {name: one.clone() for name, one in new.items()}).write()  # the copies become the old weights
-
-
-def by_shards(model: nn.Module, new: dict[str, Tensor]) -> None:
-    writer_of(model).write_shards(new, ShardOptions())
-
-
-def by_state_dict(model: nn.Module, new: dict[str, Tensor]) -> None:
-    model.load_state_dict(new, strict=False)
-
-
-def by_parts(model: nn.Module, new: dict[str, Tensor]) -> None:
-    for name, module in model.named_modules():
-        own = {key.removeprefix(f"{name}."): one for key, one in new.items() if key.rpartition(".")[0] == name}
-        if own:
-            module.load_state_dict(own, strict=False)
-
-
-def by_assignment(model: nn.Module, new: dict[str, Tensor]) -> None:
-    model.load_state_dict({name: one.clone() for name, one in new.items()}, strict=False, assign=True)
-
-
-def by_edits(model: nn.Module, new: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, target in model_tensors(model).items():
-            target.copy_(new[name])
-
-
-WRITES = [by_update, by_disk, by_shards, by_state_dict, by_parts, by_assignment, by_edits]
 
 
 class TestUpdates:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.request_events import EventType
-from megatron_ext.speculation.drafter import DraftRequest
 from tests.priority import TestPriority
 from tests.unit_tests.support.drafters import (
     Knowing,
@@ -17,8 +16,6 @@ from tests.unit_tests.support.drafters import (
     right_for_a_while,
 )
 from tests.unit_tests.support.driver import Driver, make_prompt
-from tests.unit_tests.support.models import CONFIGS
-from tests.unit_tests.support.padded import PaddedDriver
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -106,35 +103,3 @@ def test_logits_shaped_position_by_position(get_driver, free):
         {"repetition_penalty": 0.8, "bad_words": (f"<{free[8]}>",), "top_n_logprobs": 2, **SAMPLED},
     ]
     check(pair_of(get_driver, "kernel"), metadata)
-
-
-def test_beside_steps_in_fixed_places(get_oracle):
-    """CU-4: steps with drafts, and those after rejected drafts, are eager; others are not."""
-
-    def now_and_then(ask: DraftRequest, coming: tuple[int, ...], source: object) -> tuple[int, ...]:
-        return () if len(ask.tokens) % 4 else (*coming[:1], *make_prompt(2))[: ask.limit]
-
-    def driver_of(**settings: object) -> PaddedDriver:
-        common = {"max_requests": 4, "max_sequence_length": 128, "cache": caching("kernel")}
-        return PaddedDriver(get_oracle("hybrid").model, CONFIGS["hybrid"], **common, **settings)
-
-    def talk(driver: Driver) -> None:
-        for name in range(3):
-            driver.add(name, make_prompt(20 + name, name), num_tokens_to_generate=20)
-            driver.step()
-        driver.run()
-        for name in range(3):
-            record = driver.records[name]
-            driver.add(3 + name, [*record.prompt_tokens, *record.generated_tokens], num_tokens_to_generate=9)
-        driver.run()
-
-    plain, drafter = driver_of(), Knowing(now_and_then)
-    talk(plain)
-    drafter.truth = {name: (*one.prompt_tokens, *one.generated_tokens) for name, one in plain.records.items()}
-    driver = driver_of(drafter=drafter, speculative_tokens=3)
-    talk(driver)
-    for name, record in plain.records.items():
-        assert driver.records[name].generated_tokens == record.generated_tokens
-    assert driver.scheduler.counters.accepted > 5
-    assert min(len(driver.buckets), driver.eager_steps) > 5
-    assert plain.eager_steps == 0

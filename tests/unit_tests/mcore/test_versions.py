@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import megatron.core
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore import upstream_version, versions
+from megatron_ext.mcore import versions
 from megatron_ext.mcore.upstream_names import UPSTREAM_NAMES
 from megatron_ext.mcore.upstream_version import Version, check_supported, found_version
 from tests.unit_tests.support.source import ROOT
@@ -64,11 +63,6 @@ def test_the_adapter_of_the_installed_version_has_the_interface():
     assert set(versions.INTERFACE) <= set(vars(adapter))
     for name in versions.INTERFACE:
         assert getattr(adapter, name) is getattr(versions, name)
-
-
-def test_tested_versions_have_an_adapter():
-    for version in upstream_version.TESTED:
-        assert importlib.util.find_spec(versions.module_for(version)) is not None
 
 
 class TestUntestedVersion:

@@ -242,22 +242,6 @@ class TestStart:
         warm_up([part], phase)
         phase.assert_called_once_with(PROFILE)
 
-    @pytest.mark.parametrize(
-        ("device", "preferred", "is_interpreted", "expected"),
-        [
-            ("cuda", "auto", False, True),
-            ("cuda", "triton", False, True),
-            ("cuda", "reference", False, False),
-            ("cuda", "auto", True, False),
-            ("cpu", "auto", False, False),
-        ],
-    )
-    def test_where_kernels_are_compiled(self, monkeypatch, device, preferred, is_interpreted, expected):
-        """CU-20."""
-        monkeypatch.setattr(triton, "is_interpreted", lambda: is_interpreted)
-        monkeypatch.setattr(triton, "_device_problem", lambda index: None)
-        assert triton.compiles(torch.device(device, 0), preferred) is expected
-
 
 @pytest.mark.parametrize("pipeline", [0, 1])
 def test_a_drafting_layer_of_one_stage(build, caplog, pipeline):

@@ -31,15 +31,6 @@ def engine_around(model, context: ScriptContext, **arguments: object) -> ScriptE
 
 
 class TestBeforeTheEngine:
-    def test_a_context_tells_its_limits(self):
-        context = ScriptContext(**SIZES, max_tokens=128, num_layers=4, kv_channels=8)
-        limits = (context.max_tokens, context.max_requests, context.max_sequence_length, context.block_size_tokens)
-        assert limits == (128, 4, 64, 16)
-
-    def test_other_attributes_come_with_the_engine(self):
-        with pytest.raises(AttributeError, match="block_allocator"):
-            _ = ScriptContext(**SIZES).block_allocator
-
     def test_unknown_arguments_are_named(self):
         with pytest.raises(TypeError, match="max_reqests"):
             ScriptContext(max_reqests=4)
@@ -47,10 +38,6 @@ class TestBeforeTheEngine:
     def test_arguments_that_cannot_be_honoured_are_named(self):
         with pytest.raises(ConfigError, match="unified_memory_level"):
             ScriptContext(**SIZES, unified_memory_level=1)
-
-    def test_a_wrapper_needs_a_context(self, model):
-        with pytest.raises(ConfigError, match="GPTInferenceWrapper"):
-            ScriptWrapper(model, {"a": "configuration"})
 
 
 def test_several_ranks_are_refused(model, monkeypatch):

@@ -52,14 +52,6 @@ def test_a_script_runs_as_with_python(tree, tmp_path):
     assert (sys.path, sys.argv) == before
 
 
-def test_the_exit_of_a_script_is_its_own(tree):
-    script = tree / "examples/inference/report.py"
-    script.write_text("import sys\nsys.exit(7)\n", "utf-8")
-    with pytest.raises(SystemExit) as ended:
-        main([str(script)])
-    assert ended.value.code == 7
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [

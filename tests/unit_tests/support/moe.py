@@ -21,21 +21,6 @@ def routing_margin(layer: nn.Module, hidden: Tensor, config: ModelConfig) -> flo
     return min(_token(layer, token.double(), config)[1] for token in hidden)
 
 
-def model_margin(model: nn.Module, tokens: list[int], config: ModelConfig) -> float:
-    """The smallest margin of all MoE layers of a model, in a plain forward over `tokens`."""
-    inputs: list[tuple[nn.Module, Tensor]] = []
-    hooks = [
-        layer.mlp.register_forward_pre_hook(lambda module, args: inputs.append((module, args[0][:, 0])))
-        for layer, letter in zip(model.decoder.layers, config.hybrid_override_pattern, strict=True)
-        if letter == "E"
-    ]
-    with torch.no_grad():
-        model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None)
-        for hook in hooks:
-            hook.remove()
-        return min(routing_margin(layer, hidden, config) for layer, hidden in inputs)
-
-
 def _token(layer: nn.Module, x: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     """Output [h] for one token [h], and the margin of its choice."""
     logits = layer.router.weight.double() @ x

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.mcore.layers import dense_moe
-from megatron_ext.mcore.layers.dense_moe import fixed_shapes, has_fixed_shapes, problem_of, stacked
+from megatron_ext.mcore.layers.dense_moe import fixed_shapes, has_fixed_shapes, stacked
 from tests.unit_tests.mcore.layers.test_moe import (
     LAYER_CONTROLS,
     LAYERS,
@@ -113,19 +113,3 @@ def test_contiguous_weights_stay_parameters() -> None:
     weights[2].data = torch.full((2, 3), 9.0)
     assert stacked(weights)[:, 1, 2].tolist() == [0.0, 7.0, 9.0]
     assert stacked(weights[1:]).data_ptr() == weights[1].data_ptr()
-
-
-def test_names_unsupported_experts() -> None:
-    """CU-5: said by its name."""
-    experts = make_layer(LAYERS["softmax"]).experts
-    assert problem_of(experts) is None
-    assert "Linear" in problem_of(nn.Linear(1, 1))
-    for name, value, words in (
-        ("activation_func_clamp_value", 7.0, "clamp"),
-        ("add_bias_linear", True, "biases"),
-        ("moe_expert_capacity_factor", 1.0, "drop"),
-    ):
-        before = getattr(experts.config, name)
-        setattr(experts.config, name, value)
-        assert words in problem_of(experts)
-        setattr(experts.config, name, before)

@@ -86,10 +86,3 @@ def test_rows_of_several_ranks():
     assert bias is None
     assert reduce.call_count == 1
     assert reduce.call_args.kwargs == {"group": layer.tp_group}
-
-
-@torch.inference_mode()
-def test_a_weight_that_the_caller_passes():
-    """The weight may come from the caller, as for an output layer that shares the embedding's weights."""
-    layer = column(0, 1, skip_bias_add=True)
-    torch.testing.assert_close(layer(X, weight=2 * WEIGHT)[0], 2 * F.linear(X, WEIGHT))
