@@ -60,10 +60,6 @@ class RequestedParams(NamedTuple):
     resolved: RequestParams
 
 
-def _record_itself(record: RequestRecord, _: RequestedParams) -> RequestRecord:
-    return record
-
-
 class InferenceEngine(Engine):
     """`DynamicInferenceEngine` over an `EngineCore`, which does the work.
 
@@ -83,7 +79,7 @@ class InferenceEngine(Engine):
         core: The engine; `reset` replaces it.
         decode_only: Whether the last step only decoded.
         capture_stats: Seconds that CUDA graphs took to capture, by the key `time`; None without graphs.
-        present: Returns what callers get of a request that has ended; by default its record.
+        present: Returns what callers get of a request that has ended; None for its record.
     """
 
     context: InferenceContext
@@ -91,7 +87,7 @@ class InferenceEngine(Engine):
     core: EngineCore
     decode_only = DecodeOnly()
     capture_stats: dict[str, float] | None = None
-    present: Callable[[RequestRecord, RequestedParams], RequestRecord] = staticmethod(_record_itself)
+    present: Callable[[RequestRecord, RequestedParams], RequestRecord] | None = None
 
     def __init__(
         self,
@@ -293,7 +289,9 @@ class InferenceEngine(Engine):
 
     def _presented(self, record: RequestRecord) -> RequestRecord:
         asked = self._asked.pop(record.request_id, None)
-        return record if asked is None else self.present(record, asked)  # None: added to the core by other code
+        if asked is None or self.present is None:  # nobody asked: added to the core by other code
+            return record
+        return self.present(record, asked)
 
     def generate(
         self, prompts: Iterable[str | Sequence[int]], sampling_params: RequestParams | SamplingParams | None = None

@@ -112,13 +112,10 @@ class ContextResources(ModelResources):
 
     def check_weights(self, *, is_caching: bool) -> None:
         """Compare the samples of an attached model, unless its counters show a change; see `ModelResources`."""
-        if self._samples is not None and self._depends_on_weights(is_caching=is_caching) and self._weights.is_current:
-            self._samples.check()
-
-    def _depends_on_weights(self, *, is_caching: bool) -> bool:
-        """Return whether anything is kept that was made of the weights: cached results, graphs, packed copies."""
         has_copies = self._packed is not None and self._packed.bytes_held_twice > 0
-        return is_caching or has_copies or self._context.cuda_graph_runner is not None
+        is_kept = is_caching or has_copies or self._context.cuda_graph_runner is not None  # what was made of weights
+        if self._samples is not None and is_kept and self._weights.is_current:
+            self._samples.check()
 
     def mark_new_weights(self) -> None:
         """Mark the weights as changed; see `ModelResources`."""

@@ -135,17 +135,12 @@ class _CurrentRequest(_UpstreamRequest):
         return written
 
 
-def _has_current_fields() -> bool:
-    return {one.name for one in dataclasses.fields(_CurrentRequest)} == {
-        one.name for one in dataclasses.fields(_UpstreamRequest)
-    }
-
-
 if TYPE_CHECKING:
     from megatron.core.inference.inference_request import DynamicInferenceRequest as DynamicInferenceRequest
     from megatron.core.inference.inference_request import DynamicInferenceRequestRecord as DynamicInferenceRequestRecord
 else:
-    DynamicInferenceRequest = _UpstreamRequest if _has_current_fields() else _CurrentRequest
+    _names = [{one.name for one in dataclasses.fields(kind)} for kind in (_UpstreamRequest, _CurrentRequest)]
+    DynamicInferenceRequest = _UpstreamRequest if _names[0] == _names[1] else _CurrentRequest
     """Megatron's own class, or a subclass of it where that lacks fields of 0.19."""
     DynamicInferenceRequestRecord = _UpstreamRecord
 

@@ -194,7 +194,7 @@ def _dtype(properties: Any, key: str) -> torch.dtype:
     _require(type(state) is tuple and len(state) == 5, f"{_shown(key)} has other properties than a tensor")
     dtype, layout = state[:2]
     _require(type(dtype) is Named and dtype.name in _TYPES, f"{_shown(key)} has no tensor type")
-    strided = _is_made(layout, "torch.serialization._get_layout") and _is_text(layout.args, "torch.strided")
+    strided = _is_made(layout, "torch.serialization._get_layout") and layout.args == ("torch.strided",)
     _require(strided, f"{_shown(key)} is not stored row by row")
     return _TYPES[dtype.name]
 
@@ -216,10 +216,6 @@ def _is_made(value: Any, name: str) -> bool:
 def is_file_name(name: object) -> TypeGuard[str]:
     """Return whether a value of a checkpoint names a file in the checkpoint's directory."""
     return type(name) is str and name.isprintable() and "/" not in name and name not in ("", ".", "..")
-
-
-def _is_text(args: tuple[Any, ...], text: str) -> bool:
-    return len(args) == 1 and type(args[0]) is str and args[0] == text
 
 
 def _shape(size: Any, key: str) -> tuple[int, ...]:

@@ -52,9 +52,9 @@ class PagedSelfAttention(SelfAttention):
         if inference_context is not None and inference_context.is_dynamic_batching():
             return self._forward_paged(hidden_states, inference_context, rotary_pos_emb)
         if attention_mask is None:
-            attention_mask = causal_mask(hidden_states.shape[0], hidden_states.device)
+            attention_mask = _everywhere(hidden_states).triu(diagonal=1)
         if self.window is not None:
-            attention_mask = attention_mask | beyond_window(hidden_states.shape[0], self.window, hidden_states.device)
+            attention_mask = attention_mask | _everywhere(hidden_states).tril(diagonal=-self.window)
         return super().forward(
             hidden_states,
             attention_mask,
@@ -141,11 +141,7 @@ class NormedSelfAttention(PagedSelfAttention):
         return self.output_norm(output, bias), None
 
 
-def beyond_window(length: int, window: int, device: torch.device) -> Tensor:
-    """Return the boolean mask [1, 1, length, length] in Megatron's sense: True for keys older than the window."""
-    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril(diagonal=-window)
-
-
-def causal_mask(length: int, device: torch.device) -> Tensor:
-    """Return the causal boolean mask [1, 1, length, length] in Megatron's sense: True is hidden."""
-    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(diagonal=1)
+def _everywhere(hidden_states: Tensor) -> Tensor:
+    """Return a mask [1, 1, s, s] of [s, b, h] that hides all: True is hidden in Megatron's sense."""
+    length = hidden_states.shape[0]
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden_states.device)

@@ -31,11 +31,8 @@ AddBuilder = Callable[..., Callable[..., Tensor]]  # as upstream's `get_bias_dro
 
 def is_plain_inference(module: torch.nn.Module) -> bool:
     """Return whether a layer can be computed without the extra features of upstream's forward."""
-    return torch.is_inference_mode_enabled() and not module.training and _wants_nothing_else(module.config)
-
-
-def _wants_nothing_else(config: TransformerConfig) -> bool:
-    return not (
+    config: TransformerConfig = module.config
+    return (torch.is_inference_mode_enabled() and not module.training) and not (
         config.fp8
         or config.fp4
         or config.inference_fuse_tp_communication

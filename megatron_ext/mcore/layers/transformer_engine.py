@@ -73,16 +73,12 @@ def with_transformer_engine(spec: ModuleSpec) -> ModuleSpec:
             "the package transformer-engine); layers and norms are local ones, which compute the same"
         )
         return spec
-    return with_parts(spec, parts)
-
-
-def with_parts(spec: ModuleSpec, parts: Parts) -> ModuleSpec:
-    """Return the spec with other classes in it, at any depth."""
     replaced: ModuleSpec = _replaced(spec, parts)
     return replaced
 
 
 def _replaced(part: Any, parts: Parts) -> Any:
+    """Return a part of a spec with other classes in it, at any depth."""
     if isinstance(part, type):
         return parts.get(part, part)
     if not dataclasses.is_dataclass(part):
