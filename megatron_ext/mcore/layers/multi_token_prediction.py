@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -115,6 +116,34 @@ class MultiTokenPrediction(MegatronModule):
         self.layers = nn.ModuleList(
             PredictionLayer(config, submodules, pattern, pg_collection) for _ in range(layer_count)
         )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden_states: Tensor,
+        embedding: Callable[[Tensor, Tensor], Tensor],
+        depths: int,
+        angles: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Compute the hidden states of whole sequences, [s - 1, b, h] of depth 1, [s - 2, b, h] of depth 2, ...
+
+        Args:
+            tokens: Token ids, [b, s].
+            hidden_states: Output of the trunk after its final norm, [s, b, h].
+            embedding: Token ids and positions, [b, s] each -> [s, b, h].
+            depths: Number of depths; more than the layers repeat the last one.
+            angles: Angles of the rotary embedding, [s, 1, 1, channels].
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        embedded = embedding(tokens, positions)
+        found: list[Tensor] = []
+        for depth in range(1, depths + 1):
+            count = tokens.shape[1] - depth
+            rotated = None if angles is None else angles[:count]
+            layer = self.layer_of(depth)
+            hidden_states = layer(hidden_states[:count], embedded[depth:], angles=rotated)
+            found.append(hidden_states)
+        return found
 
     def layer_of(self, depth: int) -> PredictionLayer:
         """Return the layer that computes a depth, counted from 1."""

@@ -23,17 +23,5 @@ def prediction_logits(model: HybridModel, tokens: Tensor, depths: int) -> list[T
     angles = model.rotary_pos_emb(tokens.shape[1]) if model.position_embedding_type == "rope" else None
     trunk = model.decoder(model.embedding(tokens, positions), None, rotary_pos_emb=angles)
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-    hidden = hidden_states(model, trunk, model.embedding(tokens, positions), depths, angles)
+    hidden = model.mtp(tokens, trunk, model.embedding, depths, angles)
     return [model.output_layer(states, weight=weight)[0].transpose(0, 1) for states in hidden]
-
-
-def hidden_states(
-    model: HybridModel, trunk: Tensor, embedded: Tensor, depths: int, angles: Tensor | None
-) -> list[Tensor]:
-    """Return the hidden states of each depth, [s - d, b, h], from the trunk's and from embeddings, [s, b, h] each."""
-    found: list[Tensor] = []
-    for depth in range(1, depths + 1):
-        before = (found or [trunk])[-1][: len(embedded) - depth]
-        rotated = None if angles is None else angles[: len(before)]
-        found.append(model.mtp.layer_of(depth)(before, embedded[depth:], angles=rotated))
-    return found

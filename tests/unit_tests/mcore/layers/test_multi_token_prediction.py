@@ -8,7 +8,6 @@ import torch
 
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.multi_token import build_predicting, whole, with_prediction
-from tests.unit_tests.support.prediction import hidden_states
 
 
 @torch.inference_mode()
@@ -17,7 +16,7 @@ def test_depths_are_those_of_the_formula():
     config = dataclasses.replace(with_prediction("attention_only"), mtp_num_layers=2, mtp_use_repeated_layer=False)
     model, tokens = build_predicting("attention_only", config), make_prompt(9)
     hidden, embedded, angles = whole(model, tokens)
-    depths = hidden_states(model, hidden, embedded, 3, angles)
+    depths = model.mtp(torch.tensor([tokens]), hidden, lambda *_: embedded, 3, angles)
     for depth, (number, found) in enumerate(zip([0, 1, 1], depths, strict=True), 1):
         layer, count = model.mtp.layers[number], len(tokens) - depth
         joined = torch.cat((layer.enorm(embedded[depth:]), layer.hnorm(hidden[:count])), dim=-1)
