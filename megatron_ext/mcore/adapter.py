@@ -289,7 +289,7 @@ class InferenceEngine(Engine):
 
     def _presented(self, record: RequestRecord) -> RequestRecord:
         asked = self._asked.pop(record.request_id, None)
-        if asked is None or self.present is None:  # nobody asked: added to the core by other code
+        if asked is None or self.present is None:  # without parameters: added by other code
             return record
         return self.present(record, asked)
 
