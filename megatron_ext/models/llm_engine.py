@@ -100,14 +100,6 @@ class LLMEngine:
     def _counts(self) -> tuple[EngineStatistics, StepCounts]:
         return self._core.statistics(), self._core.step_counts()
 
-    def measure_load(self) -> Future[tuple[int, EngineStatistics]]:
-        """Read the prompt tokens that are neither computed nor cached, and the counts."""
-        return self.client.call(self._measure_load)
-
-    def _measure_load(self) -> tuple[int, EngineStatistics]:
-        waiting = sum(replica.scheduler.prompt_tokens_to_compute() for replica in self._core.replicas)
-        return waiting, self._core.statistics()
-
     @property
     def update_error(self) -> Exception | None:
         """Error of the last update of the weights, if it left them of no version."""

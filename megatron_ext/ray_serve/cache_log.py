@@ -1,4 +1,4 @@
-"""Reports of a replica to routers of Ray Serve: its shape, its load, and a log of each cache's KV events.
+"""Reports of a replica to routers of Ray Serve: its shape, and a log of each cache's KV events.
 
 Routers read them with actor calls. Needs neither Ray nor torch.
 
@@ -21,7 +21,6 @@ from itertools import islice
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.events import Event
 from megatron_ext.kv_events.mirror import CacheEvents, Mirror
-from megatron_ext.ray_serve.autoscaling import ReplicaLoad
 
 MAX_LOG_EVENTS = 1024
 
@@ -62,19 +61,6 @@ class ReplicaFacts:
         if any(type(one) is not int or one < 1 for one in (facts.block_size, facts.blocks, facts.caches)):
             raise ValueError(f"facts of a replica of another version: {content}")
         return facts
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Load of a replica, as a router asks for it.
-
-    Attributes:
-        load: Load by all requests; without the replica's name.
-        others: Load by the requests that other routers sent; see `RequestManager.load_of_others`.
-    """
-
-    load: ReplicaLoad
-    others: tuple[int, int, int]
 
 
 @dataclass(frozen=True)

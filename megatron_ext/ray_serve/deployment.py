@@ -424,7 +424,7 @@ def deploy(settings: AppSettings) -> Application:
     arguments = list(settings.words), settings.ranks, wanted.replica_timeout
     if not settings.routes_by_prefix:
         return serve.deployment(name=NAME, **options)(serve.ingress()(Replica)).bind(*arguments)
-    routing = {"policy": wanted.routing_policy, "alpha": wanted.routing_alpha, "scaling": wanted.rule}
+    routing = {"policy": wanted.routing_policy, "alpha": wanted.routing_alpha}
     config = RequestRouterConfig(request_router_class=PrefixRequestRouter, request_router_kwargs=routing)
     replicas = serve.deployment(name=REPLICAS, request_router_config=config, **options)(RoutedReplica)
     ingress = serve.deployment(

@@ -7,7 +7,6 @@ read again from the start. Single-threaded, as `Router` is.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -18,8 +17,7 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StateRemoved, StateStored
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_salt
-from megatron_ext.ray_serve.autoscaling import ReplicaLoad, retiring
-from megatron_ext.ray_serve.cache_log import CacheReport, LoadReport, LogPosition, ReplicaFacts
+from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition, ReplicaFacts
 from megatron_ext.routing.choosing import Decision
 from megatron_ext.routing.index import Hash, Replica
 from megatron_ext.routing.prompt import Prompt
@@ -128,7 +126,6 @@ class KnownCache:
 class _Member:
     facts: ReplicaFacts
     caches: list[KnownCache]
-    load: ReplicaLoad | None = None
 
 
 class PrefixRouting:
@@ -136,16 +133,13 @@ class PrefixRouting:
 
     Args:
         settings: Policy and alpha.
-        scaling: Waiting tokens that a replica may have, and the minimum number of replicas; None if the number of
-            replicas does not change by itself.
 
     Attributes:
         faults: Number of reports that were refused.
     """
 
-    def __init__(self, settings: RoutingConfig | None = None, scaling: tuple[float, int] | None = None) -> None:
+    def __init__(self, settings: RoutingConfig | None = None) -> None:
         self._router = Router(settings)
-        self._scaling = scaling
         self._members: dict[str, _Member] = {}
         self.faults = 0
 
@@ -171,17 +165,10 @@ class PrefixRouting:
         """Return the replica whose ids of responses have a tag; None if it has not joined, or has left."""
         return next((name for name, member in self._members.items() if member.facts.tag == tag), None)
 
-    def note_load(self, replica: str, report: LoadReport) -> None:
-        """Note the load of a replica, which includes other routers' requests; unknown replicas are ignored."""
-        member = self._members.get(replica)
-        if member is None:
-            return
-        member.load = dataclasses.replace(report.load, name=replica)
-        self._router.note_others(replica, *report.others)
-        if self._scaling is not None and replica == next(iter(self._members)):  # once a round
-            loads = [one.load for one in self._members.values() if one.load is not None]
-            is_known = len(loads) == len(self._members)
-            self._router.retire(retiring(loads, *self._scaling) if is_known else ())
+    def note_others(self, replica: str, requests: int, prompt_tokens: int, output_tokens: int) -> None:
+        """Note a replica's load by other routers' requests, see `Router.note_others`; unknown replicas are ignored."""
+        if replica in self._members:
+            self._router.note_others(replica, requests, prompt_tokens, output_tokens)
 
     # Contents of caches
 

@@ -20,7 +20,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.ray_serve import forwarded as this_process
-from megatron_ext.ray_serve.cache_log import CacheReport, LoadReport, LogPosition, ReplicaFacts
+from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition, ReplicaFacts
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, PromptRequest
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.routing.prompt import Prompt
@@ -35,14 +35,9 @@ _MAX_PROMPTS = 1024  # requests between choice and sending
 class PrefixRequestRouter(RequestRouter):
     """Router of one handle of the replicas: prefers replicas that cache a prompt's prefix, see `PrefixRouting`."""
 
-    def initialize_state(
-        self,
-        policy: str = "least_computed",
-        alpha: float = 0.5,
-        scaling: tuple[float, int] | None = None,
-    ) -> None:
-        """Take `request_router_kwargs`; see `RoutingConfig` and `PrefixRouting`."""
-        self._routing = PrefixRouting(RoutingConfig(policy, alpha), scaling)
+    def initialize_state(self, policy: str = "least_computed", alpha: float = 0.5) -> None:
+        """Take `request_router_kwargs`, the fields of `RoutingConfig`."""
+        self._routing = PrefixRouting(RoutingConfig(policy, alpha))
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()  # by internal request id
@@ -149,14 +144,14 @@ class PrefixRequestRouter(RequestRouter):
                 await asyncio.sleep(LONGEST_REST)
 
     async def _watch(self, name: str, replica: RunningReplica) -> None:
-        """Ask for the load of a replica until it is gone: once a second, and when requests of others have ended."""
+        """Ask a replica for the load by others until it is gone: once a second, and when their requests have ended."""
         rest, patience = PATIENCE, 0.0
         while True:
             await asyncio.sleep(rest)
             try:
-                report: LoadReport = await self._call(replica, "load_report", this_process.SENDER, patience)
-                self._routing.note_load(name, report)
-                has_others = report.others[0] > 0
+                others: tuple[int, int, int] = await self._call(replica, "load_report", this_process.SENDER, patience)
+                self._routing.note_others(name, *others)
+                has_others = others[0] > 0
                 rest, patience = (0.0, PATIENCE) if has_others else (PATIENCE, 0.0)
             except asyncio.CancelledError:
                 raise

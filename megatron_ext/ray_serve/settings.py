@@ -18,7 +18,6 @@ from megatron_ext.config.annotations import FieldType, MismatchError, field_type
 from megatron_ext.config.options import option, require, require_options
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
-from megatron_ext.ray_serve.autoscaling import POLICY
 
 WEIGHTS = "weights"
 _POINTS = 3  # reports of a replica in the window, at least
@@ -60,8 +59,8 @@ class DeploymentConfig:
         num_replicas: Number of replicas; with autoscaling, at the start.
         max_replicas: Maximum number of replicas; None for as many as `num_replicas`, always.
         min_replicas: Minimum number of replicas.
-        waiting_tokens_per_replica: Prompt tokens that wait to be computed, for each replica, at most.
-        scaling_window: Seconds over which loads are averaged.
+        target_ongoing_requests: Requests of each replica that Ray's autoscaler aims at.
+        scaling_window: Seconds over which requests are averaged.
         upscale_delay: Seconds for which more replicas must be wanted.
         downscale_delay: Seconds for which fewer replicas must be wanted.
         num_ingress_replicas: Number of ingresses.
@@ -81,7 +80,7 @@ class DeploymentConfig:
     num_replicas: int = option(1, minimum=1, maximum=_MANY)
     max_replicas: int | None = None
     min_replicas: int = option(1, minimum=1, maximum=_MANY)
-    waiting_tokens_per_replica: float = option(32768.0, above=0, maximum=_LONG)
+    target_ongoing_requests: float = option(32.0, above=0, maximum=_LONG)
     scaling_window: float = option(30.0, above=0, maximum=_LONG)
     upscale_delay: float = option(30.0, minimum=0, maximum=_LONG)
     downscale_delay: float = option(600.0, minimum=0, maximum=_LONG)
@@ -116,11 +115,6 @@ class DeploymentConfig:
         return self.num_replicas if self.max_replicas is None else self.max_replicas
 
     @property
-    def rule(self) -> tuple[float, int] | None:
-        """Waiting tokens of a replica, and the minimum number of replicas; None without autoscaling."""
-        return None if self.max_replicas is None else (self.waiting_tokens_per_replica, self.min_replicas)
-
-    @property
     def scaling_options(self) -> dict[str, object]:
         """Options of Ray's deployment."""
         options: dict[str, object] = {"max_surge_percent": self.max_surge_percent}
@@ -128,15 +122,14 @@ class DeploymentConfig:
             options["user_config"] = {WEIGHTS: self.weights}
         if self.max_replicas is None:
             return options | {"num_replicas": self.num_replicas}
-        policy = {"tokens_per_replica": self.waiting_tokens_per_replica, "patience": self.downscale_delay}
         scaling: dict[str, object] = {
             "min_replicas": self.min_replicas,
             "initial_replicas": self.num_replicas,
             "max_replicas": self.max_replicas,
+            "target_ongoing_requests": self.target_ongoing_requests,
             "look_back_period_s": self.scaling_window,
             "upscale_delay_s": self.upscale_delay,
             "downscale_delay_s": self.downscale_delay,
-            "policy": {"policy_function": POLICY, "policy_kwargs": policy},
         }
         if self.scaling_window < _POINTS * _INTERVAL:
             scaling["metrics_interval_s"] = self.scaling_window / _POINTS

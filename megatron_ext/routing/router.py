@@ -52,7 +52,6 @@ class Router:
         self._mean_generated = _FIRST_GUESS
         self._warming: dict[str, _Given] = {}
         self._sated: set[str] = set()  # warming replicas that have had their share
-        self._retiring: frozenset[str] = frozenset()
         self._sent = 0  # requests
 
     def join(
@@ -112,14 +111,6 @@ class Router:
         self._sated.discard(replica)
         self._note_reluctant()
         return lost
-
-    def retire(self, replicas: Iterable[str]) -> None:
-        """Start new conversations elsewhere than at these replicas, which are about to leave, and at no others' cost.
-
-        Their own conversations still return to them. Replaces the replicas named before; unknown names are ignored.
-        """
-        self._retiring = frozenset(replicas)
-        self._note_reluctant()
 
     def note_others(self, replica: str, requests: int, prompt_tokens: int, output_tokens: int) -> None:
         """Count the requests that a replica has from other routers as its load, in place of those noted before.
@@ -251,8 +242,7 @@ class Router:
         self._note_reluctant()
 
     def _note_reluctant(self) -> None:
-        names = self._sated | self._retiring
-        self._fleet.reluctant = sum(one.bit for name, one in self.members.items() if name in names)
+        self._fleet.reluctant = sum(one.bit for name, one in self.members.items() if name in self._sated)
 
     def check(self) -> None:
         """Assert that only joined replicas are indexed, and that loads and claims match the requests in flight."""

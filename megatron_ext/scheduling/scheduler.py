@@ -22,7 +22,7 @@ from megatron_ext.scheduling.explain_admission import explain_admission
 from megatron_ext.scheduling.forks import share_published
 from megatron_ext.scheduling.kept_data import lacking_data
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
-from megatron_ext.scheduling.planner import plan_step, reads_cache, resume_of
+from megatron_ext.scheduling.planner import plan_step, reads_cache
 from megatron_ext.scheduling.prefix_ranking import PrefixRanking
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import (
     PendingBlocks,
@@ -177,20 +177,6 @@ class Scheduler:
         """Hash and rank waiting requests before each plan, which depends on it."""
         self._hashing.go_on()  # rank 0 alone has begun the slice
         self.ranking.refresh()
-
-    def prompt_tokens_to_compute(self) -> int:
-        """Return the prompt tokens of living requests that are neither computed nor cached, between two steps.
-
-        By this measure a fleet grows and shrinks. A prefix that several waiting requests have in common counts for each
-        of them. O(living requests).
-        """
-        return sum(max(0, one.prompt_length - self._done(one)) for one in self.queues)
-
-    def _done(self, request: Request) -> int:
-        """Return the position up to which a request is computed, or would be skipped if it was admitted now."""
-        if request.computed_end or not reads_cache(request):
-            return request.computed_end
-        return resume_of(request, self.cache.match(request.block_hashes), self.limits, self.cache).position
 
     def describe(self, plan: StepPlan) -> ScheduledStep:
         """Return the message of a plan with chunks, which has been applied; it tells all changes of the memory."""

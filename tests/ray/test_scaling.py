@@ -23,11 +23,11 @@ def states() -> dict[str, int]:
 
 
 def test_a_fleet_grows_and_shrinks(run: Callable[..., httpx.Client]):
-    """RP-6: waiting prompts make it grow; a replica that leaves ends its streams, and then stops at once."""
+    """RP-6: requests make it grow; a replica that leaves ends its streams, and then stops at once."""
     client = run(
         num_replicas=1,
         max_replicas=2,
-        waiting_tokens_per_replica=100,
+        target_ongoing_requests=4,
         scaling_window=1.5,
         upscale_delay=0,
         downscale_delay=1,
@@ -36,10 +36,10 @@ def test_a_fleet_grows_and_shrinks(run: Callable[..., httpx.Client]):
     )
     assert states() == {"RUNNING": 1}
     with ThreadPoolExecutor(12) as pool:
-        bodies = [{"prompt": tokens(500 + 10 * i, 150), "max_tokens": 200, "ignore_eos": True} for i in range(12)]
+        bodies = [{"prompt": tokens(500 + 10 * i, 150), "max_tokens": 2000, "ignore_eos": True} for i in range(12)]
         answers = [pool.submit(client.post, "/v1/completions", json=body) for body in bodies]
         wait_until(lambda: states() == {"RUNNING": 2}, "it does not grow")
-        assert [one.result().json()["usage"]["completion_tokens"] for one in answers] == [200] * 12
+        assert [one.result().json()["usage"]["completion_tokens"] for one in answers] == [2000] * 12
     with traffic(client.base_url) as wrong:
         with Stream(client, tokens(700, 40), 2000) as one, Stream(client, tokens(800, 40), 2000) as other:
             one.read(1)

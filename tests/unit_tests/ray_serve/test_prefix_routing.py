@@ -9,8 +9,7 @@ import pytest
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, BlockStored, StateStored
-from megatron_ext.ray_serve.autoscaling import ReplicaLoad
-from megatron_ext.ray_serve.cache_log import CacheReport, LoadReport, LogPosition, ReplicaFacts
+from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition, ReplicaFacts
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 
 SIZE, POOL = 4, 8
@@ -176,17 +175,3 @@ def test_a_prompt_that_is_cached_is_computed(has_states: bool):
     if has_states:
         report(made, "a", CacheReport(LogPosition("log", 3), (StateStored([2]),), is_whole=False))
     assert load_of(made, "a") == 8 + 1 + 8
-
-
-@pytest.mark.parametrize(("scaling", "expected"), [((1000.0, 1), "old"), ((1000.0, 2), "new"), (None, "new")])
-def test_no_conversation_starts_where_a_replica_is_about_to_leave(scaling: tuple[float, int] | None, expected: str):
-    """RP-6: only if the number of replicas changes by itself and may be lower, once the loads of all are known."""
-    made = PrefixRouting(RoutingConfig(), scaling)
-    for name in ("old", "new"):
-        made.join(name, FACTS)
-    made.begin("r", "old", made.prompt([1]), 0)
-    made.end("r")
-    for name, started in (("old", 0), ("new", 1), ("old", 0)):
-        assert made.choose(made.prompt(()), ["old", "new"]).replica == "new", "it was given less"
-        made.note_load(name, LoadReport(ReplicaLoad("", 0, 0, 8, started=started), (0, 0, 0)))
-    assert made.choose(made.prompt(()), ["old", "new"]).replica == expected

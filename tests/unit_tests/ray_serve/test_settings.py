@@ -70,7 +70,8 @@ def test_ranks_of_a_replica():
         ({"access_log": "maybe"}, "access_log='maybe' is not"),
         ({"max_replicas": 2, "num_replicas": 3}, "num_replicas=3 must be from min_replicas=1 to max_replicas=2"),
         ({"min_replicas": 2, "num_replicas": 2}, "without max_replicas"),
-        ({"max_replicas": 2, "waiting_tokens_per_replica": 0}, "must be more than 0"),
+        ({"max_replicas": 2, "target_ongoing_requests": 0}, "must be more than 0"),
+        ({"waiting_tokens_per_replica": 500}, "give target_ongoing_requests"),
         ({"max_surge_percent": 101}, "between 0 and 100"),
         ({"weights": "a"}, "needs weights_root"),
         ({"tensor_model_parallel_size": 2, "num_cpus": 0}, "Ray cannot place them"),
@@ -95,18 +96,16 @@ def test_without_ray_the_extra_is_named(build, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_scaling_becomes_options_of_ray():
-    """RP-6: without a maximum the number of replicas is fixed; with one the policy decides, and an ingress routes."""
+    """RP-6: without a maximum the number of replicas is fixed; with one Ray decides, and an ingress routes."""
     fixed = read_app_settings({"num_replicas": 3})
     assert fixed.deployment.scaling_options == {"num_replicas": 3, "max_surge_percent": 0}
-    assert fixed.deployment.rule is None
-    given = {"max_replicas": "4", "min_replicas": "1", "waiting_tokens_per_replica": "500", "scaling_window": "6"}
+    given = {"max_replicas": "4", "min_replicas": "1", "target_ongoing_requests": "5", "scaling_window": "6"}
     settings = read_app_settings({**given, "num_replicas": 2, "downscale_delay": 60})
     scaling = settings.deployment
     options = scaling.scaling_options["autoscaling_config"]
     assert (options["min_replicas"], options["initial_replicas"], options["max_replicas"]) == (1, 2, 4)
     assert (options["metrics_interval_s"], options["look_back_period_s"]) == (2.0, 6.0)
-    assert options["policy"]["policy_kwargs"] == {"tokens_per_replica": 500.0, "patience": 60.0}
-    assert scaling.rule == (500.0, 1)
+    assert (options["target_ongoing_requests"], options["downscale_delay_s"]) == (5.0, 60)
     assert read_app_settings({"max_replicas": 2}).routes_by_prefix
 
 

@@ -39,7 +39,6 @@ class Copy:
     own: int = 0  # prompt tokens to compute since it joined
     all: int = 0  # of all replicas
     sated: bool = False
-    retiring: bool = False
 
     @property
     def tokens(self) -> int:
@@ -108,14 +107,6 @@ class RouterMachine(RuleBasedStateMachine):
         del self.copies[name]
         for request in lost:
             del self.sent[request]
-
-    @precondition(lambda self: self.copies)
-    @rule(data=st.data())
-    def retire(self, data: st.DataObject) -> None:
-        names = data.draw(st.sets(st.sampled_from([*sorted(self.copies), "stranger"]), max_size=2), "retiring")
-        self.router.retire(names)
-        for name, copy in self.copies.items():
-            copy.retiring = name in names
 
     # What replicas hold
 
@@ -242,7 +233,7 @@ class RouterMachine(RuleBasedStateMachine):
         return sorted(found)
 
     def reluctant(self, names: list[str]) -> list[str]:
-        return [name for name in names if self.copies[name].sated or self.copies[name].retiring]
+        return [name for name in names if self.copies[name].sated]
 
     def eager(self, names: list[str]) -> list[str]:
         return [name for name in names if name not in self.reluctant(names)]
