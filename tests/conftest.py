@@ -24,7 +24,6 @@ from tests import (
     numbers,
     on_device,
     on_request,
-    priority,
     realtime,
     worlds,
 )
@@ -55,7 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
-    config.pluginmanager.register(priority, "priority")
     config.pluginmanager.register(on_request, "on_request")
     config.pluginmanager.register(numbers, "numbers")
     config.pluginmanager.register(base, "base")

@@ -16,9 +16,6 @@ from megatron_ext.scheduling.step import ScheduledStep
 from tests.functional_tests.cases import Case, find_cases, output_flags, read_results
 from tests.functional_tests.checker import OUTCOME, Results, differences
 from tests.on_request import long_except
-from tests.priority import TestPriority
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 CASES = {case.name: case for case in find_cases()}
 CACHING = [case for case in CASES.values() if case.must_see_cache]

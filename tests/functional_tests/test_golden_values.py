@@ -7,9 +7,6 @@ import pytest
 from tests.functional_tests.cases import Case, find_cases
 from tests.functional_tests.checker import LOG_PROB_TOLERANCE, differences, golden_values
 from tests.functional_tests.megatron_rules import problems, run_megatrons_checker
-from tests.priority import TestPriority
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 CASES = find_cases()
 SAFE_MARGIN = 2 * LOG_PROB_TOLERANCE  # nats between the two best tokens

@@ -19,7 +19,6 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.mcore.weight_changes import samples_of
 from megatron_ext.ops.linear import Packable, onednn
-from tests.priority import TestPriority
 from tests.unit_tests.api.conftest import ATTACHED
 from tests.unit_tests.support import megatron_models as models
 from tests.unit_tests.support.ranks import run_ranks
@@ -159,7 +158,6 @@ def phases(directory: str) -> tuple[list[list[int]], bool]:
 
 
 @pytest.mark.worlds
-@pytest.mark.priority(TestPriority.MEDIUM)
 def test_several_ranks(tmp_path: Path) -> None:
     """Writes that no counter shows are packed again on each rank, as the first is told, or after a suspension."""
     model = models.build("hybrid")

@@ -13,7 +13,6 @@ from megatron_ext import AttachedEngine, ConfigError, EngineClosed, EngineFollow
 from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
-from tests.priority import TestPriority
 from tests.unit_tests.api.conftest import ATTACHED
 from tests.unit_tests.support import megatron_models as models
 from tests.unit_tests.support.ranks import run_ranks
@@ -116,7 +115,6 @@ def refused(_: object) -> str:
 
 
 @pytest.mark.worlds
-@pytest.mark.priority(TestPriority.MEDIUM)
 class TestWorlds:
     """Several ranks, each with its part of a model in the program's own process groups."""
 

@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext import RankError, RequestParams, follow_engine, load_engine
-from tests.priority import TestPriority
 from tests.unit_tests.support.ranks import run_ranks
 
 SETTINGS = {
@@ -69,7 +68,6 @@ def alone() -> list[list[tuple]]:
 
 
 @pytest.mark.worlds
-@pytest.mark.priority(TestPriority.MEDIUM)
 class TestWorlds:
     """Two ranks started by the user, with a torch.distributed of their own."""
 

@@ -9,12 +9,11 @@ from megatron_ext import ConfigError, EngineClosed, EngineFollower, RequestParam
 from megatron_ext.apis import MegatronLLM, SamplingParams, ServeConfig
 from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore import platform
-from tests.priority import TestPriority
 from tests.unit_tests.apis.conftest import SMALL, Config, tokenizer
 from tests.unit_tests.support.megatron_models import PROMPT, build
 from tests.unit_tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 COUNT = 6
 GREEDY = SamplingParams(top_k=1, num_tokens_to_generate=COUNT)

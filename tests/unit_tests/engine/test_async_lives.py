@@ -17,7 +17,6 @@ from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.waiting_order import Line, WaitingOrder
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.support.paper_engine import Paper
 from tests.unit_tests.support.simulated_device import (
     WORDS,
@@ -25,8 +24,6 @@ from tests.unit_tests.support.simulated_device import (
     RefusingDevice,
     SimulatedDevice,
 )
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class Life:

@@ -13,10 +13,7 @@ from megatron_ext.engine.executor import Computed
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.step import ScheduledStep
-from tests.priority import TestPriority
 from tests.unit_tests.support.paper_engine import Paper
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 def test_the_row_of_an_ended_request_is_discarded():

@@ -12,12 +12,9 @@ from megatron_ext.engine.result import EngineStep, ReplicaStep
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of
 from tests.unit_tests.support.paper_engine import Paper
 from tests.unit_tests.support.simulated_device import FollowingDevice, SimulatedDevice
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 DECODE, TOKEN, PAST = 5.0, 0.8, 2e-4  # seconds of a step, of a prefill token, and of each token before it
 LONG, BOUND = 2_000, 64

@@ -10,10 +10,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.detokenizer import StopWordMatcher
-from tests.priority import TestPriority
 from tests.unit_tests.support.replicas import Replicas
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PREFIX = 320
 ORDERS = {"pairs": "AABB" * 4, "in turn": "AB" * 8, "one after the other": "A" * 8 + "B" * 8}

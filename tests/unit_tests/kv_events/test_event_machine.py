@@ -20,14 +20,11 @@ from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Router
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
 from tests.unit_tests.scheduling.test_hybrid_machine import COMMON, HybridMachine
 from tests.unit_tests.support.kv_events import Reader, encoded
 from tests.unit_tests.support.planted import assert_found
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 SALTS = {None: None, (event_salt("x"),): "x"}
 

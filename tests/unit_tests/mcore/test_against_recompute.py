@@ -7,10 +7,7 @@ import pickle
 import pytest
 
 from megatron_ext.scheduling.request_events import EventType
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 LENGTHS = (1, 3, 4, 63, 64, 65, 127, 129, 300)  # block 16 or 64, kernel chunk 16 or 32, convolution window 4
 CHUNKED = {"max_tokens": 80}  # cuts prompts off the grid of blocks and kernel chunks

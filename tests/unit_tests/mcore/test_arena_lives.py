@@ -15,15 +15,12 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.memory import budget, capacity
 from megatron_ext.memory.arena import ArenaBudget, plan_slabs
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
-from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life, life_with_drafts, seeds
 from tests.unit_tests.support.drafters import any_token, right_for_a_while
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.padded import PaddedDriver
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ("hybrid", "gated_delta_net", "mamba1")
 

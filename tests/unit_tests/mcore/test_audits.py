@@ -14,11 +14,8 @@ from megatron_ext.engine.cache_audit import MAX_DUE, AuditCounts, CacheAudit
 from megatron_ext.memory import budget
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, packed_tokens
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life, seeds
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 BLOCK = 16
 KINDS = ("hybrid", "attention_only", "attention_free", "gated_delta_net", "mamba1")

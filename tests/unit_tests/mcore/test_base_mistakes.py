@@ -8,12 +8,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_events import EventType
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import EXPERTS
 from tests.unit_tests.support.oracle import Oracle
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ("hybrid", "attention_only")
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.request_events import EventType
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.tokenizers import PieceTokenizer
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class TestStopWords:

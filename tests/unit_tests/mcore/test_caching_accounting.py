@@ -11,11 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.engine.step_log import StepLog
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(3 * BLOCK + 7)
 

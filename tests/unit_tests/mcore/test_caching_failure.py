@@ -12,12 +12,9 @@ import pytest
 
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver, failing_scan
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(4 * BLOCK + 5)
 LONG = [*PROMPT, *make_prompt(100, seed=1)]

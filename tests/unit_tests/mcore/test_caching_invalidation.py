@@ -9,15 +9,12 @@ import torch
 
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.mcore.weight_changes import saved_tensors
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver
 from tests.unit_tests.support.models import ATTENTION_ONLY, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.weights import by_assignment, by_edits, by_parts, by_state_dict
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(6 * BLOCK + 4)
 SHORT = make_prompt(4 * BLOCK + 5)

@@ -10,12 +10,9 @@ import pytest
 
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle, build_driver
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 SYSTEM = make_prompt(4 * BLOCK + 5)  # four blocks in common
 ALIKE = [[*SYSTEM, *make_prompt(40, seed=seed)] for seed in range(4)]  # of 109 tokens

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import (
     Driver,
@@ -17,8 +16,6 @@ from tests.unit_tests.support.driver import (
     outputs_of,
 )
 from tests.unit_tests.support.hybrid_caching import assert_prefill_states_equal, build_driver
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 CHUNKED, WHOLE = {"max_tokens": 70}, {"max_tokens": 700, "enable_chunked_prefill": False}
 LRU, REF_ZERO, NO_SLOTS = {"policy": "lru"}, {"policy": "ref_zero"}, {"slots": 0}

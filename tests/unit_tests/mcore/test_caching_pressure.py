@@ -8,12 +8,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.record import Status
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import build_driver
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 def assert_all_equal(driver: CachingDriver, oracle) -> None:

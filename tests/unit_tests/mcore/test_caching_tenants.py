@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 PROMPT = make_prompt(3 * BLOCK + 7)
 

@@ -7,11 +7,8 @@ import dataclasses
 import pytest
 
 from megatron_ext.scheduling.step import ScheduledStep
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 PROMPT = make_prompt(4 * BLOCK)
 KINDS_OF_WRITES = 2 * 2  # K and V of two layers

@@ -8,10 +8,7 @@ import torch
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import Status
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ("hybrid", "attention_only")
 BLOCK = 16

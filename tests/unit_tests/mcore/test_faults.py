@@ -16,13 +16,10 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.detokenizer import StopWordMatcher
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver
 from tests.unit_tests.support.models import HYBRID
 from tests.unit_tests.support.tokenizers import PieceTokenizer
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 VICTIM = 1
 PROMPTS = {0: make_prompt(20), VICTIM: make_prompt(37), 2: make_prompt(70), 3: make_prompt(5)}

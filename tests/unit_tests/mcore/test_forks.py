@@ -13,13 +13,10 @@ from megatron_ext.config.in_flight import InFlight
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_routing_replay import GPT, assert_recorded
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(55)  # three blocks and seven tokens
 USUAL = ("hybrid", "attention_only", "mamba1")

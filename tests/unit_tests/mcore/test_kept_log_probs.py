@@ -12,7 +12,6 @@ from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.runner import step_output
 from megatron_ext.scheduling.explain_admission import explain_admission
 from megatron_ext.scheduling.record import Status
-from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_caching_matrix import (
     BLOCK,
     CHUNKED,
@@ -34,8 +33,6 @@ from tests.unit_tests.support.driver import (
     outputs_of,
 )
 from tests.unit_tests.support.hybrid_caching import build_driver
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(4 * BLOCK + 5)
 SCORED = {"skip_prompt_log_probs": False, "num_tokens_to_generate": 3}

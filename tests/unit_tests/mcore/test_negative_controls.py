@@ -21,7 +21,6 @@ from megatron_ext.memory.state_pool import StatePool
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces
 from megatron_ext.runner import model_input
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import (
     Driver,
     assert_equals_oracle,
@@ -29,8 +28,6 @@ from tests.unit_tests.support.driver import (
     make_prompt,
 )
 from tests.unit_tests.support.oracle import Oracle
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 VICTIM, OTHER = 0, 1
 PROMPT_LENGTH = 129

@@ -7,14 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.priority import TestPriority
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import Lived, Script, assert_same
 from tests.unit_tests.support.pools_in_pieces import pools_in_pieces
 from tests.unit_tests.support.scenario import assert_meets_everything, everything, live_poisoned, with_vocabulary
 from tests.unit_tests.support.spread import whole_parameters
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 def lived_in(kind: str, script: Script, *, in_pieces: bool) -> Lived:

@@ -13,15 +13,12 @@ import pytest
 
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.drafters import Knowing, any_token, caching, nonsense, right_for_a_while, wrong
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, few_prefills, make_prompt
 from tests.unit_tests.support.hybrid_caching import PLENTY, build_driver, failing_scan
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.pools_in_pieces import pools_in_pieces
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 ACTIONS = 45
 

@@ -9,12 +9,9 @@ import pytest
 
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, assert_snapshots_equal_oracle, build_driver
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ["gated_delta_net", "mamba1", "mamba1_only", "side_by_side", "short_conv"]
 MODES = ["kernel", "align"]

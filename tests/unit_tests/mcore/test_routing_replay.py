@@ -15,14 +15,11 @@ from megatron_ext.engine import output_processor
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.record import RequestRecord, Status
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.drafters import Knowing, right_for_a_while
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver
 from tests.unit_tests.support.models import ATTENTION_ONLY, HYBRID, build_slow_decay
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 24, "moe_router_topk": 3}
 GPT = dataclasses.replace(ATTENTION_ONLY, hybrid_override_pattern="*E*-*E", **EXPERTS)

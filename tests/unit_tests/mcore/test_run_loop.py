@@ -8,10 +8,7 @@ import pytest
 
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.scheduling.record import Status
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class TestRunLoop:

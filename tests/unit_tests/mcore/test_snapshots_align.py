@@ -10,7 +10,6 @@ import pytest
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import assert_equals_oracle, assert_states_close, make_prompt
 from tests.unit_tests.support.hybrid_caching import (
@@ -18,8 +17,6 @@ from tests.unit_tests.support.hybrid_caching import (
     assert_snapshots_equal_oracle,
     build_driver,
 )
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 @pytest.fixture

@@ -12,13 +12,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import assert_equals_expected, assert_states_equal_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 SMALL = replace(HYBRID, hybrid_override_pattern="M*M", hidden_size=24, mamba_chunk_size=16)
 OFFSETS = (-1, 0, 1, 2, 3)  # 3 tokens are the convolution window less one

@@ -13,7 +13,6 @@ from megatron_ext.ops import cpp
 from megatron_ext.ops.linear.few_rows import rows_are_independent
 from megatron_ext.speculation.ngram import NgramDrafter
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.support.drafters import (
     ANSWERS,
     Knowing,
@@ -24,8 +23,6 @@ from tests.unit_tests.support.drafters import (
 )
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ["hybrid", "gated_delta_net", "mamba1", "short_conv", "attention_only"]
 COUNTS = [1, 3, 7]

@@ -14,7 +14,6 @@ from megatron_ext.scheduling.publication import publish_blocks
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode import drafts
 from megatron_ext.scheduling.spec_decode.drafts import Drafts
-from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_verification import chat
 from tests.unit_tests.support.drafters import (
     Knowing,
@@ -28,8 +27,6 @@ from tests.unit_tests.support.drafters import (
     wrong,
 )
 from tests.unit_tests.support.driver import Driver
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 @pytest.fixture(scope="module")

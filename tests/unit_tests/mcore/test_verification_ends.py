@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.request_events import EventType
-from tests.priority import TestPriority
 from tests.unit_tests.support.drafters import (
     Knowing,
     Pair,
@@ -16,8 +15,6 @@ from tests.unit_tests.support.drafters import (
     right_for_a_while,
 )
 from tests.unit_tests.support.driver import Driver, make_prompt
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 COUNT = 7
 PROMPT = make_prompt(13)

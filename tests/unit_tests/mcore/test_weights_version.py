@@ -8,13 +8,10 @@ from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.scheduling.record import RequestRecord
-from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 DECODING = make_prompt(4 * BLOCK + 5)  # has generated 20 of 40 tokens when the weights change
 PREFILLING = make_prompt(6 * BLOCK + 1, seed=1)  # and its prompt is scored

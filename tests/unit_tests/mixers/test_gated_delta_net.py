@@ -15,12 +15,9 @@ from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.mcore.versions import VERSION
 from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron_ext.models.build import transformer_config
-from tests.priority import TestPriority
 from tests.unit_tests.support.models import GATED_DELTA_NET
 from tests.unit_tests.support.tensor_parallel import as_rank
 from tests.unit_tests.support.upstream_delta_net import allow, without_kernels
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 HIDDEN, PREFIX = GATED_DELTA_NET.hidden_size, "decoder.layers.0.mixer."
 SUBMODULES = recurrent_layer_spec(RECURRENT_KINDS["gated_delta_net"]).submodules.mixer.submodules

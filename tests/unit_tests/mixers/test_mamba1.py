@@ -16,13 +16,10 @@ from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.models.build import build_model
 from megatron_ext.ops.state_slots import StateSlots
-from tests.priority import TestPriority
 from tests.unit_tests.support.chunk_grid import cut_chunks, snapshot_places
 from tests.unit_tests.support.driver import assert_states_close
 from tests.unit_tests.support.mamba1 import recur_mamba1, slow_down_mamba1
 from tests.unit_tests.support.models import MAMBA1
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 BLOCK, LENGTH = 32, 131
 NORMS = ("none", "plain", "weighted")

@@ -24,11 +24,8 @@ from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.mixers.mixer import RecurrentMixer
 from megatron_ext.models.build import transformer_config
-from tests.priority import TestPriority
 from tests.unit_tests.support.models import MAMBA1
 from tests.unit_tests.support.tensor_parallel import as_rank
-
-pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 # Every section has a size of its own, so that no two can be taken for each other.
 HIDDEN, HEADS, HEAD, GROUPS, STATE, WINDOW, RANK = 16, 8, 5, 4, 3, 4, 6

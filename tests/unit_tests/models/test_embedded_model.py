@@ -30,11 +30,8 @@ from megatron_ext.models.huggingface.export import save_hf_checkpoint
 from megatron_ext.models.huggingface.hf_checkpoint import read_hf_config, with_prediction
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.text.tokenizer import TextTokenizer
-from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface.oracles import excess
 from tests.unit_tests.support.prediction import prediction_logits
-
-pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 ROOT = Path(__file__).parents[3]
 MEASURED_WINDOWS = 4

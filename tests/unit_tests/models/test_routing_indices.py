@@ -11,9 +11,6 @@ import pytest
 from megatron_ext import RequestParams, load_engine
 from megatron_ext.api.engine import LoadedEngine
 from megatron_ext.scheduling.record import RequestRecord, Status
-from tests.priority import TestPriority
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 BLOCK = 16
 MODEL = {

@@ -15,14 +15,13 @@ from megatron_ext.mcore import step_executor
 from megatron_ext.memory.entry_memory import compare_entries
 from megatron_ext.memory.pools import Pools
 from megatron_ext.scheduling.audit import Comparison, Differences
-from tests.priority import TestPriority
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import Lived, Script, live
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import everything, with_vocabulary
 from tests.unit_tests.support.spread import Whole, whole_parameters
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 CONFIG = with_vocabulary(CONFIGS["hybrid"])
 SIZES = {

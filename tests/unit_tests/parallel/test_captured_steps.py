@@ -13,7 +13,6 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.speculation.drafter import DraftRequest
 from megatron_ext.speculation.drafting import Drafting
-from tests.priority import TestPriority
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.multi_token import build_predicting, with_prediction
 from tests.unit_tests.support.parallel_contexts import Lived, assert_same, live
@@ -21,7 +20,7 @@ from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import everything, with_vocabulary
 from tests.unit_tests.support.spread import whole_parameters
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 
 def count(*arguments: object) -> tuple[Lived, int]:

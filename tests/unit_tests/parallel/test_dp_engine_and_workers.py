@@ -30,11 +30,8 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.parallel.led_world import World, mask_after
 from tests.unit_tests.support.planted import assert_found
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 REGEX = {"type": "regex", "regex": "[abc]*"}

@@ -17,12 +17,11 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
-from tests.priority import TestPriority
 from tests.unit_tests.support.moe import reference_moe, routing_margin
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.spread import Whole, fill, whole_parameters
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 CPU = torch.device("cpu")
 SIGMOID = ModelConfig(

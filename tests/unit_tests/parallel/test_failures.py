@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.priority import TestPriority
 from tests.unit_tests.support.ranks import Outcome, run_at_once, run_world
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 PROMPTS = ["--prompts", *(f"number {i}" for i in range(4)), "--num-tokens-to-generate", "30"]
 ENGINE = ["--inference-dynamic-batching-block-count", "64"]

@@ -18,7 +18,6 @@ from megatron_ext.memory import budget, capacity
 from megatron_ext.memory.arena import ArenaBudget, plan_slabs
 from megatron_ext.ops.linear import onednn
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
-from tests.priority import TestPriority
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import Lived, Script, assert_close, assert_same, assert_same_record
 from tests.unit_tests.support.ranks import run_ranks
@@ -40,7 +39,7 @@ from tests.unit_tests.support.scenario import (
 )
 from tests.unit_tests.support.spread import Whole, whole_parameters
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.CRITICAL)]
+pytestmark = pytest.mark.worlds
 
 
 def sizes(tensor: int = 1, pipeline: int = 1, expert: int = 1) -> ParallelConfig:

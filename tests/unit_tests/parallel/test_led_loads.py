@@ -17,10 +17,7 @@ from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from tests.priority import TestPriority
 from tests.unit_tests.parallel.tiered_world import TieredWorld
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 QUICK = (1, 3, 4, 5, 7, 8, 10, 11)  # seeds; loads of both replicas, and each way in which one fails
 WHOLE = [seed for seed in range(1020) if seed not in QUICK]

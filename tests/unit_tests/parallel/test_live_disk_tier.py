@@ -19,7 +19,6 @@ from megatron_ext.prefix_cache.disk.entry_files import DamagedEntryError, EntryF
 from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.priority import TestPriority
 from tests.unit_tests.parallel.test_warm_restart import (
     BATCHING,
     CONFIG,
@@ -35,7 +34,7 @@ from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import text
 from tests.unit_tests.support.spread import Whole, whole_parameters
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 PATIENCE = 300.0  # seconds; only what hangs takes as long
 PROMPT, LONG, OTHERS = text(120, 40), text(140, 41), [text(120, 50 + seed) for seed in range(3)]

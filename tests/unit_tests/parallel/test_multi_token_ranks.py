@@ -18,7 +18,6 @@ from megatron_ext.ops.linear import onednn
 from megatron_ext.scheduling.record import Status
 from megatron_ext.speculation.adaptive import DraftCosts
 from megatron_ext.speculation.drafting import Drafting
-from tests.priority import TestPriority
 from tests.unit_tests.support import parallel_contexts
 from tests.unit_tests.support.multi_token import (
     Logits,
@@ -31,8 +30,6 @@ from tests.unit_tests.support.parallel_contexts import Lived, Script, assert_sam
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import ACTIONS, everything, part_of, with_vocabulary
 from tests.unit_tests.support.spread import Whole, whole_parameters
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 TENSOR, PIPELINE = ParallelConfig(tensor_model_parallel_size=2), ParallelConfig(pipeline_model_parallel_size=2)
 BOTH = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)

@@ -11,7 +11,6 @@ import pytest
 from megatron_ext.config import ParallelConfig
 from megatron_ext.parallel.shared_results import digest, fields, first_difference
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
-from tests.priority import TestPriority
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import Lived, live
 from tests.unit_tests.support.ranks import run_ranks, run_world
@@ -68,7 +67,6 @@ def live_with_naps(parallel: ParallelConfig, whole: Whole) -> tuple[Lived, list[
 
 
 @pytest.mark.worlds
-@pytest.mark.priority(TestPriority.CRITICAL)
 def test_hash_seeds_and_naps_change_nothing(whole: Whole):
     """Processes of their own that order sets differently: equal digests at every step."""
     (lived, first), (_, second) = run_ranks(live_with_naps, 2, TP2, whole, hash_seeds=(1, 2), deadline=150.0)
@@ -98,7 +96,6 @@ def live_with_a_difference(parallel: ParallelConfig, whole: Whole) -> None:
 
 
 @pytest.mark.worlds
-@pytest.mark.priority(TestPriority.HIGH)
 @pytest.mark.parametrize("parallel", [TP2, dataclasses.replace(TP2, tensor_model_parallel_size=1)])
 def test_a_difference_is_named(parallel: ParallelConfig, whole: Whole):
     """Within a replica, and between a replica and its mirror on rank 0."""

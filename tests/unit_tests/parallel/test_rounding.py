@@ -18,13 +18,12 @@ from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.linear import RowLinear
 from megatron_ext.models.build import build_model
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.spread import Whole, fill, whole_parameters
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 # The bound of docs/ranks.md: error of several ranks against fp32, as a multiple of one rank's.
 LARGEST_FACTOR = 1.25

@@ -11,13 +11,12 @@ import torch
 
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from tests.priority import TestPriority
 from tests.unit_tests.parallel.test_failures import exit_codes, run_tool
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.ranks import run_world
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 SIZES = [
     *("--inference-dynamic-batching-block-size", "16", "--inference-dynamic-batching-block-count", "24"),

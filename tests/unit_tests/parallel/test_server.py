@@ -15,11 +15,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.priority import TestPriority
 from tests.unit_tests.parallel.test_failures import MINUTES, SHORT, be_patient, before_step, exit_codes, fail
 from tests.unit_tests.support.ranks import Outcome, run_at_once, run_world
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 ARGUMENTS = ["--port", "0", "--inference-dynamic-batching-block-count", "64", "--log-level", "warning"]
 

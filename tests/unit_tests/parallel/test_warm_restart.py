@@ -29,7 +29,6 @@ from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import NullTokenizer
-from tests.priority import TestPriority
 from tests.unit_tests.prefix_cache.disk.lives import damage, stored_in
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import CPU
@@ -37,7 +36,7 @@ from tests.unit_tests.support.ranks import run_ranks, run_world
 from tests.unit_tests.support.scenario import OTHER, SYSTEM, text, with_vocabulary
 from tests.unit_tests.support.spread import Whole, fill, whole_parameters
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 CONFIG = with_vocabulary(CONFIGS["hybrid"])
 TENSOR, PIPELINE = ParallelConfig(tensor_model_parallel_size=2), ParallelConfig(pipeline_model_parallel_size=2)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.priority import TestPriority
 from tests.unit_tests.support.ranks import RanksFailed, run_ranks
 
-pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+pytestmark = pytest.mark.worlds
 
 
 def gather(base: int) -> tuple[int, list[int], int]:

@@ -8,9 +8,6 @@ from itertools import pairwise
 import pytest
 
 from megatron_ext.prefix_cache.hash_chain import HASH_BYTES, HashChain, hash_blocks, root_hash
-from tests.priority import TestPriority
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 ROOT = root_hash([b"model"])
 BLOCK = 4

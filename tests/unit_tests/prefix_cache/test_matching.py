@@ -9,9 +9,7 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.matching import resume_point
-from tests.priority import TestPriority
 
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 BLOCK = 16
 
 

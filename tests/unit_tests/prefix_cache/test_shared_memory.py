@@ -13,9 +13,6 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES
 from megatron_ext.prefix_cache.snapshot_order import Rank
-from tests.priority import TestPriority
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 def key(name: str) -> BlockHash:

@@ -15,10 +15,7 @@ from megatron_ext.routing.index import Holders, PrefixIndex
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Router
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.support.planted import assert_found
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 SALTS = st.sampled_from([None, None, "x"])

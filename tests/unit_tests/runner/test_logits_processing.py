@@ -16,15 +16,12 @@ from megatron_ext.runner import logits_processors
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_events import EventType
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support import choice
 from tests.unit_tests.support.drafters import ANSWERS, Knowing
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.padded import PaddedDriver
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 COUNT = 14
 DRAWN = {"temperature": 0.9, "seed": 7}

@@ -19,14 +19,12 @@ from megatron_ext.ops import cpp
 from megatron_ext.runner import recorded_steps
 from megatron_ext.runner.model_input import ModelInput
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support.drafters import caching
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import build_slow_decay
 
 pytestmark = [
-    pytest.mark.priority(TestPriority.HIGH),
     pytest.mark.skipif(not cpp.can_be_built(), reason="no C++ compiler"),
 ]
 

@@ -39,11 +39,8 @@ from megatron_ext.runner.model_input import SamplingRow
 from megatron_ext.runner.sampler import sampler_needs_of, sampling_layout, write_sampling_options
 from megatron_ext.runner.step_output import sample_and_score
 from megatron_ext.scheduling.step import LogitsOptions, Sampling
-from tests.priority import TestPriority
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.support.replay import ReplayedGraphs
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 WORDS, ROWS = 150, 12
 MASK = -(-WORDS // 32)  # numbers of a mask

@@ -10,12 +10,9 @@ import torch
 from megatron_ext.runner import sampler
 from megatron_ext.runner.sampler import rows_at_once, score_rows
 from megatron_ext.scheduling.record import RequestRecord, Status
-from tests.priority import TestPriority
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import VOCABULARY, build_slow_decay
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(150)
 CPU_ALLOCATOR = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")

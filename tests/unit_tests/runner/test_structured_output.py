@@ -17,11 +17,8 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.text.grammars import Matcher
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.support.drafters import Knowing, right_for_a_while
 from tests.unit_tests.support.schemas import random_schema
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = "The function json.loads takes a text and gives an object."
 PATIENCE = 60.0  # seconds until a test gives up; nothing is measured

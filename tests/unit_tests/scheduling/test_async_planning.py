@@ -18,10 +18,7 @@ from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, describe_step
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import make_limits
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 BLOCK, TOKENS = 4, 8  # of a block; of a step
 

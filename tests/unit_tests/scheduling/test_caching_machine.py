@@ -17,11 +17,8 @@ from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.publication import publish_blocks
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
 from tests.unit_tests.support.planted import assert_found
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 COMMON = {
     "deadline": None,
@@ -156,7 +153,6 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.priority(TestPriority.MEDIUM)
 @pytest.mark.parametrize(
     "plant",
     [

@@ -19,12 +19,9 @@ from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepP
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.cache_model import Owner, content
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
 from tests.unit_tests.support.planted import assert_found
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class HybridMachine(CachingMachine):
@@ -201,7 +198,6 @@ def keeps_snapshots_over_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.priority(TestPriority.MEDIUM)
 @pytest.mark.parametrize(
     "plant",
     [

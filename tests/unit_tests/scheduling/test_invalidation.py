@@ -12,10 +12,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import add, admitted, commit, make_limits, request_of, step
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 PROMPT = range(12)

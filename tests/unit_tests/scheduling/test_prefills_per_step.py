@@ -8,10 +8,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import add, followers, make_limits, request_of, step
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 ROOM = {"total_blocks": 400, "max_requests": 16, "max_tokens": 64, "max_sequence_length": 400}
 

@@ -22,12 +22,9 @@ from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import make_limits, request_of, step
 from tests.unit_tests.scheduling.cache_model import Key, Memory, Owner, World
 from tests.unit_tests.scheduling.test_hybrid_machine import COMMON, HybridMachine
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class SlabWorld(World):

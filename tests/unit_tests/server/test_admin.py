@@ -30,13 +30,10 @@ from megatron_ext.models.update.writer import WeightWriter
 from megatron_ext.server.app import ROUTERS
 from megatron_ext.server.run import weights_root
 from megatron_ext.server.serving import WeightsUpdater
-from tests.priority import TestPriority
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.models import build_slow_decay
 from tests.unit_tests.support.server import PATIENCE, TWO_LAYERS, LiveServer, tiny_engine
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KEY = "the-only-key"
 PROMPT = list(range(40))

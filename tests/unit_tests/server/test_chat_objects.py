@@ -7,10 +7,7 @@ import re
 import pytest
 
 from benchmarks.baseline.chat_objects import REQUEST, passed
-from tests.priority import TestPriority
 from tests.unit_tests.support.source import ROOT
-
-pytestmark = pytest.mark.priority(TestPriority.MEDIUM)
 
 MOST = 13  # made for one request
 HEADING = "### From the route of a chat request to its first sampled token\n"

@@ -13,10 +13,7 @@ from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.request_manager import RequestHandle, TokenClock
 from megatron_ext.text.detokenizer import StopWordMatcher, TextStream
-from tests.priority import TestPriority
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 VICTIM = [9, 8, 7, 6, 5]
 OTHERS = ([1, 2, 3], [4, 5, 6, 7])

@@ -14,7 +14,6 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.server.monitoring import cache_view
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import PATIENCE, tiny_engine
 
@@ -27,7 +26,6 @@ def prompt_of(client: int) -> list[int]:
     return [*(PREFIX if client % 3 == 1 else []), *make_prompt(20 + client % 7, seed=client)]
 
 
-@pytest.mark.priority(TestPriority.HIGH)
 def test_64_clients_a_third_of_which_leave(tiny):
     """EX-8 and EX-2: no client is refused, nothing leaks, and each of the others gets the text it would get alone."""
     prompts = [prompt_of(client) for client in range(CLIENTS)]

@@ -9,9 +9,6 @@ import pytest
 
 from megatron_ext.engine.input_processor import InputProcessor
 from megatron_ext.scheduling.request import Request
-from tests.priority import TestPriority
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class CountingList(list):

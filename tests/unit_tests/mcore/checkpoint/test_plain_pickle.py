@@ -17,9 +17,6 @@ from hypothesis import strategies as st
 
 from megatron_ext.mcore.checkpoint import plain_pickle
 from megatron_ext.mcore.checkpoint.plain_pickle import Limits, Named, PlainPickleError, RecordedCall
-from tests.priority import TestPriority
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 PROTOCOLS = (2, 3, 4, 5)
 WHOLE = st.integers(-(2**63), 2**63 - 1)

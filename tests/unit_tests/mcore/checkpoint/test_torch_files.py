@@ -14,9 +14,6 @@ from torch import Tensor
 
 from megatron_ext.mcore.checkpoint.plain_pickle import PlainPickleError
 from megatron_ext.mcore.checkpoint.torch_files import Archive, FileSlice, read_tensor
-from tests.priority import TestPriority
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 VALUES = torch.arange(24.0).view(2, 3, 4) / 7

@@ -17,11 +17,8 @@ from torch import nn
 from megatron_ext.config import ModelConfig
 from megatron_ext.mcore.layers import norms, stack
 from megatron_ext.mcore.layers import residual_layers as own_layers
-from tests.priority import TestPriority
 from tests.unit_tests.support.models import ATTENTION_ONLY, GATED_DELTA_NET, HYBRID, MAMBA1, build_slow_decay
 from tests.unit_tests.support.upstream_layers import UPSTREAM, upstream_layers
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 MOE = dataclasses.replace(
     HYBRID,

@@ -22,14 +22,11 @@ from megatron_ext.models.load import LoadedModel
 from megatron_ext.ops.paged_attention import reference
 from megatron_ext.scheduling.record import RequestRecord
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import oracles as oracle
 from tests.unit_tests.models.huggingface.oracles import LAST, SHAPES, engine_excess, excess, load_hf
 from tests.unit_tests.support.caching import CachingDriver
 from tests.unit_tests.support.driver import Driver
 from tests.unit_tests.support.hybrid_caching import HybridDriver
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 BLOCK = 16
 LEAST_MARGIN = 1e-5

@@ -25,11 +25,8 @@ from megatron_ext.mcore.checkpoint import checkpoint_files
 from megatron_ext.mcore.checkpoint.checkpoint_files import read_common, read_tensors
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from tests.priority import TestPriority
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.support.saved_models import load_dist_checkpoint
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 CPU = torch.device("cpu")
 TARGET = "decoder.final_norm.weight"

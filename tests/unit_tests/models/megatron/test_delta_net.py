@@ -22,14 +22,11 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.models.build import transformer_config
-from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import oracles as oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import GPT
 from tests.unit_tests.support.saved_models import load_dist_checkpoint
 from tests.unit_tests.support.upstream_delta_net import allow, without_kernels
-
-pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 TOKENS = oracle.prompt(70, seed=0, vocab_size=50)
 CONFIG = dataclasses.replace(

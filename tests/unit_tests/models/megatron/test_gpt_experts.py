@@ -24,15 +24,12 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import transformer_config
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import oracles as oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.support import layouts
 from tests.unit_tests.support.layouts import sizes
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.saved_models import load_dist_checkpoint
-
-pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 CPU = torch.device("cpu")
 LAYERS = 4

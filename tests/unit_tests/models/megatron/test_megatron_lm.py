@@ -22,14 +22,11 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import oracles as oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import GPT, gpt_arguments, gpt_model, perturbed
 from tests.unit_tests.models.test_load import write_tokenizer
 from tests.unit_tests.support.saved_models import load_dist_checkpoint
-
-pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 CPU = torch.device("cpu")
 TOKENS = oracle.prompt(40, seed=0, vocab_size=50)

@@ -21,10 +21,7 @@ from megatron_ext.mcore.checkpoint.checkpoint_files import read_common
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.mcore.checkpoint.plain_pickle import PlainPickleError, RecordedCall
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from tests.priority import TestPriority
 from tests.unit_tests.support.saved_models import load_dist_checkpoint
-
-pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 CPU = torch.device("cpu")
 

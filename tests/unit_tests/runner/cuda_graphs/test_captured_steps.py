@@ -14,13 +14,10 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.runner.cuda_graphs.buckets import Bucket
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import BucketGraphs
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.padded import PaddedDriver, operators_by
 from tests.unit_tests.support.programs import ProgramRecorder, differences
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "attention_only", "experts"]
 SETTINGS = {"max_requests": 8, "num_cuda_graphs": 2, "max_sequence_length": 64}  # 4 or 8 decodes; 1, 2 or 4 blocks

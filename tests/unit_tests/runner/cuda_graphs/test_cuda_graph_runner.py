@@ -17,14 +17,11 @@ from megatron_ext.runner import logits_processors
 from megatron_ext.runner.cuda_graphs.input_batch import SpareSlots
 from megatron_ext.scheduling.record import Status
 from tests.on_request import long_except
-from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
 from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle
 from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver, operators_by
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = [
     "hybrid",

@@ -14,14 +14,11 @@ from megatron_ext.runner.cuda_graphs import buckets
 from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.runner.cuda_graphs.input_buffers import PrevSampledTokenIds
 from megatron_ext.scheduling.async_planning import AsyncPlanner
-from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life
 from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import new_driver
 from tests.unit_tests.runner.short_models import CONFIGS
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
 from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 SIZES = {"max_tokens": 280, "max_sequence_length": 1000, "block_count": 200}
 SCORED = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}

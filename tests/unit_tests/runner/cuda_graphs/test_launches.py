@@ -14,14 +14,12 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.triton.kernel_registry import watch
 from megatron_ext.runner.cuda_graphs.graph_sampler import SamplerNeeds
-from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.launches import OUTSIDE, LaunchCounter, counted
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.padded import PaddedDriver
 
 pytestmark = [
-    pytest.mark.priority(TestPriority.HIGH),
     pytest.mark.skipif(
         triton.problem(platform.device()) is not None,
         reason=f"no kernel runs here: {triton.problem(platform.device())}",

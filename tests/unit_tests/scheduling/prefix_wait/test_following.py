@@ -8,10 +8,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import add, admitted, followers, make_limits, request_of, step
-
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 BOTH = pytest.mark.parametrize("policy", [LRU, REF_ZERO])

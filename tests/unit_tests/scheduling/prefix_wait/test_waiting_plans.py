@@ -16,14 +16,12 @@ from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.priority import TestPriority
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import commit
 
 # The order in which unused blocks are evicted is not tested here.
 POLICIES = [EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO]
 
-pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 LIVES, MOST_LIVES = 8, 40  # seeds of each kind; a planted mistake may need more
 STEPS = 60
