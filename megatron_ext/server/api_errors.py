@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from megatron_ext.errors import ConfigError, WeightUpdateError
 from megatron_ext.server.log import RateLimitFilter, printable
@@ -30,6 +31,7 @@ INVALID, UNAUTHORIZED, OVERLOADED, FAULT = (
     "rate_limit_error",
     "server_error",
 )
+_METHODS = ("DELETE", "GET", "HEAD", "POST")  # of routes
 REQUEST_FAILED = "request_failed"  # code of a 500 whose cause is the request: another server would fail as well
 
 
@@ -189,12 +191,19 @@ async def _client_gone(*_: object) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    message, shown = str(error.detail), printable(request.url.path, LONGEST_NAME)
+    message, shown, headers = str(error.detail), printable(request.url.path, LONGEST_NAME), error.headers
     if error.status_code == 404:
         message = f"there is no route {shown}; GET /openapi.json describes the routes"
     elif error.status_code == 405:
-        message = f"{shown} does not take {request.method[:LONGEST_NAME]}, but {(error.headers or {}).get('Allow')}"
-    return ApiError(error.status_code, message, headers=error.headers).to_response()
+        headers = {"Allow": ", ".join(method for method in _METHODS if _has_route(request, method))}
+        message = f"{shown} does not take {request.method[:LONGEST_NAME]}, but {headers['Allow']}"
+    return ApiError(error.status_code, message, headers=headers).to_response()
+
+
+def _has_route(request: Request, method: str) -> bool:
+    """Return whether a path has a route for a method; Starlette's own header names those of the first route."""
+    scope = {**request.scope, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
 
 async def _no_memory(request: Request, _: MemoryError) -> Response:
@@ -239,7 +248,7 @@ def _place(error: Mapping[str, object]) -> tuple[object, ...]:
 
 
 def _sentence(error: Mapping[str, object]) -> str:
-    text = str(error["msg"]).removeprefix("Value error, ")
+    text = str(error["msg"]).removeprefix("Value error, ").replace(" after validation", "")
     return text[:1].lower() + text[1:]
 
 

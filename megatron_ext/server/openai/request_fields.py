@@ -1,7 +1,7 @@
 """Fields that the bodies of both routes share: OpenAI's, and extensions of this engine; `protocol.py` has the bodies.
 
-Types are strict ("5" is not a number). Lists that a client can make long are counted first: pydantic would create an
-error for each item.
+Types are strict ("5" is not a number). Long lists are checked up to their first error: pydantic would create one for
+each item.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -131,6 +134,19 @@ class BoundedBy:
     limit: str
 
 
+def _prompts(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    """Return prompts as `check` does, with one error in place of one for each form.
+
+    Raises:
+        ValueError: They have none of the forms.
+    """
+    try:
+        return check(value)
+    except ValidationError:
+        forms = "a string, a list of strings, a list of token ids (integers), or a list of such lists"
+        raise ValueError(f"must be {forms}, none of them empty") from None
+
+
 Text = Annotated[str, BoundedBy("--max-body-mb")]
 Name = Annotated[str, Field(max_length=LONGEST_CLIENT_NAME)]
 ModelName = Annotated[str, Field(min_length=1, max_length=LONGEST_MODEL)]
@@ -144,6 +160,7 @@ Prompts = Annotated[
     | _Row
     | Annotated[list[_Word], Field(min_length=1, fail_fast=True)]
     | Annotated[list[_Row], Field(min_length=1, fail_fast=True)],
+    WrapValidator(_prompts),
     BoundedBy("--max-waiting-requests and the longest sequence"),
 ]
 

@@ -1,4 +1,4 @@
-"""Start of new conversations: warming replicas get their share, those that are about to leave get none."""
+"""Start of new conversations: warming replicas get their share."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ REFUSED = [
     (COMPLETIONS, {}, 400, ["prompt", "required"], "prompt"),
     (COMPLETIONS, [], 400, ["body"], None),
     (COMPLETIONS, {"prompt": 5}, 400, ["prompt", "string", "list"], "prompt"),
-    (COMPLETIONS, {"prompt": ""}, 400, ["prompt", "at least 1 character"], "prompt"),
-    (COMPLETIONS, {"prompt": []}, 400, ["prompt", "at least 1 item"], "prompt"),
-    (COMPLETIONS, {"prompt": [[1], []]}, 400, ["prompt", "at least 1 item"], "prompt"),
-    (COMPLETIONS, {"prompt": ["<1>", 2]}, 400, ["prompt"], "prompt"),
+    (COMPLETIONS, {"prompt": ""}, 400, ["prompt", "empty"], "prompt"),
+    (COMPLETIONS, {"prompt": []}, 400, ["prompt", "empty"], "prompt"),
+    (COMPLETIONS, {"prompt": [[1], []]}, 400, ["prompt", "empty"], "prompt"),
+    (COMPLETIONS, {"prompt": ["<1>", 2]}, 400, ["prompt: must be a string", "token ids (integers)"], "prompt"),
     (COMPLETIONS, {"prompt": [97]}, 400, ["97", "0 to 96"], None),
     (COMPLETIONS, {"prompt": [-1]}, 400, ["-1"], None),
-    (COMPLETIONS, {"prompt": [True]}, 400, ["prompt"], "prompt"),
+    (COMPLETIONS, {"prompt": [True]}, 400, ["prompt", "integers"], "prompt"),
     (COMPLETIONS, {"prompt": [10**40]}, 400, ["10000"], None),
     (COMPLETIONS, {"prompt": [1], "max_tokens": "5"}, 400, ["max_tokens", "integer"], "max_tokens"),
     (COMPLETIONS, {"prompt": [1], "max_tokens": 0}, 400, ["max_tokens", "1"], "max_tokens"),
@@ -46,7 +46,13 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [1], "stop_token_ids": [1.5]}, 400, ["stop_token_ids", "integer"], "stop_token_ids"),
     (COMPLETIONS, {"prompt": [1], "repetition_penalty": 0}, 400, ["repetition_penalty"], "repetition_penalty"),
     (COMPLETIONS, {"prompt": [1], "bad_words": "a"}, 400, ["bad_words", "list"], "bad_words"),
-    (COMPLETIONS, {"prompt": [1], "bad_words": ["a"] * 65}, 400, ["bad_words", "at most 64"], "bad_words"),
+    (
+        COMPLETIONS,
+        {"prompt": [1], "bad_words": ["a"] * 65},
+        400,
+        ["bad_words", "at most 64 items, not 65"],
+        "bad_words",
+    ),
     (
         COMPLETIONS,
         {"prompt": [1], "length_penalty": 2},
@@ -173,6 +179,16 @@ def test_no_such_route(tiny):
     for error, path in ((unknown, "/v2"), (other, COMPLETIONS)):
         assert path in error["message"]
     assert "POST" in other["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/v1/responses/a", "DELETE, GET"), ("/ping", "GET, POST"), ("/health", "GET, HEAD"), ("/docs", "GET")],
+)
+def test_a_wrong_method_is_told_all_methods_of_its_path(tiny, path, methods):
+    response = tiny.http.put(path)
+    assert check_error(response, 405)["message"].endswith(f"but {methods}")
+    assert response.headers["allow"] == methods
 
 
 @pytest.fixture(scope="module")
