@@ -292,6 +292,7 @@ class StoreThread(TierStorage):
             buffers = [bytearray(size) for size in item.sizes]
         except MemoryError as error:
             self._store.leave_out(error)
+            self._store.forget([item.key])
             return None
         return buffers if self._store.read(item.key, buffers, item.tokens) is not None else None
 
