@@ -191,6 +191,16 @@ def test_a_write_that_fails(new, fresh, load, monkeypatch, keep_old):
     assert_equal(outcomes(engine), fresh)
 
 
+@pytest.mark.parametrize("version", [-1, 2**53, True, 1.0])
+def test_a_version_that_no_reader_of_json_keeps_is_refused(load, version):
+    """RL-2: before anything is written; the next number would be one that clients cannot send."""
+    engine = load()
+    for update in (engine.weights_changed, lambda **settings: engine.update_weights({}, **settings)):
+        with pytest.raises(ConfigError, match=r"weights_version .* must be an integer from 0 to 9007199254740991"):
+            update(weights_version=version)
+    assert engine.weights_version == 0
+
+
 def test_while_it_is_suspended(new, fresh, load):
     """PY-6: weights change during a suspend, as for a trainer that needs the memory in between."""
     engine = load()

@@ -420,6 +420,7 @@ def tiny_engine_with(model: torch.nn.Module) -> str:
         ("/abort", {}, "abort_all"),
         ("/update_weights_from_disk", {"model_path": "new", "in_flight": "wait"}, "in_flight"),
         ("/update_weights_from_disk", {"model_path": "new", "weights_version": -1}, "weights_version"),
+        ("/update_weights_from_disk", {"model_path": "new", "weights_version": 2**53}, "weights_version"),
         ("/abort", {"request_id": "a", "abort_all": True}, "either request_id or abort_all"),
         ("/abort", {"rid": "a"}, "rid"),
         ("/update_weights_from_disk", {"model_path": "new", "load_format": "auto"}, "load_format"),

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from megatron_ext.config.differences import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.chat_tokens import RenamedTokenizer
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.support import hf_tokenizers
 from tests.unit_tests.text.test_chat_template import CONVERSATION, HEADERS, INSTRUCTIONS, QUESTION
@@ -189,6 +190,14 @@ class TestUsers:
         tokenizer.render_chat(QUESTION).ids()
         special = tokenizer._chat_tokens._control.special
         assert set(special) == {"<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>"}
+
+    def test_names_cannot_be_guessed(self, kinds):
+        """SE-3: each copy of a tokenizer has names of its own for special tokens, which no content can spell."""
+        control = kinds["Llama 3"].tokenizer._chat_tokens._control
+        serialized = (kinds["Llama 3"].directory / "tokenizer.json").read_text()
+        first, second = (RenamedTokenizer(serialized, control)._names for _ in range(2))
+        assert not set(first.values()) & set(second.values())
+        assert all(len(name) > 16 for name in first.values())
 
 
 class TestAssistants:

@@ -30,6 +30,7 @@ from tests.unit_tests.prefix_cache.disk.lives import (
     is_read,
     put,
 )
+from tests.unit_tests.support.foreign import ForeignFiles
 from tests.unit_tests.support.source import ROOT
 
 
@@ -195,6 +196,22 @@ def test_what_others_can_write_to_is_refused(directory, name):
     path_of(directory, name).chmod(0o777)
     with pytest.raises(ConfigError, match="0777"):
         open_directory_store(directory, IDENTITY, LIMIT)
+
+
+@pytest.mark.parametrize("name", ["", *NAMES[:3]])
+def test_files_of_another_user_are_refused(directory, monkeypatch, name):
+    """DC-4."""
+    ForeignFiles(monkeypatch).add(path_of(directory, name))
+    with pytest.raises(ConfigError, match="uid 65534"):
+        open_directory_store(directory, IDENTITY, LIMIT)
+
+
+def test_files_are_this_users_alone(directory):
+    """DC-4."""
+    kept_entry(directory)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [directory, *directory.rglob("*")]}
+    assert (modes.pop("cache"), modes.pop("slot-0")) == (0o700, 0o700)
+    assert (len(modes), set(modes.values())) == (3, {0o600})
 
 
 def test_a_directory_that_cannot_be_written_is_said_in_one_line():

@@ -359,6 +359,27 @@ def test_a_lock_that_was_replaced_ends_the_use_of_the_store(store, directory, ca
     assert not store.use.is_on
 
 
+def test_erase_removes_the_files_of_the_slot_alone(store, directory):
+    """DC-4."""
+    foreign = directory / "slot-0" / "notes.txt"
+    foreign.write_text("mine")
+    fill(store, page(1))
+    store.erase()
+    assert sorted(os.listdir(directory / "slot-0")) == ["lock", "notes.txt"]
+    assert not store.use.is_on
+
+
+def test_entries_of_another_identity_stay_when_the_cache_is_cleared(store, directory):
+    """DC-4."""
+    fill(store, page(1))
+    store = reopened(store, directory, OTHER)
+    fill(store, page(2))
+    store.clear()
+    store = reopened(store, directory)
+    assert numbers(store) == [1]
+    store.close()
+
+
 @pytest.mark.parametrize("removes", [DiskStore.erase, DiskStore.clear])
 def test_one_file_that_stays_keeps_no_other(store, directory, monkeypatch, caplog, removes):
     """DC-4: what can be forgotten is, and the log names the rest."""

@@ -150,6 +150,19 @@ class TestTimeOuts:
                 assert read_all(client)[: len(answer) or None] == answer
         quick.wait_until(lambda: open_connections(quick) <= 1)
 
+    @pytest.mark.parametrize("begun", [b"GET /health HTTP/1.1\r\n", BODY_BEGUN], ids=["head", "body"])
+    def test_one_that_drips_is_too(self, quick, begun):
+        """Single bytes do not start the time anew."""
+        with sockets(quick, 1, begun) as (client,):
+            client.settimeout(0.02)
+            answer = b""
+            for _ in range(int(PATIENCE / 0.02)):
+                with contextlib.suppress(TimeoutError):
+                    answer = client.recv(4096)
+                    break
+                client.sendall(b" ")
+            assert answer.startswith(b"HTTP/1.1 408 ")
+
     def test_between_two_requests(self, quick):
         """A next one in time is served, and has a time of its own."""
         request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
