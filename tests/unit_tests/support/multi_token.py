@@ -128,8 +128,9 @@ class Watched(Watching, Driver):
 
 def whole(model: HybridModel, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states and embeddings of a whole text, [s, 1, h], and its rotary angles."""
-    ids = torch.tensor([tokens])
-    embedded = model.embedding(ids, torch.arange(len(tokens))[None])
+    device = next(model.parameters()).device
+    ids = torch.tensor([tokens], device=device)
+    embedded = model.embedding(ids, torch.arange(len(tokens), device=device)[None])
     angles = model.rotary_pos_emb(len(tokens)) if model.position_embedding_type == "rope" else None
     return model.decoder(embedded, None, rotary_pos_emb=angles), embedded, angles
 

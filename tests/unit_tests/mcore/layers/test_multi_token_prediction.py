@@ -16,7 +16,7 @@ def test_depths_are_those_of_the_formula():
     config = dataclasses.replace(with_prediction("attention_only"), mtp_num_layers=2, mtp_use_repeated_layer=False)
     model, tokens = build_predicting("attention_only", config), make_prompt(9)
     hidden, embedded, angles = whole(model, tokens)
-    depths = model.mtp(torch.tensor([tokens]), hidden, lambda *_: embedded, 3, angles)
+    depths = model.mtp(torch.tensor([tokens], device=hidden.device), hidden, lambda *_: embedded, 3, angles)
     for depth, (number, found) in enumerate(zip([0, 1, 1], depths, strict=True), 1):
         layer, count = model.mtp.layers[number], len(tokens) - depth
         joined = torch.cat((layer.enorm(embedded[depth:]), layer.hnorm(hidden[:count])), dim=-1)
