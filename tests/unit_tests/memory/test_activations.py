@@ -227,7 +227,8 @@ def test_an_engine_counts_the_rows_of_its_drafts(get_oracle):
         Driver(model, config, max_requests=4, max_tokens=64, **options).context.plan.activation_bytes
         for options in ({}, {"drafter": Knowing(ANSWERS["right"]), "speculative_tokens": 3})
     )
-    assert drafting - plain == 4 * 3 * config.vocab_size * 12
+    scratch = 4 if next(model.parameters()).is_cuda else 0  # bytes of a word that CUDA draws from
+    assert drafting - plain == 4 * 3 * config.vocab_size * (12 + scratch)
 
 
 def test_a_plan_leaves_room_for_the_largest_step():
