@@ -43,6 +43,7 @@ _ATTEMPTS: Final = 4
 _NARROWEST: Final = 16  # blocks of the narrowest block table; wider ones double
 _RUNNING_SLOT: Final = attrgetter("running_slot")
 _FORWARD: Final = attrgetter("forward")
+_MAX_CHANGES: Final = 16  # of the model in a row, without a repeated step between them, before they are reported
 _NO_TOKENS: Final = torch.zeros(0, dtype=torch.int64)
 
 
@@ -296,6 +297,7 @@ class RecordedSteps:
         self._modules = ModuleSnapshot(model, hook)
         self._staged: tuple[_Recorded, ModelInput] | None = None
         self._kept: KeptOutputs | None = None
+        self._changes = 0  # of the model since a step was repeated
         self._said: set[str] = set()
         self.problem = ""  # why no step can be recorded, until the model is changed
         self.problem_with_drafts = ""  # why no step with drafts can be
@@ -389,6 +391,7 @@ class RecordedSteps:
         except BaseException:
             size.drop()
             raise
+        self._changes = 0
         return found
 
     def _renew(self, kept: _Recorded | None = None) -> None:
@@ -398,6 +401,9 @@ class RecordedSteps:
             kept.drop()
         self._sizes = {key: one for key, one in self._sizes.items() if one is kept}
         self.problem = self.problem_with_drafts = ""
+        self._changes += 1
+        if self._changes == _MAX_CHANGES:
+            self._say("decode steps are recorded and never repeated, as the model is changed before each of them")
 
     def _say(self, why: str) -> None:
         """Warn once that steps take longer than they could."""

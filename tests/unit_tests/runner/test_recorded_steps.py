@@ -264,6 +264,21 @@ def test_why_steps_run_python_code_is_said_once(get_oracle, caplog):
     assert (warning.levelname, warning.getMessage().split(": ")[1]) == ("WARNING", "lengths on the host")
 
 
+def test_a_model_that_is_changed_before_each_step_is_reported(get_oracle, caplog):
+    """Once, after 16 changes without a repeated step between them; a change now and then is not."""
+    recording, _ = pair(build_slow_decay(CONFIGS["hybrid"]), "hybrid")
+    model = recording.engine.controller.inference_wrapped_model.model
+    for often in (8, 1):
+        recording.add(often, make_prompt(20), num_tokens_to_generate=60, **PLAIN)
+        for number in range(60):
+            if number % often == 0:
+                model.some_setting = number
+            recording.step()
+        found = [one.getMessage() for one in caplog.records if one.name == recorded_steps.__name__]
+        assert len(found) == (often == 1)
+    assert "changed before each" in found[0]
+
+
 def test_equal_values_that_are_written_keep_a_snapshot_current():
     """A forward may write them, or attributes that it deletes; other values, new ones and missing ones are changes."""
     model = build_slow_decay(CONFIGS["hybrid"])
