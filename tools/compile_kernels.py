@@ -35,6 +35,7 @@ KNOWN_SPILLS: dict[str, frozenset[tuple[str, str, int]]] = {
         {
             ("paged_prefill", "M 64, N 32, DP 128, FULL_FP32 0, SPAN 4096, 8 warps", 80),  # 4 bytes
             ("chunk_scan", "TILE 64, P 64, N 128, 4 warps", 90),  # 20 bytes
+            ("delta_prefill", "TILE 32, K 64, V 16, 4 warps", 90),  # 8 bytes, with nothing aligned
         }
     )
 }
