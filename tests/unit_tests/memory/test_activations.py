@@ -220,8 +220,9 @@ def test_drafts_and_threads_are_counted():
     assert counted(threads=8) - counted() == 7 * per_thread
 
 
-def test_an_engine_counts_the_rows_of_its_drafts(get_oracle):
+def test_an_engine_counts_the_rows_of_its_drafts(get_oracle, monkeypatch):
     """EX-6, LA-4."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # each thread draws a row
     model, config = get_oracle("attention_only").model, CONFIGS["attention_only"]
     plain, drafting = (
         Driver(model, config, max_requests=4, max_tokens=64, **options).context.plan.activation_bytes

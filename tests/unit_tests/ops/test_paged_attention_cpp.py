@@ -117,11 +117,11 @@ def test_the_same_bits_in_several_waves_of_spans(cuts: list[tuple[int, int]]) ->
     assert_close("waves", once, torch.cat(want))
 
 
-@pytest.mark.parametrize("threads", [3, 8])
+@pytest.mark.parametrize("count", [3, 8])
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_memory_depends_neither_on_keys_nor_on_requests(threads: int, tokens: int) -> None:
+def test_memory_depends_neither_on_keys_nor_on_requests(count: int, tokens: int) -> None:
     """EX-6: partial sums of 512 spans, of few rows and of many, take what the plan counts for the threads."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(count)
     length, heads, head_size = 262_144, 2, 64
     cache = torch.zeros(2, 1024, heads, head_size)
     batch = build_paged_batch([[1] * (length // 1024)] * 2, [tokens] * 2, [length] * 2, 2 * (tokens == 1), 1024, "cpu")
@@ -130,7 +130,7 @@ def test_memory_depends_neither_on_keys_nor_on_requests(threads: int, tokens: in
         paged_attention(q, cache, cache, batch, scale=0.3)
     events = profile.profiler.kineto_results.events()
     peak = max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-    assert q.nbytes < peak <= q.nbytes + threads * thread_sums(head_size)
+    assert q.nbytes < peak <= q.nbytes + count * thread_sums(head_size)
 
 
 @pytest.mark.parametrize("head_size", [5, 64, 100, 128, 256])
