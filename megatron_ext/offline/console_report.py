@@ -32,19 +32,14 @@ def print_requests(
         where: Clause that says which requests are in which file; None if none are.
         prompt_text: Text of a prompt that is shown.
     """
-    is_short = len(records) <= _MAX
-    first, left_out, last = (
-        (records, (), ())
-        if is_short
-        else (records[:AT_EACH_END], records[AT_EACH_END:-AT_EACH_END], records[-AT_EACH_END:])
-    )
+    start, stop = (AT_EACH_END, len(records) - AT_EACH_END) if len(records) > _MAX else (len(records),) * 2  # left out
     _print(console, beginning(_columns(_HEADINGS, "ended"), console.width), "bold")
-    for record in first:
+    for record in records[:start]:
         _print_request(record, console, prompt_text)
-    if left_out:
-        for line in _left_out(left_out, where):
+    if start < stop:
+        for line in _left_out(records[start:stop], where):
             _print(console, line, "italic")
-    for record in last:
+    for record in records[stop:]:
         _print_request(record, console, prompt_text)
 
 

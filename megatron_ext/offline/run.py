@@ -141,18 +141,17 @@ class _Offline:
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):
             passes = self._serve(engine)
-            self._close(engine)
+            # A second signal ends the writing of the cache to disk, and the results are written.
+            with self._interruption.cutting_short(engine.stop_keeping) if engine.keeps_cache else nullcontext():
+                engine.close()
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
         lost = engine.counts()[0].prefix_cache_lost()
         print_report(passes, self._console, self._where(problem), self._prompt_text, lost)
-        self._end(problem)
+        problem = problem or self._output.failure
+        if problem is not None:
+            raise OutputError(problem)
         return all(record.status is Status.COMPLETED for record in _records(passes))
-
-    def _close(self, engine: LLMEngine) -> None:
-        """Close an engine; a second signal ends the writing of its cache to disk, and the results are written."""
-        with self._interruption.cutting_short(engine.stop_keeping) if engine.keeps_cache else nullcontext():
-            engine.close()
 
     def _serve(self, engine: LLMEngine) -> list[Pass]:
         """Run the prompts; after each step, ended requests are on disk and on the screen."""
@@ -179,11 +178,6 @@ class _Offline:
                 logger.error("%s has the finished requests", printable(str(self._partial.path)))
             raise
 
-    def _remove_partial(self) -> None:
-        if self._partial is not None:
-            self._partial.remove()
-            self._partial = None
-
     def _write(self, engine: LLMEngine, passes: Sequence[Pass]) -> str | None:
         """Write the files that are requested. Return the error, or None."""
         run, run_path = self._settings.run, self._settings.run.run_results_path
@@ -194,7 +188,9 @@ class _Offline:
                 is_full = run.output_format == FULL_FORMAT
                 results = full_results(counts, *asked) if is_full else megatron_results(*asked)
                 write_results(run.output_path, written(results, run))
-                self._remove_partial()
+                if self._partial is not None:
+                    self._partial.remove()
+                    self._partial = None
             if run_path is not None:
                 write_results(run_path, without_throughput(counts, run), RUN_OUTPUT_FLAG)
         except OutputError as error:
@@ -225,12 +221,6 @@ class _Offline:
             place = where or problem or "without --output-path they are printed only"
             self._interruption.release(f"requests: {ends}; {place}")
         self._interruption.release(where or "the signal arrived while results were printed")
-
-    def _end(self, problem: str | None) -> None:
-        """Raise the error of writing or printing, if there is one."""
-        problem = problem or self._output.failure
-        if problem is not None:
-            raise OutputError(problem)
 
 
 def _records(passes: Sequence[Pass]) -> list[RequestRecord]:
