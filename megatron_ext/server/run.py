@@ -45,6 +45,7 @@ from megatron_ext.server.http.connections import (
     Connections,
     GuardedProtocol,
     effective_max_connections,
+    handle_loop_error,
 )
 from megatron_ext.server.serving import Serving, WeightsUpdater
 from megatron_ext.signals import ONE_WISH, Interruption
@@ -315,6 +316,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen, and announce it."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(handle_loop_error)
         await super().startup(sockets)
         assert sockets, "this server is given its sockets"
         for listener in sockets:  # asyncio also accepts up to uvicorn's backlog at once

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
 import json
 import logging
 import os
@@ -114,6 +115,16 @@ def effective_max_connections(limits: ServerLimits) -> int:
             f"raise it to {taken + limits.max_connections} for --max-connections {limits.max_connections}"
         )
     return min(limits.max_connections, files - taken)
+
+
+def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """Log in one line that no file is left for a new connection; asyncio handles other errors of its loop."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno == errno.EMFILE and "socket" in context:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        logger.error("no connection is accepted: `ulimit -n` is %d; raise it, or lower --max-connections", files)
+    else:
+        loop.default_exception_handler(context)
 
 
 class Connections:

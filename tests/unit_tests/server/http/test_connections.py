@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import io
 import json
+import logging
 import re
 import resource
 import socket
@@ -29,6 +31,8 @@ from megatron_ext.server.http.connections import (
     GuardedProtocol,
     effective_max_connections,
 )
+from megatron_ext.server.log import REPEATS, RateLimitFilter
+from megatron_ext.server.run import bind
 from tests.unit_tests.server.test_errors import COMPLETIONS, check_alive
 from tests.unit_tests.support.server import PATIENCE, LiveServer, read_all, tiny_engine
 
@@ -295,3 +299,28 @@ class TestFiles:
         for files, most in ((200, 200 - taken - SPARE_FILES), (10_000, 1024), (resource.RLIM_INFINITY, 1024)):
             monkeypatch.setattr(guarded.resource, "getrlimit", lambda _, files=files: (files, files))
             assert effective_max_connections(ServerLimits()) == most
+
+    def test_without_files_a_line_now_and_then_says_what_to_do(self, capped, monkeypatch, caplog):
+        """Asyncio logs a traceback for each of its tries, second after second: 150 MB in 20 s."""
+
+        class OutOfFiles(socket.socket):
+            failures = 0
+
+            def accept(self):
+                self.failures += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+
+        async def fail(listener: OutOfFiles) -> None:
+            loop = asyncio.get_running_loop()
+            async with await loop.create_server(asyncio.Protocol, sock=listener, backlog=4 * REPEATS):
+                with socket.create_connection(listener.getsockname()):
+                    while not listener.failures:
+                        await asyncio.sleep(0)
+
+        monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 10 * PATIENCE)
+        monkeypatch.setattr(guarded.logger, "filters", [RateLimitFilter()])
+        listener = OutOfFiles(fileno=bind("127.0.0.1", 0).detach())
+        asyncio.run_coroutine_threadsafe(fail(listener), capped.loop).result(PATIENCE)
+        lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert 1 <= len(lines) <= REPEATS
+        assert all("`ulimit -n` is" in record.getMessage() and record.exc_info is None for record in lines)
