@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 
 import pytest
@@ -219,3 +220,10 @@ class TestSources:
         with pytest.raises(ConfigError, match=named) as caught:
             load_keys(ServerConfig(api_key_file=str(file)), {})
         assert "two" not in str(caught.value)
+
+    @pytest.mark.parametrize(("name", "kind"), [(".", "a directory"), ("pipe", "a named pipe")])
+    def test_files_that_are_not_regular(self, tmp_path, name, kind):
+        """Reading a pipe would wait for its writer."""
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(ConfigError, match=f"^--api-key-file .*: {kind}; only a regular file .*; give a file with"):
+            load_keys(ServerConfig(api_key_file=str(tmp_path / name)), {})
