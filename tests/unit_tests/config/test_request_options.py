@@ -12,21 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from arguments.flags import FlagGroup, normalize_key
-from megatron_ext.config import (
-    BatchingConfig,
-    CacheConfig,
-    ModelConfig,
-    ParallelConfig,
-    RequestParams,
-    RunConfig,
-    ServerConfig,
-    ServerLimits,
-    SourceConfig,
-)
+from arguments.groups import GROUPS, MODEL, SERVER_GROUPS
+from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.config.annotations import FieldType, field_types
 from megatron_ext.config.options import option, options_of
-from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.unit_tests.support.source import PACKAGE, ROOT, python_files
@@ -67,10 +56,7 @@ def test_types_for_prompt_lines():
     assert (kind.convert(1), field_types(Made)["is_kind"].convert(True)) == (1.0, True)
 
 
-CONFIGS = (
-    *(BatchingConfig, CacheConfig, ModelConfig, ParallelConfig, RequestParams, RunConfig, ServerConfig),
-    *(ServerLimits, SourceConfig, SpeculationConfig, RoutingConfig),
-)
+CONFIGS = dict.fromkeys(ModelConfig if group is MODEL else group.config for group in (*GROUPS, *SERVER_GROUPS))
 DECLARED = [(config, field) for config in CONFIGS for field in options_of(config)]
 
 
