@@ -201,7 +201,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _has_route(request: Request, method: str) -> bool:
-    """Return whether a path has a route for a method; Starlette's own header names those of the first route."""
+    """Return whether a path has a route for a method; Starlette names the methods of its first route alone."""
     scope = {**request.scope, "method": method}
     return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 

@@ -1,7 +1,7 @@
-"""Run real clients against a server of the embedded model, and print a table of what each has done.
+"""Run real clients against a server of the embedded model, and print a table of the results.
 
 Each row is a script beside its client's lock file. It plays the agent loop that the client documents, in an environment
-that has nothing else than the lock file's packages, and prints facts as JSON; `expected.py` has what they have to be.
+that has nothing else than the lock file's packages, and prints facts as JSON; `expected.py` has the expected ones.
 
     python -m tests.clients.run             # all rows
     python -m tests.clients.run litellm     # the rows whose name contains one of the words
@@ -92,7 +92,7 @@ OPENCODE = {  # always streamed
         "length": "ContextOverflowError undefined context_length_exceeded",
     },
 }
-CODEX = {  # always streamed; what its own tools do is not shown
+CODEX = {  # always streamed; calls of its own tools are not shown
     "stream_text": FACTS["stream_text"],
     "follow_up": FACTS["stream_text"],
     "errors": {"model": "does not exist", "length": "ran out of room"},
@@ -261,7 +261,7 @@ def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> li
 
 
 def play(row: Row, servers: Mapping[bool, Server]) -> list[str]:
-    """Install and run a row; return what is wrong."""
+    """Install and run a row; return its differences, or the reason why it does not run."""
     try:
         return differences(run(row, install(row), servers[row.has_store].url()), row.facts)
     except ClientError as error:

@@ -28,19 +28,19 @@ constrained_format = structured_output_checks.constrained_format
 
 
 def called(messages: Sequence[Message]) -> set[str]:
-    """Names of the functions that were called since the user's last message."""
+    """Return the names of the functions that were called since the user's last message."""
     since = messages[max((i for i, message in enumerate(messages) if message.role == "user"), default=0) :]
     return {str(call["function"]["name"]) for message in since for call in message.tool_calls or ()}
 
 
 def leaves_no_choice(schema: Mapping[str, object]) -> bool:
-    """Whether each declared argument has one possible value."""
+    """Return whether each declared argument has one possible value."""
     arguments = schema.get("properties") or {}
     return all("const" in one or len(one.get("enum", ())) == 1 for one in arguments.values())
 
 
 def prescribed_form(body: ChatRequest, form: AnswerFormat, chat: ChatFormat) -> ResponseFormat | None:
-    """Response format of an answer without choices, in place of `constrained_format`."""
+    """Return the response format of an answer without choices, in place of `constrained_format`."""
     if not form.functions:
         return constrained_format(body, form, chat)
     done = called(body.messages)
@@ -58,7 +58,7 @@ def prescribed_form(body: ChatRequest, form: AnswerFormat, chat: ChatFormat) -> 
 
 
 def prescribed_grammar(guidance: Guidance, form: ToolCallFormat, token_of: Callable[[str], int | None]) -> str:
-    """Grammar that calls each function once, or the first one where calls are not parallel."""
+    """Return a grammar that calls each function once, or the first one where calls are not parallel."""
     if not guidance.must_call:
         return grammar_of(guidance, form, token_of)
     rules = GrammarRules(token_of)
