@@ -3,8 +3,8 @@
 Large tensors are on the `meta` device and get addresses in a range that no process uses; tensors of numbers that
 kernels decide by (lengths, tables, slots) are real. A launch is recorded, then some of its programs run in Triton's
 interpreter: loads from `meta` tensors yield zeros, stores to them are only counted, and an address outside of the
-tensor is an error, as one of a product that overflowed would be. Loops run their first and last trip only; all trips
-are counted.
+tensor is an error, as one of a product that overflowed would be. Loops over a `range` run their first and last trip
+only, `while` loops all; all trips are counted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import ClassVar
 
 import numpy as np
@@ -165,17 +166,25 @@ class _Memory:
 
 @dataclass
 class _Loops:
-    """Stand-in for `range` in kernels: the first and the last trip, and a count of all."""
+    """Stand-in for `range` in kernels: the first and the last trip; and a count of all trips of loops."""
 
     longest: int = 0
-    _outer: list[int] = field(default_factory=lambda: [1])
+    _outer: list[tuple[int, dict]] = field(default_factory=lambda: [(1, {})])  # trips, and passes by place in the code
 
     def range(self, *bounds: object) -> Iterator[int]:
         trips = range(*(operator.index(one) for one in bounds))  # type: ignore[call-overload]
-        self._outer.append(self._outer[-1] * len(trips))
-        self.longest = max(self.longest, self._outer[-1])
-        yield from (*trips[:1], *trips[max(1, len(trips) - 1) :])
-        self._outer.pop()
+        self.note(sys._getframe(1), len(trips))
+        for trip in (*trips[:1], *trips[max(1, len(trips) - 1) :]):
+            self._outer.append((self._outer[-1][0] * len(trips), {}))
+            yield trip
+            self._outer.pop()
+
+    def note(self, frame: FrameType, trips: int) -> None:
+        """Add trips of the loop at this place of a function; a `while` loop computes its condition once a trip."""
+        times, passes = self._outer[-1]
+        place = frame, frame.f_lasti
+        passes[place] = passes.get(place, 0) + trips
+        self.longest = max(self.longest, times * passes[place])
 
 
 def run_programs(launch: Recorded, programs: Sequence[int]) -> list[Program]:
@@ -251,13 +260,23 @@ def _type(launch: Recorded, name: str) -> str:
 
 @contextmanager
 def _counting(loops: _Loops, names: dict[str, object]) -> Iterator[None]:
-    """Replace `range` where a kernel finds it, and in the modules of the functions that kernels call."""
+    """Replace conditions, and `range` where a kernel finds it and in the modules of the functions that kernels call."""
+    import triton.language as tl
+
     modules = [vars(one) for name, one in sys.modules.items() if name.startswith(MODULES) and "triton" in vars(one)]
     for one in (names, *modules):
         one["range"] = loops.range
+    plain = tl.tensor.__bool__
+
+    def condition(value: tl.tensor) -> bool:
+        loops.note(sys._getframe(1), 1)
+        return plain(value)
+
+    tl.tensor.__bool__ = condition
     try:
         yield
     finally:
+        tl.tensor.__bool__ = plain
         for one in (names, *modules):
             one.pop("range", None)
 

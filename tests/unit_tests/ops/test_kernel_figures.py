@@ -14,7 +14,13 @@ import torch
 
 from megatron_ext.ops import triton
 from megatron_ext.ops.triton.kernel_registry import Kernel, config
-from tests.unit_tests.support.planted_kernels import mostly_idle, narrow_offset, over_all_keys, wide_offset
+from tests.unit_tests.support.planted_kernels import (
+    mostly_idle,
+    narrow_offset,
+    over_all_keys,
+    while_over_all_keys,
+    wide_offset,
+)
 from tools.kernel_checks.figures import row_of, rows_of, rows_of_many
 from tools.kernel_checks.known import KNOWN
 from tools.kernel_checks.layer_calls import Calls
@@ -101,9 +107,10 @@ def test_idle_programs_are_found() -> None:
     assert problems(launch_of(mostly_idle, 100_000, large(), 90_000)) == ()
 
 
-def test_a_loop_over_all_keys_is_found() -> None:
-    """The trips are those of the inner loop for each trip of the outer one, and few of them run."""
-    launch = launch_of(over_all_keys, 8, large(), 131_072)
+@pytest.mark.parametrize("function", [over_all_keys, while_over_all_keys])
+def test_a_loop_over_all_keys_is_found(function: Any) -> None:
+    """The inner loop's trips are counted for each trip of the outer one; few trips of a `range` run."""
+    launch = launch_of(function, 8, large(), 131_072)
     assert measure(launch).trips == 2 * 4096
     assert problems(launch) == ("depth",)
 

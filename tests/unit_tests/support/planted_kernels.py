@@ -26,6 +26,17 @@ def over_all_keys(x, n):
 
 
 @triton.jit
+def while_over_all_keys(x, n):
+    """Each program passes over all n keys, twice, in `while` loops."""
+    total, i = 0.0, 0 * n
+    while i < n:
+        for _ in range(2):
+            total += tl.load(x + i)
+        i += 32
+    tl.store(x + tl.program_id(0), total)
+
+
+@triton.jit
 def narrow_offset(x, n):
     """The offset overflows 32 bits."""
     tl.store(x + tl.program_id(0) * n, 1.0)
