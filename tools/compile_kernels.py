@@ -3,8 +3,8 @@
 
 Run: `python tools/compile_kernels.py`, or with `--quick` one configuration of each. Exit code 1 if a kernel cannot be
 compiled, spills although `KNOWN_SPILLS` does not say so, or needs more shared memory than its device has; 2 if nothing
-can be compiled here. With `--device` only the kernels of the CUDA device are compiled; later launches find them in
-Triton's cache (`TRITON_CACHE_DIR`).
+can be compiled here. With `--device` only the kernels of the CUDA device are compiled, if it is one of these; later
+launches find them in Triton's cache (`TRITON_CACHE_DIR`).
 """
 
 from __future__ import annotations
@@ -74,14 +74,6 @@ def chosen(quick: bool, arch: int | None) -> list[Case]:
     return [case for case in aot.cases(all_kernels(), quick=quick) if arch in (None, case.arch)]
 
 
-def arch_of_device() -> int:
-    """Return the newest compiled capability, times ten, that the CUDA device has."""
-    from megatron_ext.ops.triton import aot
-
-    major, minor = torch.cuda.get_device_capability()
-    return max(arch for arch in aot.SHARED_BYTES if arch <= 10 * major + minor)
-
-
 def compile_one(index: int, quick: bool, arch: int | None) -> tuple[Row | None, str | None]:
     """Return the table row of a case by its index in `chosen`, or None; and its error, or None."""
     from megatron_ext.ops.triton import aot
@@ -121,7 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device and not torch.cuda.is_available():
         print("compile_kernels.py: error: --device needs a CUDA device; torch sees none", file=sys.stderr)
         return CANNOT
-    arch = arch_of_device() if options.device else None
+    arch = triton.architecture(torch.device("cuda")) if options.device else None
+    if arch is not None and not chosen(False, arch):
+        print(f"sm_{arch} is neither sm_80 nor sm_90: nothing is compiled ahead, but each kernel at its first launch")
+        return DONE
     start, count = time.monotonic(), len(chosen(quick, arch))
     found = list(tqdm(compile_all(count, quick, arch), total=count, unit="kernel", disable=None))
     print(as_text(row for row, _ in found if row is not None))

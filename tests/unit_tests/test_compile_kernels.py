@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 import pytest
+import torch
 
 from megatron_ext.ops import triton
 from tools import compile_kernels
@@ -27,3 +28,14 @@ def test_only_known_spills_of_this_triton_pass(monkeypatch: pytest.MonkeyPatch) 
     assert "shared memory" in str(compile_kernels.compile_one(0, quick=True, arch=None)[1])
     monkeypatch.setattr(compile_kernels, "KNOWN_SPILLS", {"0.0.0": next(iter(known.values()))})
     assert "spills 8 bytes" in str(compile_kernels.compile_one(0, quick=True, arch=None)[1])
+
+
+@pytest.mark.skipif(not triton.can_be_imported(), reason="triton cannot be imported")
+@pytest.mark.parametrize("arch", [86, 100])
+def test_devices_whose_launches_would_not_find_the_result_are_left_out(arch, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(triton, "is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton, "architecture", lambda _: arch)
+    monkeypatch.setattr(compile_kernels, "compile_all", None)
+    assert compile_kernels.main(["--device"]) == compile_kernels.DONE
+    assert f"sm_{arch} is neither" in capsys.readouterr().out
