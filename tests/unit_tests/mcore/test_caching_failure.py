@@ -76,6 +76,18 @@ def test_a_forward_that_raises(get_oracle, kind, call):
     assert "ERROR_TRANSIENT" in driver.events(1)
 
 
+def test_a_failed_step_shows_no_opportunistic_snapshot(get_oracle):
+    """HY-6, SI-1: though some layers had written theirs; the step that repeats it shows them."""
+    driver = build_driver(get_oracle)
+    driver.add(0, LONG)
+    with failing_scan(), pytest.raises(Broken):
+        driver.step()
+    assert driver.snapshots_of(LONG, opportunistic=True) == []
+    assert driver.scheduler.cache.use().provisional_taken == 0
+    assert finish(driver, get_oracle) == {0: 0}
+    assert driver.scheduler.cache.use().provisional_taken > 0
+
+
 def until(driver: CachingDriver, request_id: int, computed: int) -> None:
     while driver.engine.get_request(request_id).computed_end < computed:
         driver.step()
