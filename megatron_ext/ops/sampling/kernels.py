@@ -46,6 +46,7 @@ LEAST, MOST = tl.constexpr(2.0**-126), tl.constexpr(3.4028234663852886e38)
 """Positive and normal in fp32, as a temperature is used."""
 SHIFTS = {"fp32": 0, "bf16": 16, "fp16": 12}
 TYPES = [{"T": name} for name in SHIFTS]
+OPTIONS, COUNTS = "sums temperature top_k top_p uniform", "words parts part_words"
 SPLIT = [config(only=(name,), SHIFT=shift, BLOCK=PART, ROOM=PARTS) for name, shift in SHIFTS.items()]
 
 
@@ -97,7 +98,7 @@ def threshold(source, words, greatest, divisor, is_mass, goal, SHIFT: tl.constex
 
 @triton.jit
 def least_of(greatest, divisor, depth):
-    """Return the least logit of words that lie so many nats deep, by one operation in every kernel."""
+    """Return the least logit of the words at most `depth` nats below the best one, rounded alike in every kernel."""
     return tl.fma(tl.zeros([], tl.float32) - depth, divisor, greatest)
 
 
@@ -222,12 +223,7 @@ def best_words(
     tl.store(sums + (row * SUMS + BEST) * ROOM + tl.program_id(1), tl.max(best, 0))
 
 
-@kernel(
-    pointers={"T": "logits", "i64": "sums temperature top_k top_p uniform"},
-    counts="words parts part_words",
-    types=TYPES,
-    configs=SPLIT,
-)
+@kernel(pointers={"T": "logits", "i64": OPTIONS}, counts=COUNTS, types=TYPES, configs=SPLIT)
 def sum_words(
     logits, sums, temperature, top_k, top_p, uniform, row_stride, words, parts, part_words,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
@@ -255,19 +251,14 @@ def sum_words(
         tl.store(own + (COUNT + 1) * ROOM, tl.sum(deep, 0))
 
 
-@kernel(
-    pointers={"T": "logits scratch", "i64": "sums temperature top_k top_p uniform"},
-    counts="words parts part_words",
-    types=TYPES,
-    configs=SPLIT,
-)
+@kernel(pointers={"T": "logits scratch", "i64": OPTIONS}, counts=COUNTS, types=TYPES, configs=SPLIT)
 def gather_words(
     logits, scratch, sums, temperature, top_k, top_p, uniform, row_stride, width, words, parts, part_words,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Copy the words of a part that top_k and top_p can keep to `scratch` [rows, width], those of a row together.
+    """Copy the words of a part that top_k and top_p can keep to `scratch` [rows, width]; a row's words lie together.
 
-    They are in their order. Words of equal logits are all copied or all left out. The grid is that of `best_words`.
+    Their order stays. Words of equal logits are all copied or all left out. The grid is as before.
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * part_words
     divisor, k, p = options_of(temperature, top_k, top_p, row, words)
@@ -286,8 +277,8 @@ def gather_words(
 
 
 @kernel(
-    pointers={"T": "logits scratch", "i64": "sums temperature top_k top_p uniform tokens"},
-    counts="words parts part_words",
+    pointers={"T": "logits scratch", "i64": f"{OPTIONS} tokens"},
+    counts=COUNTS,
     types=TYPES,
     configs=[
         config(num_warps=16, registers=128, only=(name,), SHIFT=shift, BLOCK=2048, ROOM=PARTS)
