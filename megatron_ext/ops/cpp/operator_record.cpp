@@ -141,10 +141,6 @@ class Record : public torch::CustomClassHolder {
     return signature_.str();
   }
 
-  int64_t length() const {
-    return static_cast<int64_t>(calls_.size());
-  }
-
   bool is_current() const {
     return std::all_of(bases_.begin(), bases_.end(),
                        [](const Base& base) { return storage_of(base.tensor) == base.storage; });
@@ -355,7 +351,6 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
       .def("finish", &Record::finish)
       .def("problem", &Record::problem)
       .def("signature", &Record::signature)
-      .def("length", &Record::length)
       .def("is_current", &Record::is_current)
       .def("replay", &Record::replay);
 }

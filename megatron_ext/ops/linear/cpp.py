@@ -88,14 +88,7 @@ class Int8Weight(PanelWeight):
             numbers = (rows / divisors).round_().clamp_(-_LARGEST, _LARGEST).flatten(2)[..., :inputs]
             panels[here].copy_(numbers.transpose(1, 2))
             scaled[here].copy_(scales.transpose(1, 2))
-        self._group = group
         return panels, scaled
-
-    def dequantized(self) -> Tensor:
-        """Return the approximate weight [o, i] in fp32."""
-        assert self._scales is not None
-        scales = self._scales.repeat_interleave(self._group, dim=1)[:, : self._panels.shape[1]]
-        return (self._panels * scales).transpose(1, 2).flatten(0, 1)[: self._outputs]
 
     def dense(self) -> Tensor:
         """Refuse: the original weight is gone.
