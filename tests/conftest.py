@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Compile the C++ operators, where that was not done, before a test waits for them or reads what is said then."""
+    """Compile the C++ operators if they are missing, before a test waits for them or reads the lines that this logs."""
     cpp.are_used()
 
 

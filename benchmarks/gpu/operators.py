@@ -37,7 +37,7 @@ def operators(run: Run) -> None:
 def planned_calls(
     sizes: Sizes, dtype: torch.dtype, device: torch.device, *, is_quick: bool = False
 ) -> tuple[Makers, Makers]:
-    """Return calls with a reference to compare with, and those of attention, sampling and experts at worst shapes."""
+    """Return calls with a reference, and calls of attention, sampling and experts at their worst shapes without one."""
     mild = Calls(sizes, dtype, device).all()
     kept = {name: make for name, make in mild.items() if not name.startswith(("attention", "tokens", "best"))}
     return kept, WorstCases(dtype, device, is_quick=is_quick).all()

@@ -31,7 +31,7 @@ WINDOW, CHUNK, BLOCK = 4, 128, 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of inputs; the defaults are those of models of 2 billion parameters."""
+    """Sizes of inputs; the defaults suit models of 2 billion parameters."""
 
     tokens: int = 8192
     requests: int = 64

@@ -113,7 +113,7 @@ class ContextResources(ModelResources):
     def check_weights(self, *, is_caching: bool) -> None:
         """Compare the samples of an attached model, unless its counters show a change; see `ModelResources`."""
         has_copies = self._packed is not None and self._packed.bytes_held_twice > 0
-        is_kept = is_caching or has_copies or self._context.cuda_graph_runner is not None  # what was made of weights
+        is_kept = is_caching or has_copies or self._context.cuda_graph_runner is not None  # results of the weights
         if self._samples is not None and is_kept and self._weights.is_current:
             self._samples.check()
 

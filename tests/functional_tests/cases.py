@@ -1,10 +1,10 @@
-"""Functional test cases in the layout of Megatron-LM's.
+"""Functional test cases in Megatron-LM's layout.
 
 A case is a folder `test_cases/<model>/<case>/` with the run's flags (`model_config.yaml`), its prompts,
 `golden_values.json` as Megatron's checker reads it and `golden_values.run.json` with the counts of the run. The YAML
-file has the form of Megatron's functional tests; `MODEL_ARGS` become the tool's command line. `METRICS` has the names
-that Megatron's checker knows and ours, which it passes over: those of `checker.METRICS`, and `no_cache_effect` for a
-case whose golden values need not change when the cache is off or has wrong contents. `WORLD_SIZE` in `ENV_VARS` is the
+file has the form of Megatron's functional tests; `MODEL_ARGS` become the tool's command line. `METRICS` has names that
+Megatron's checker knows, and names that it passes over: the ones in `checker.METRICS`, and `no_cache_effect` for a case
+whose golden values need not change when the cache is off or has wrong contents. `WORLD_SIZE` in `ENV_VARS` is the
 number of ranks, 1 if it is absent.
 
 To add a case:

@@ -156,7 +156,7 @@ def _signature(case: Case) -> dict[str, str]:
 
 
 def _attributes(case: Case) -> dict[tuple[int], list[list[str | int]]]:
-    """Return what a launch notes of each parameter, in its form: its key in Triton's cache is that of the case."""
+    """Return the attributes that a launch notes of each parameter, so that it finds the case in Triton's cache."""
     kernel, constants = case.kernel, dict(case.config.constants)
     odd = {"odd": kernel.aligned, "odd strides": kernel.strides, "odd tensors": tuple(kernel.pointers)}
     divisible = set(kernel.aligned) - set(odd.get(case.layout, ()))

@@ -163,7 +163,7 @@ class Kernel:
     def fitting(self, dtype: torch.dtype, arch: int | None = None, **sizes: int) -> Config | None:
         """Return the first configuration for this input type with constants of at least `sizes`; None without one.
 
-        A device of an architecture that no configuration names takes those of the oldest one.
+        A device of an architecture that no configuration names takes the configurations of the oldest one.
         """
         named = {other for one in self.configs for other in one.archs}
         wanted = arch if arch in named else min(named, default=None)
