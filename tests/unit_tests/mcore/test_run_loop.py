@@ -12,8 +12,6 @@ from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 
 
 class TestRunLoop:
-    """Upstream's own loop, `run_engine`, drives this engine; futures tell when a request has ended."""
-
     @staticmethod
     async def serve(engine: InferenceEngine, requests: object) -> object:
         """Run `requests` beside the loop, without the loop's decorator, which answers an error with `sys.exit`."""
