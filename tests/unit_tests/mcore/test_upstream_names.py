@@ -75,7 +75,7 @@ OURS = [
 ]
 
 
-PUBLIC = {"_exit"}  # of os, whose documentation has it
+PUBLIC = {"_exit", "_getframe"}  # of os and sys, whose documentation has them
 OTHERS = {
     "deployment.py": {"_fetch_replica_results_async"},  # of Ray's; docs/ray.md says why
     # What a forward finds in modules: torch's public functions build lists of it, too slow for each step.
