@@ -95,7 +95,7 @@ class EntryFiles:
                     file.write(part)
             self._set_used(UNFINISHED, entry.used)
             os.rename(UNFINISHED, entry.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        except OSError:
+        except (OSError, MemoryError):
             with contextlib.suppress(OSError):
                 os.unlink(UNFINISHED, dir_fd=self._folder)
             raise

@@ -154,7 +154,7 @@ class DiskStore:
             return False
         try:
             self._files.write(stored, tokens, buffers)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self.leave_out(error)
             return False
         self._is_changed = True
@@ -212,7 +212,7 @@ class DiskStore:
             return read(entry)
         except DamagedEntryError as error:
             self._remove(entry, str(error))
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self.leave_out(error)
             self._remove(entry)
         return None
@@ -238,8 +238,7 @@ class DiskStore:
 
     def _verify(self) -> None:
         for entry in self.all_entries():
-            into = [bytearray(entry.size - entry.head_bytes)]
-            self._unless_damaged(entry, lambda entry, into=into: self._files.read(entry, into))  # type: ignore[misc]
+            self._unless_damaged(entry, lambda one: self._files.read(one, [bytearray(one.size - one.head_bytes)]))
         self._commit()
 
     def touch(self, key: EntryKey, used: float) -> None:

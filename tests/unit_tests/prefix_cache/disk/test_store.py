@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.prefix_cache.disk import store as disk_store
 from megatron_ext.prefix_cache.disk.entry import PAGE_BYTES, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.prefix_cache.disk.store import DiskStore, open_directory_store
@@ -309,21 +310,31 @@ def test_too_many_open_files_cost_single_entries(store, caplog):
     store.check()
 
 
-def test_too_little_memory_costs_single_entries(store, monkeypatch, caplog):
-    """DC-3: of the kernel for a file, or of the process for the bytes of an entry."""
-    for number in (1, 2):
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), MemoryError("no memory")], ids=type)
+def test_too_little_memory_costs_single_entries(store, monkeypatch, caplog, error):
+    """DC-3: of the kernel or of the process, for a file or for the bytes of an entry."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    for number in range(4):
         fill(store, page(number))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOMEM, "no memory")))
-        assert not is_read_page(store, 1)
+        patch.setattr(os, "open", fail)
+        assert not is_read_page(store, 0)
+        assert store.describe(store.find(page(1).key)) is None
+        assert not fill(store, page(4))
     thread, load = StoreThread(store), TierLoad(1, [LoadItem(page(2).key, [2**62])], 0, 0.0)
     thread.load(load)
     thread.run(len)
     thread.wait([load], 100)
     assert load.own_progress == 0
-    assert ["no memory" in one for one in caplog.messages] == [True]
     assert thread.gone() == [page(2).key], "it is not counted again, as one that another rank lacks"
-    assert (numbers(store), store.problem, store.use.drops) == ([], None, {"no_room": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_store, "bytearray", fail, raising=False)
+        assert thread.run(DiskStore.verify) == 0
+    assert ["no memory" in one for one in caplog.messages] == [True]
+    assert (store.problem, store.use.drops) == (None, {"no_room": 5})
     assert thread.stop(100)
 
 
