@@ -28,6 +28,7 @@ from megatron_ext.config import (
     run,
     source,
 )
+from megatron_ext.config.in_flight import check_version
 from megatron_ext.config.kv_events import MAX_BLOCK_TOKENS, KvEventsConfig
 from megatron_ext.config.request import ResponseFormat, TokenBiases
 from megatron_ext.errors import ConfigError
@@ -325,3 +326,12 @@ def test_prefill_tokens_beside_decodes(share, block, beside, on_server):
     assert (settings.prefill_tokens_beside_on("cpu"), served.prefill_tokens_beside_on("cpu")) == (beside, on_server)
     assert served.prefill_tokens_beside_on("cuda") is None
     assert served.decode_share == share
+
+
+@pytest.mark.parametrize("version", [-1, 2**53, True, 1.0])
+def test_versions_of_weights(version):
+    """RL-2: every reader of JSON keeps the largest."""
+    for accepted in (None, 0, 2**53 - 1):
+        check_version(accepted)
+    with pytest.raises(ConfigError, match=r"weights_version .* must be an integer from 0 to 9007199254740991"):
+        check_version(version)

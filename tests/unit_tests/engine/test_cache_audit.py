@@ -42,6 +42,15 @@ def test_an_audit_gives_way(paper):
     assert paper.engine.replicas[0].audit.counts.left_out_busy == 1
 
 
+def test_every_nth_hit_is_audited():
+    """EX-15."""
+    paper = Paper(slots=None, audit_interval=3)
+    for request_id in range(9):
+        paper.add(request_id, PROMPT, num_tokens_to_generate=1)
+        paper.run()
+    assert (paper.scheduler.counters.hits, paper.engine.replicas[0].audit.counts.due) == (8, 2)
+
+
 def test_forks_are_no_audited_hits():
     """EX-15: an audit compares cached entries that a hit has used; a fork counts as a hit and has used none."""
     paper = Paper(slots=None, audit_interval=1)
