@@ -41,8 +41,8 @@ class EngineArgs:
     Args:
         settings: Model, parallel sizes, batching, caching, speculation.
         parallel_context: All ranks, of which this is the first; None for a world of one.
-        phase: Returns a context for each phase of the work, by its name: read, compile, plan, and warm-up if
-            kernels are compiled.
+        phase: Returns a context for each phase of the work, by its name: read, compile, plan; digest of
+            weights if the cache is on disk, and warm-up if kernels are compiled.
         loaded: The model, if it is in memory already.
 
     Raises:
@@ -77,7 +77,7 @@ class EngineArgs:
         """
         settings, loaded = self._settings, self.loaded
         cache = settings.cache
-        facts = _cache_facts(settings, self._parallel_context, loaded)
+        facts = _cache_facts(settings, self._parallel_context, loaded, self._phase)
         with self._phase("compile"):
             compile_operators(loaded.model, settings.batching)
         engine = build_engine(
@@ -155,12 +155,13 @@ def weight_writer(
 
 
 def _cache_facts(
-    settings: EngineSettings, parallel_context: ParallelContext | None, loaded: LoadedModel
+    settings: EngineSettings, parallel_context: ParallelContext | None, loaded: LoadedModel, phase: Phase = unreported
 ) -> list[bytes] | None:
     """Return what entries on disk depend on; every rank calls this, before anything packs the weights."""
     if not settings.cache.is_durable:
         return None
-    return cache_facts(loaded, weights_digest(loaded.model), settings.parallel, parallel_context)
+    with phase("digest of weights"):
+        return cache_facts(loaded, weights_digest(loaded.model), settings.parallel, parallel_context)
 
 
 def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:

@@ -26,7 +26,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, evenly spaced; smaller files a
 WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt", ".bin")
 _LARGEST_LISTED = 4096  # for a tokenizer without a serialized form: number of ids whose texts are hashed
 _DIGEST_BYTES = 32
-_THREADS = 8
+_THREADS = 8  # each copies a tensor to host memory and hashes it; both release the GIL
 
 
 def cache_facts(

@@ -6,14 +6,20 @@ import contextlib
 import weakref
 
 import pytest
+import torch
 
-from megatron_ext.config import RequestParams
+from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
+from megatron_ext.config.run import EngineSettings
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import EngineClosed
+from megatron_ext.models.engine_args import EngineArgs
 from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.models.load import LoadedModel
 from megatron_ext.scheduling.request_inputs import RequestInputs
+from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.driver import make_prompt
-from tests.unit_tests.support.server import tiny_engine
+from tests.unit_tests.support.models import build_slow_decay
+from tests.unit_tests.support.server import TWO_LAYERS, tiny_engine
 
 PARAMS = RequestParams(num_tokens_to_generate=3)
 
@@ -36,6 +42,19 @@ def test_counts_outlive_the_engine():
     assert (statistics.counters, statistics.ended) == (living.counters, 1)
     assert at_the_end == steps
     assert steps.prefill_tokens == 40
+
+
+@pytest.mark.parametrize(("is_durable", "expected"), [(True, ["read", "digest of weights"]), (False, ["read"])])
+def test_the_digest_of_weights_is_a_phase_of_the_start(tmp_path, is_durable, expected):
+    """DC-2: it takes long for a large model, and only a cache on disk needs it."""
+    model = build_slow_decay(TWO_LAYERS)
+    loaded = LoadedModel(model, TWO_LAYERS, NullTokenizer(50), torch.float32, "test", packs_weights=False)
+    cache = CacheConfig(prefix_cache_dir=str(tmp_path / "cache") if is_durable else None)
+    began: list[str] = []
+    settings = EngineSettings(batching=BatchingConfig(block_size=16, block_count=50, max_requests=2), cache=cache)
+    args = EngineArgs(settings, None, lambda name: began.append(name) or contextlib.nullcontext(), loaded)
+    LLMEngine(args.build_engine()).close()
+    assert began == [*expected, "compile", "plan"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
