@@ -133,6 +133,23 @@ class TestAdministrators:
         assert ask(headless, None, method, path).status_code == 401
         assert cached(headless, ALICE) in (0, 32)
 
+    @pytest.mark.parametrize(
+        ("keys", "opened"),
+        [
+            (Keys(), {"": (True, True)}),
+            (Keys(["a"]), {"": (False, False), "a": (True, True)}),
+            (Keys(["a"], "admin"), {"a": (True, False), "admin": (False, True)}),
+            (Keys([], "admin"), {"": (True, False), "admin": (False, True)}),
+            (load_keys(ServerConfig(hide_cache_counts=True), {}), {"": (True, False)}),
+            (load_keys(ServerConfig(hide_cache_counts=True, api_key="a"), {}), {"a": (True, False)}),
+        ],
+    )
+    def test_a_key_opens_what_is_its_callers(self, keys, opened):
+        """SE-3: generation, and all tenants' routes, which a single API key opens unless counts are hidden."""
+        for key, expected in opened.items():
+            caller = keys.caller(key.encode()) or keys.stranger
+            assert (caller.can_generate, caller.can_administrate) == expected
+
 
 class TestHiddenCounts:
     def test_answers_hide_cached_token_counts(self, discreet):
@@ -221,9 +238,15 @@ class TestSources:
             load_keys(ServerConfig(api_key_file=str(file)), {})
         assert "two" not in str(caught.value)
 
-    @pytest.mark.parametrize(("name", "kind"), [(".", "a directory"), ("pipe", "a named pipe")])
-    def test_files_that_are_not_regular(self, tmp_path, name, kind):
+    def test_files_that_are_not_regular(self, tmp_path):
         """Reading a pipe would wait for its writer."""
         os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(ConfigError, match=f"^--api-key-file .*: {kind}; only a regular file .*; give a file with"):
-            load_keys(ServerConfig(api_key_file=str(tmp_path / name)), {})
+        for name, kind in ((".", "a directory"), ("pipe", "a named pipe")):
+            with pytest.raises(ConfigError, match=f"^--api-key-file .*: {kind}; only a regular file .*; give a file"):
+                load_keys(ServerConfig(api_key_file=str(tmp_path / name)), {})
+
+    def test_one_admin_key_which_is_no_other(self, tmp_path):
+        for text, why in (("a\nb", "2 keys"), (ALICE, "also an API key")):
+            (tmp_path / "admin").write_text(text)
+            with pytest.raises(ConfigError, match=f"^--admin-key-file .*{why}"):
+                load_keys(ServerConfig(api_key=ALICE, admin_key_file=str(tmp_path / "admin")), {})

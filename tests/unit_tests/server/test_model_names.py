@@ -8,13 +8,13 @@ from tests.unit_tests.support.server import tiny_engine
 
 def test_the_root_is_a_name_of_the_model(serve):
     """Load generators send the directory that they read the tokenizer from; any other name is a 404."""
-    server = serve(tiny_engine(), "served")
+    server = serve(tiny_engine(), "served", served_model_name=("served", "another"))
     server.serving.root = "/data/checkpoint"
-    (listed,) = server.http.get("/v1/models").json()["data"]
-    for name in (listed["id"], listed["root"]):
+    served, another = server.http.get("/v1/models").json()["data"]
+    for name, listed in (("served", served), (served["root"], served), ("another", another)):
         body = {"model": name, "prompt": [1, 2], "max_tokens": 1}
         answer = server.http.post("/v1/completions", json=body)
-        assert (answer.status_code, answer.json()["model"]) == (200, "served")
+        assert (answer.status_code, answer.json()["model"]) == (200, listed["id"])
         assert server.http.get(f"/v1/models/{name}").json() == listed
     for name, status in (("/data", 404), ("/data/checkpoint/", 404), ("", 400)):
         error = check_error(server.http.post("/v1/completions", json={"model": name, "prompt": [1, 2]}), status)

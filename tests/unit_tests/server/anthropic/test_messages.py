@@ -311,6 +311,16 @@ class TestCounts:
 
 
 ASKED = {"messages": contents(QUESTION), "max_tokens": 8}
+CALLED = [{"type": "tool_use", "id": "t", "name": "clock", "input": {}}]
+REFUSED = [
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "0.content: has a block of type 'image'"),
+    ({"messages": [{"role": "user", "content": CALLED}]}, "has role 'user', and a block of type 'tool_use'"),
+    ({"messages": [*contents(QUESTION), {"role": "assistant", "content": CALLED}]}, "and no tool_result follows"),
+    ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "'web_search_20250305', which only Anthropic's"),
+    ({"tool_choice": {"type": "tool"}}, "needs the name of one"),
+    ({"thinking": {"type": "enabled"}}, "needs budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 8}}, "must be greater than thinking.budget_tokens 8"),
+]
 
 
 class TestErrors:
@@ -333,6 +343,11 @@ class TestErrors:
         body["messages"] = contents("a" * (limit * longest + 1))
         error = check_envelope(embedded.http.post(path, json=body), 400, "invalid_request_error")
         assert error["message"].startswith("prompt is too long: ")
+
+    @pytest.mark.parametrize(("fields", "named"), REFUSED)
+    def test_refused(self, embedded, fields, named):
+        error = check_envelope(embedded.http.post(MESSAGES, json=ASKED | fields), 400, "invalid_request_error")
+        assert named in error["message"]
 
     @pytest.mark.parametrize("path", [MESSAGES, COUNT])
     @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])

@@ -311,8 +311,8 @@ class TestFiles:
                 raise OSError(errno.EMFILE, "Too many open files")
 
         async def fail(listener: OutOfFiles) -> None:
-            loop = asyncio.get_running_loop()
-            async with await loop.create_server(asyncio.Protocol, sock=listener, backlog=4 * REPEATS):
+            serving = asyncio.get_running_loop().create_server(asyncio.Protocol, sock=listener, backlog=4 * REPEATS)
+            async with await serving:
                 with socket.create_connection(listener.getsockname()):
                     while not listener.failures:
                         await asyncio.sleep(0)
