@@ -70,13 +70,9 @@ def prescribed_grammar(guidance: Guidance, form: ToolCallFormat, token_of: Calla
 
 def main(argv: Sequence[str]) -> int:
     """Serve; see `tools/run_server.py`."""
-    structured_output_checks.constrained_format, structured_output_checks.grammar_of = (
-        prescribed_form,
-        prescribed_grammar,
-    )
-    from megatron_ext.commands import (
-        serve,  # imports the routes, which take the functions of this module, when it starts
-    )
+    structured_output_checks.constrained_format = prescribed_form
+    structured_output_checks.grammar_of = prescribed_grammar
+    from megatron_ext.commands import serve  # imports the routes, which take the functions of this module
 
     return serve.main(argv)
 
