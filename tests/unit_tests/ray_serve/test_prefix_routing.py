@@ -162,6 +162,16 @@ def test_a_first_token_ends_the_load_of_a_prompt():
     assert load_of(made, "a") == 8
 
 
+def test_salts_stay_apart_and_the_load_by_other_ingresses_counts():
+    """RP-2: equal tokens under another salt are another prompt; loads of unknown replicas are ignored."""
+    made = routing("a")
+    made.begin("r", "a", made.prompt(range(16), "mine"), 8)
+    assert [made.choose(made.prompt(range(16), salt), ["a"]).skipped for salt in ("mine", "yours", None)] == [15, 0, 0]
+    made.note_others("a", 2, 100, 8)
+    made.note_others("unknown", 2, 100, 8)
+    assert load_of(made, "a") == 24 + 108
+
+
 @pytest.mark.parametrize("has_states", [False, True])
 def test_a_prompt_that_is_cached_is_computed(has_states: bool):
     """RP-2: events tell of answers without a stream; with recurrent layers the snapshot counts."""
