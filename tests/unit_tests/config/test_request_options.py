@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from arguments.flags import FlagGroup, normalize_key
 from arguments.groups import GROUPS, MODEL, SERVER_GROUPS
 from megatron_ext.config import ModelConfig, RequestParams
-from megatron_ext.config.annotations import FieldType, field_types
+from megatron_ext.config.annotations import FieldType
 from megatron_ext.config.options import option, options_of
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
@@ -49,11 +49,6 @@ def test_flags():
     assert "Warmth of the answer (default: 0.5)" in parser.format_help()
     assert "min_p" not in {flag.field for flag in group.flags}, "the flags of a base are its own group's"
     assert "seed" not in {flag.field for flag in FlagGroup("base", RequestParams).flags}, "no text, no flag"
-
-
-def test_types_for_prompt_lines():
-    kind = field_types(Made)["warmth"]
-    assert (kind.convert(1), field_types(Made)["is_kind"].convert(True)) == (1.0, True)
 
 
 CONFIGS = dict.fromkeys(ModelConfig if group is MODEL else group.config for group in (*GROUPS, *SERVER_GROUPS))
