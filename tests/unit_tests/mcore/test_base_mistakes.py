@@ -78,7 +78,7 @@ EVICTED_PARAMS = {
 
 
 class TestEvictionKeepsTheRequest:
-    """KV-10: the base's eviction drops stop words and every attribute that was added to a request."""
+    """KV-10, EX-5: the base's eviction drops stop words and every attribute that was added to a request."""
 
     def alone(self, get_driver, kind: str, **more: object) -> Driver:
         driver = get_driver(kind)
