@@ -20,7 +20,7 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.pausing import ABORT, Pause, PauseMode
 from megatron_ext.engine.result import EngineStep, StepOutput
-from megatron_ext.engine.thread import EngineThread, IdleGate, complete, result_of
+from megatron_ext.engine.thread import EngineThread, complete, result_of
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.request import Request
 
@@ -70,11 +70,11 @@ class EngineClient:
         self._steps_itself = steps_itself
         self._thread = EngineThread(core)
         self._closing = threading.Lock()
-        self._is_closed = False
-        self._abandoned: deque[EngineRequest] = deque()
         self._closed = threading.Event()
+        self._abandoned: deque[EngineRequest] = deque()
         # All fields below belong to the engine's thread.
-        self._gate = IdleGate()
+        self._idle_calls: deque[Callable[[], None]] = deque()  # wait for the end of the requests before them
+        self._held: list[tuple[Future[None], Callable[[], None]]] = []  # additions that wait for these calls
         self._ids = itertools.count()
         self._pending: dict[int, EngineRequest] = {}  # by request id
         self._is_step_submitted = False
@@ -95,9 +95,12 @@ class EngineClient:
         """
         with self._closing:
             self._check_open()
-            held = self._gate.hold(requests)
-            add = partial(self._add, requests)
-            return held or self._thread.submit(partial(self._between_steps, add), take_in=add)
+            added, add = Future[None](), partial(self._add, requests)
+            self._thread.submit(
+                partial(self._add_or_hold, added, add, partial(self._between_steps, add)),
+                take_in=partial(self._add_or_hold, added, add, add),
+            )
+            return added
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
         """Call a function in the engine's thread, between two steps."""
@@ -114,8 +117,8 @@ class EngineClient:
         with self._closing:
             self._check_open()
             called: Future[Result] = Future()
-            arm = self._gate.close(partial(complete, called, self._unless_closed, function, *arguments))
-            self._thread.submit(partial(self._between_steps, arm))
+            call = partial(complete, called, self._unless_closed, function, *arguments)
+            self._thread.submit(partial(self._between_steps, self._idle_calls.append, call))
             return called
 
     @property
@@ -171,11 +174,10 @@ class EngineClient:
             True if this call closed the client; False if it was closed before.
         """
         with self._closing:
-            if self._is_closed:
+            if self._closed.is_set():
                 return False
-            self._is_closed = True  # first, so that no call that waits is made by the end itself
+            self._closed.set()  # first, so that no call that waits is made by the end itself
             ended = self._thread.submit(self._end_all)
-        self._closed.set()
         try:
             result_of(ended)
         finally:
@@ -183,7 +185,7 @@ class EngineClient:
         return True
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._closed.is_set():
             raise EngineClosed("the engine is closed; load a new one")
 
     def _beat(self, seconds: float) -> None:
@@ -209,10 +211,22 @@ class EngineClient:
         self._check_open()
         return function(*arguments)
 
-    def _open_gate(self) -> None:
-        """Make the calls that wait for the end of all requests, then add the requests that wait for them."""
-        for requests, future in self._gate.open() if not self._pending else ():
-            complete(future, self._unless_closed, self._add, requests)
+    def _add_or_hold(self, added: Future[None], add: Callable[[], None], run: Callable[[], None]) -> None:
+        """Add requests by `run`, or hold `add` back while calls wait for the end of the requests before."""
+        if self._idle_calls:
+            self._held.append((added, add))
+        else:
+            complete(added, run)
+
+    def _make_idle_calls(self) -> None:
+        """Once no request is pending, make the calls that wait for that, then add the requests held back."""
+        if self._pending or not self._idle_calls:
+            return
+        while self._idle_calls:
+            self._idle_calls.popleft()()
+        held, self._held = self._held, []
+        for added, add in held:
+            complete(added, self._unless_closed, add)
 
     def _add(self, requests: Sequence[EngineRequest]) -> None:
         if self._core.is_suspended:
@@ -255,7 +269,7 @@ class EngineClient:
         except RankError as error:
             self._listener.on_lost_ranks(error)
         finally:  # another error is the caller's; no future that waits may be left without an end
-            self._open_gate()
+            self._make_idle_calls()
 
     def _idle(self) -> None:
         try:
@@ -293,7 +307,7 @@ class EngineClient:
 
     def _submit_step(self) -> None:
         """Submit the next step if there is something to compute or to report."""
-        self._open_gate()
+        self._make_idle_calls()
         is_stuck = self._failures > FAILED_STEPS or not self._steps_itself or self.pausing is not None
         if self._is_step_submitted or is_stuck or self._core.is_suspended or not self._core.is_busy:
             return
@@ -305,7 +319,7 @@ class EngineClient:
         """Take one step, deliver its output, and submit the next step after the calls submitted meanwhile."""
         self._is_step_submitted = False
         self._drop_abandoned()
-        if self._is_closed or self.pausing is not None or self._core.is_suspended or not self._core.is_busy:
+        if self._closed.is_set() or self.pausing is not None or self._core.is_suspended or not self._core.is_busy:
             return
         try:
             self._step()

@@ -1,21 +1,17 @@
-"""Thread of the engine, which makes every call of an engine core in order; some wait until all requests have ended."""
+"""Thread of the engine, which makes every call of an engine core in order."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 
 Result = TypeVar("Result")
-Held = tuple[Sequence[EngineRequest], Future[None]]
-"""Requests that the engine gets, all or none, once no call waits any more; the future is done then."""
-
 WAKE_SECONDS = 0.2
 
 
@@ -113,58 +109,3 @@ class EngineThread:
     def close(self) -> None:
         """Wait for all submitted calls, and end the thread."""
         self._calls.shutdown()
-
-
-@dataclass(eq=False)
-class _WaitingCall:
-    run: Callable[[], object]
-    is_armed: bool = False
-
-
-class IdleGate:
-    """Gate of an engine client: closed while a call waits for the end of the requests submitted before it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: deque[_WaitingCall] = deque()
-        self._held: list[Held] = []
-
-    def close(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Hold requests from now on, until `run` has been called.
-
-        Args:
-            run: Called by `open` when all requests submitted before have ended; raises nothing.
-
-        Returns:
-            A function for the engine's thread to call after the requests submitted before have been added.
-        """
-        call = _WaitingCall(run)
-        with self._lock:
-            self._calls.append(call)
-
-        def arm() -> None:
-            call.is_armed = True
-
-        return arm
-
-    def hold(self, requests: Sequence[EngineRequest]) -> Future[None] | None:
-        """Hold requests if the gate is closed; return None if it is open."""
-        with self._lock:
-            if not self._calls:
-                return None
-            future: Future[None] = Future()
-            self._held.append((requests, future))
-            return future
-
-    def open(self) -> list[Held]:
-        """Make the calls that wait, while no request is left; return the requests held meanwhile, if no call is left.
-
-        Only for the engine's thread.
-        """
-        while self._calls and self._calls[0].is_armed:
-            self._calls[0].run()
-            with self._lock:
-                self._calls.popleft()
-        with self._lock:
-            held, self._held = (self._held, []) if not self._calls else ([], self._held)
-        return held

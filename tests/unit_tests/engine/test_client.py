@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.config import RequestParams
 from megatron_ext.engine.client import FAILED_STEPS, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.thread import result_of
+from megatron_ext.engine.thread import complete, result_of
 from megatron_ext.errors import EngineClosed
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request_inputs import RequestInputs
@@ -139,6 +139,37 @@ def test_requests_wait_for_a_call_that_waits_for_those_before(client, paper):
     for future in (update, added):
         future.result(PATIENCE)
     assert [one.record.result(PATIENCE).weights_version for one in (before, after)] == [((0, TOKENS),), ((5, TOKENS),)]
+
+
+def test_requests_wait_for_each_call_that_came_before_them(client):
+    """RL-3: a request that passed a call would be answered with old weights, or with half of them."""
+
+    def note(name: str) -> None:
+        made.append((name, held.done(), later.done()))
+
+    client.pause()
+    made: list[tuple[str, bool, bool]] = []
+    before = submit(client)
+    calls = [client.call_when_idle(note, name) for name in "ab"]
+    held = client.submit([EngineRequest(before.inputs)])
+    calls.append(client.call_when_idle(note, "c"))
+    later = client.submit([EngineRequest(before.inputs)])
+    client.call(lambda: None).result(PATIENCE)
+    assert made == [], "a request before them has not ended"
+    client.unpause()
+    for future in (*calls, held, later):
+        future.result(PATIENCE)
+    assert made == [(name, False, False) for name in "abc"]
+
+
+def test_a_call_that_was_given_up_is_not_made():
+    """RL-3: its caller has gone, and an answer would end the engine's thread with an error."""
+    future: Future[int] = Future()
+    assert future.cancel()
+    complete(future, lambda: 1 / 0)
+    future = Future()
+    complete(future, lambda: 1 / 0)
+    assert isinstance(future.exception(0), ZeroDivisionError)
 
 
 def test_a_wait_for_the_thread_is_one_of_many_short_ones(monkeypatch):

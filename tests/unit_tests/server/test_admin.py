@@ -344,7 +344,7 @@ class TestUpdate:
             with server.held():
                 stream, _ = started(server, client, ignore_eos=True, return_weights_version=True)
                 updating.start()
-                server.wait_until(lambda: answers or server.serving.requests.client._gate._calls)
+                server.wait_until(lambda: answers or server.serving.requests.client._idle_calls)
                 assert bool(answers) is (in_flight != "finish")
             lines = [line.removeprefix("data: ") for line in stream if line]
         updating.join(PATIENCE)
