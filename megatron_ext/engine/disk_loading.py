@@ -11,7 +11,7 @@ from itertools import islice
 
 from megatron_ext.prefix_cache.disk.entry import Buffer
 from megatron_ext.prefix_cache.disk.tier import DiskTier
-from megatron_ext.prefix_cache.disk.warm_restart import LoadTarget
+from megatron_ext.prefix_cache.disk.warm_restart import EntryMemory
 from megatron_ext.prefix_cache.matching import last_boundary, resume_point
 from megatron_ext.prefix_cache.slabs import NO_CHANGES
 from megatron_ext.scheduling.chunk import Chunk
@@ -35,7 +35,7 @@ class LoadPlacing:
         memory: Memory of its cache.
     """
 
-    def __init__(self, scheduler: Scheduler, tier: DiskTier, memory: LoadTarget) -> None:
+    def __init__(self, scheduler: Scheduler, tier: DiskTier, memory: EntryMemory) -> None:
         self._scheduler, self._tier, self._memory = scheduler, tier, memory
 
     def follow(self) -> None:
@@ -95,7 +95,7 @@ class LoadPlacing:
 class DiskLoading(LoadPlacing):
     """Loads of one scheduler's waiting requests, on the rank that decides about them. For the engine's thread."""
 
-    def __init__(self, scheduler: Scheduler, tier: DiskTier, memory: LoadTarget) -> None:
+    def __init__(self, scheduler: Scheduler, tier: DiskTier, memory: EntryMemory) -> None:
         super().__init__(scheduler, tier, memory)
         self._attempts: dict[Request, int] = {}
 

@@ -15,6 +15,7 @@ from megatron_ext.memory.step_states import make_changes
 from megatron_ext.ops.varlen import to_device
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.disk.entry import Buffer
+from megatron_ext.prefix_cache.disk.warm_restart import EntryMemory
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slabs import ArenaChanges
 from megatron_ext.prefix_cache.state_index import SlotId
@@ -25,7 +26,7 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 2**-6, torch.bfloat16: 2**-4}
 _MAX_BYTES = 64 * 2**20  # of blocks that are compared at once
 
 
-class PoolEntries:
+class PoolEntries(EntryMemory):
     """Blocks and snapshots of the pools as bytes: K/V [2, L, B, KV heads, D]; conv [L, Cn, K-1], then ssm [L, ...].
 
     Args:

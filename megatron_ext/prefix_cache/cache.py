@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
+from typing import TYPE_CHECKING
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
@@ -15,7 +16,7 @@ from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.eviction_history import EvictionHistory
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.kept_data import KeptData
-from megatron_ext.prefix_cache.lower_tier import CachedEntries, LowerTier
+from megatron_ext.prefix_cache.lower_tier import CachedEntries
 from megatron_ext.prefix_cache.observer import CacheObserver
 from megatron_ext.prefix_cache.origins import DiskOrigins
 from megatron_ext.prefix_cache.shared_memory import SharedMemory
@@ -23,6 +24,9 @@ from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.prefix_cache.snapshot_order import SnapshotOrder
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
+
+if TYPE_CHECKING:
+    from megatron_ext.prefix_cache.disk.tier import DiskTier
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,6 @@ class PrefixCache:
         slabs: SlabLayout | None = None,
     ) -> None:
         self.is_enabled = policy is not None
-        self.policy_name = policy
         self.epoch = 0  # blocks begun in an earlier epoch are not published
         self._index = BlockIndex()
         self._keeps_unused = policy is EvictionPolicyName.LRU
@@ -106,7 +109,7 @@ class PrefixCache:
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
         self.origins = DiskOrigins()
         self.observers: list[CacheObserver] = []  # stored blocks are reported by the publisher, all else here
-        self.lower_tier: LowerTier | None = None  # takes evicted entries
+        self.lower_tier: DiskTier | None = None  # takes evicted entries
         self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
         self._spared: Sequence[Sequence[BlockHash]] = ()  # see `spare`
         if self.states is not None:

@@ -1,9 +1,9 @@
-"""Tier below memory: takes entries that are evicted, as the cache sees it."""
+"""Cached entries as the tier below memory sees them: what they are, and where their bytes lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId
@@ -28,25 +28,6 @@ class CachedEntry(NamedTuple):
     depth: int
     block: BlockId | None
     slot: SlotId | None
-
-
-class LowerTier(Protocol):
-    """Tier below memory, called in the thread that changes the cache."""
-
-    def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
-        """Take entries that are being evicted, each block after its children; their places may be used after that."""
-
-    def quarantine(self, block_hash: BlockHash, index: BlockIndex, *, states_only: bool) -> None:
-        """Drop a wrong entry, and all that was computed from it or may have been.
-
-        Args:
-            block_hash: Hash of the block whose keys and values, or states at the end, are wrong.
-            index: Blocks in memory, where these are gone already.
-            states_only: Whether the block's keys and values are sound, and only its snapshot is wrong.
-        """
-
-    def clear(self) -> None:
-        """Forget all entries; the medium has forgotten them when this returns."""
 
 
 class CachedEntries:

@@ -81,7 +81,7 @@ class LoadableRun:
 
 
 class DiskTier:
-    """Disk tier of one cache, a `LowerTier`. For one thread.
+    """Disk tier of one cache, called in the thread that changes the cache.
 
     Args:
         storage: Entries on disk.
@@ -151,9 +151,10 @@ class DiskTier:
         self._report()
 
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
-        """Have entries written; those on disk count as used now, and those gone in the meantime are written again.
+        """Have entries written that are being evicted; those on disk count as used now, those gone are written again.
 
-        An error ends the use of the tier, since an eviction cannot fail.
+        A block comes after its children; the places of the entries may be used after that. An error ends the use of the
+        tier, since an eviction cannot fail.
         """
         if self.is_off:
             return
@@ -182,9 +183,12 @@ class DiskTier:
                 self.drops[QUEUE_FULL] += 1
 
     def quarantine(self, block_hash: BlockHash, index: BlockIndex, *, states_only: bool) -> None:
-        """Drop a wrong entry and all that was computed from it, from the medium too when this returns.
+        """Drop a wrong entry and all that was computed from it or may have been, from the medium too when this returns.
 
-        Entries whose origin is not known go, too.
+        Args:
+            block_hash: Hash of the block whose keys and values, or states at the end, are wrong.
+            index: Blocks in memory, where these are gone already.
+            states_only: Whether the block's keys and values are sound, and only its snapshot is wrong.
         """
         wrong = untrusted(self._held, block_hash, index, states_only=states_only)
         self._drop(wrong)
@@ -410,7 +414,7 @@ def untrusted(
 
     Args:
         held: Entries on disk, with the hashes of the blocks before.
-        block_hash: See `LowerTier.quarantine`, also for the next two.
+        block_hash: See `DiskTier.quarantine`, also for the next two.
         index: Blocks in memory, which lie between entries on disk.
         states_only: Whether only the snapshot is wrong.
     """

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import asdict
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
@@ -48,8 +48,27 @@ NO_ANSWER = "prefix cache on disk: the disk does not answer; entries that are no
 RANK_SECONDS = 1e-5  # between times of use that entries are given, the most valuable entry the latest
 
 
-class LoadTarget(Protocol):
-    """Memory that loaded entries are written to, as bytes whose order does not depend on how the memory is laid out."""
+class EntryMemory:
+    """Memory of cached blocks and snapshots, as bytes whose order does not depend on how the memory is laid out.
+
+    This base class serves a rank that plans for a cache with its bytes on other ranks.
+    """
+
+    def block_buffers(self) -> list[bytearray]:
+        """Return buffers for the bytes of a block; none if no layer has keys and values."""
+        return []
+
+    def snapshot_buffers(self) -> list[bytearray]:
+        """Return buffers for the bytes of a snapshot; none if no layer is recurrent."""
+        return []
+
+    def read_block(self, block: BlockId) -> list[Buffer]:
+        """Return a copy of the bytes of a block."""
+        return []
+
+    def read_snapshot(self, slot: SlotId) -> list[Buffer]:
+        """Return a copy of the bytes of a snapshot."""
+        return []
 
     def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
         """Write a block."""
@@ -59,35 +78,6 @@ class LoadTarget(Protocol):
 
     def make_changes(self, changes: ArenaChanges) -> None:
         """Make changes that no step's message has told, between two steps."""
-
-
-class EntryMemory(LoadTarget, Protocol):
-    """Memory of cached blocks and snapshots."""
-
-    def block_buffers(self) -> list[bytearray]:
-        """Return buffers for the bytes of a block; none if no layer has keys and values."""
-
-    def snapshot_buffers(self) -> list[bytearray]:
-        """Return buffers for the bytes of a snapshot."""
-
-    def read_block(self, block: BlockId) -> list[Buffer]:
-        """Return a copy of the bytes of a block."""
-
-    def read_snapshot(self, slot: SlotId) -> list[Buffer]:
-        """Return a copy of the bytes of a snapshot."""
-
-
-class NoMemory:
-    """Memory of entries that have no bytes here; see `LoadTarget`."""
-
-    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
-        """Write nothing."""
-
-    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
-        """Write nothing."""
-
-    def make_changes(self, changes: ArenaChanges) -> None:
-        """Change nothing."""
 
 
 class WarmRestart:
@@ -134,7 +124,7 @@ class WarmRestart:
 
     # Start
 
-    def go_live(self, caches: Sequence[PrefixCache]) -> list[tuple[DiskTier, LoadTarget]]:
+    def go_live(self, caches: Sequence[PrefixCache]) -> list[tuple[DiskTier, EntryMemory]]:
         """Let evicted entries be written, and come back; the first time entries are put back into free memory.
 
         Args:
@@ -178,7 +168,7 @@ class WarmRestart:
             self.loaded = count
             self._say_loaded()
         remote = [tier_of(*one, None, TierStorage())[0] for one in zip(others, self._others, strict=True)]
-        return [(tier, memory), *((tier, NoMemory()) for tier in remote)]
+        return [(tier, memory), *((tier, EntryMemory()) for tier in remote)]
 
     def _fill(self, place: Place) -> Sequence[int] | None:
         """Read an entry into memory and return its token ids; None if it is damaged."""

@@ -32,7 +32,7 @@ from megatron_ext.prefix_cache.disk.store import MIN_HEAP, open_directory_store
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.tier import MAX_RUNS
 from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
-from megatron_ext.prefix_cache.disk.warm_restart import NoMemory, WarmRestart
+from megatron_ext.prefix_cache.disk.warm_restart import EntryMemory, WarmRestart
 from megatron_ext.prefix_cache.eviction_history import EvictionHistory
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -162,7 +162,7 @@ def _token(name: int, end: int) -> int:
     return zlib.crc32(f"{name} {end // 3}".encode()) % WORDS
 
 
-class Bytes(NoMemory):
+class Bytes(EntryMemory):
     """Memory whose blocks and snapshots have a byte each."""
 
     def block_buffers(self) -> list[bytearray]:

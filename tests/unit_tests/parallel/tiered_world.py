@@ -15,7 +15,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
 from megatron_ext.prefix_cache.disk.tier_storage import TierStorage
-from megatron_ext.prefix_cache.disk.warm_restart import LoadTarget, NoMemory
+from megatron_ext.prefix_cache.disk.warm_restart import EntryMemory
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -97,12 +97,12 @@ class Part:
         self.tier: DiskTier | None = None
         self.tiers: list[DiskTier] = []
 
-    def go_live(self, caches: Sequence[PrefixCache]) -> list[tuple[DiskTier, LoadTarget]]:
+    def go_live(self, caches: Sequence[PrefixCache]) -> list[tuple[DiskTier, EntryMemory]]:
         world, sizes = self._world, EntrySizes((8,), (8,) if caches[0].states is not None else None)
         self.disk.clear()
-        tiers: list[tuple[DiskTier, LoadTarget]] = []
+        tiers: list[tuple[DiskTier, EntryMemory]] = []
         for replica, cache in enumerate(caches, self.replica):
-            storage, memory = (self.disk, self.memory) if not tiers else (TierStorage(), NoMemory())
+            storage, memory = (self.disk, self.memory) if not tiers else (TierStorage(), EntryMemory())
             exchange = world.exchanges[replica].member(self.name)
             tiers.append((DiskTier(storage, sizes, self._copy, world.clock, PATIENCE, exchange), memory))
             cache.lower_tier = tiers[-1][0]

@@ -16,7 +16,7 @@ from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.store import open_directory_store
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
-from megatron_ext.prefix_cache.disk.warm_restart import NoMemory, WarmRestart
+from megatron_ext.prefix_cache.disk.warm_restart import EntryMemory, WarmRestart
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, packed_tokens
 from tests.unit_tests.prefix_cache.disk.lives import BLOCK, IDENTITY, LIMIT, ROOT
 
@@ -26,7 +26,7 @@ HASHES = hash_blocks(ROOT, TOKENS, BLOCK)
 Start = Callable[..., tuple[WarmRestart, PrefixCache]]
 
 
-class Bytes(NoMemory):
+class Bytes(EntryMemory):
     """Memory whose blocks have one byte, their number."""
 
     def block_buffers(self) -> list[bytearray]:
