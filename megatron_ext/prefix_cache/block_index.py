@@ -169,10 +169,6 @@ class BlockIndex:
         """Return the depth of the indexed `block_hash`: blocks from the start of the sequence to its end."""
         return self._depths[block_hash]
 
-    def hits(self, block_hash: BlockHash) -> int:
-        """Return the number of requests that have resumed at the end of the indexed `block_hash`."""
-        return self._hits.get(block_hash, 0)
-
     def parent_hash(self, block_hash: BlockHash) -> BlockHash | None:
         """Return the hash of the block before the indexed `block_hash`; None at the start of a sequence."""
         return self._parents[block_hash]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 
-TOKEN_BYTES = 4
 MAX_COMPARED = 1024  # children of one block that are compared; the first ones if there are more
 MAX_ENDS = 4096  # ends of earlier requests, the newest
 
@@ -23,30 +22,17 @@ _End = tuple[BlockHash, bytes]  # hash before an incomplete block, and its token
 
 @dataclass(frozen=True)
 class Divergence:
-    """Point where a sequence diverges from the cached block with the longest common start.
+    """Point where a sequence diverges from the cached block with the longest common start, or goes on after another.
 
     Attributes:
         agreeing: Common tokens from the start of the block.
-        there: Next token id of the cached block.
-        age: Seconds since that block was cached.
-    """
-
-    agreeing: int
-    there: int
-    age: float
-
-
-@dataclass(frozen=True)
-class EarlierEnd:
-    """End of an earlier request inside a block, which therefore was not cached.
-
-    Attributes:
-        agreeing: Tokens from the start of the block to the end of that request.
-        age: Seconds since that request ended.
+        age: Seconds since that block was cached, or since the other request ended.
+        there: Next token id of the cached block; None at the end of another request, inside a block.
     """
 
     agreeing: int
     age: float
+    there: int | None = None
 
 
 class CachedTokenIds:
@@ -64,14 +50,6 @@ class CachedTokenIds:
         self._after: dict[BlockHash, dict[BlockHash, None]] = {}
         self._ended_at: dict[_End, float] = {}  # by parent and tokens of an incomplete block
         self._ends: dict[BlockHash, dict[bytes, None]] = {}  # the same keys, by parent
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all stored ids."""
-        return TOKEN_BYTES * sum(map(len, self._tokens.values()))
 
     def keep_run(
         self, block_hashes: Sequence[BlockHash], before: BlockHash, tokens: array[int], block_size: int, end: int
@@ -139,10 +117,10 @@ class CachedTokenIds:
             agreeing = _agreeing(kept, tokens)
             assert agreeing < len(kept), "this block is cached"
             if best is None or agreeing > best.agreeing:
-                best = Divergence(agreeing, kept[agreeing], self.age(block_hash))
+                best = Divergence(agreeing, self.age(block_hash), kept[agreeing])
         return best
 
-    def earlier_end(self, before: BlockHash, tokens: array[int]) -> EarlierEnd | None:
+    def earlier_end(self, before: BlockHash, tokens: array[int]) -> Divergence | None:
         """Return the last place in a block that is not cached where an earlier request ended; None without one.
 
         Args:
@@ -153,7 +131,7 @@ class CachedTokenIds:
         tail = max((one for one in self._ends.get(before, ()) if content.startswith(one)), key=len, default=None)
         if tail is None:
             return None
-        return EarlierEnd(len(tail) // tokens.itemsize, self._clock() - self._ended_at[before, tail])
+        return Divergence(len(tail) // tokens.itemsize, self._clock() - self._ended_at[before, tail])
 
     def check(self, cached: set[BlockHash]) -> None:
         """Assert that ids are stored for cached blocks only."""

@@ -35,23 +35,6 @@ class LostTokens:
 NOTHING_LOST = LostTokens()
 
 
-class _EvictedHashes:
-    """Hashes of evicted entries with the time of eviction, in admissions; the oldest is forgotten first."""
-
-    def __init__(self, max_hashes: int) -> None:
-        self._max = max_hashes
-        self.block_hashes: OrderedDict[BlockHash, int] = OrderedDict()
-
-    def note(self, block_hashes: Iterable[BlockHash], now: int) -> None:
-        """Note hashes."""
-        noted, max_ = self.block_hashes, self._max
-        for block_hash in block_hashes:
-            noted[block_hash] = now
-            noted.move_to_end(block_hash)
-            if len(noted) > max_:
-                noted.popitem(last=False)
-
-
 class EvictionHistory:
     """Hashes of evicted blocks and snapshots, for reports only: no decision depends on them.
 
@@ -60,19 +43,25 @@ class EvictionHistory:
     """
 
     def __init__(self, max_hashes: int = MAX_HASHES) -> None:
-        self._blocks, self._snapshots = _EvictedHashes(max_hashes), _EvictedHashes(max_hashes)
+        self._max_hashes = max_hashes
+        # Times of eviction, in admissions, by hash; the oldest is forgotten first.
+        self._blocks: OrderedDict[BlockHash, int] = OrderedDict()
+        self._snapshots: OrderedDict[BlockHash, int] = OrderedDict()
         self._now = 0  # admissions so far
 
     def __len__(self) -> int:
-        return len(self._blocks.block_hashes) + len(self._snapshots.block_hashes)
+        return len(self._blocks) + len(self._snapshots)
 
-    def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Record the eviction of blocks."""
-        self._blocks.note(block_hashes, self._now)
+    def _note(self, evicted: OrderedDict[BlockHash, int], block_hashes: Iterable[BlockHash]) -> None:
+        for block_hash in block_hashes:
+            evicted[block_hash] = self._now
+            evicted.move_to_end(block_hash)
+            if len(evicted) > self._max_hashes:
+                evicted.popitem(last=False)
 
     def on_blocks_evicted(self, block_hashes: Sequence[BlockHash], states: StateIndex | None) -> None:
         """Record the blocks of an eviction, and the snapshots that go with them."""
-        self.on_blocks_removed(block_hashes)
+        self._note(self._blocks, block_hashes)
         if states is not None:
             for block_hash in states.among(block_hashes):
                 if not states.is_provisional(block_hash):
@@ -80,22 +69,22 @@ class EvictionHistory:
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Record a snapshot that was evicted, or found no slot."""
-        self._snapshots.note((block_hash,), self._now)
+        self._note(self._snapshots, (block_hash,))
 
     def on_blocks_stored(self, block_hashes: Iterable[BlockHash]) -> None:
         """Forget the hashes of blocks that are cached now."""
-        if self._blocks.block_hashes:
+        if self._blocks:
             for block_hash in block_hashes:
-                self._blocks.block_hashes.pop(block_hash, None)
+                self._blocks.pop(block_hash, None)
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Forget the hash of a snapshot that is stored now."""
-        self._snapshots.block_hashes.pop(block_hash, None)
+        self._snapshots.pop(block_hash, None)
 
     def clear(self) -> None:
         """Forget all hashes; after a reset, misses are not due to a lack of memory."""
-        self._blocks.block_hashes.clear()
-        self._snapshots.block_hashes.clear()
+        self._blocks.clear()
+        self._snapshots.clear()
 
     def lost(
         self,
@@ -119,9 +108,8 @@ class EvictionHistory:
         self._now += 1
         if not len(self):
             return NOTHING_LOST
-        blocks = self._blocks.block_hashes
         run = matched
-        while run < len(block_hashes) and block_hashes[run] in blocks:
+        while run < len(block_hashes) and block_hashes[run] in self._blocks:
             run += 1
         if states is None:
             return self._lost(start, start, resume_position(length, run * block_size), block_hashes, block_size)
@@ -131,12 +119,12 @@ class EvictionHistory:
 
     def block_ago(self, block_hash: BlockHash) -> int | None:
         """Return the number of requests admitted since the block of `block_hash` was evicted; None if it was not."""
-        evicted_at = self._blocks.block_hashes.get(block_hash)
+        evicted_at = self._blocks.get(block_hash)
         return None if evicted_at is None else self._now - evicted_at
 
     def snapshot_ago(self, block_hashes: Sequence[BlockHash]) -> int | None:
         """Return the number of requests admitted since the last of these snapshots was evicted; None if none was."""
-        evicted = self._snapshots.block_hashes
+        evicted = self._snapshots
         return next((self._now - evicted[one] for one in reversed(block_hashes) if one in evicted), None)
 
     def _resume(
@@ -144,10 +132,7 @@ class EvictionHistory:
     ) -> int:
         """Return the last boundary in a run of blocks that has a snapshot or had one; at least `start`."""
         for blocks in range(min(run, last_boundary(length, block_size) // block_size), start // block_size, -1):
-            if (
-                block_hashes[blocks - 1] in self._snapshots.block_hashes
-                or states.find(block_hashes[blocks - 1]) is not None
-            ):
+            if block_hashes[blocks - 1] in self._snapshots or states.find(block_hashes[blocks - 1]) is not None:
                 return blocks * block_size
         return start
 
@@ -158,15 +143,11 @@ class EvictionHistory:
         if end == start:
             return NOTHING_LOST
         block_hash = block_hashes[-(-end // block_size) - 1]
-        known = [
-            given.block_hashes[block_hash]
-            for given in (self._snapshots, self._blocks)
-            if block_hash in given.block_hashes
-        ]
+        known = [evicted[block_hash] for evicted in (self._snapshots, self._blocks) if block_hash in evicted]
         return LostTokens(with_slots - start, end - with_slots, self._now - 1 - max(known, default=self._now - 1))
 
     def check(self, cached: set[BlockHash], snapshots: set[BlockHash]) -> None:
         """Assert that no present entry is recorded as evicted, and that the records are within their bounds."""
-        for given, remaining in ((self._blocks, cached), (self._snapshots, snapshots)):
-            assert not given.block_hashes.keys() & remaining, "something is there and gone"
-            assert len(given.block_hashes) <= given._max, "too much is remembered"
+        for evicted, remaining in ((self._blocks, cached), (self._snapshots, snapshots)):
+            assert not evicted.keys() & remaining, "something is there and gone"
+            assert len(evicted) <= self._max_hashes, "too much is remembered"

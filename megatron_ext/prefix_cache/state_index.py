@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType, Protocol
+from typing import TYPE_CHECKING, NewType
 
 from megatron_ext.prefix_cache.block_pool import FreePlaces, Stack
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -18,22 +18,6 @@ if TYPE_CHECKING:  # both own an index
 SPARED_PRIORITY = 2**62  # of snapshots: after all blocks that are not in use
 
 SlotId = NewType("SlotId", int)
-
-
-class WantedSnapshot(Protocol):
-    """Snapshot that is to be taken; see `StateIndex.reserve`."""
-
-    @property
-    def block_hash(self) -> BlockHash:
-        """Key of the snapshot: the hash of the block that ends there."""
-
-    @property
-    def rank(self) -> Rank:
-        """Rank of the snapshot: decides whose slots it may take, and how early it is evicted."""
-
-    @property
-    def instead_of(self) -> BlockHash | None:
-        """Optional snapshot of less worth, which this one replaces; None to replace no snapshot."""
 
 
 @dataclass
@@ -166,18 +150,21 @@ class StateIndex:
     ) -> SlotId | None:
         """Reserve a slot for the snapshot of `block_hash`, evicting another snapshot if no slot is free.
 
+        A requested snapshot that exists as an opportunistic one only is taken again.
+
         Args:
-            block_hash: Key, neither reserved nor visible, unless as an opportunistic snapshot, which is replaced.
+            block_hash: Key of the snapshot.
             rank: Rank of the snapshot, which decides whose slots it may take.
             instead_of: Optional snapshot of less worth; it is evicted even if a slot is free.
 
         Returns:
-            The slot; None if no slot can be had, which is counted unless the snapshot is opportunistic.
+            The slot; None if the snapshot exists or is being taken already, or if no slot can be had, which is counted
+            unless the snapshot is opportunistic.
         """
-        if rank is not Rank.OPPORTUNISTIC and self.is_provisional(block_hash):
-            self.drop(block_hash)
-        assert block_hash not in self._visible, "this snapshot is there already"
-        assert block_hash not in self._reserved, "this snapshot is being taken already"
+        is_enough = rank is Rank.OPPORTUNISTIC or not self.is_provisional(block_hash)
+        if block_hash in self._reserved or (block_hash in self._visible and is_enough):
+            return None
+        self.drop(block_hash)
         if instead_of is not None and self._listener is not None:
             self._listener.on_snapshot_replaced(instead_of)
         if instead_of is not None and self._order.rank(instead_of) is Rank.OPTIONAL:
@@ -228,22 +215,6 @@ class StateIndex:
         self._note_displaced(victim)
         self.evicted += 1
         return True
-
-    def reserve_all(self, wanted: Iterable[WantedSnapshot]) -> list[SlotId | None]:
-        """Reserve slots for a step's snapshots, all in one transition (HY-5), in order.
-
-        Returns:
-            A slot for each snapshot; None if it exists or is being taken already, or if there is no slot for it. A
-            requested snapshot that exists as an opportunistic one only is taken again.
-        """
-        return [
-            None if self._is_available(one) else self.reserve(one.block_hash, one.rank, instead_of=one.instead_of)
-            for one in wanted
-        ]
-
-    def _is_available(self, one: WantedSnapshot) -> bool:
-        is_enough = one.rank is Rank.OPPORTUNISTIC or not self.is_provisional(one.block_hash)
-        return one.block_hash in self._reserved or (one.block_hash in self._visible and is_enough)
 
     def commit(self, block_hash: BlockHash, *, is_taken: bool = True) -> None:
         """Make the reserved snapshot of `block_hash`, which has been written, visible.

@@ -51,11 +51,6 @@ class PrefillLedger:
         """Prompt tokens computed for the first time."""
         return self.reasons.total()
 
-    @property
-    def prefilled(self) -> int:
-        """Prefill tokens computed, for the first time or again."""
-        return self.computed + self.recomputed
-
     def admit(
         self,
         resume_position: int,

@@ -171,11 +171,6 @@ class SnapshotRequest:
     rank: Rank = Rank.ORDINARY
     instead_of: BlockHash | None = None
 
-    @property
-    def is_optional(self) -> bool:
-        """True if the snapshot is taken in decode."""
-        return self.rank is Rank.OPTIONAL
-
 
 @dataclass(frozen=True)
 class Deferral:

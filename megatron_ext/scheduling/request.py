@@ -44,10 +44,13 @@ class RequestRng:
 
     Args:
         seed: Seed; the numbers depend on nothing else.
+        skipped: First numbers to skip: of tokens that were generated before the generator was made.
     """
 
-    def __init__(self, seed: int | str) -> None:
+    def __init__(self, seed: int | str, skipped: int = 0) -> None:
         self._generator = random.Random(seed)
+        for _ in range(skipped):
+            self._generator.random()
         self._next: list[float] = []  # of future tokens, in order
 
     def current(self, ahead: int = 0) -> float:
@@ -60,15 +63,9 @@ class RequestRng:
             self._next.append(self._generator.random())
         return self._next[ahead]
 
-    def skip(self, count: int) -> None:
-        """Skip the numbers of tokens that were generated before the generator was made."""
-        for _ in range(count):
-            self._generator.random()
-
-    def advance(self, count: int = 1) -> None:
-        """Go on to the number of the next token, after `count` generated ones."""
-        if self._next:
-            del self._next[:count]
+    def advance(self) -> None:
+        """Go on to the number of the next token."""
+        del self._next[:1]
 
 
 @dataclass(eq=False)
@@ -180,8 +177,7 @@ class Request:
         self.snapshot_plan = SnapshotPlan()
         self.draft_states: tuple[Snapshot, ...] = ()
         self.ledger = PrefillLedger(self.prompt_length, len(self.tokens))
-        self.rng = RequestRng(seed)
-        self.rng.skip(len(continued_tokens))
+        self.rng = RequestRng(seed, len(continued_tokens))
         self.masks: Masks = ()
         self.kept = KeptProgress()
         self.timeline = Timeline()
@@ -245,16 +241,6 @@ class Request:
     # Stop conditions
 
     @property
-    def may_stop(self) -> bool:
-        """True if the next token may be an end token or complete a stop word."""
-        return self.generated_count >= self.params.min_tokens
-
-    @property
-    def may_have_stopped(self) -> bool:
-        """True if the newest token may have been an end token or have completed a stop word."""
-        return self.generated_count > self.params.min_tokens
-
-    @property
     def reason_to_end(self) -> str | None:
         """Reason why the newest token is the last, by id or count; None if it is not. Stop words are matched elsewhere.
 
@@ -263,7 +249,7 @@ class Request:
         count, limit = self.generated_count, self.max_generated
         if limit == 0:  # the prompt was only to be computed, and scored if requested
             return "length" if self.computed_end == self.prompt_length else None
-        if count and self.tokens[-1] in self.end_ids and self.may_have_stopped:
+        if count and self.ends_with(self.tokens[-1], 0):
             return "stop"
         return "length" if count >= limit else None
 

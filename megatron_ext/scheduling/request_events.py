@@ -34,11 +34,6 @@ class Event:
     timestamp: float
     payload: Payload = None
 
-    @classmethod
-    def now(cls, event_type: EventType, payload: Payload = None) -> Event:
-        """Return an event with the present time."""
-        return cls(event_type, time.monotonic(), payload)
-
     def to_dict(self) -> dict[str, object]:
         """Return the event as in the results."""
         return {"type": self.type.name, "timestamp": self.timestamp, "payload": self.payload}
@@ -67,7 +62,7 @@ class Timeline:
 
     def note(self, event_type: EventType, payload: Payload = None) -> None:
         """Add an event with the present time."""
-        self.events.append(Event.now(event_type, payload))
+        self.events.append(Event(event_type, time.monotonic(), payload))
 
     def close(self) -> None:
         """Set the end of the request to the present time."""

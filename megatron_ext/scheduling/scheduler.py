@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.kept_data import DataKind
@@ -85,11 +84,6 @@ class Scheduler:
             self.admission_observers.append(partial(explain_admission, cache=self.cache, block_size=limits.block_size))
         self.root_of = self._keys.root  # of the block hashes of requests with a salt
         self.async_planner = AsyncPlanner(self)
-
-    @property
-    def blocks(self) -> BlockPool:
-        """Block pool of the cache."""
-        return self.cache.pool
 
     @property
     def _states(self) -> StateIndex:

@@ -288,7 +288,7 @@ def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:
     """Return the sampling options of the request's next token, or of the token after `drafts`."""
     params = request.params
     options = params.temperature, params.top_k, params.top_p
-    may_stop = request.may_stop or request.generated_count + len(drafts) >= params.min_tokens
+    may_stop = request.generated_count + len(drafts) >= params.min_tokens
     forbidden = () if may_stop else request.end_ids
     top_n = params.top_n_logprobs if params.return_log_probs else None
     logits_options = _logits_options_of(request, drafts) if request.processes_logits else None

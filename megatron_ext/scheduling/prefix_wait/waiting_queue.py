@@ -135,16 +135,10 @@ class WaitingQueue:
     def published(self, block_hashes: Iterable[BlockHash]) -> None:
         """Wake the requests that wait for one of these newly computed blocks; costs nothing if no request sleeps."""
         for block_hash in block_hashes if self._sleepers else ():
-            self._published(block_hash)
-
-    def _published(self, block_hash: BlockHash) -> None:
-        sleepers = self._sleepers.get(block_hash)
-        if not sleepers:
-            return
-        woken = tuple(sleepers)
-        self._wake(woken)
-        for request in woken:
-            self._prefix_waits[request] = dataclasses.replace(self._prefix_waits[request], is_published=True)
+            woken = tuple(self._sleepers.get(block_hash, ()))
+            self._wake(woken)
+            for request in woken:
+                self._prefix_waits[request] = dataclasses.replace(self._prefix_waits[request], is_published=True)
 
     def cancelled(self, block_hash: BlockHash) -> None:
         """Wake the requests that wait for a cancelled snapshot at the end of this block, to look for another leader."""

@@ -23,7 +23,7 @@ def plan_snapshots(
 ) -> tuple[SnapshotRequest, ...]:
     """Plan snapshots for followers, then of prefills, then of decodes; slots are reserved in this order.
 
-    A snapshot that exists or is being taken needs no slot (see `StateIndex.reserve_all`). These are known only after
+    A snapshot that exists or is being taken needs no slot (see `StateIndex.reserve`). These are known only after
     the step's blocks have been allocated, because an evicted block takes its snapshot along.
 
     Args:
@@ -76,7 +76,7 @@ def _of_prefill(chunk: Chunk, cached_end: int, limits: SchedulerLimits) -> Itera
         yield SnapshotRequest(request, position, request.block_hashes[position // size - 1])
 
 
-def reserve_snapshots(wanted: Sequence[SnapshotRequest], states: StateIndex, place: Placing | None = None) -> None:
+def reserve_snapshots(wanted: Iterable[SnapshotRequest], states: StateIndex, place: Placing | None = None) -> None:
     """Reserve slots for the snapshots of a step, all at once; snapshots without a slot are left out.
 
     Args:
@@ -84,12 +84,13 @@ def reserve_snapshots(wanted: Sequence[SnapshotRequest], states: StateIndex, pla
         states: Index of the slots.
         place: Returns the slot in which a snapshot is written, given the reserved one; None for the reserved one.
     """
-    for one, reserved in zip(wanted, states.reserve_all(wanted), strict=True):
+    for one in wanted:
+        reserved = states.reserve(one.block_hash, one.rank, instead_of=one.instead_of)
         if reserved is None:
             continue
         request, slot = one.request, reserved if place is None else place(one, reserved)
         request.snapshots.append(Snapshot(one.position, one.block_hash, slot))
-        if one.is_optional:
+        if one.rank is Rank.OPTIONAL:
             request.snapshot_plan.decode = one.block_hash
         elif one.rank is Rank.ORDINARY:
             request.snapshot_plan.used.append(one.block_hash)

@@ -12,7 +12,7 @@ from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest
+from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts
@@ -185,9 +185,7 @@ class Drafts:
         assert request.block_hashes[state.position // self._block_size - 1] == state.block_hash, (
             "the drafts did not come"
         )
-        before = request.snapshot_plan.decode
-        wanted = SnapshotRequest(request, state.position, state.block_hash, rank=Rank.OPTIONAL, instead_of=before)
-        if states.reserve_all([wanted]) == [None]:
+        if states.reserve(state.block_hash, Rank.OPTIONAL, instead_of=request.snapshot_plan.decode) is None:
             return None
         request.snapshot_plan.decode = state.block_hash
         slot = states.exchange(state.block_hash, state.slot)

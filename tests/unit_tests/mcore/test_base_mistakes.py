@@ -52,7 +52,7 @@ class TestSuspend:
         driver.engine.check()
         driver.engine.suspend()  # again: nothing happens
         assert driver.context.pools is None
-        assert driver.free_blocks == driver.scheduler.blocks.total
+        assert driver.free_blocks == driver.scheduler.cache.pool.total
         driver.add(4, make_prompt(33))  # arrives meanwhile
         driver.engine.resume()
         driver.engine.resume()

@@ -38,7 +38,7 @@ def in_flight(get_oracle, kind: str) -> CachingDriver:
 def assert_nothing_is_held(driver: CachingDriver) -> None:
     """No block is in use, no request leads another, and no slot is reserved."""
     driver.engine.check()
-    assert driver.free_blocks == driver.scheduler.blocks.total
+    assert driver.free_blocks == driver.scheduler.cache.pool.total
     assert driver.scheduler.pending_blocks.requests() == set()
     if isinstance(driver, HybridDriver):
         assert driver.states.obtainable_count == driver.states.total
@@ -111,7 +111,7 @@ def test_aborts(get_oracle, kind, stage):
     prepare, victim, skipped = ABORTS[stage]
     driver = in_flight(get_oracle, kind)
     prepare(driver)
-    request, pool = driver.engine.get_request(victim), driver.scheduler.blocks
+    request, pool = driver.engine.get_request(victim), driver.scheduler.cache.pool
     references = {block: pool.references(block) for block in request.block_table}
     use = driver.scheduler.cache.use()
     driver.engine.abort_request(victim)

@@ -97,14 +97,14 @@ class TestOff:
         assert (calls.count("hash"), calls.count("index")) == (2, 2)  # the prompt at once, then what decoding completes
         assert (
             driver.scheduler.cache.use().blocks_cached
-            == driver.scheduler.blocks.total - driver.scheduler.blocks.free_count
+            == driver.scheduler.cache.pool.total - driver.scheduler.cache.pool.free_count
             == 4
         )
 
     def test_off(self, get_driver, monkeypatch, oracle):
         driver = get_driver("attention_only")
         assert self.run(driver, monkeypatch) == []
-        assert driver.scheduler.blocks.free_count == driver.scheduler.blocks.total
+        assert driver.scheduler.cache.pool.free_count == driver.scheduler.cache.pool.total
         assert driver.scheduler.cache.use().blocks_cached == 0
         assert driver.engine.core.statistics().prefix_cache() is None
         driver.add(1, PROMPT, skip_prompt_log_probs=True, cache_salt="a")

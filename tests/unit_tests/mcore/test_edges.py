@@ -172,7 +172,7 @@ def test_a_refused_admission_changes_nothing(get_driver, get_oracle, limits, wai
         driver.step()
         if not request.block_table:
             assert (request.running_slot, request.computed_end, request.timeline.step_count) == (None, 0, 0)
-            assert driver.free_blocks == driver.scheduler.blocks.total - 2
+            assert driver.free_blocks == driver.scheduler.cache.pool.total - 2
             assert driver.scheduler.running_slots.free_count == slots - 1
             assert [event.type.name for event in request.timeline.events] == ["ADD_ENGINE"]
             refused = True

@@ -103,7 +103,7 @@ def assert_nothing_is_left(driver: Driver) -> None:
     assert not engine.has_unfinished_requests()
     assert not engine.core.output._requests
     assert not engine.core.output.ended
-    assert driver.free_blocks == scheduler.blocks.total
+    assert driver.free_blocks == scheduler.cache.pool.total
     assert scheduler.running_slots.free_count == scheduler.running_slots.total
     if scheduler.cache.states is not None:
         assert scheduler.cache.states.obtainable_count == scheduler.cache.states.total

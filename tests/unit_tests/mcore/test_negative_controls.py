@@ -157,7 +157,7 @@ def test_detects_reads_of_unwritten_keys(get_driver):
     request = driver.engine.get_request(VICTIM)
     while request.computed_end < 132:
         driver.step()
-    stranger = next(b for b in range(100) if driver.scheduler.blocks.references(b) == 0)
+    stranger = next(b for b in range(100) if driver.scheduler.cache.pool.references(b) == 0)
     table = request.block_table
     request.block_table = (*table[:2], stranger, *table[3:])
     driver.engine.step_modern()

@@ -59,7 +59,7 @@ def test_lost_to_slots(prompts: list[list[int]], slots: int):
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(EvictionHistory, "on_blocks_removed", lambda self, block_hashes: None)
+    monkeypatch.setattr(EvictionHistory, "on_blocks_evicted", lambda self, block_hashes, states: None)
     prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
     with pytest.raises(AssertionError):
         assert_lost_is_the_difference(prompts, scheduler_of(7, None), scheduler_of(500, None))
@@ -68,14 +68,14 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch):
 def test_only_so_much_is_remembered():
     history = EvictionHistory(3)
     for i in range(10):
-        history.on_blocks_removed([bytes([i])])
+        history.on_blocks_evicted([bytes([i])], None)
         history.on_snapshot_removed(bytes([i]))
     assert len(history) == 6
     assert history.lost(3, [bytes([0])], 0, 0, 2, None).for_blocks == 0  # the oldest is forgotten
     assert history.lost(3, [bytes([9])], 0, 0, 2, None).for_blocks == 2
     assert MAX_HASHES <= 2**16
     for name in (7, 10):
-        history.on_blocks_removed([bytes([name])])
+        history.on_blocks_evicted([bytes([name])], None)
     assert [history.block_ago(bytes([i])) is not None for i in (7, 8, 9, 10)] == [True, False, True, True], "gone again"
     history.check(set(), set())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -131,13 +129,6 @@ TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    block_hash: bytes
-    rank: Rank = Rank.ORDINARY
-    instead_of: bytes | None = None
-
-
 def test_a_provisional_one_takes_a_free_slot_only():
     """SI-1: an opportunistic one does not take the slot of another, which has equal rank."""
     index = StateIndex(1)
@@ -154,8 +145,8 @@ def test_slots_for_a_step_are_given_out_at_once_in_order():
     """HY-5: the first have the first choice; what is there, or being taken, takes none."""
     index = filled(4, b"ab")
     index.reserve(b"c")
-    wanted = [Wanted(b"a"), Wanted(b"d"), Wanted(b"c"), Wanted(b"d"), Wanted(b"e"), Wanted(b"f", Rank.OPTIONAL)]
-    slots = index.reserve_all(wanted)
+    wanted = [*((name, Rank.ORDINARY) for name in (b"a", b"d", b"c", b"d", b"e")), (b"f", Rank.OPTIONAL)]
+    slots = [index.reserve(*one) for one in wanted]
     assert [slot is not None for slot in slots] == [False, True, False, False, True, False]
     assert visible(index) == {b"b"}
     assert (index.evicted, index.skipped) == (1, 1)

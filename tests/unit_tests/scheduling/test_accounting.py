@@ -138,7 +138,7 @@ class TestCachingOff:
         assert (use.blocks_cached, use.blocks_evictable, use.blocks_evicted) == (0, 0, 0)
         for request in (first, second):
             scheduler.end(request, Outcome(Status.ABORTED))
-        assert scheduler.blocks.free_count == scheduler.limits.total_blocks
+        assert scheduler.cache.pool.free_count == scheduler.limits.total_blocks
         assert scheduler.counters.hits == scheduler.counters.skipped_tokens == 0
 
     @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ def test_old_blocks_are_not_matched_after_a_reset(invalidate: Invalidate, slots:
         scheduler.check()
         use = scheduler.cache.use()
         assert (use.blocks_cached, use.slots_used, cached_tokens(scheduler)) == (0, 0, 0)
-        assert scheduler.blocks.free_count == 20
+        assert scheduler.cache.pool.free_count == 20
 
 
 class TestInFlight:

@@ -57,7 +57,7 @@ class TestAdvance:
                 ever.add(position)
             request.advance(end)
             assert counts(request) == (first_time, again)
-            assert request.ledger.prefilled == first_time + again
+            assert request.ledger.computed + request.ledger.recomputed == first_time + again
 
 
 class TestGenerator:

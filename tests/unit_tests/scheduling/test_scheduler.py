@@ -48,7 +48,7 @@ class TestLife:
 
 
 def leak_a_block(scheduler: Scheduler) -> None:
-    scheduler.blocks.allocate(1)
+    scheduler.cache.pool.allocate(1)
 
 
 def share_a_block(scheduler: Scheduler) -> None:
@@ -58,7 +58,7 @@ def share_a_block(scheduler: Scheduler) -> None:
 
 def own_too_few_blocks(scheduler: Scheduler) -> None:
     prefilling = next(request for request in scheduler.queues.running if not request.is_decoding)
-    scheduler.blocks.release(prefilling.block_table[-1:])
+    scheduler.cache.pool.release(prefilling.block_table[-1:])
     prefilling.block_table = prefilling.block_table[:-1]
 
 

@@ -197,7 +197,7 @@ class Driver:
         return () if pool is None else pool.tensors
 
     def _poison_block(self, block: int) -> None:
-        if not self.context.is_tensor_state_allocated or self.scheduler.blocks.references(block):
+        if not self.context.is_tensor_state_allocated or self.scheduler.cache.pool.references(block):
             return
         if self.context.plan.shape.attention_layers:
             self.context.memory_buffer[:, :, block].fill_(torch.nan)
@@ -211,7 +211,7 @@ class Driver:
 
     def watch_scheduler(self) -> None:
         """Wrap what frees blocks and running state slots, and what is computed; again after the engine was reset."""
-        blocks, running_slots, scheduler = self.scheduler.blocks, self.scheduler.running_slots, self.scheduler
+        blocks, running_slots, scheduler = self.scheduler.cache.pool, self.scheduler.running_slots, self.scheduler
         free, give_back, advance = blocks.free, running_slots.give_back, scheduler._advance
 
         def free_poisoned(freed: Sequence[int]) -> None:
@@ -306,7 +306,7 @@ class Driver:
             self.step()
         else:
             raise AssertionError(f"not done after {MAX_STEPS} steps")
-        assert self.free_blocks == self.scheduler.blocks.total
+        assert self.free_blocks == self.scheduler.cache.pool.total
         assert self.scheduler.running_slots.free_count == self.scheduler.running_slots.total
         computed = sum(r.computed_prefill_token_count + r.recomputed_token_count for r in self.records.values())
         assert self.engine.lifetime_prefill_token_count == computed

@@ -63,7 +63,7 @@ class SimulatedDevice:
         self._watch(scheduler)
 
     def _watch(self, scheduler: Scheduler) -> None:
-        free, give_back = scheduler.blocks.free, scheduler.running_slots.give_back
+        free, give_back = scheduler.cache.pool.free, scheduler.running_slots.give_back
 
         def free_poisoned(blocks: Sequence[int]) -> None:
             free(blocks)
@@ -73,7 +73,7 @@ class SimulatedDevice:
             give_back(slot)
             self._queue.append(lambda: self._live.update({slot: POISON}))
 
-        scheduler.blocks.free, scheduler.running_slots.give_back = free_poisoned, give_back_poisoned
+        scheduler.cache.pool.free, scheduler.running_slots.give_back = free_poisoned, give_back_poisoned
 
     def _poison(self, blocks: Sequence[int]) -> None:
         for block in blocks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.planner import plan_step
 from megatron_ext.scheduling.request import Request
@@ -34,7 +35,7 @@ def planned(scheduler: Scheduler) -> StepPlan:
 
 
 def positions(plan: StepPlan) -> list[tuple[int, int, bool]]:
-    return [(one.request.request_id, one.position, one.is_optional) for one in plan.snapshots]
+    return [(one.request.request_id, one.position, one.rank is Rank.OPTIONAL) for one in plan.snapshots]
 
 
 def test_slots_go_to_awaited_snapshots_first_and_to_decodes_last():
@@ -56,7 +57,7 @@ def test_decode_past_a_boundary_names_the_replaced_snapshot():
     seen = []
     for _ in range(8):
         plan = planned(scheduler)
-        seen += [(one.position, one.instead_of) for one in plan.snapshots if one.is_optional]
+        seen += [(one.position, one.instead_of) for one in plan.snapshots if one.rank is Rank.OPTIONAL]
         step(scheduler)
     assert seen == [(4, None), (8, request.block_hashes[0])]
 
