@@ -10,8 +10,7 @@ from benchmarks.cases import Run, case
 from benchmarks.simulation.truth import TRACES
 from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.replay import simulate
-from megatron_ext.simulation.settings import MODELS, Batch, Machine, Settings
-from megatron_ext.simulation.trace import longest_request
+from megatron_ext.simulation.settings import MODELS, Settings
 
 FOLDER = "MEGATRON_EXT_TRACES"
 SHARES = {"shared": None, "half fixed": 0.5}  # of snapshots; None: blocks and snapshots share the memory
@@ -26,11 +25,10 @@ def traces(run: Run, memories: tuple = (16.0, 32.0)) -> None:
     folder = TRACES if run.is_quick or FOLDER not in os.environ else Path(os.environ[FOLDER])
     for path in sorted(one for one in folder.iterdir() if ".jsonl" in one.suffixes):
         turns = read_trace(path)
-        model = MODELS["nemotron-h-8b"].reaching(longest_request(turns))
         for memory in memories:
             for name, share in SHARES.items():
                 begun = time.perf_counter()
-                outcome = simulate(turns, model, Settings(memory, share), Batch(), Machine())
+                outcome = simulate(turns, MODELS["nemotron-h-8b"], Settings(memory, share))
                 run.row(
                     f"{path.name.partition('.')[0]}, {memory:g} GiB, {name}",
                     {

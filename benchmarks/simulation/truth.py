@@ -16,18 +16,11 @@ from tqdm import tqdm
 from benchmarks.cases import Run, case
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, RequestParams, SourceConfig
 from megatron_ext.engine.core import EngineCore
+from megatron_ext.files import JsonObject
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.simulation.formats import (
-    FIRST_SYNTHETIC_ID,
-    JsonObject,
-    SessionFormat,
-    list_of,
-    objects_of,
-    objects_of_lines,
-    open_trace,
-)
+from megatron_ext.simulation.formats import FIRST_SYNTHETIC_ID, TraceReader, list_of, objects_of_lines, open_trace
 from megatron_ext.simulation.replay import Outcome, Replay
 from megatron_ext.simulation.settings import Machine
 from megatron_ext.simulation.trace import Turn
@@ -64,7 +57,7 @@ class SmallSessions:
         self._groups.clear()
         size = session["block_size"]
         assert isinstance(size, int)
-        longest = max(_count(one["in"]) for one in _requests(objects_of(session["requests"])))
+        longest = max(_count(one["in"]) for one in _requests(list_of(session["requests"], dict)))
         k = 1
         while _scaled(longest, k * size) > LONGEST_PROMPT:
             k += 1
@@ -78,9 +71,9 @@ class SmallSessions:
                 **one,
                 "in": _scaled(_count(one["in"]), k * size),
                 "out": max(1, _scaled(_count(one["out"]), k * size)),
-                "hash_ids": self._grouped(list_of(one["hash_ids"]), k),
+                "hash_ids": self._grouped(list_of(one["hash_ids"], int), k),
             }
-            for one in objects_of(entries)
+            for one in list_of(entries, dict)
         ]
 
     def _grouped(self, hashes: Sequence[int], k: int) -> list[int]:
@@ -90,7 +83,7 @@ class SmallSessions:
 
 def _requests(entries: Iterable[JsonObject]) -> Iterable[JsonObject]:
     for one in entries:
-        yield from _requests(objects_of(one["requests"])) if "requests" in one else (one,)
+        yield from _requests(list_of(one["requests"], dict)) if "requests" in one else (one,)
 
 
 def _count(value: object) -> int:
@@ -109,7 +102,7 @@ def small_turns(path: Path, ids: Sequence[str] | None = None) -> tuple[list[Turn
         path: File of sessions.
         ids: Ids of the sessions to take; None for all.
     """
-    reader, turns, names = SessionFormat(0.2), [], []
+    reader, turns, names = TraceReader(0.2), [], []
     with open_trace(path) as file:
         for _, session in objects_of_lines(file, str(path)):
             if ids is None or session["id"] in ids:

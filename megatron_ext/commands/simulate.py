@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
+import itertools
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from arguments.removed import refuse_removed_words
@@ -30,8 +32,8 @@ from megatron_ext.files import read_text
 from megatron_ext.http_client import opened
 from megatron_ext.simulation.formats import read_requests, read_trace
 from megatron_ext.simulation.replay import simulate
-from megatron_ext.simulation.settings import GIB, MODELS, Batch, CachedModel, Machine, Settings, limits_of
-from megatron_ext.simulation.trace import Turn, describe, longest_request
+from megatron_ext.simulation.settings import GIB, MODELS, Machine, Settings, limits_of
+from megatron_ext.simulation.trace import Turn, describe
 
 PROGRAM = "megatron-ext simulate"
 DONE, BAD_USAGE = 0, 2
@@ -50,12 +52,11 @@ Figures = dict[str, float | str | None]
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests, and what serves them: a model, with settings of its cache and limits of a step."""
+    """Requests, and what serves them: costs of a model, and settings of an engine."""
 
     turns: list[Turn]
-    model: CachedModel
+    costs: EntryCosts
     settings: Settings
-    batch: Batch
 
 
 def ask_server(url: str, key: str | None, max_requests: int | None = None) -> Workload:
@@ -68,39 +69,30 @@ def ask_server(url: str, key: str | None, max_requests: int | None = None) -> Wo
     Raises:
         ConfigError: The server does not answer, refuses, has no cache, or has served nothing yet.
     """
-    state = json.loads(_get(url, "/prefix_cache", key))
-    if state["settings"]["policy"] is None:
-        raise ConfigError(f"{url}: this server caches nothing; start it without --no-...-enable-prefix-caching")
-    turns = read_requests(io.BytesIO(_get(url, "/prefix_cache/trace", key)), f"{url}/prefix_cache/trace", max_requests)
-    return described(state, turns)
+    ask = partial(opened, url, key=key, flag="--server", timeout=TIMEOUT)
+    with ask("/prefix_cache") as answer:
+        state = json.loads(answer.read(LONGEST_ANSWER))
+        if state["settings"]["policy"] is None:
+            raise ConfigError(f"{url}: this server caches nothing; start it without --no-...-enable-prefix-caching")
+        costs, settings = _described(state)
+    with ask("/prefix_cache/trace") as answer:
+        turns = read_requests(answer, f"{url}/prefix_cache/trace", max_requests)
+    return Workload(turns, costs, settings)
 
 
-def described(state: Mapping[str, object], turns: list[Turn]) -> Workload:
-    """Return the workload of a server, from its `/prefix_cache` and its trace."""
-    costs = EntryCosts(**cast("dict[str, float]", state["costs"]))  # type: ignore[arg-type]  # ints among them
-    geometry, set_ = cast("dict[str, int]", state["geometry"]), cast("dict[str, int]", state["settings"])
+def _described(state: Mapping[str, Any]) -> tuple[EntryCosts, Settings]:
+    """Return the costs and the settings of a server, from its `/prefix_cache`."""
+    costs, geometry, given = EntryCosts(**state["costs"]), state["geometry"], state["settings"]
     of_states = (geometry["snapshot_slots"] or 0) * costs.state_bytes
     memory = geometry["blocks"] * costs.block_bytes + of_states
     is_shared = geometry.get("slabs") is not None  # then either of them would fill the memory
+    names = [field.name for field in dataclasses.fields(Settings) if field.name in given]
     settings = Settings(
-        max(memory - of_states, of_states) / GIB if is_shared else memory / GIB,
-        None if is_shared else of_states / memory,
-        costs.block_size,
-        EvictionPolicyName(set_["policy"]).value,
-        str(set_["mode"]),
-        set_.get("provisional_slots"),
+        memory_gib=(max(memory - of_states, of_states) if is_shared else memory) / GIB,
+        state_share=None if is_shared else of_states / memory,
+        **{name: given[name] for name in names},
     )
-    names = [field.name for field in dataclasses.fields(Batch)]
-    batch = Batch(**{name: set_[name] for name in names if name in set_})
-    return Workload(turns, CachedModel(costs, set_["max_sequence_length"]), settings, batch)
-
-
-def _get(url: str, path: str, key: str | None) -> bytes:
-    with opened(url, path, key=key, flag="--server", timeout=TIMEOUT) as answer:
-        content = answer.read(LONGEST_ANSWER + 1)
-    if len(content) > LONGEST_ANSWER:
-        raise ConfigError(f"{url}{path} answers more than {LONGEST_ANSWER} bytes")
-    return content
+    return costs, settings
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
@@ -118,7 +110,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         console.print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sizes.items()), markup=False)
         console.print(table_of(figures))
         if arguments.output is not None:
-            _write(arguments.output, {"trace": sizes, "machine": dataclasses.asdict(Machine()), "points": figures})
+            known = {"costs": dataclasses.asdict(work.costs), "machine": dataclasses.asdict(Machine())}
+            _write(arguments.output, {"trace": sizes, **known, "points": figures})
     except ConfigError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return BAD_USAGE
@@ -127,10 +120,10 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 
 def _recorded(arguments: argparse.Namespace) -> Workload:
     """Return the requests of a file, and the settings of the arguments."""
+    names = ("max_requests", "max_tokens", "max_sequence_length")
+    settings = Settings(MEMORY_GIB, **{name: getattr(arguments, name) for name in names})
     turns = read_trace(arguments.trace, arguments.requests, arguments.rate)
-    model = MODELS[arguments.model].reaching(arguments.max_sequence_length or longest_request(turns))
-    batch = Batch(arguments.max_requests, arguments.max_tokens)
-    return Workload(turns, model, Settings(MEMORY_GIB), batch)
+    return Workload(turns, MODELS[arguments.model], settings)
 
 
 def _served(arguments: argparse.Namespace) -> Workload:
@@ -143,43 +136,29 @@ def _simulate(work: Workload, arguments: argparse.Namespace, console: Console) -
     """Simulate each memory with each policy; a terminal shows the progress."""
     own = work.settings
     memories = arguments.memory_gib or [factor * own.memory_gib for factor in MEMORIES]
-    found = []
-    works = [_scheduled(work, arguments, schedule) for schedule in arguments.schedule_policy or [None]]
-    for memory in memories:
-        for policy in arguments.policy:
-            for scheduled in works:
-                settings = dataclasses.replace(own, memory_gib=memory, policy=policy)
-                found.append(_figures(scheduled, settings, arguments.time_scale))
-                if console.is_terminal:
-                    total = len(memories) * len(arguments.policy) * len(works)
-                    console.print(f"{len(found)} of {total}", style="dim")
-    return found
-
-
-def _scheduled(work: Workload, arguments: argparse.Namespace, schedule: str | None) -> Workload:
-    """Return a workload under a schedule policy, or its own."""
-    if schedule is None:
-        return work
-    tokens = None
-    if schedule == SchedulePolicy.LPM.value:
-        given = (arguments.schedule_overtake_tokens, work.batch.overtake_tokens, DEFAULT_OVERTAKE_TOKENS)
-        tokens = next(one for one in given if one is not None)
-    return dataclasses.replace(work, batch=dataclasses.replace(work.batch, overtake_tokens=tokens))
+    budgets = [own.overtake_tokens]
+    if arguments.schedule_policy is not None:
+        given = (arguments.schedule_overtake_tokens, own.overtake_tokens, DEFAULT_OVERTAKE_TOKENS)
+        budget = next(one for one in given if one is not None)
+        budgets = [budget if one == SchedulePolicy.LPM.value else None for one in arguments.schedule_policy]
+    points = [
+        dataclasses.replace(own, memory_gib=memory, policy=policy, overtake_tokens=tokens)
+        for memory, policy, tokens in itertools.product(memories, arguments.policy, budgets)
+    ]
+    shown = track(points, console=console, transient=True, disable=not console.is_terminal)
+    return [_figures(work, settings, arguments.time_scale) for settings in shown]
 
 
 def _figures(work: Workload, settings: Settings, time_scale: float) -> Figures:
     """Return the settings and the result of one simulation."""
-    limits, slots = limits_of(work.model, settings, work.batch)
-    outcome = simulate(work.turns, work.model, settings, work.batch, Machine(), time_scale)
+    limits, slots = limits_of(work.costs, settings)
+    outcome = simulate(work.turns, work.costs, settings, time_scale=time_scale)
     return {
         **dataclasses.asdict(settings),
         "schedule_policy": (SchedulePolicy.FCFS if limits.overtake_tokens is None else SchedulePolicy.LPM).value,
-        "overtake_tokens": limits.overtake_tokens,
         "blocks": limits.total_blocks,  # the most, and of slots, if both share the memory
         "slots": slots,
-        "requests": len(work.turns),
         "refused": outcome.refused,
-        "prompt_tokens": sum(outcome.prompt),
         "skipped_tokens": sum(outcome.skipped),
         "skipped_share": outcome.skipped_share,
         "lost_share": outcome.lost_tokens / max(1, sum(outcome.prompt)),
@@ -191,22 +170,13 @@ def _figures(work: Workload, settings: Settings, time_scale: float) -> Figures:
 
 def table_of(figures: Sequence[Figures]) -> Table:
     """Return a table with a row for each simulation; skipped and lost tokens are shares of all prompt tokens."""
-    shares, times = ("skipped_share", "lost_share"), [f"ttft_p{percent}" for percent in PERCENTILES]
-    names = "GiB states block policy schedule blocks slots refused skipped lost ttft-p50 p90 p95 p99".split()
-    table = Table(*names, box=None, pad_edge=False)
+    headings = "GiB policy schedule blocks slots refused skipped lost ttft-p50 p90 p95 p99".split()
+    table = Table(*headings, box=None, pad_edge=False)
+    texts = ("policy", "schedule_policy", "blocks", "slots", "refused")
+    numbers = ("skipped_share", "lost_share", *(f"ttft_p{percent}" for percent in PERCENTILES))
     for one in figures:
-        slots, share = one["slots"], one["state_share"]
-        table.add_row(
-            f"{one['memory_gib']:g}",
-            "-" if slots is None else "any share" if share is None else f"{share:g}",
-            str(one["block_size"]),
-            str(one["policy"]),
-            str(one["schedule_policy"]),
-            str(one["blocks"]),
-            "-" if slots is None else str(slots),
-            str(one["refused"]),
-            *(f"{one[name]:.3f}" for name in (*shares, *times)),
-        )
+        cells = ["-" if one[name] is None else str(one[name]) for name in texts]
+        table.add_row(f"{one['memory_gib']:g}", *cells, *(f"{one[name]:.3f}" for name in numbers))
     return table
 
 
@@ -233,20 +203,19 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
     return name
 
 
-def _at_least(kind: type[Number], minimum: int, *, is_open: bool = False) -> Callable[[str], Number]:
-    """Return a reader of numbers from a minimum on, or above it."""
+def _above(kind: type[Number], bound: int) -> Callable[[str], Number]:
+    """Return a reader of finite numbers above a bound."""
 
     def number(text: str) -> Number:
         value = kind(text)
-        if (isinstance(value, float) and not math.isfinite(value)) or value < minimum or (is_open and value == minimum):
-            bound = f"more than {minimum}" if is_open else f"{minimum} or more"
-            raise argparse.ArgumentTypeError(f"{text} must be {bound}")
+        if not bound < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} must be more than {bound}")
         return value
 
     return number
 
 
-_positive, _count, _tokens = _at_least(float, 0, is_open=True), _at_least(int, 1), _at_least(int, 0)
+_positive, _count, _tokens = _above(float, 0), _above(int, 0), _above(int, -1)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -291,14 +260,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         default=1.0,
         help="factor of all times between requests; 0.5 doubles the load; default: 1",
     )
-    _add_trace(parser)
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all results as JSON")
-    return parser
-
-
-def _add_trace(parser: argparse.ArgumentParser) -> None:
-    """Add what a file does not say, and a server does."""
-    batch, group = Batch(), parser.add_argument_group("with --trace")
+    group = parser.add_argument_group("with --trace, since a server says it")
     group.add_argument("--model", choices=tuple(MODELS), default="nemotron-h-8b")
     group.add_argument(
         "--rate",
@@ -309,10 +272,14 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-sequence-length",
         type=_count,
+        default=Settings.max_sequence_length,
         metavar="TOKENS",
         help="longest prompt and answer, others are refused; default: as the trace needs",
     )
     group.add_argument(
-        "--max-requests", type=_count, default=batch.max_requests, help="maximum number of running requests"
+        "--max-requests", type=_count, default=Settings.max_requests, help="maximum number of running requests"
     )
-    group.add_argument("--max-tokens", type=_count, default=batch.max_tokens, help="maximum number of tokens of a step")
+    group.add_argument(
+        "--max-tokens", type=_count, default=Settings.max_tokens, help="maximum number of tokens of a step"
+    )
+    return parser

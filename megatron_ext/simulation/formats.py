@@ -1,4 +1,4 @@
-"""Recorded traces: one JSON object a line, the first of which determines the format.
+"""Recorded traces: one JSON object a line, in one of three formats.
 
 A hash may cover a block alone or a block *and* everything before it; both work in every format. A file may be
 compressed (`.gz`, `.xz`). Sizes are those after decompression, and are limited, since a small file can decompress to a
@@ -8,50 +8,36 @@ large one.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import lzma
 import random
 import zlib
 from array import array
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, TypeVar, cast
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.files import open_regular
-from megatron_ext.simulation.trace import MAX_IDS, Ids, Pieces, Turn, append_piece, cut
+from megatron_ext.files import JsonObject, open_regular
+from megatron_ext.simulation.trace import MAX_IDS, Ids, Pieces, Turn
 
 FIRST_SYNTHETIC_ID = MAX_IDS // 2  # explicit token ids are below
 
-JsonObject = Mapping[str, object]
+Item = TypeVar("Item")
 
 
-def list_of(value: object) -> list[int]:
-    """Return a list whose elements the caller uses as keys or checks itself.
+def list_of(value: object, kind: type[Item]) -> list[Item]:
+    """Return a list of items of a type.
 
     Raises:
-        TypeError: Not a list.
+        TypeError: Not such a list.
     """
-    if not isinstance(value, list):
-        raise TypeError(f"{str(value)[:40]!r} is not a list")
+    if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
+        raise TypeError(f"{str(value)[:40]!r} is not a list of {kind.__name__}")
     return value
-
-
-def objects_of(value: object) -> list[JsonObject]:
-    """Return a list of objects.
-
-    Raises:
-        TypeError: Not a list of objects.
-    """
-    found: list[JsonObject] = []
-    for one in list_of(value):
-        if not isinstance(one, dict):
-            raise TypeError(f"{str(one)[:40]!r} is not an object")
-        found.append(one)
-    return found
 
 
 def count_of(value: object, name: str, minimum: int = 1) -> int:
@@ -78,7 +64,6 @@ def time_of(value: object, name: str = "time") -> float:
 
 LONGEST_LINE = 2**27  # bytes, as the next one
 LONGEST_FILE = 2**32
-_BAD_STREAM = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
 
 
 @contextmanager
@@ -105,28 +90,22 @@ def objects_of_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, JsonObjec
     Raises:
         ConfigError: A line is too long or not an object, or the file is too large or damaged.
     """
-    left, number = LONGEST_FILE, 0
-    while True:
-        number += 1
-        raw = _read_line(file, min(left, LONGEST_LINE) + 1, f"{name}, line {number}")
+    left = LONGEST_FILE
+    for number in itertools.count(1):
+        place = f"{name}, line {number}"
+        try:
+            raw = file.readline(min(left, LONGEST_LINE) + 1)
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise ConfigError(f"{place}: cannot be read or decompressed: {error}") from error
         left -= len(raw)
         if not raw:
             return
         if len(raw) > LONGEST_LINE:
-            raise ConfigError(f"{name}, line {number}: longer than {LONGEST_LINE} bytes; split the session")
+            raise ConfigError(f"{place}: longer than {LONGEST_LINE} bytes; split the session")
         if left < 0:
-            raise ConfigError(f"{name}, line {number}: the file has more than {LONGEST_FILE} bytes; split the file")
+            raise ConfigError(f"{place}: the file has more than {LONGEST_FILE} bytes; split the file")
         if raw.strip():
-            yield number, _object(raw, f"{name}, line {number}")
-
-
-def _read_line(file: BinaryIO, size: int, place: str) -> bytes:
-    try:
-        return file.readline(size)
-    except _BAD_STREAM as error:
-        raise ConfigError(f"{place}: cannot be decompressed: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"{place}: cannot be read: {error.strerror or error}") from error
+            yield number, _object(raw, place)
 
 
 def _object(raw: bytes, place: str) -> JsonObject:
@@ -147,174 +126,157 @@ class BlockTokens:
     """
 
     def __init__(self, ids: Ids) -> None:
-        self.ids = ids
+        self._ids = ids
         self._blocks: dict[Hashable, range] = {}
 
     def prompt(self, hashes: Sequence[Hashable], length: int, block_size: int) -> Pieces:
         """Return `length` tokens: the blocks' tokens, the last block cut, and unique tokens after them."""
-        found: list[Sequence[int]] = []
+        found: list[range] = []
         for one in hashes:
             if length <= 0:
                 break
             block = self._blocks.get((block_size, one))
             if block is None:
-                block = self._blocks[block_size, one] = self.ids.take(block_size)
-            append_piece(found, block[:length])
+                block = self._blocks[block_size, one] = self._ids.take(block_size)
+            _append(found, block[:length])
             length -= block_size
         if length > 0:
-            append_piece(found, self.ids.take(length))
+            _append(found, self._ids.take(length))
         return tuple(found)
 
 
-BLOCK_SIZE = 512  # tokens, unless a line has a `block_size`
+def _append(pieces: list[range], piece: range) -> None:
+    """Append tokens; a piece that continues the last one is merged with it."""
+    if pieces and pieces[-1].stop == piece.start:
+        pieces[-1] = range(pieces[-1].start, piece.stop)
+    else:
+        pieces.append(piece)
 
 
-class MooncakeFormat:
-    """Reader of Mooncake's traces (FAST 25): a request a line, with hashes of blocks of 512 tokens that all share.
-
-        {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
-
-    `timestamp` is in milliseconds. Every request is a session of its own.
-    """
-
-    def __init__(self) -> None:
-        self._blocks = BlockTokens(Ids(FIRST_SYNTHETIC_ID))
-        self._read = 0
-
-    def read(self, line: JsonObject) -> list[Turn]:
-        """Return the request of a line."""
-        size = count_of(line.get("block_size", BLOCK_SIZE), "block_size")
-        length = count_of(line["input_length"], "input_length")
-        prompt = self._blocks.prompt(list_of(line["hash_ids"]), length, size)
-        answer = self._blocks.ids.take(max(1, count_of(line["output_length"], "output_length", minimum=0)))
-        session, self._read = self._read, self._read + 1
-        return [Turn(session, time_of(line["timestamp"], "timestamp") / 1000, prompt, answer)]
-
-
+BLOCK_SIZE = 512  # tokens of Mooncake's blocks, unless a line has a `block_size`
 _FIELDS = {"time", "session", "reply", "tokens", "block_hashes", "block_size", "length", "answer", "answer_length"}
 _FIELDS |= {"salt", "answer_hashed"}
 
 
-class OwnFormat:
-    """Reader of this package's format: token ids, or block hashes, of one request a line.
-
-        {"time": 0.5, "session": "a", "tokens": [1, 2, 3], "answer": [4, 5]}
-        {"time": 2.0, "session": "a", "reply": true, "block_hashes": ["x", "y"], "block_size": 512, "length": 700,
-         "answer_length": 40, "salt": "tenant"}
-
-    With `answer_hashed` the hashes cover the answer after the prompt, as in a server's `/prefix_cache/trace`. `time` is
-    in seconds from the beginning; with `reply`, from the end of the session's previous request.
-    """
-
-    def __init__(self) -> None:
-        self._blocks = BlockTokens(Ids(FIRST_SYNTHETIC_ID))
-        self._sessions: dict[object, int] = {}
-        self._read = 0
-
-    def read(self, line: JsonObject) -> list[Turn]:
-        """Return the request of a line."""
-        unknown = sorted(set(line) - _FIELDS)
-        if unknown:
-            raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
-        name = line.get("session", ("alone", self._read))
-        if not isinstance(name, Hashable):
-            raise TypeError("session must be a text or a number")
-        self._read += 1
-        is_new = name not in self._sessions
-        session = self._sessions.setdefault(name, len(self._sessions))
-        is_reply = line.get("reply", False) is True
-        if is_reply and is_new:
-            raise ValueError("reply in a session without an earlier request")
-        salt = line.get("salt")
-        prompt, answer = self._prompt_and_answer(line)
-        return [Turn(session, time_of(line["time"]), prompt, answer, is_reply, None if salt is None else str(salt))]
-
-    def _prompt_and_answer(self, line: JsonObject) -> tuple[Pieces, Sequence[int]]:
-        if line.get("answer_hashed", False) is not True:
-            return self._prompt(line), self._answer(line)
-        length, answer = count_of(line["length"], "length"), count_of(line["answer_length"], "answer_length")
-        size = count_of(line["block_size"], "block_size")
-        both = self._blocks.prompt(list_of(line["block_hashes"]), length + answer, size)
-        return cut(both, length), list(islice(chain.from_iterable(both), length, None))
-
-    def _prompt(self, line: JsonObject) -> Pieces:
-        if ("tokens" in line) == ("block_hashes" in line):
-            raise ValueError("a request needs either tokens or block_hashes, and not both")
-        if "tokens" in line:
-            return (_tokens(line["tokens"]),)
-        hashes, size = list_of(line["block_hashes"]), count_of(line["block_size"], "block_size")
-        length = count_of(line.get("length", len(hashes) * size), "length")
-        return self._blocks.prompt(hashes, length, size)
-
-    def _answer(self, line: JsonObject) -> Sequence[int]:
-        if "answer" in line:
-            return _tokens(line["answer"])
-        return self._blocks.ids.take(count_of(line.get("answer_length", 1), "answer_length"))
-
-
-def _tokens(value: object) -> Sequence[int]:
-    tokens = array("I", list_of(value))
-    if not tokens:
-        raise ValueError("a list of tokens is empty")
-    if max(tokens) >= FIRST_SYNTHETIC_ID:
-        raise ValueError(f"token {max(tokens)} must be below {FIRST_SYNTHETIC_ID}")
-    return tokens
-
-
-@dataclass
-class _Session:
-    """Session that is being read: size and tokens of its blocks."""
-
-    block_size: int
-    tokens: BlockTokens
-
-
-class SessionFormat:
-    """Reader of sessions of agents, as in kv-cache-tester's traces: a session an object, with all its requests.
-
-        {"block_size": 64, "hash_id_scope": "local", "requests": [
-            {"t": 0.0, "in": 12040, "out": 178, "hash_ids": [1, 2], "think_time": 0.0},
-            {"t": 9.5, "requests": [{"t": 0.0, "in": 10792, ...}]}]}
-
-    An entry with `requests` of its own is a sub-agent. Times are in seconds: `t` from the start of the session or of
-    the sub-agent, `think_time` from the end of the request before. `hash_ids` are of complete blocks, the sub-agents'
-    in the namespace of their session. What follows the last complete block of a prompt, and every answer, is unique.
-
-    Recorded times are not replayed: a session starts by a Poisson process, and its next request comes `think_time`
-    after the simulated end of the one before. A sub-agent starts at its recorded distance from the request before it
-    and runs beside its parent, which does not wait.
+class TraceReader:
+    """Reader of the objects of a trace. Errors are `KeyError`, `TypeError` and `ValueError`, and name the field.
 
     Args:
-        rate: Sessions that start per second, on average.
+        rate: Sessions of agents that start per second, on average.
     """
 
     def __init__(self, rate: float) -> None:
         self._rate, self._random = rate, random.Random(0)
         self._ids = Ids(FIRST_SYNTHETIC_ID)
+        self._blocks = BlockTokens(self._ids)  # without those of sessions of agents
+        self._sessions: dict[object, int] = {}  # by the names of this package's format
+        self._numbers = itertools.count()  # of sessions
         self._now = 0.0
-        self._threads = 0
 
     def read(self, line: JsonObject) -> list[Turn]:
-        """Return the requests of a session and its sub-agents, each after the request that its time counts from."""
+        """Return the requests of an object, each after the request that its time counts from."""
+        if "requests" in line:
+            return self._session(line)
+        return [self._mooncake(line) if "hash_ids" in line else self._request(line)]
+
+    def _unique(self, length: object, name: str) -> range:
+        """Return unique tokens for an answer, at least one."""
+        return self._ids.take(max(1, count_of(length, name, minimum=0)))
+
+    # Mooncake's
+
+    def _mooncake(self, line: JsonObject) -> Turn:
+        """Return a request of Mooncake's traces (FAST 25), with hashes of blocks of 512 tokens that all share.
+
+            {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+        `timestamp` is in milliseconds. Every request is a session of its own.
+        """
+        size = count_of(line.get("block_size", BLOCK_SIZE), "block_size")
+        length = count_of(line["input_length"], "input_length")
+        prompt = self._blocks.prompt(list_of(line["hash_ids"], int), length, size)
+        time = time_of(line["timestamp"], "timestamp") / 1000
+        return Turn(next(self._numbers), time, prompt, self._unique(line["output_length"], "output_length"))
+
+    # This package's
+
+    def _request(self, line: JsonObject) -> Turn:
+        """Return a request of this package's format, with token ids or block hashes.
+
+            {"time": 0.5, "session": "a", "tokens": [1, 2, 3], "answer": [4, 5]}
+            {"time": 2.0, "session": "a", "reply": true, "block_hashes": ["x", "y"], "block_size": 512, "length": 700,
+             "answer_length": 40, "salt": "tenant"}
+
+        With `answer_hashed` the hashes cover the answer after the prompt, as in a server's `/prefix_cache/trace`.
+        `time` is in seconds from the beginning; with `reply`, from the end of the session's previous request.
+        """
+        unknown = sorted(set(line) - _FIELDS)
+        if unknown:
+            raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
+        name, is_reply, salt = line.get("session"), line.get("reply", False) is True, line.get("salt")
+        if is_reply and name not in self._sessions:
+            raise ValueError("reply in a session without an earlier request")
+        number = next(self._numbers)
+        session = number if name is None else self._sessions.setdefault(name, number)
+        prompt, answer = self._prompt_and_answer(line)
+        return Turn(session, time_of(line["time"]), prompt, answer, is_reply, None if salt is None else str(salt))
+
+    def _prompt_and_answer(self, line: JsonObject) -> tuple[Pieces, Sequence[int]]:
+        if ("tokens" in line) == ("block_hashes" in line):
+            raise ValueError("a request needs either tokens or block_hashes, and not both")
+        if line.get("answer_hashed", False) is True:
+            length, answer = count_of(line["length"], "length"), count_of(line["answer_length"], "answer_length")
+            both = array("I", chain.from_iterable(self._hashed(line, answer)))
+            return (both[:length],), both[length:]
+        prompt = (_tokens(line["tokens"]),) if "tokens" in line else self._hashed(line)
+        if "answer" in line:
+            return prompt, _tokens(line["answer"])
+        return prompt, self._unique(line.get("answer_length", 1), "answer_length")
+
+    def _hashed(self, line: JsonObject, answer: int = 0) -> Pieces:
+        """Return the tokens of the prompt's hashes, and of `answer` tokens after it."""
+        hashes, size = list_of(line["block_hashes"], object), count_of(line["block_size"], "block_size")
+        length = count_of(line.get("length", len(hashes) * size), "length")
+        return self._blocks.prompt(hashes, length + answer, size)
+
+    # Sessions of agents
+
+    def _session(self, line: JsonObject) -> list[Turn]:
+        """Return the requests of a session of an agent and its sub-agents, as in kv-cache-tester's traces.
+
+            {"block_size": 64, "hash_id_scope": "local", "requests": [
+                {"t": 0.0, "in": 12040, "out": 178, "hash_ids": [1, 2], "think_time": 0.0},
+                {"t": 9.5, "requests": [{"t": 0.0, "in": 10792, ...}]}]}
+
+        An entry with `requests` of its own is a sub-agent. Times are in seconds: `t` from the start of the session or
+        of the sub-agent, `think_time` from the end of the request before. `hash_ids` are of complete blocks, the
+        sub-agents' in the namespace of their session. What follows the last complete block of a prompt, and every
+        answer, is unique.
+
+        Recorded times are not replayed: a session starts by a Poisson process, and its next request comes `think_time`
+        after the simulated end of the one before. A sub-agent starts at its recorded distance from the request before
+        it and runs beside its parent, which does not wait.
+        """
         scope = line.get("hash_id_scope", "local")
         if scope != "local":
             raise ValueError(f"hash_id_scope {str(scope)[:40]!r} is unknown; only 'local' is read")
         self._now += self._random.expovariate(self._rate)
-        session = _Session(count_of(line["block_size"], "block_size"), BlockTokens(self._ids))
-        return self._thread(session, objects_of(line["requests"]), self._now, None)
+        size = count_of(line["block_size"], "block_size")
+        return self._thread(BlockTokens(self._ids), size, list_of(line["requests"], dict), self._now, None)
 
     def _thread(
-        self, session: _Session, entries: Sequence[JsonObject], start: float, beside: Turn | None
+        self, blocks: BlockTokens, size: int, entries: Sequence[JsonObject], start: float, beside: Turn | None
     ) -> list[Turn]:
         """Return the requests of a session or a sub-agent, and of its sub-agents.
 
         Args:
-            session: Session that they belong to.
+            blocks: Tokens of the session's hashes.
+            size: Tokens of a block.
             entries: Requests and sub-agents.
             start: Seconds of its start from the beginning or, given `beside`, from the start of that turn.
             beside: Turn of the parent before it; None for a session.
         """
-        number, self._threads = self._threads, self._threads + 1
+        number = next(self._numbers)
         turns: list[Turn] = []
         before: Turn | None = None
         before_t = 0.0
@@ -324,29 +286,28 @@ class SessionFormat:
                 raise ValueError(f"t {t:g} must be at least the previous request's, {before_t:g}")
             if "requests" in entry:
                 distance, parent = (start + t, beside) if before is None else (t - before_t, before)
-                turns += self._thread(session, objects_of(entry["requests"]), distance, parent)
+                turns += self._thread(blocks, size, list_of(entry["requests"], dict), distance, parent)
                 continue
-            length, hashes = count_of(entry["in"], "in"), list_of(entry["hash_ids"])
-            pieces = session.tokens.prompt(hashes, length, session.block_size)
-            answer = self._ids.take(max(1, count_of(entry["out"], "out", minimum=0)))
+            length, hashes = count_of(entry["in"], "in"), list_of(entry["hash_ids"], int)
+            prompt = blocks.prompt(hashes, length, size)
+            answer = self._unique(entry["out"], "out")
             if before is None:
-                turn = Turn(number, start + t, pieces, answer, beside=beside)
+                turn = Turn(number, start + t, prompt, answer, beside=beside)
             else:
                 pause = entry.get("think_time")
-                turn = Turn(number, 0.0 if pause is None else time_of(pause, "think_time"), pieces, answer, True)
+                turn = Turn(number, 0.0 if pause is None else time_of(pause, "think_time"), prompt, answer, True)
             turns.append(turn)
             before, before_t = turn, t
         return turns
 
 
-_INVALID = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
-
-
-class TraceFormat(Protocol):
-    """Reader of a format."""
-
-    def read(self, line: JsonObject) -> list[Turn]:
-        """Return the requests of an object; `KeyError`, `TypeError` and `ValueError` name the invalid field."""
+def _tokens(value: object) -> Sequence[int]:
+    tokens = array("I", list_of(value, int))
+    if not tokens:
+        raise ValueError("a list of tokens is empty")
+    if max(tokens) >= FIRST_SYNTHETIC_ID:
+        raise ValueError(f"token {max(tokens)} must be below {FIRST_SYNTHETIC_ID}")
+    return tokens
 
 
 def read_trace(path: Path, max_requests: int | None = None, rate: float = 1.0) -> list[Turn]:
@@ -366,19 +327,16 @@ def read_trace(path: Path, max_requests: int | None = None, rate: float = 1.0) -
 
 def read_requests(file: BinaryIO, name: str, max_requests: int | None = None, rate: float = 1.0) -> list[Turn]:
     """Return the first `max_requests` requests of open JSON lines, as `read_trace`; `name` is used in errors."""
-    reader: TraceFormat | None = None
+    reader = TraceReader(rate)
     turns: list[Turn] = []
     for number, line in objects_of_lines(file, name):
-        if reader is None and "requests" in line:
-            reader = SessionFormat(rate)
-        reader = reader or (MooncakeFormat() if "hash_ids" in line else OwnFormat())
         try:
             turns += reader.read(line)
-        except _INVALID as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{name}, line {number}: {what}") from error
         if max_requests is not None and len(turns) >= max_requests:
             break
     if not turns:
         raise ConfigError(f"{name} has no request")
-    return list(islice(turns, max_requests))
+    return turns[:max_requests]

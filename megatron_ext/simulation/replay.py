@@ -5,12 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import cast
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.config.costs import EntryCosts
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits
@@ -18,8 +17,8 @@ from megatron_ext.scheduling.planner import reason_to_refuse
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.simulation.settings import Batch, CachedModel, Machine, Settings, limits_of
-from megatron_ext.simulation.trace import Turn, by_session, common_tokens
+from megatron_ext.simulation.settings import Machine, Settings, limits_of
+from megatron_ext.simulation.trace import Turn, common_tokens
 
 
 @dataclass
@@ -53,14 +52,13 @@ class Outcome:
 
 def simulate(
     turns: Sequence[Turn],
-    model: CachedModel,
+    costs: EntryCosts,
     settings: Settings,
-    batch: Batch,
-    machine: Machine,
+    machine: Machine | None = None,
     time_scale: float = 1.0,
 ) -> Outcome:
-    """Play a trace to its end in a cache with these settings; `time_scale` multiplies times between arrivals."""
-    limits, slots = limits_of(model, settings, batch)
+    """Play a trace to its end with these costs and settings; `time_scale` multiplies times between arrivals."""
+    limits, slots = limits_of(costs, settings)
     return Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine, time_scale).run()
 
 
@@ -99,12 +97,20 @@ class Replay:
         self.turns, self.machine = turns, machine or Machine()
         self.now, self._time_scale = 0.0, time_scale
         self.coming: list[tuple[float, int]] = []
-        self._replies, self._started = _replies(turns), _started(turns)
+        self._replies: dict[int, int] = {}  # positions, by the position of the turn before
+        self._started: dict[int, list[int]] = {}  # sub-agents' first turns, by the position of the one beside
         self._before: dict[int, tuple[Turn, Request]] = {}  # by the position of the reply
         self._asked_at: dict[int, float] = {}
+        places = {id(turn): place for place, turn in enumerate(turns)}
+        last: dict[int, int] = {}  # positions, by session
         for place, turn in enumerate(turns):
-            if not turn.is_reply and turn.beside is None:
+            if turn.is_reply:
+                self._replies[last[turn.session]] = place
+            elif turn.beside is not None:
+                self._started.setdefault(places[id(turn.beside)], []).append(place)
+            else:
                 self._expect(place, 0.0)
+            last[turn.session] = place
 
     def run(self) -> Outcome:
         """Run the whole trace."""
@@ -147,8 +153,8 @@ class Replay:
         for piece in turn.prompt:
             tokens.extend(piece)
         submitted = cast("tuple[int, ...]", tokens)  # read by slices only
-        params, arrival = _params(len(turn.answer), turn.salt), len(self._asked_at) - 1
-        request = Request(place, RequestInputs(submitted, params), arrival, seed=0)
+        params = RequestParams(num_tokens_to_generate=len(turn.answer), cache_salt=turn.salt)
+        request = Request(place, RequestInputs(submitted, params), arrival=len(self._asked_at) - 1, seed=0)
         if place in self._before:
             before, earlier = self._before.pop(place)
             if earlier.chain is not None:  # another salt replaces it
@@ -193,29 +199,3 @@ class Replay:
 
     def _expect(self, place: int, since: float) -> None:
         heappush(self.coming, (since + self.turns[place].time * self._time_scale, place))
-
-
-def _started(turns: Sequence[Turn]) -> dict[int, list[int]]:
-    """Return the positions of the sub-agents' first turns, by the position of the turn that starts them."""
-    places = {id(turn): place for place, turn in enumerate(turns)}
-    started: dict[int, list[int]] = {}
-    for place, turn in enumerate(turns):
-        if turn.beside is not None:
-            started.setdefault(places[id(turn.beside)], []).append(place)
-    return started
-
-
-def _replies(turns: Sequence[Turn]) -> dict[int, int]:
-    """Return the position of the reply to each turn, by the turn's position."""
-    places = {id(turn): place for place, turn in enumerate(turns)}
-    return {
-        places[id(before)]: places[id(turn)]
-        for session in by_session(turns).values()
-        for before, turn in pairwise(session)
-        if turn.is_reply
-    }
-
-
-@lru_cache(maxsize=4096)
-def _params(answer: int, salt: str | None) -> RequestParams:
-    return RequestParams(num_tokens_to_generate=answer, cache_salt=salt)

@@ -1,90 +1,37 @@
-"""Settings of a simulation: model, machine, memory as blocks and snapshot slots, and the limits of the scheduler."""
+"""Settings of a simulation: costs of models, a machine, and memory and limits of an engine."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from megatron_ext.config import ModelConfig
-from megatron_ext.config.costs import EntryCosts, entry_costs
+from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.arena import MIN_SLABS, ArenaBudget, aligned, plan_slabs
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, check_aligned
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
+from megatron_ext.simulation.trace import MAX_IDS
 
-_NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
-ELEMENT_BYTES, STATE_ELEMENT_BYTES = 2, 4  # of keys, values and convolution states; of recurrent states
-
-
-@dataclass(frozen=True)
-class CachedModel:
-    """Model in a simulation.
-
-    Attributes:
-        known: Costs at one block size.
-        longest: Maximum number of tokens of a sequence.
-    """
-
-    known: EntryCosts
-    longest: int
-
-    def reaching(self, tokens: int) -> CachedModel:
-        """Return the same model with another maximum number of tokens of a sequence."""
-        return replace(self, longest=tokens)
-
-    def costs(self, block_size: int) -> EntryCosts:
-        """Return the costs with blocks of this many tokens."""
-        bytes_of_block = self.known.block_bytes * block_size // self.known.block_size
-        return replace(self.known, block_size=block_size, block_bytes=bytes_of_block)
-
-
-def _described(config: ModelConfig) -> CachedModel:
-    """Return an architecture, whose recurrent layers are Mamba-2, with values of 16 bits and states of 32."""
-    pattern = config.hybrid_override_pattern
-    kv_bytes = 2 * pattern.count("*") * config.query_groups * config.head_channels * ELEMENT_BYTES
-    convolved = config.mamba_heads * config.mamba_head_dim + 2 * config.mamba_num_groups * config.mamba_state_dim
-    window = convolved * (config.mamba_conv_kernel - 1) * ELEMENT_BYTES
-    state_bytes = config.recurrent.state_size(config) * STATE_ELEMENT_BYTES + window
-    costs = entry_costs(config, 1, kv_bytes, pattern.count("M") * state_bytes)
-    return CachedModel(costs, config.max_position_embeddings)
-
-
-def _nemotron() -> ModelConfig:
-    """Return Nemotron-H with 8 billion parameters."""
-    return ModelConfig(
-        hybrid_override_pattern=_NEMOTRON,
-        hidden_size=4096,
-        ffn_hidden_size=21504,
-        num_attention_heads=32,
-        num_query_groups=8,
-        kv_channels=128,
-        mamba_state_dim=128,
-        mamba_head_dim=64,
-        mamba_num_heads=128,
-        mamba_num_groups=8,
-        squared_relu=True,
-        max_position_embeddings=131072,
-    )
-
-
-def _llama() -> ModelConfig:
-    """Return Llama 3 with 8 billion parameters."""
-    return ModelConfig(
-        hybrid_override_pattern="*-" * 32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        kv_channels=128,
-        swiglu=True,
-        max_position_embeddings=131072,
-    )
-
-
-MODELS = {"nemotron-h-8b": _described(_nemotron()), "llama-3-8b": _described(_llama())}
+# By `entry_costs`, with keys, values and convolution states of 16 bits, and recurrent states of 32.
+MODELS: Mapping[str, EntryCosts] = {
+    "nemotron-h-8b": EntryCosts(
+        block_size=64,
+        token_flops=14_203_879_424.0,
+        position_flops=65_536.0,
+        block_bytes=64 * 16_384,
+        state_bytes=102_137_856,
+    ),
+    "llama-3-8b": EntryCosts(
+        block_size=64,
+        token_flops=13_958_643_712.0,
+        position_flops=524_288.0,
+        block_bytes=64 * 131_072,
+        state_bytes=0,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -120,58 +67,51 @@ DEFAULT_STATE_SHARE = 0.2  # of a split: a quarter of the buffer, on top of it
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a simulated cache.
+    """Settings of a simulated engine.
 
     Attributes:
         memory_gib: Memory of blocks and snapshot slots together; running states are separate.
         state_share: Share of it for snapshots; None if blocks and snapshots share it all, as by default in an engine.
             Without effect if there are no recurrent layers.
-        block_size: Tokens of a block.
         policy: Name of the eviction policy.
         mode: See `SnapshotMode`.
         provisional_slots: Maximum number of opportunistic snapshots; None for as many as slots are free.
+        overtake_tokens: Budget under the schedule policy `lpm`; None for `fcfs`.
     """
 
     memory_gib: float
     state_share: float | None = None
-    block_size: int = 64
     policy: str = "lru"
     mode: str = "kernel"
     provisional_slots: int | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Limits of a step."""
-
     max_requests: int = 64
     max_tokens: int = 8192
     max_prefills: int = 0
-    overtake_tokens: int | None = None  # budget under the schedule policy `lpm`; None: `fcfs`
+    max_sequence_length: int = MAX_IDS
+    overtake_tokens: int | None = None
 
 
-def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[SchedulerLimits, int | None]:
+def limits_of(costs: EntryCosts, settings: Settings) -> tuple[SchedulerLimits, int | None]:
     """Return the scheduler limits and snapshot slots (None without recurrent layers) for a memory size.
 
     Raises:
         ConfigError: The memory is smaller than a block, or a step is too small for `align`.
     """
-    costs, memory = model.costs(settings.block_size), int(settings.memory_gib * GIB)
     is_shared = settings.state_share is None and costs.state_bytes > 0
-    slabs = _slabs(costs, memory) if is_shared else None
+    slabs = _slabs(costs, int(settings.memory_gib * GIB)) if is_shared else None
     blocks, slots = _split(costs, settings) if slabs is None else (slabs.blocks, slabs.slabs)
     is_aligned = settings.mode == "align" and bool(slots)
     limits = SchedulerLimits(
-        block_size=settings.block_size,
+        block_size=costs.block_size,
         total_blocks=blocks,
         paused_blocks=None,
-        max_requests=batch.max_requests,
-        max_tokens=batch.max_tokens,
-        max_sequence_length=model.longest,
+        max_requests=settings.max_requests,
+        max_tokens=settings.max_tokens,
+        max_sequence_length=settings.max_sequence_length,
         chunked_prefill=True,
         aligned_chunks=is_aligned,
-        max_prefills=batch.max_prefills,
-        overtake_tokens=batch.overtake_tokens,
+        max_prefills=settings.max_prefills,
+        overtake_tokens=settings.overtake_tokens,
         costs=costs,
         opportunistic=OpportunisticRules(settings.provisional_slots),
         slabs=slabs,

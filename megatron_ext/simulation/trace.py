@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -77,39 +77,6 @@ class Ids:
         if self._next > MAX_IDS:
             raise ConfigError(f"the trace has more than {MAX_IDS} different tokens; give fewer or shorter requests")
         return range(self._next - count, self._next)
-
-
-def cut(pieces: Iterable[Sequence[int]], length: int) -> Pieces:
-    """Return the first `length` tokens."""
-    kept: list[Sequence[int]] = []
-    for piece in pieces:
-        if length <= 0:
-            break
-        kept.append(piece[:length])
-        length -= len(piece)
-    return tuple(kept)
-
-
-def append_piece(pieces: list[Sequence[int]], piece: range) -> None:
-    """Append tokens; a piece that continues the last one is merged with it."""
-    last = pieces[-1] if pieces else None
-    if isinstance(last, range) and last.stop == piece.start:
-        pieces[-1] = range(last.start, piece.stop)
-    else:
-        pieces.append(piece)
-
-
-def by_session(turns: Iterable[Turn]) -> dict[int, list[Turn]]:
-    """Return the turns of each session, in order."""
-    sessions: dict[int, list[Turn]] = {}
-    for turn in turns:
-        sessions.setdefault(turn.session, []).append(turn)
-    return sessions
-
-
-def longest_request(turns: Sequence[Turn]) -> int:
-    """Return the tokens of the longest request, with its answer."""
-    return max(turn.prompt_length + len(turn.answer) for turn in turns)
 
 
 def describe(turns: Sequence[Turn]) -> dict[str, int]:

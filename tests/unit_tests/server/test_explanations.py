@@ -173,9 +173,9 @@ class TestTheRecentPast:
         assert skipped > 100
         running = ask_server(str(server.http.base_url).rstrip("/"), "key")
         assert len(running.turns) == 8  # without the one that opted out
-        limits, slots = limits_of(running.model, running.settings, running.batch)
+        limits, slots = limits_of(running.costs, running.settings)
         assert (limits.total_blocks, slots) == (200, 16)
-        outcome = simulate(running.turns, running.model, running.settings, running.batch, FAST)
+        outcome = simulate(running.turns, running.costs, running.settings, FAST)
         assert sum(outcome.skipped) == skipped
 
     @pytest.mark.parametrize(("max_requests", "max_tokens", "kept"), [(3, 1000, 3), (100, 45, 4), (100, 9, 0)])
@@ -214,4 +214,7 @@ class TestTheRecentPast:
         assert half["skipped_tokens"] <= own["skipped_tokens"] <= twice["skipped_tokens"]
         assert own["skipped_tokens"] > 100
         assert command.main([*argv, str(tmp_path / "wrong")]) == 2
-        assert "answers 401" in capsys.readouterr().err
+        assert command.main(["--server", f"{argv[1]}/docs?"]) == 2
+        refused, foreign = capsys.readouterr().err.splitlines()
+        assert "answers 401" in refused
+        assert "does not answer like a server of this package" in foreign

@@ -15,7 +15,7 @@ from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.simulation import formats
 from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.replay import Outcome, Replay, simulate
-from megatron_ext.simulation.settings import MODELS, Batch, Machine, Settings
+from megatron_ext.simulation.settings import MODELS, Machine, Settings
 from megatron_ext.simulation.trace import Turn, describe
 
 MOONCAKE = TRACES / "mooncake_200.jsonl.gz"
@@ -72,7 +72,7 @@ class TestFiles:
         for content in (whole[:-9], b"not compressed"):
             path = tmp_path / f"a.jsonl{suffix}"
             path.write_bytes(content)
-            with pytest.raises(ConfigError, match="line 1: cannot be decompressed"):
+            with pytest.raises(ConfigError, match="line 1: cannot be read or decompressed"):
                 read_trace(path)
 
     def test_a_small_file_that_decompresses_to_a_large_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -148,7 +148,7 @@ def agents() -> list[Turn]:
 
 def play(turns: list[Turn]) -> Outcome:
     """Run turns through a model that all of them fit."""
-    return simulate(turns, MODELS["nemotron-h-8b"].reaching(2**20), Settings(64.0, 0.5), Batch(), Machine())
+    return simulate(turns, MODELS["nemotron-h-8b"], Settings(64.0, 0.5))
 
 
 class TestPlayed:

@@ -14,7 +14,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.simulation.formats import BLOCK_SIZE, read_trace
 from megatron_ext.simulation.replay import Outcome, Replay, simulate
-from megatron_ext.simulation.settings import GIB, MODELS, Batch, CachedModel, Machine, Settings, limits_of
+from megatron_ext.simulation.settings import GIB, MODELS, Machine, Settings, limits_of
 from megatron_ext.simulation.trace import Ids, Turn
 from tests.unit_tests.scheduling.builders import make_request
 
@@ -22,8 +22,8 @@ HYBRID, ATTENTION = MODELS["nemotron-h-8b"], MODELS["llama-3-8b"]
 ROOMY = Settings(64.0, 0.5)
 
 
-def skipped(turns: list[Turn], settings: Settings = ROOMY, model: CachedModel = HYBRID) -> int:
-    return sum(simulate(turns, model, settings, Batch(), Machine()).skipped)
+def skipped(turns: list[Turn], settings: Settings = ROOMY, costs: EntryCosts = HYBRID) -> int:
+    return sum(simulate(turns, costs, settings).skipped)
 
 
 def alternating(shared: int, own: int, count: int = 32) -> list[Turn]:
@@ -93,11 +93,11 @@ class TestReplays:
         turns = alternating(512, 200, 12)
         assert skipped(turns, Settings(64.0, 0.5, provisional_slots=0)) == 4 * 512
         assert skipped(turns) == 8 * 512
-        assert skipped(turns, model=ATTENTION) == 8 * 512
+        assert skipped(turns, costs=ATTENTION) == 8 * 512
 
     def test_equal_bytes(self):
         for share in (0.0, 0.2, 0.8):
-            limits, slots = limits_of(HYBRID, Settings(4.0, share), Batch())
+            limits, slots = limits_of(HYBRID, Settings(4.0, share))
             taken = limits.total_blocks * limits.costs.block_bytes + slots * limits.costs.state_bytes
             assert 4 * GIB - limits.costs.block_bytes < taken <= 4 * GIB
 
@@ -110,7 +110,7 @@ class TestReplays:
             Turn(0, 1.0, (short,), ids.take(1), is_reply=True),
             Turn(1, 0.0, (other,), ids.take(1)),
         ]
-        found = simulate(turns, HYBRID, Settings(8.0, 0.5), Batch(), Machine())
+        found = simulate(turns, HYBRID, Settings(8.0, 0.5, max_sequence_length=131_072))
         assert found.refused == 1
         assert [one is None for one in found.ttft] == [True, False, False]
 
@@ -133,7 +133,8 @@ class TestReplays:
         """SI-3: requests pause and are preempted, and all of them end."""
         ids = Ids()
         turns = [Turn(i, 0.1 * i, (ids.take(100 + 10 * i),), ids.take(300 + 20 * i)) for i in range(12)]
-        limits, slots = limits_of(ATTENTION, Settings(20 * 64 * ATTENTION.known.block_bytes / GIB), Batch(6, 512))
+        memory = 20 * ATTENTION.block_bytes / GIB
+        limits, slots = limits_of(ATTENTION, Settings(memory, max_requests=6, max_tokens=512))
         assert (limits.total_blocks, slots) == (20, None)
         replay = Replay(turns, limits, EvictionPolicyName(policy), slots)
         found = replay.run()
@@ -144,13 +145,12 @@ class TestReplays:
 
 def test_a_moving_border_has_the_memory_of_a_split():
     """HY-5: slabs fill the memory, with either kind; a split needs a share."""
-    costs = HYBRID.costs(64)
-    limits, slots = limits_of(HYBRID, Settings(4.0), Batch())
+    limits, slots = limits_of(HYBRID, Settings(4.0))
     assert limits.slabs is not None
     assert (limits.total_blocks, slots) == (limits.slabs.blocks, limits.slabs.slabs)
-    for filled in (limits.total_blocks * costs.block_bytes, slots * costs.state_bytes):
+    for filled in (limits.total_blocks * HYBRID.block_bytes, slots * HYBRID.state_bytes):
         assert 0.9 * 4 * GIB < filled <= 4 * GIB
-    assert limits_of(HYBRID, Settings(4.0, 0.5), Batch())[0].slabs is None
+    assert limits_of(HYBRID, Settings(4.0, 0.5))[0].slabs is None
 
 
 class TestCommand:
@@ -184,19 +184,8 @@ class TestCommand:
         times = [points[0][f"ttft_p{percent}"] for percent in (50, 90, 95, 99)]
         assert 0 < times[0] < times[1] <= times[2] <= times[3]
         share = f"{points[0]['skipped_share']:.3f}"
-        cells = [
-            "16",
-            "any",
-            "share",
-            "64",
-            "lru",
-            "fcfs",
-            str(points[0]["blocks"]),
-            str(points[0]["slots"]),
-            "0",
-            share,
-        ]
-        assert shown[2].split()[:10] == cells
+        cells = ["16", "lru", "fcfs", str(points[0]["blocks"]), str(points[0]["slots"]), "0", share]
+        assert shown[2].split()[:7] == cells
         assert shown[2].split()[-4:] == [f"{one:.3f}" for one in times]
         assert len(shown) == 6
 
