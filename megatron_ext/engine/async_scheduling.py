@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.engine.executor import AsyncExecutor, Computed, Computing, Executor
+from megatron_ext.engine.executor import Computed, Computing, Executor
 from megatron_ext.engine.result import StepResult
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import StepPlan
@@ -83,7 +83,7 @@ class AsyncScheduling:
 
     Args:
         scheduler: Scheduler that plans steps ahead.
-        executor: Executor of the steps; asynchronous scheduling needs an `AsyncExecutor`.
+        executor: Executor of the steps.
         is_on: True if a request's next step needs nothing but its last token; drafters need the token's value.
 
     Attributes:
@@ -94,7 +94,7 @@ class AsyncScheduling:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, is_on: bool) -> None:
         self._scheduler = scheduler
-        self._executor = executor if is_on and isinstance(executor, AsyncExecutor) else None
+        self._executor = executor if is_on else None
         self._in_flight: InFlightStep | None = None
         self.step_count = self.discarding_count = 0
         self.weights_version = 0

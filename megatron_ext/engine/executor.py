@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.engine.result import StepResult
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
-
-
-class Executor(Protocol):
-    """Executor of steps, one at a time, from their messages alone."""
-
-    def execute(self, step: ScheduledStep) -> StepResult:
-        """Compute a step, including snapshots. If that raises, the step is void."""
-
-    def idle(self) -> None:
-        """Take part in a step without chunks; ranks that share experts take part in the computation of others."""
 
 
 class Computing(Protocol):
@@ -43,21 +33,27 @@ class Computed:
         return self.found
 
 
-@runtime_checkable
-class Launching(Protocol):
-    """Executor that lets the host do other work while it computes."""
+class Executor:
+    """Executor of steps, one at a time and in the order of launches, from their messages alone.
+
+    By default a step is computed when its launch returns. If a method raises, its step is void.
+    """
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        """Compute a step, including snapshots."""
+        raise NotImplementedError
+
+    def idle(self) -> None:
+        """Take part in a step without chunks; ranks that share experts take part in the computation of others."""
 
     def launch(self, step: ScheduledStep) -> Computing:
-        """Launch a step. If that raises, the step is void; steps are computed in the order of launches."""
-
-
-@runtime_checkable
-class AsyncExecutor(Launching, Protocol):
-    """Executor that can launch a step while the one before, whose tokens it uses on the device, is computed."""
+        """Launch a step; the host may do other work while it is computed."""
+        return Computed(self.execute(step))
 
     @property
     def can_launch_next(self) -> bool:
         """True if the tokens of the step launched last are available to another step on the device."""
+        return False
 
     def launch_next(self, step: ScheduledStep) -> Computing | None:
         """Launch a step of requests in the step launched last: decodes of `LAST_SAMPLED`, chunks that go on a prompt.
@@ -65,16 +61,10 @@ class AsyncExecutor(Launching, Protocol):
         Returns:
             None if this step cannot be launched before the tokens of that one are known; then nothing was done.
         """
+        return None
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
         """Set the block hashes of snapshots of a launched step, which were not known then."""
-
-
-def launcher(executor: Executor) -> Callable[[ScheduledStep], Computing]:
-    """Return the function that launches steps; without `Launching`, a step is computed when its launch returns."""
-    if isinstance(executor, Launching):
-        return executor.launch
-    return lambda step: Computed(executor.execute(step))
 
 
 class ModelResources:

@@ -10,7 +10,7 @@ from megatron_ext.engine.async_scheduling import AsyncScheduling, InFlightStep
 from megatron_ext.engine.cache_audit import CacheAudit
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.error_isolation import ErrorIsolation
-from megatron_ext.engine.executor import Executor, launcher
+from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.result import ReplicaStep
@@ -55,7 +55,7 @@ class Replica:
         proposals: Proposals | None,
     ) -> None:
         self.scheduler = scheduler
-        self._executor, self._launch_step = executor, launcher(executor)
+        self._executor = executor
         self._output = output
         self._error_isolation = error_isolation
         self._proposals = proposals
@@ -172,7 +172,7 @@ class Replica:
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         step = self.scheduler.describe(plan)
-        return InFlightStep(plan, step, self._launch_step(step), self.async_scheduling.weights_version)
+        return InFlightStep(plan, step, self._executor.launch(step), self.async_scheduling.weights_version)
 
     def _abandon(self, chunks: Sequence[Chunk], in_flight: InFlightStep | None, error: BaseException) -> None:
         """Requeue the requests of a failed step, and drop the step launched after it."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from megatron_ext.engine.executor import Computed, Computing
+from megatron_ext.engine.executor import Computed, Computing, Executor
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
@@ -24,7 +24,7 @@ from megatron_ext.scheduling.step import ScheduledStep
 Sampled = TypeVar("Sampled")
 
 
-class StepExecutor:
+class StepExecutor(Executor):
     """Executor of steps, one at a time, from their messages alone.
 
     The forward of a step is a graph, if the step fits one (`CudaGraphRunner`); else it is eager: the model's Python
@@ -53,17 +53,17 @@ class StepExecutor:
         return self.launch(step).result()
 
     def launch(self, step: ScheduledStep) -> Computing:
-        """Launch a step, see `Launching.launch`; some eager steps are complete when this returns."""
+        """Launch a step, see `Executor.launch`; some eager steps are complete when this returns."""
         return self._launch(step) or Computed(self.compute_eagerly(step))
 
     @property
     def can_launch_next(self) -> bool:
-        """True if the next step can be launched; see `AsyncExecutor.can_launch_next`."""
+        """True if the next step can be launched; see `Executor.can_launch_next`."""
         runner = self._context.cuda_graph_runner
         return runner is not None and runner.prev_sampled_token_ids.are_on_device
 
     def launch_next(self, step: ScheduledStep) -> Computing | None:
-        """Launch the next step, see `AsyncExecutor.launch_next`."""
+        """Launch the next step, see `Executor.launch_next`."""
         return self._launch(step, is_next=True)
 
     def _launch(self, step: ScheduledStep, *, is_next: bool = False) -> Launched | None:
@@ -96,7 +96,7 @@ class StepExecutor:
         return launched
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
-        """Record the block hashes of snapshots; see `AsyncExecutor.name_states`."""
+        """Record the block hashes of snapshots; see `Executor.name_states`."""
         if states:
             assert self._context.snapshots is not None, "only a model with states has any to name"
             self._context.snapshots.close([one.slot for one in states], [one.block_hash for one in states])

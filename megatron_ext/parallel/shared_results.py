@@ -26,7 +26,7 @@ DIGEST_BYTES = 16
 _LONGEST_VALUE = 200  # characters, in the message
 
 
-class SharedExecutor:
+class SharedExecutor(Executor):
     """Executor that computes this rank's part of a step, if it has one, and returns the whole replica's result.
 
     All ranks know from the step's message what follows, so it is not announced. m tokens are 8 m bytes; scores are

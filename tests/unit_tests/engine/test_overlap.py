@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.core import EngineCore
+from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.thread import EngineThread
@@ -24,7 +25,7 @@ from tests.unit_tests.support.tokenizers import PieceTokenizer
 PROMPT = tuple(range(1, 90))
 
 
-class Device:
+class Device(Executor):
     """Executor with delayed answers that records its calls in order.
 
     Args:
@@ -35,12 +36,6 @@ class Device:
     def __init__(self, notes: list[str]) -> None:
         self.notes, self.is_lost = notes, False
         self.steps = []
-
-    def execute(self, step) -> StepResult:
-        raise AssertionError("it is launched")
-
-    def idle(self) -> None:
-        """Do nothing."""
 
     def launch(self, step):
         self.steps.append(step)
@@ -56,7 +51,7 @@ class Device:
         return answer
 
 
-class AtOnce:
+class AtOnce(Executor):
     """Executor without a separate launch."""
 
     def __init__(self, notes: list[str]) -> None:
@@ -65,9 +60,6 @@ class AtOnce:
     def execute(self, step) -> StepResult:
         self.notes.append("execute")
         return StepResult({one.request_id: 3 for one in step.chunks if one.sampling is not None}, {}, {}, {})
-
-    def idle(self) -> None:
-        """Do nothing."""
 
 
 def new_engine(executor, notes: list[str]) -> EngineCore:

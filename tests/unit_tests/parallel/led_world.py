@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.engine.core import EngineCore
+from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.engine.structured_output import Job
@@ -120,7 +121,7 @@ class HandThread:
         del self._jobs[:count]
 
 
-class Model:
+class Model(Executor):
     """Writes down each message, and answers with tokens and scores."""
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class Model:
         self.steps.append(None)
 
 
-class Listener:
+class Listener(Executor):
     """A follower's executor: it writes down its own message, and of the result gets the tokens."""
 
     def __init__(self, model: Model) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.core import EngineCore
+from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.scheduling.record import RequestRecord
@@ -22,7 +23,7 @@ from tests.unit_tests.support.tokenizers import PieceTokenizer
 WORDS = 100_000
 
 
-class Nothing:
+class Nothing(Executor):
     """Executor whose tokens are made up."""
 
     def execute(self, step: ScheduledStep) -> StepResult:
@@ -31,9 +32,6 @@ class Nothing:
         scored = [chunk for chunk in step.chunks if chunk.scoring is not None]
         prompt = {one.request_id: tuple(Score(-1.0, {}) for _ in one.scoring.targets) for one in scored}
         return StepResult({chunk.request_id: WORDS - 1 for chunk in due}, {}, prompt, {})
-
-    def idle(self) -> None:
-        """Do nothing."""
 
 
 class Replicas:
