@@ -273,7 +273,7 @@ class EngineClient:
 
     def _idle(self) -> None:
         try:
-            self._core.idle()
+            self._core.workers.idle()
         except RankError as error:
             self._note_failed_step(error)
 
@@ -350,7 +350,7 @@ class EngineClient:
         try:
             return request.request_id in self._pending and self._pending[request.request_id].collect()
         except Exception as error:
-            self._core.fail(request, error)
+            self._core.output.fail(request, error)
             return False
 
     def _notify(self, changed: Sequence[EngineRequest]) -> None:
@@ -385,7 +385,7 @@ class EngineClient:
             for one in self._pending.values():
                 assert one.request is not None, "the engine has it"
                 one.step_error = error
-                self._core.fail(one.request, error, is_noted=True)
+                self._core.output.fail(one.request, error, is_noted=True)
         elif self._failures > FAILED_STEPS:
             self._give_up(error)
 

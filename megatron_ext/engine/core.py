@@ -155,14 +155,6 @@ class EngineCore:
         if request_id in self.output:
             raise ConfigError(f"request id {request_id} is in use; choose another")
 
-    def get(self, request_id: int) -> Request:
-        """Return a request that has not been reported.
-
-        Raises:
-            KeyError: No such request has this id.
-        """
-        return self.output.get(request_id)
-
     def abort(self, request: Request, finish_reason: str | None = None) -> bool:
         """End a request as ABORTED and free its blocks and its running state slot at once (EX-8).
 
@@ -175,10 +167,6 @@ class EngineCore:
         """Abort all requests; see `abort`."""
         for request in self.output.requests():
             self.output.abort(request)
-
-    def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
-        """End a request as FAILED; count and log the error unless `is_noted`."""
-        self.output.fail(request, error, is_noted=is_noted)
 
     @property
     def is_busy(self) -> bool:
@@ -273,10 +261,6 @@ class EngineCore:
         with self.error_isolation.guard("the log line of a step"):
             self.step_log.note(step, self.step_count, is_busy=bool(self.output), read=self.statistics)
         return records
-
-    def idle(self) -> None:
-        """Send a heartbeat to other ranks if one is due."""
-        self.workers.idle()
 
     def synchronize(self) -> None:
         """Wait until the device is idle; a step that has been launched ahead keeps its result."""

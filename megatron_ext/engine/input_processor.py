@@ -60,7 +60,7 @@ class InputProcessor:
         Raises:
             ConfigError: The prompt is empty, or contains an id that is not a token.
         """
-        tokens = plain_ids(self._settings.tokenize(prompt, add_bos) if isinstance(prompt, str) else prompt)
+        tokens = _plain_ids(self._settings.tokenize(prompt, add_bos) if isinstance(prompt, str) else prompt)
         self._check_prompt(tokens)
         return tokens
 
@@ -93,7 +93,7 @@ class InputProcessor:
         if params.logit_bias:
             self._settings.vocabulary.check_biased([token for token, _ in params.logit_bias])
         if continued is not None:
-            check_continuation(continued, tokens, params, ends)
+            _check_continuation(continued, tokens, params, ends)
             self._settings.vocabulary.check_prompt(continued.generated_tokens)
         request = Request(
             request_id,
@@ -107,7 +107,7 @@ class InputProcessor:
         )
         self._next_arrival += 1
         if continued is not None:
-            restore_output(request, continued)
+            _restore_output(request, continued)
         return request
 
     def _seed(self, request_id: int, params: RequestParams, continued: RequestRecord | None) -> int | str:
@@ -127,7 +127,7 @@ def _check_checkpoints(positions: Sequence[int], length: int) -> None:
         raise ConfigError(f"cache_checkpoint {last} must be at most the {length} tokens of the prompt")
 
 
-def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:
+def _plain_ids(ids: Sequence[int]) -> tuple[int, ...]:
     """Return token ids as Python integers, whatever type they had; all at once if they can be packed."""
     try:
         return tuple(packed_tokens(ids))
@@ -147,20 +147,10 @@ def check_drafts(params: RequestParams, max_drafts: int) -> None:
         raise ConfigError(f"num_speculative_tokens {asked} must be {limit}")
 
 
-def check_continuation(
+def _check_continuation(
     record: RequestRecord, prompt_tokens: Sequence[int], params: RequestParams, ends: Sequence[int]
 ) -> None:
-    """Check that a request with these parameters can continue the output of a record.
-
-    Args:
-        record: Record of the request that ended early.
-        prompt_tokens: Prompt of the request that continues it.
-        params: Parameters of that request.
-        ends: Tokens that end its output.
-
-    Raises:
-        ConfigError: The output is complete, its prompt is another one, or it lacks log-probs that are requested.
-    """
+    """Check that a request with these parameters and tokens that end it can continue the output of a record."""
     tokens, limit = record.generated_tokens, params.num_tokens_to_generate
     if tuple(prompt_tokens) != record.prompt_tokens:
         raise ConfigError("the prompt differs from the prompt of the record to continue; leave it as it was")
@@ -193,7 +183,7 @@ def _check_scores(record: RequestRecord, params: RequestParams) -> None:
             )
 
 
-def restore_output(request: Request, record: RequestRecord) -> None:
+def _restore_output(request: Request, record: RequestRecord) -> None:
     """Give a request the log-probs and versions of the tokens that it continues."""
     output = request.output
     request.versions.restore(record.weights_version, record.prefix_weights_version)

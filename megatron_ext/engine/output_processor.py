@@ -48,7 +48,11 @@ class OutputProcessor:
         return request_id in self._requests
 
     def get(self, request_id: int) -> Request:
-        """Return a living request, or one that has ended and is not reported yet."""
+        """Return a request that is not reported yet.
+
+        Raises:
+            KeyError: No such request has this id.
+        """
         return self._requests[request_id][0]
 
     def requests(self) -> list[Request]:

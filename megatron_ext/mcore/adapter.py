@@ -228,7 +228,7 @@ class InferenceEngine(Engine):
         Raises:
             KeyError: No living request has this id.
         """
-        if self.core.abort(self.core.get(request_id)):
+        if self.core.abort(self.core.output.get(request_id)):
             self._wake_up()
 
     def has_unfinished_requests(self) -> bool:
@@ -237,7 +237,7 @@ class InferenceEngine(Engine):
 
     def get_request(self, request_id: int) -> Request:
         """Return a living request."""
-        return self.core.get(request_id)
+        return self.core.output.get(request_id)
 
     def _wake_up(self) -> None:
         """Wake upstream's run loop if it is waiting for requests."""

@@ -101,7 +101,7 @@ class PrefixCache:
             self.pool, self.states = self.shared_memory.pool, self.shared_memory.states
         else:
             self.pool = BlockPool(total)
-            self.states = None if slots is None else StateIndex(slots, SnapshotOrder(clock), self)
+            self.states = None if slots is None else StateIndex(slots, self, SnapshotOrder(clock))
         self.entries = CachedEntries(self._index, self.states, self.shared_memory)
         self.eviction_history = EvictionHistory()
         self.kept = KeptData()
@@ -390,7 +390,7 @@ class PrefixCache:
 
     def use(self) -> CacheUse:
         """Return the statistics of the cache, for monitoring."""
-        memory, states = self.shared_memory, self.states or StateIndex(0)
+        memory, states = self.shared_memory, self.states or StateIndex(0, self, SnapshotOrder(count()))
         arena = None if memory is None else memory.arena
         total = self.pool.total - (0 if arena is None else arena.snapshot_count * arena.layout.blocks_per_slab)
         return CacheUse(

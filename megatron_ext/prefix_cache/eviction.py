@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count as counting
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 
@@ -25,8 +24,8 @@ class LeafFirstLru:
         clock: Times of uses; shared with the snapshots if both share one memory.
     """
 
-    def __init__(self, clock: Iterator[int] | None = None) -> None:
-        self._clock = counting() if clock is None else clock
+    def __init__(self, clock: Iterator[int]) -> None:
+        self._clock = clock
         self._times: dict[BlockId, int] = {}
         self._queue: OrderedDict[int, BlockId] = OrderedDict()  # by time
 

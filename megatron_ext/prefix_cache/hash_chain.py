@@ -99,28 +99,25 @@ class HashChain:
         """Forget the hashes of blocks that the first `tokens` tokens do not complete."""
         del self._block_hashes[tokens // self._block_size :]
 
-    def extend(self, tokens: Sequence[int]) -> Sequence[BlockHash]:
-        """Return the block hashes of the complete blocks of `tokens`, which begin with all tokens seen before.
+    def extend(self, tokens: array[int]) -> Sequence[BlockHash]:
+        """Return the block hashes of the complete blocks of packed `tokens`, which begin with all tokens seen before.
 
-        Only blocks that were not complete before are hashed; without a copy if `tokens` are packed.
+        Only blocks that were not complete before are hashed.
         """
         unhashed = self.unhashed(len(tokens))
         if unhashed:
             self._hash(tokens, unhashed)
         return self._block_hashes
 
-    def extend_by(self, tokens: Sequence[int], max_tokens: int) -> None:
+    def extend_by(self, tokens: array[int], max_tokens: int) -> None:
         """Hash at most `max_tokens` more tokens, but at least one block."""
         self._hash(tokens, min(self.unhashed(len(tokens)), max(max_tokens, self._block_size)))
 
-    def _hash(self, tokens: Sequence[int], count: int) -> None:
+    def _hash(self, tokens: array[int], count: int) -> None:
         """Hash the complete blocks among the next `count` tokens."""
         known, size = len(self._block_hashes), self._block_size
         parent = self._block_hashes[-1] if self._block_hashes else self.root
-        if isinstance(tokens, array) and tokens.typecode == _TOKEN_TYPE:
-            self._block_hashes += _hashes_of_blocks(parent, tokens, known, known + count // size, size)
-        else:
-            self._block_hashes += hash_blocks(parent, tokens[known * size : known * size + count], size)
+        self._block_hashes += _hashes_of_blocks(parent, tokens, known, known + count // size, size)
 
     def unhashed(self, length: int) -> int:
         """Return the number of tokens in complete blocks of a sequence of `length` that are not hashed yet."""

@@ -59,7 +59,7 @@ class SharedMemory:
         self.arena = Arena(layout)
         self.pool = BlockPool(layout.blocks, self.arena.blocks)
         self.reuse = Reuse(layout)
-        self.states = StateIndex(layout.slabs, SnapshotOrder(clock, self.reuse), listener, self)
+        self.states = StateIndex(layout.slabs, listener, SnapshotOrder(clock, self.reuse), self)
         self._index, self._unused, self._evict_blocks = index, unused, evict_blocks
         self.arena.blocks.tables += [self.pool.follow_moves, index.follow_moves, unused.follow_moves]
 

@@ -9,7 +9,7 @@ import enum
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from itertools import islice
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.reuse import Reuse
@@ -44,9 +44,8 @@ class SnapshotOrder:
             older than a block of the same age if snapshots have the smaller share, and as younger if blocks have it.
     """
 
-    def __init__(self, clock: Iterator[int] | None = None, reuse: Reuse | None = None) -> None:
-        self._clock = count() if clock is None else clock
-        self._reuse = reuse
+    def __init__(self, clock: Iterator[int], reuse: Reuse | None = None) -> None:
+        self._clock, self._reuse = clock, reuse
         self._ranks: dict[BlockHash, Rank] = {}
         self._queues: dict[Rank, OrderedDict[BlockHash, int]] = {rank: OrderedDict() for rank in Rank}  # with times
 

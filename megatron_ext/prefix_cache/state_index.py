@@ -51,24 +51,18 @@ class StateIndex:
 
     Args:
         total: Number of slots: 0 .. total - 1, until some are exchanged for others.
-        order: Empty eviction order; None for one with a clock of its own.
         listener: Cache that is told of each snapshot that is stored, removed, evicted, displaced or replaced.
+        order: Empty eviction order.
         memory: Memory that the slots share with blocks: a slot is there only while it holds no blocks. None if all
             slots are always there.
     """
 
     def __init__(
-        self,
-        total: int,
-        order: SnapshotOrder | None = None,
-        listener: PrefixCache | None = None,
-        memory: SharedMemory | None = None,
+        self, total: int, listener: PrefixCache, order: SnapshotOrder, memory: SharedMemory | None = None
     ) -> None:
         self.total = total
         self.slots = set(map(SlotId, range(total)))
-        self._listener = listener
-        self._order = SnapshotOrder() if order is None else order
-        self._memory = memory
+        self._listener, self._order, self._memory = listener, order, memory
         self._free: FreePlaces[SlotId] = Stack(sorted(self.slots)) if memory is None else memory.arena
         self._visible: dict[BlockHash, SlotId] = {}
         self._reserved: dict[BlockHash, tuple[SlotId, Rank]] = {}
@@ -165,15 +159,15 @@ class StateIndex:
         if block_hash in self._reserved or (block_hash in self._visible and is_enough):
             return None
         self.drop(block_hash)
-        if instead_of is not None and self._listener is not None:
+        if instead_of is not None:
             self._listener.on_snapshot_replaced(instead_of)
-        if instead_of is not None and self._order.rank(instead_of) is Rank.OPTIONAL:
-            self.drop(instead_of)
-            self.replaced += 1
+            if self._order.rank(instead_of) is Rank.OPTIONAL:
+                self.drop(instead_of)
+                self.replaced += 1
         if not len(self._free) and not self._make_room(rank):
             if rank is not Rank.OPPORTUNISTIC:
                 self.skipped += 1
-                self._note_displaced(block_hash)
+                self._listener.on_snapshot_displaced(block_hash)
             return None
         (slot,) = self._free.take(1)
         self._reserved[block_hash] = (slot, rank)
@@ -209,10 +203,9 @@ class StateIndex:
             self.drop(victim)
             return True
         self._order.remove(victim)
-        if self._listener is not None:
-            self._listener.on_snapshot_evicted(victim, self._visible[victim])
+        self._listener.on_snapshot_evicted(victim, self._visible[victim])
         self._leave(victim)
-        self._note_displaced(victim)
+        self._listener.on_snapshot_displaced(victim)
         self.evicted += 1
         return True
 
@@ -232,8 +225,7 @@ class StateIndex:
             self.opportunistic.taken += 1
         else:
             self.taken += is_taken
-        if self._listener is not None:
-            self._listener.on_snapshot_stored(block_hash)
+        self._listener.on_snapshot_stored(block_hash)
 
     def exchange(self, block_hash: BlockHash, slot: SlotId) -> SlotId:
         """Move the reserved snapshot of `block_hash` to `slot`, which joins the pool in place of the reserved one.
@@ -267,12 +259,7 @@ class StateIndex:
 
     def _leave(self, block_hash: BlockHash) -> None:
         self._free.give([self._visible.pop(block_hash)])
-        if self._listener is not None:
-            self._listener.on_snapshot_removed(block_hash)
-
-    def _note_displaced(self, block_hash: BlockHash) -> None:
-        if self._listener is not None:
-            self._listener.on_snapshot_displaced(block_hash)
+        self._listener.on_snapshot_removed(block_hash)
 
     def clear(self) -> None:
         """Empty all slots, reserved ones too; their writers must not commit."""

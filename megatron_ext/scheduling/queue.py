@@ -54,10 +54,10 @@ class Queues:
 
     Args:
         pins: Receives the blocks that waiting requests are to find cached.
-        order: Order in which waiting requests are admitted; by default the order of arrival.
+        order: Order in which waiting requests are admitted.
     """
 
-    def __init__(self, pins: PrefixCache | None = None, order: WaitingOrder | None = None) -> None:
+    def __init__(self, pins: PrefixCache, order: WaitingOrder) -> None:
         self.waiting = WaitingQueue(pins, order)
         self.running = RequestQueue()
         self.paused = RequestQueue()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from arguments.parser import build_parser, build_server_parser
 from megatron_ext.commands.run import main
+from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.matching import Restore, ResumePoint, resume_point
-from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.snapshots.snapshot_positions import prefill_stops
 from tests.unit_tests.support.source import PACKAGE, ROOT
 
@@ -99,7 +99,7 @@ def test_the_readme_is_short():
 
 def test_the_figure_of_the_token_axis():
     """230 tokens, blocks of 64, three of them cached, a snapshot at the end of the first."""
-    states, block_hashes = StateIndex(2), [b"0", b"1", b"2"]
+    states, block_hashes = PrefixCache(1, None, 2).states, [b"0", b"1", b"2"]
     slot = states.reserve(block_hashes[0])
     states.commit(block_hashes[0])
     point = resume_point(230, block_hashes, 64, states, lambda block_hash: block_hashes.index(block_hash) + 1)

@@ -312,31 +312,13 @@ NETWORK_TYPES = frozenset(
 )
 
 
-def file_system_type(path: str, table: str) -> str:
-    """Return the type of the file system at an absolute path without links; empty if the table does not have it.
-
-    Args:
-        path: The path.
-        table: Text of a mount table; of equal mount points the last one is on top.
-    """
-    found, longest = "", -1
-    for line in table.splitlines():
-        fields, _, rest = line.partition(" - ")
-        point = _unescaped(fields.split()[4])
-        covers = point == "/" or path == point or path.startswith(f"{point}/")
-        if covers and len(point) >= longest:
-            found, longest = rest.split()[0], len(point)
-    return found
-
-
 def network_type(handle: int) -> str | None:
     """Return the type of the network file system that an open directory is on; None if it is on a local one."""
-    found = file_system_type(os.readlink(f"/proc/self/fd/{handle}"), MOUNT_TABLE.read_text(errors="surrogateescape"))
-    return found if found in NETWORK_TYPES else None
-
-
-def _unescaped(point: str) -> str:
-    """Return a mount point whose blanks and backslashes are written as octal numbers in the table."""
-    for code, character in (("040", " "), ("011", "\t"), ("012", "\n"), ("134", "\\")):
-        point = point.replace(f"\\{code}", character)
-    return point
+    device = os.fstat(handle).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in MOUNT_TABLE.read_text(errors="surrogateescape").splitlines():
+        mount, _, file_system = line.partition(" - ")
+        found = file_system.split()[0]
+        if mount.split()[2] == number and found in NETWORK_TYPES:
+            return found
+    return None

@@ -46,12 +46,11 @@ class WaitingQueue:
     Args:
         pins: Pins the blocks that followers wait for, from when they fall asleep until they leave or drop the prefix
             wait.
-        order: Order of admission, without requests; by default the order of arrival.
+        order: Order of admission, without requests.
     """
 
-    def __init__(self, pins: PrefixCache | None = None, order: WaitingOrder | None = None) -> None:
-        self._pins = pins
-        self.order = order or WaitingOrder()
+    def __init__(self, pins: PrefixCache, order: WaitingOrder) -> None:
+        self._pins, self.order = pins, order
         self._members: set[Request] = set()
         self._prefix_waits: dict[Request, PrefixWait] = {}
         self._sleepers: dict[BlockHash, dict[Request, None]] = {}  # by the block hash that they wait for
@@ -125,10 +124,9 @@ class WaitingQueue:
         self.order.sleep(request)
         previous = self._prefix_waits.get(request)
         self._prefix_waits[request] = PrefixWait(leader, block_hash, blocks)
-        if self._pins is not None:
-            self._pins.want(block_hash)  # before unpinning the other, which may be all that keeps these blocks
-            if previous is not None:
-                self._pins.unwant(previous.block_hash)
+        self._pins.want(block_hash)  # before unpinning the other, which may be all that keeps these blocks
+        if previous is not None:
+            self._pins.unwant(previous.block_hash)
         self._sleepers.setdefault(block_hash, {})[request] = None
         self._followers.setdefault(leader, {})[request] = None
 
@@ -162,7 +160,7 @@ class WaitingQueue:
 
     def _drop_prefix_wait(self, request: Request) -> None:
         prefix_wait = self._prefix_waits.pop(request, None)
-        if prefix_wait is not None and self._pins is not None:
+        if prefix_wait is not None:
             self._pins.unwant(prefix_wait.block_hash)
 
     def _wake(self, requests: Sequence[Request]) -> None:
@@ -188,9 +186,8 @@ class WaitingQueue:
             assert all(table.values()), "an entry without requests"
             assert len(indexed) == len(asleep), "the sleepers and their index disagree"
             assert all(getattr(asleep[request], name) == key for request, key in indexed), f"another {name}"
-        if self._pins is not None:
-            pinned = Counter(prefix_wait.block_hash for prefix_wait in self._prefix_waits.values())
-            assert pinned == self._pins.wanted(), "blocks kept and blocks wanted disagree"
+        pinned = Counter(prefix_wait.block_hash for prefix_wait in self._prefix_waits.values())
+        assert pinned == self._pins.wanted(), "blocks kept and blocks wanted disagree"
 
 
 def _take_from(table: dict[Key, dict[Request, None]], key: Key, request: Request) -> None:

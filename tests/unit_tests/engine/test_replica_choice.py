@@ -148,7 +148,7 @@ class TestKnowledge:
         """KV-7: aborted requests and those that no replica can serve are forgotten."""
         world = Replicas(2)
         world.add(range(3000), 500)
-        request = world.core.get(0)
+        request = world.core.output.get(0)
         assert world.add(range(100, 200), 1) == 1
         world.core.abort(request)
         assert world.add(range(world.limits.max_sequence_length + 1), 1) == -1

@@ -168,12 +168,14 @@ class LedMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.living())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.core.abort(self.core.get(data.draw(st.sampled_from(self.living()), "aborted")))
+        self.core.abort(self.core.output.get(data.draw(st.sampled_from(self.living()), "aborted")))
 
     @precondition(lambda self: self.living())
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        self.core.fail(self.core.get(data.draw(st.sampled_from(self.living()), "failed")), ValueError("planted"))
+        self.core.output.fail(
+            self.core.output.get(data.draw(st.sampled_from(self.living()), "failed")), ValueError("planted")
+        )
 
     @rule(weights=st.booleans())
     def reset(self, weights: bool) -> None:
@@ -368,7 +370,7 @@ class TestFleet:
         monkeypatch.setattr(world.driver, "_send", lose)
         world.driver.heartbeat = 0.0
         with pytest.raises(RankError, match="Connection closed") as first:
-            world.core.idle()
+            world.core.workers.idle()
         with pytest.raises(RankError, match="no longer in step") as later:
             world.driver.go_live()
         assert later.value.__cause__ is first.value

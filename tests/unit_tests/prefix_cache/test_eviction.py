@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from megatron_ext.prefix_cache.eviction import LeafFirstLru
 
 
 def test_blocks_go_in_the_order_in_which_they_were_left():
-    order = LeafFirstLru()
+    order = LeafFirstLru(count())
     order.hold([5, 2, 9])
     order.take_out([5])
     order.hold([5])
@@ -29,7 +31,7 @@ def test_none_goes_that_was_left_after_a_time():
 
 
 def test_no_block_is_left_twice():
-    order = LeafFirstLru()
+    order = LeafFirstLru(count())
     order.hold([5, 2])
     with pytest.raises(AssertionError, match="twice"):
         order.hold([1, 2])

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_ext.prefix_cache.hash_chain import HASH_BYTES, HashChain, hash_blocks, root_hash
+from megatron_ext.prefix_cache.hash_chain import HASH_BYTES, HashChain, hash_blocks, packed_tokens, root_hash
 
 ROOT = root_hash([b"model"])
 BLOCK = 4
-TOKENS = [31, 7, 12, 90_000, 5, 5, 5, 5, 0, 1, 2, 3]
+TOKENS = packed_tokens([31, 7, 12, 90_000, 5, 5, 5, 5, 0, 1, 2, 3])
 
 
 def block_hashes(tokens=TOKENS, root=ROOT, block_size=BLOCK):
@@ -78,18 +78,18 @@ def test_a_chain_hashes_each_block_once(monkeypatch):
     from megatron_ext.prefix_cache import hash_chain
 
     hashed = []
-    original = hash_chain.hash_blocks
+    original = hash_chain._hashes_of_blocks
 
-    def counting(parent, tokens, block_size):
-        result = original(parent, tokens, block_size)
+    def counting(*arguments):
+        result = original(*arguments)
         hashed.append(len(result))
         return result
 
-    monkeypatch.setattr(hash_chain, "hash_blocks", counting)
+    monkeypatch.setattr(hash_chain, "_hashes_of_blocks", counting)
     chain = HashChain(ROOT, BLOCK)
     for before, after in pairwise(range(0, 41, 3)):
-        chain.extend(list(range(before)))
-        chain.extend(list(range(after)))
+        chain.extend(packed_tokens(range(before)))
+        chain.extend(packed_tokens(range(after)))
     assert sum(hashed) == len(chain)
 
 
@@ -97,7 +97,7 @@ def test_a_chain_hashes_each_block_once(monkeypatch):
 @pytest.mark.parametrize("length", [2_047, 2_048, 2_049, 7_001])
 def test_a_long_prompt_is_hashed_in_pieces_that_do_not_show(length, block_size):
     """KV-1: pieces do not show even if none is a multiple of the block, or after a slice hashed ahead."""
-    tokens = random.Random(length).choices(range(100_000), k=length)
+    tokens = packed_tokens(random.Random(length).choices(range(100_000), k=length))
     whole = block_hashes(tokens, block_size=block_size)
     at_once, ahead = HashChain(ROOT, block_size), HashChain(ROOT, block_size)
     ahead.extend_by(tokens, 5_000)
@@ -119,7 +119,7 @@ def test_a_chain_that_grows_by_slices_is_the_same(slice_tokens):
 @pytest.mark.parametrize("common", [0, 3, 4, 6, 8, 11, 12])
 def test_a_fork_has_the_digests_of_the_common_blocks_only(common: int):
     """KV-1: a sequence that diverges inside a block has its own digests from that block on."""
-    chain, other = HashChain(ROOT, BLOCK), [*TOKENS[:common], *range(50, 70)]
+    chain, other = HashChain(ROOT, BLOCK), packed_tokens([*TOKENS[:common], *range(50, 70)])
     chain.extend(TOKENS)
     fork = chain.fork(common)
     assert len(fork) == common // BLOCK

@@ -6,15 +6,20 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import StateIndex
 
 ALL = [bytes([i]) for i in range(8)]
 
 
+def make_index(total: int) -> StateIndex:
+    return PrefixCache(1, None, total).states
+
+
 def filled(total: int, block_hashes: bytes, optional: bytes = b"") -> StateIndex:
     """An index with a visible snapshot of each block hash (a byte), taken in this order."""
-    index = StateIndex(total)
+    index = make_index(total)
     for block_hash in block_hashes:
         index.reserve(bytes([block_hash]), Rank.OPTIONAL if block_hash in optional else Rank.ORDINARY)
         index.commit(bytes([block_hash]))
@@ -30,7 +35,7 @@ class Lives(RuleBasedStateMachine):
 
     @initialize(total=st.integers(0, 4))
     def build(self, total: int) -> None:
-        self.index = StateIndex(total)
+        self.index = make_index(total)
         self.total = total
         self.order: list[bytes] = []
         self.ranks: dict[bytes, Rank] = {}
@@ -131,7 +136,7 @@ TestLives.settings = settings(max_examples=50, stateful_step_count=40, deadline=
 
 def test_a_provisional_one_takes_a_free_slot_only():
     """SI-1: an opportunistic one does not take the slot of another, which has equal rank."""
-    index = StateIndex(1)
+    index = make_index(1)
     index.reserve(b"a", Rank.OPPORTUNISTIC)
     assert index.opportunistic_count == 1, "their number is bounded, with those that are being written"
     index.commit(b"a")

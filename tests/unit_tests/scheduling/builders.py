@@ -15,6 +15,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
+from megatron_ext.scheduling.waiting_order import WaitingOrder
 
 # Blocks of 4 tokens, so that sizes are easy to follow by hand.
 LIMITS = SchedulerLimits(
@@ -47,8 +48,8 @@ class Situation:
 
     def __init__(self, **limits: object) -> None:
         self.limits = make_limits(**limits)
-        self.queues = Queues()
         self.cache = PrefixCache(self.limits.total_blocks, None)
+        self.queues = Queues(self.cache, WaitingOrder())
         self._used_slots = 0
 
     @property

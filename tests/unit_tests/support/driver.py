@@ -271,7 +271,9 @@ class Driver:
             computed = {chunk.request_id for chunk in step.chunks}
             forks = [row for row in step.sampling if row.request_id not in computed]
             for fork, row in zip(forks, rows, strict=True):
-                self.seen[fork.request_id].logits[self.engine.core.get(fork.request_id).prompt_length].append(row)
+                self.seen[fork.request_id].logits[self.engine.core.output.get(fork.request_id).prompt_length].append(
+                    row
+                )
             return logits
 
         controller.forward = forward_watched

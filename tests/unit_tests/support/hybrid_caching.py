@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain
+from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain, packed_tokens
 from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.runner.recorded_steps import RecordedSteps
 from tests.unit_tests.support.caching import Broken, CachingDriver
@@ -67,7 +67,7 @@ class HybridDriver(CachingDriver):
     def _hashes(self, tokens: Sequence[int], salt: str | None) -> Sequence[BlockHash]:
         """Block hashes of the complete blocks of `tokens`."""
         chain = HashChain(self.scheduler._keys.root(salt), self.scheduler.limits.block_size)
-        return chain.extend(list(tokens))
+        return chain.extend(packed_tokens(tokens))
 
     def slot_of(self, tokens: Sequence[int], salt: str | None = None) -> SlotId | None:
         """Slot of the snapshot after all of `tokens`, which end at a boundary."""

@@ -177,7 +177,7 @@ def follow_another(queue: WaitingQueue) -> None:
 )
 def test_check_finds(damage: Callable[[WaitingQueue], None]):
     """Negative controls of the queue's own check."""
-    queue = WaitingQueue(PrefixCache(4, LRU))
+    queue = WaitingQueue(PrefixCache(4, LRU), WaitingOrder())
     requests = [make_request(arrival, 8) for arrival in range(4)]
     for request in requests:
         queue.add(request)
@@ -190,7 +190,8 @@ def test_check_finds(damage: Callable[[WaitingQueue], None]):
 
 def test_a_sleeper_that_concerns_several_plans_has_one_turn():
     """KV-6: its turn is in its place, not one per leader that it may now follow; earlier ones had theirs."""
-    queue, requests = WaitingQueue(), [request_of(arrival, [arrival]) for arrival in range(6)]
+    queue = WaitingQueue(PrefixCache(4, LRU), WaitingOrder())
+    requests = [request_of(arrival, [arrival]) for arrival in range(6)]
     for request in requests:
         queue.add(request)
     for request in (requests[1], requests[2], requests[4], requests[5]):
@@ -206,7 +207,7 @@ def test_a_sleeper_that_concerns_several_plans_has_one_turn():
 
 def test_sleepers_join_behind_a_request_that_is_put_forward():
     """SC-5: an overtaker is refused, and the earliest request goes first; sleepers between them still have a turn."""
-    queue = WaitingQueue(order=WaitingOrder(10))
+    queue = WaitingQueue(PrefixCache(4, LRU), WaitingOrder(10))
     requests = [request_of(arrival, [arrival]) for arrival in range(3)]
     for request, skipped in zip(requests, (0, 16, 32), strict=True):
         queue.add(request)
