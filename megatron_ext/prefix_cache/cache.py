@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
@@ -16,7 +16,6 @@ from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.eviction_history import EvictionHistory
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.kept_data import KeptData
-from megatron_ext.prefix_cache.lower_tier import CachedEntries
 from megatron_ext.prefix_cache.observer import CacheObserver
 from megatron_ext.prefix_cache.origins import DiskOrigins
 from megatron_ext.prefix_cache.shared_memory import SharedMemory
@@ -55,6 +54,24 @@ class CacheUse:
     blocks_moved: int = 0  # to free a slab, over the engine's life
 
 
+class CachedEntry(NamedTuple):
+    """Cached entry, and where its bytes lie.
+
+    Attributes:
+        block_hash: Hash of the block, or of the block at whose end the snapshot was taken.
+        parent: Hash of the block before; None for the first one of a sequence.
+        depth: Blocks from the start of the sequence, this one included.
+        block: Where the bytes of a block lie until pending copies are made; None for a snapshot.
+        slot: The same of a snapshot; None for a block.
+    """
+
+    block_hash: BlockHash
+    parent: BlockHash | None
+    depth: int
+    block: BlockId | None
+    slot: SlotId | None
+
+
 class PrefixCache:
     """Pool of KV blocks whose contents can be found again by block hash.
 
@@ -90,19 +107,18 @@ class PrefixCache:
     ) -> None:
         self.is_enabled = policy is not None
         self.epoch = 0  # blocks begun in an earlier epoch are not published
-        self._index = BlockIndex()
+        self.index = BlockIndex()
         self._keeps_unused = policy is EvictionPolicyName.LRU
         clock = count()
         self._unused = LeafFirstLru(clock)  # cached blocks that no request uses
         self.shared_memory: SharedMemory | None = None
         self.states: StateIndex | None = None
         if slabs is not None:
-            self.shared_memory = SharedMemory(slabs, self._index, self._unused, self._evict, clock, self)
+            self.shared_memory = SharedMemory(slabs, self.index, self._unused, self._evict, clock, self)
             self.pool, self.states = self.shared_memory.pool, self.shared_memory.states
         else:
             self.pool = BlockPool(total)
             self.states = None if slots is None else StateIndex(slots, self, SnapshotOrder(clock))
-        self.entries = CachedEntries(self._index, self.states, self.shared_memory)
         self.eviction_history = EvictionHistory()
         self.kept = KeptData()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
@@ -144,15 +160,15 @@ class PrefixCache:
 
     def match(self, block_hashes: Sequence[BlockHash]) -> Sequence[BlockId]:
         """Return the blocks of the longest cached run from the start. Read-only: pin them before any allocation."""
-        return self._index.longest_run(block_hashes)
+        return self.index.longest_run(block_hashes)
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
         """Return the cached block of `block_hash`, or None."""
-        return self._index.find(block_hash)
+        return self.index.find(block_hash)
 
     def depth_of(self, block_hash: BlockHash) -> int:
         """Return the depth of a cached block: blocks from the start of its sequence to its end."""
-        return self._index.depth(block_hash)
+        return self.index.depth(block_hash)
 
     def is_evictable(self, block: BlockId) -> bool:
         """Return whether `block` is evictable, so that pinning it leaves one block fewer available."""
@@ -160,7 +176,7 @@ class PrefixCache:
 
     def pin(self, blocks: Sequence[BlockId]) -> None:
         """Take a reference to each matched block."""
-        assert len(self._index.among(blocks)) == len(blocks), f"some of {blocks} are not cached"
+        assert len(self.index.among(blocks)) == len(blocks), f"some of {blocks} are not cached"
         self._unused.take_out(self.pool.retain(blocks))
 
     def allocate(self, count: int) -> list[BlockId]:
@@ -177,26 +193,48 @@ class PrefixCache:
         blocks = self._unused.evict(most, limit, self._spared_run if self._spared else None)
         if not blocks:
             return 0
-        parent = self._index.parent(blocks[-1])
+        parent = self.index.parent(blocks[-1])
         if self.lower_tier is not None:
-            self.lower_tier.on_evicted(self.entries.of_blocks(blocks))
-        self.eviction_history.on_blocks_evicted(list(map(self._index.hash_of, blocks)), self.states)
+            self.lower_tier.on_evicted(self._evicted_entries(blocks))
+        self.eviction_history.on_blocks_evicted(list(map(self.index.hash_of, blocks)), self.states)
         self._drop(blocks)
         self._evicted += len(blocks)
         self._drop_unneeded(parent)  # its wanted child is gone
         return len(blocks)
+
+    def _evicted_entries(self, blocks: Iterable[BlockId]) -> list[CachedEntry]:
+        """Return cached blocks, each followed by its snapshot, if a request has asked for it."""
+        found, states = [], self.states
+        for block_hash in map(self.index.hash_of, blocks):
+            found.append(self.entry(block_hash, is_snapshot=False))
+            if states is not None and states.among([block_hash]) and not states.is_provisional(block_hash):
+                found.append(self.entry(block_hash, is_snapshot=True))
+        return found
+
+    def entry(self, block_hash: BlockHash, *, is_snapshot: bool) -> CachedEntry:
+        """Return the cached block of a hash, or its visible snapshot."""
+        arena = None if self.shared_memory is None else self.shared_memory.arena
+        parent, depth = self.index.parent_hash(block_hash), self.index.depth(block_hash)
+        if is_snapshot:
+            slot = None if self.states is None else self.states.find(block_hash)
+            assert slot is not None, "the snapshot is visible"
+            slot = slot if arena is None else arena.source_of_snapshot(block_hash, slot)
+            return CachedEntry(block_hash, parent, depth, None, slot)
+        block = self.index.find(block_hash)
+        assert block is not None, "the block is cached"
+        return CachedEntry(block_hash, parent, depth, block if arena is None else arena.source_of_block(block), None)
 
     def spare(self, runs: Sequence[Sequence[BlockHash]]) -> None:
         """Evict the cached blocks and snapshots of these sequences after all others from now on."""
         self._spared = runs
 
     def _is_spared(self, block_hash: BlockHash) -> bool:
-        depth = self._index.depth(block_hash) if self._spared else 0
+        depth = self.index.depth(block_hash) if self._spared else 0
         return any(len(run) >= depth and run[depth - 1] == block_hash for run in self._spared)
 
     def _spared_run(self, block: BlockId) -> list[BlockId]:
         """Return a spared block and the unused ones before it, from its end; an empty list if it is not spared."""
-        index, block_hash = self._index, self._index.hash_of(block)
+        index, block_hash = self.index, self.index.hash_of(block)
         if not self._is_spared(block_hash):
             return []
         found = map(index.find, index.ancestors(block_hash))
@@ -212,7 +250,7 @@ class PrefixCache:
         self._wanted[block_hash] -= 1
         if not self._wanted[block_hash]:
             del self._wanted[block_hash]
-            self._drop_unneeded(self._index.find(block_hash))
+            self._drop_unneeded(self.index.find(block_hash))
 
     def wanted(self) -> dict[BlockHash, int]:
         """Return the wanted block hashes, each with the number of requests that wait for it."""
@@ -220,14 +258,14 @@ class PrefixCache:
 
     def _is_needed(self, block: BlockId) -> bool:
         """Return whether the cached `block` is wanted by a waiting request, or has a cached child."""
-        return self._index.hash_of(block) in self._wanted or self._index.children(block) > 0
+        return self.index.hash_of(block) in self._wanted or self.index.children(block) > 0
 
     def _drop_unneeded(self, block: BlockId | None) -> None:
         """Drop `block` if it was kept only for waiting requests and none is left; then its parent, and so on."""
         while block is not None and not self._keeps_unused and block in self._unused:
             if self._is_needed(block):
                 return
-            parent = self._index.parent(block)
+            parent = self.index.parent(block)
             self._unused.take_out([block])
             self._drop([block])
             block = parent
@@ -242,7 +280,7 @@ class PrefixCache:
             reference moves to that one, and its own block is released. Since an indexed block's parents are indexed,
             contents that are cached already are at the start of the run.
         """
-        known = list(self._index.longest_run(block_hashes))
+        known = list(self.index.longest_run(block_hashes))
         count = len(known)
         if known:
             swapped = [(own, other) for own, other in zip(blocks, known, strict=False) if own != other]
@@ -250,7 +288,7 @@ class PrefixCache:
             self.pool.release([own for own, _ in swapped])
             parent, block_hashes, blocks = block_hashes[count - 1], block_hashes[count:], blocks[count:]
         if block_hashes:
-            self._index.add(block_hashes, blocks, parent)
+            self.index.add(block_hashes, blocks, parent)
             self.eviction_history.on_blocks_stored(block_hashes)
             if self.shared_memory is not None:
                 self.shared_memory.reuse.on_blocks_stored(block_hashes)
@@ -264,10 +302,10 @@ class PrefixCache:
             snapshots: Snapshots that it resumed from or took, which are as recently used as its blocks.
         """
         unused = self.pool.let_go(reversed(table))
-        kept = self._index.among(unused) if self._keeps_unused else self._keep_needed(unused)
+        kept = self.index.among(unused) if self._keeps_unused else self._keep_needed(unused)
         self._unused.hold(kept)
         if len(kept) < len(unused):
-            self.pool.free([block for block in unused if block not in self._index])
+            self.pool.free([block for block in unused if block not in self.index])
         if self.shared_memory is not None:
             for block_hash in snapshots:
                 self.shared_memory.states.touch(block_hash)
@@ -275,7 +313,7 @@ class PrefixCache:
     def _keep_needed(self, unused: Iterable[BlockId]) -> list[BlockId]:
         """Return the needed blocks among unused ones, given from a sequence's end to its start; forget the others."""
         kept = []
-        for block in self._index.among(unused):
+        for block in self.index.among(unused):
             if self._is_needed(block):
                 kept.append(block)
             else:
@@ -287,7 +325,7 @@ class PrefixCache:
         self.pool.free(blocks)
 
     def _forget(self, blocks: Sequence[BlockId]) -> None:
-        block_hashes = self._index.remove(blocks)
+        block_hashes = self.index.remove(blocks)
         if self.states is not None:
             for block_hash in self.states.among(block_hashes):
                 self.states.drop(block_hash)
@@ -301,8 +339,8 @@ class PrefixCache:
 
     def continuations(self, block_hash: BlockHash, *, itself: bool) -> list[BlockId]:
         """Return the cached blocks that continue the one of `block_hash`, and that one; each after its children."""
-        found = self._index.descendants(block_hash)
-        return [one for one in found if itself or self._index.hash_of(one) != block_hash]
+        found = self.index.descendants(block_hash)
+        return [one for one in found if itself or self.index.hash_of(one) != block_hash]
 
     def drop_all(self, blocks: Iterable[BlockId]) -> int:
         """Drop cached blocks that no request uses, each after its children; return how many were still cached."""
@@ -318,7 +356,7 @@ class PrefixCache:
         """Forget all contents: no block cached before is matched, and no block begun before is published."""
         self.pool.free(list(self._unused))
         self._unused.clear()
-        self._index.clear()
+        self.index.clear()
         if self.states is not None:
             self.states.clear()
         self.eviction_history.clear()
@@ -344,10 +382,10 @@ class PrefixCache:
         for observer in self.observers:
             observer.on_snapshot_removed(block_hash)
 
-    def on_snapshot_evicted(self, block_hash: BlockHash, slot: SlotId) -> None:
+    def on_snapshot_evicted(self, block_hash: BlockHash) -> None:
         """Let the tier below take a snapshot, not opportunistic, that is about to leave its slot for want of memory."""
         if self.lower_tier is not None:
-            self.lower_tier.on_evicted([self.entries.of_snapshot(block_hash, slot)])
+            self.lower_tier.on_evicted([self.entry(block_hash, is_snapshot=True)])
 
     def on_snapshot_displaced(self, block_hash: BlockHash) -> None:
         """Record a snapshot that lost its slot to another one or found none: more slots would have kept it."""
@@ -364,18 +402,18 @@ class PrefixCache:
 
     def count_hit(self, block: BlockId) -> None:
         """Count a request that has resumed at the end of `block`, or within it."""
-        self._index.count_hit(block)
+        self.index.count_hit(block)
 
     def hottest(self, count: int) -> list[CachedPrefix]:
         """Return the prefixes that most requests resumed from, the hottest first."""
-        return self._index.hottest(count)
+        return self.index.hottest(count)
 
     def by_worth(self) -> Iterator[tuple[BlockHash, bool]]:
         """Yield block hashes and whether each stands for a snapshot, by falling worth, a block after its parents.
 
         A snapshot follows its block. Blocks that no snapshot needs come last, as far as there are snapshots.
         """
-        index, yielded = self._index, set[BlockHash]()
+        index, yielded = self.index, set[BlockHash]()
         snapshots = [] if self.states is None else self.states.by_priority()[::-1]
         in_use = [block for block in index if block not in self._unused]
         blocks = [index.hash_of(block) for block in (*in_use, *reversed(list(self._unused)))]
@@ -395,7 +433,7 @@ class PrefixCache:
         total = self.pool.total - (0 if arena is None else arena.snapshot_count * arena.layout.blocks_per_slab)
         return CacheUse(
             blocks_total=total,
-            blocks_cached=len(self._index),
+            blocks_cached=len(self.index),
             blocks_evictable=len(self._unused),
             blocks_in_use=total - self.pool.free_count - len(self._unused),
             blocks_evicted=self._evicted,
@@ -406,9 +444,9 @@ class PrefixCache:
             snapshots_skipped=states.skipped,
             snapshots_replaced=states.replaced,
             provisional_slots=states.used_provisional_count,
-            provisional_taken=states.opportunistic.taken,
-            provisional_consumed=states.opportunistic.consumed,
-            provisional_given_up=states.opportunistic.given_up,
+            provisional_taken=states.provisional_taken,
+            provisional_consumed=states.provisional_consumed,
+            provisional_given_up=states.provisional_given_up,
             slabs_total=0 if arena is None else arena.layout.slabs,
             slabs_of_blocks=0 if arena is None else arena.blocks.slab_count,
             slabs_of_snapshots=0 if arena is None else arena.snapshot_count,
@@ -418,7 +456,7 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
-        index, cached = self._index, set(self._index.block_hashes())
+        index, cached = self.index, set(self.index.block_hashes())
         index.check()
         if self.shared_memory is not None:
             self.shared_memory.check(cached)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, KeysView, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType
 
 from megatron_ext.prefix_cache.block_pool import FreePlaces, Stack
@@ -20,22 +19,6 @@ SPARED_PRIORITY = 2**62  # of snapshots: after all blocks that are not in use
 SlotId = NewType("SlotId", int)
 
 
-@dataclass
-class OpportunisticUse:
-    """Counts of opportunistic snapshots by outcome.
-
-    Attributes:
-        taken: Snapshots written.
-        consumed: Snapshots that a request resumed from, which made them ordinary ones.
-        given_up: Snapshots gone before that: for want of a slot, with their block, for a requested snapshot of the
-            same states, or by a reset.
-    """
-
-    taken: int = 0
-    consumed: int = 0
-    given_up: int = 0
-
-
 class StateIndex:
     """Slots of the snapshot pool; a snapshot's key is the hash of the block at whose end it was taken.
 
@@ -47,7 +30,7 @@ class StateIndex:
     and are evicted before any other, so that they never cost a snapshot of prefill. *Opportunistic* snapshots, which
     no request asked for, are left by a long prefill on its way, in case another request diverges from it there (SI-1).
     They take free slots only, and are evicted before even those. The counts of snapshots taken, present and evicted
-    leave them out until they are consumed; they have counts of their own (`opportunistic`).
+    leave them out until they are consumed; they have counts of their own (`provisional_taken` and so on).
 
     Args:
         total: Number of slots: 0 .. total - 1, until some are exchanged for others.
@@ -71,7 +54,9 @@ class StateIndex:
         self.skipped = 0
         self.evicted = 0  # for want of a slot
         self.replaced = 0  # by the next one of the same request
-        self.opportunistic = OpportunisticUse()
+        self.provisional_taken = 0  # opportunistic ones that were written
+        self.provisional_consumed = 0  # of these, resumed from by a request, which made them ordinary ones
+        self.provisional_given_up = 0  # gone before: for their slot or a requested one, with their block, by a reset
 
     @property
     def used_count(self) -> int:
@@ -136,7 +121,7 @@ class StateIndex:
 
     def consume(self, block_hash: BlockHash) -> None:
         """Note that a request resumes from the visible snapshot of `block_hash`."""
-        self.opportunistic.consumed += self.is_provisional(block_hash)
+        self.provisional_consumed += self.is_provisional(block_hash)
         self._order.use(block_hash)
 
     def reserve(
@@ -203,7 +188,7 @@ class StateIndex:
             self.drop(victim)
             return True
         self._order.remove(victim)
-        self._listener.on_snapshot_evicted(victim, self._visible[victim])
+        self._listener.on_snapshot_evicted(victim)
         self._leave(victim)
         self._listener.on_snapshot_displaced(victim)
         self.evicted += 1
@@ -222,7 +207,7 @@ class StateIndex:
             self._memory.reuse.on_snapshot_stored(block_hash)
         self._order.add(block_hash, rank)
         if rank is Rank.OPPORTUNISTIC:
-            self.opportunistic.taken += 1
+            self.provisional_taken += 1
         else:
             self.taken += is_taken
         self._listener.on_snapshot_stored(block_hash)
@@ -253,7 +238,7 @@ class StateIndex:
     def drop(self, block_hash: BlockHash) -> None:
         """Drop the visible snapshot of `block_hash`, if any, which then does not count as evicted."""
         if block_hash in self._visible:
-            self.opportunistic.given_up += self.is_provisional(block_hash)
+            self.provisional_given_up += self.is_provisional(block_hash)
             self._order.remove(block_hash)
             self._leave(block_hash)
 
@@ -268,7 +253,7 @@ class StateIndex:
         else:
             self._free.give([*self._visible.values(), *(slot for slot, _ in self._reserved.values())])
         self._visible.clear()
-        self.opportunistic.given_up += self.used_provisional_count
+        self.provisional_given_up += self.used_provisional_count
         self._order.clear()
         self._reserved.clear()
 
@@ -286,6 +271,6 @@ class StateIndex:
         assert not self._visible.keys() & self._reserved.keys(), "a visible snapshot is being taken again"
         assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"
         self._order.check()
-        use, unused = self.opportunistic, self.used_provisional_count
-        assert use.taken == use.consumed + use.given_up + unused, "a provisional snapshot was lost count of"
+        gone = self.provisional_consumed + self.provisional_given_up
+        assert self.provisional_taken == gone + self.used_provisional_count, "a provisional snapshot was lost count of"
         assert self._visible.keys() <= set(cached), "a snapshot outlives its block"

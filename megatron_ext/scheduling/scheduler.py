@@ -355,7 +355,7 @@ class Scheduler:
             self._states.drop(block_hash)
         count = self.cache.drop_all(blocks)
         if self.cache.lower_tier is not None:  # last, since it may fail
-            self.cache.lower_tier.quarantine(block_hash, self.cache.entries.index, states_only=states_only)
+            self.cache.lower_tier.quarantine(block_hash, self.cache.index, states_only=states_only)
         return count
 
     def weights_changed(self, *, restarts: bool) -> None:

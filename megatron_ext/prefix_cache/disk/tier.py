@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.cache import CachedEntry
 from megatron_ext.prefix_cache.disk.entry import Buffer, EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, QUEUE_FULL
@@ -34,7 +35,6 @@ from megatron_ext.prefix_cache.disk.tier_storage import (
     TierStorage,
 )
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.lower_tier import CachedEntry
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.cache import CachedEntry, PrefixCache
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer
 from megatron_ext.prefix_cache.disk.entry import Buffer, EntryKey, EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.restore import (
@@ -35,7 +35,6 @@ from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, DiskUse
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, key_of
 from megatron_ext.prefix_cache.disk.tier_storage import Content, TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.prefix_cache.observer import EntryObserver
 from megatron_ext.prefix_cache.slabs import ArenaChanges
 from megatron_ext.prefix_cache.state_index import SlotId
@@ -298,7 +297,7 @@ class WarmRestart:
         for key, at in used.items():
             if key in stored:
                 continue
-            entry = self._cache.entries.find(key.block_hash, is_snapshot=key.kind is EntryKind.SNAPSHOT)
+            entry = self._cache.entry(key.block_hash, is_snapshot=key.kind is EntryKind.SNAPSHOT)
             seconds = self._seconds_left
             if not seconds or not self._thread.put(self._copy(entry, at), seconds + STOP_SECONDS):
                 break

@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.disk_loading import DiskLoading
+from megatron_ext.prefix_cache.cache import CachedEntry
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
 from megatron_ext.prefix_cache.disk.tier_storage import Loaded, TierLoad
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import ArenaChanges
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan

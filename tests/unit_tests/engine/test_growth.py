@@ -349,7 +349,7 @@ class World:
 
     def _quarantine(self) -> None:
         scheduler = self.core.scheduler
-        cached = list(scheduler.cache._index.block_hashes())
+        cached = list(scheduler.cache.index.block_hashes())
         if cached:
             wrong, states_only = self._source.choice(cached), self._source.random() < 0.3
             self.engine.client.call(partial(scheduler.quarantine, wrong, states_only=states_only))

@@ -58,7 +58,7 @@ class Told:
             return
         delta = self.changes.take()
         if delta is not None:
-            assert len(delta.stored) <= len(self.scheduler.cache._index)
+            assert len(delta.stored) <= len(self.scheduler.cache.index)
             assert len(delta.removed) <= len(self.mirror), "more waits than was told"
             self.read(self.reader, self.mirror.apply(delta))
         self.compare(self.reader)
@@ -74,10 +74,10 @@ class Told:
 
     def compare(self, reader: Reader) -> None:
         cache = self.scheduler.cache
-        cached = set(cache._index.block_hashes())
+        cached = set(cache.index.block_hashes())
         states = {one for one in cached if cache.states is not None and cache.states.find(one) is not None}
         if self.has_states:
-            cached = states | {before for one in states for before in cache._index.ancestors(one)}
+            cached = states | {before for one in states for before in cache.index.ancestors(one)}
         names = {event_hash(block_hash): block_hash for block_hash in cached}
         assert reader.blocks.keys() == names.keys()
         assert reader.states == {event_hash(block_hash) for block_hash in states}

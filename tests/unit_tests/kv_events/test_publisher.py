@@ -74,7 +74,7 @@ class World:
         assert len(self.scheduler.commit(step, {request.request_id: 5})) == 1
 
     def cached(self) -> set[int]:
-        return {event_hash(block_hash) for block_hash in self.scheduler.cache._index.block_hashes()}
+        return {event_hash(block_hash) for block_hash in self.scheduler.cache.index.block_hashes()}
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ import torch
 from megatron_ext.config import CacheConfig
 from megatron_ext.engine import cache_audit
 from megatron_ext.kv_events.changes import Changes, Delta
+from megatron_ext.prefix_cache.cache import CachedEntry
 from megatron_ext.prefix_cache.disk.entry import CHECKSUM_BYTES, EntryKind
 from megatron_ext.prefix_cache.disk.entry_files import EntryFiles
 from megatron_ext.prefix_cache.disk.tier import key_of
 from megatron_ext.prefix_cache.disk.tier_storage import LoadEstimates
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.on_request import long_except
 from tests.unit_tests.models.test_durable_cache import PATIENCE, GetDriver, change, started
 from tests.unit_tests.prefix_cache.disk.lives import damage, stored_in

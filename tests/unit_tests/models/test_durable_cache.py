@@ -320,7 +320,7 @@ def test_what_was_put_back_is_announced(get_driver, tmp_path):
     scheduler.cache.observers.append(changes)
     announce(scheduler.cache, changes, scheduler.root_of(None))
     delta = changes.take()
-    assert set(delta.stored) == set(scheduler.cache._index.block_hashes())
+    assert set(delta.stored) == set(scheduler.cache.index.block_hashes())
     assert set(delta.states_stored) == set(scheduler.cache.states.visible())
     firsts = [block for block in delta.stored.values() if block.parent is None]
     assert sorted(list(block.tokens) for block in firsts) == sorted(make_prompt(60, seed=one)[:16] for one in (0, 1))

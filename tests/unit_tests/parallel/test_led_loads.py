@@ -154,7 +154,7 @@ class Life:
     def quarantine(self) -> None:
         """Drop a wrong entry, between steps or when a step has found it."""
         world, scheduler = self.world, self.core.scheduler
-        cached = sorted(scheduler.cache.entries.index.block_hashes())
+        cached = sorted(scheduler.cache.index.block_hashes())
         if not cached:
             return
         wrong = self.rng.choice(cached)

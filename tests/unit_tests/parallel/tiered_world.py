@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from megatron_ext.engine.cache_audit import CacheAudit
 from megatron_ext.engine.result import StepResult
 from megatron_ext.parallel.commands import Action, Batch
-from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.cache import CachedEntry, PrefixCache
 from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
 from megatron_ext.prefix_cache.disk.tier_storage import TierStorage
 from megatron_ext.prefix_cache.disk.warm_restart import EntryMemory
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.unit_tests.engine.disk_machine import Content, FakeDisk, FakeMemory

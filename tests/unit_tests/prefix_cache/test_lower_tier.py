@@ -8,9 +8,8 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.cache import CachedEntry, PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from tests.unit_tests.prefix_cache.test_shared_memory import key, leave, make
 
@@ -26,7 +25,7 @@ class Tier:
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
         for one in entries:
             kind = "snapshot" if one.block is None else "block"
-            found = self._cache.entries.find(one.block_hash, is_snapshot=one.block is None)
+            found = self._cache.entry(one.block_hash, is_snapshot=one.block is None)
             assert found == one, "an entry was given away before it was handed over"
             self.taken.append((kind, one.block_hash.decode().strip()))
 
@@ -85,9 +84,9 @@ def test_a_snapshot_whose_states_are_still_to_be_copied_lies_where_they_are():
     apart = cache.shared_memory.arena.layout.first_apart_slot
     cache.states.exchange(key("a"), apart)
     cache.states.commit(key("a"))
-    assert cache.entries.find(key("a"), is_snapshot=True).slot == apart
+    assert cache.entry(key("a"), is_snapshot=True).slot == apart
     cache.note_changes_sent()
-    assert cache.entries.find(key("a"), is_snapshot=True).slot == slot
+    assert cache.entry(key("a"), is_snapshot=True).slot == slot
 
 
 def test_entries_that_are_still_to_be_moved_lie_at_their_old_places():
@@ -103,7 +102,7 @@ def test_entries_that_are_still_to_be_moved_lie_at_their_old_places():
     moved = [name for name in "abcde" if cache.find(key(name)) not in (None, before[name])]
     assert moved
     for name in moved:
-        assert cache.entries.find(key(name), is_snapshot=False).block == before[name]
+        assert cache.entry(key(name), is_snapshot=False).block == before[name]
     cache.note_changes_sent()
     for name in moved:
-        assert cache.entries.find(key(name), is_snapshot=False).block == cache.find(key(name))
+        assert cache.entry(key(name), is_snapshot=False).block == cache.find(key(name))

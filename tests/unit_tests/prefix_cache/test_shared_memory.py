@@ -133,7 +133,7 @@ def test_a_snapshot_that_nobody_asked_for_goes_before_blocks_move():
     cache.states.commit(key("x"))
     assert cache.states.reserve(key("y")) is not None
     assert not cache.changes.block_copies
-    assert cache.states.opportunistic.given_up == 1
+    assert cache.states.provisional_given_up == 1
 
 
 def test_copies_of_a_message_are_pending_until_it_is_obeyed():
@@ -160,7 +160,7 @@ def test_a_reset_lets_slabs_that_are_written_to_go():
     cache.reset()
     cache.check()
     assert cache.available_count == 8
-    assert cache.states.opportunistic.given_up == 1
+    assert cache.states.provisional_given_up == 1
 
 
 def test_free_blocks_make_room_for_snapshots_together_with_unused_ones():

@@ -86,7 +86,7 @@ def match_one_by_one(request: Request, cache: PrefixCache) -> list[int]:
     """Blocks up to the first that is not cached."""
     blocks = []
     for block_hash in request.block_hashes:
-        block = cache._index.find(block_hash)
+        block = cache.index.find(block_hash)
         if block is None:
             break
         blocks.append(block)

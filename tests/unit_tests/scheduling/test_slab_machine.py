@@ -47,10 +47,10 @@ class SlabWorld(World):
 
     def time_of(self, key: Key) -> int:
         cache = self.scheduler.cache
-        return cache._unused._times[cache._index.find(self.hash_of(key))]
+        return cache._unused._times[cache.index.find(self.hash_of(key))]
 
     def follow_evictions(self) -> None:
-        gone = [key for key in self.cached if self.scheduler.cache._index.find(self.hash_of(key)) is None]
+        gone = [key for key in self.cached if self.scheduler.cache.index.find(self.hash_of(key)) is None]
         assert self.left_at.keys() >= set(gone), "a block is evicted that is in use"
         times = {key: self.left_at.pop(key) for key in gone}
         renewed = {key for key in self.left_at if self.time_of(key) > self.last_time}

@@ -165,7 +165,7 @@ def _each(by_position: Mapping[int, Sequence]) -> Iterator[tuple[int, object]]:
 def assert_same_cache(actual: Driver, expected: Driver) -> None:
     """Check that both caches find equal blocks and snapshots, and that snapshots hold equal states."""
     caches = [driver.scheduler.cache for driver in (actual, expected)]
-    block_hashes = [set(cache._index.block_hashes()) for cache in caches]
+    block_hashes = [set(cache.index.block_hashes()) for cache in caches]
     assert block_hashes[0] == block_hashes[1], "other blocks are cached"
     if caches[0].states is None:
         return

@@ -178,6 +178,6 @@ class Worker:
             for number, payload in replayed(self.states_asker, reader.expected_states):
                 reader.take_states(number, payload)
         if self.cache.states is None:
-            return reader.blocks.keys() == {event_hash(one) for one in self.cache._index.block_hashes()}
+            return reader.blocks.keys() == {event_hash(one) for one in self.cache.index.block_hashes()}
         states = {event_hash(one) for one in self.cache.states._visible}
         return reader.states == states and states <= reader.blocks.keys()

@@ -102,7 +102,7 @@ class Replicas:
             cache = replica.scheduler.cache
             if cache.is_enabled:
                 member = choice._router.members[name]
-                assert member.blocks.keys() == set(cache._index.block_hashes())
+                assert member.blocks.keys() == set(cache.index.block_hashes())
                 assert member.states.keys() == (set() if cache.states is None else set(cache.states.visible()))
 
     @property

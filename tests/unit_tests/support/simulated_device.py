@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.result import StepResult
 from megatron_ext.errors import RestoreError
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -36,7 +37,7 @@ def next_token(keys: Sequence[int], state: int, uniform: float | None) -> int:
     return (zlib.crc32(f"{list(keys)} {state}".encode()) + drawn) % WORDS
 
 
-class SimulatedDevice:
+class SimulatedDevice(Executor):
     """See the module; an executor for the engine.
 
     Args:
@@ -90,12 +91,6 @@ class SimulatedDevice:
         return any(one.__name__ == "run_step" for one in self._queue)
 
     # What an engine asks
-
-    def execute(self, step: ScheduledStep) -> StepResult:
-        return self.launch(step).result()
-
-    def idle(self) -> None:
-        """Do nothing."""
 
     def launch(self, step: ScheduledStep) -> PaperStep:
         self._may_break()

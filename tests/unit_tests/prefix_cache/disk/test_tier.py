@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.cache import CachedEntry
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.restore import Agreement
 from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, LoadableRun
 from megatron_ext.prefix_cache.disk.tier_storage import OFF, READ, LoadEstimates, MeasuredRate
-from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.unit_tests.engine.disk_machine import FakeDisk
 
 NAMES = [b"a", b"b", b"c", b"d"]

@@ -87,7 +87,7 @@ def test_what_the_cache_forgets_is_not_found_by_the_next_one(restarted, start):
 def test_what_was_computed_from_a_wrong_entry_is_not_found_by_the_next_one(restarted, start):
     """EX-15: though no tier takes or loads anything."""
     restart, cache = restarted
-    cache.lower_tier.quarantine(HASHES[2], cache.entries.index, states_only=False)
+    cache.lower_tier.quarantine(HASHES[2], cache.index, states_only=False)
     restart.abandon()
     assert start()[0].counts()["blocks"] == 2
 
@@ -115,7 +115,7 @@ def test_what_the_disk_does_not_answer_is_left_out(start, monkeypatch, caplog):
 
     monkeypatch.setattr(EntryFiles, "write", hang)
     monkeypatch.setattr(warm_restart, "STOP_SECONDS", 0.0)
-    restart.tier.on_evicted([cache.entries.find(HASHES[0], is_snapshot=False)])
+    restart.tier.on_evicted([cache.entry(HASHES[0], is_snapshot=False)])
     assert is_writing.wait(100)
     restart.stop()
     restart.close()
@@ -129,7 +129,7 @@ def test_an_entry_that_waits_to_be_written_at_the_end(start, monkeypatch):
     fill(cache)
     thread, may_go_on = restart._thread, threading.Event()
     thread._add(lambda: may_go_on.wait(100))
-    restart.tier.on_evicted([cache.entries.find(HASHES[0], is_snapshot=False)])
+    restart.tier.on_evicted([cache.entry(HASHES[0], is_snapshot=False)])
     monkeypatch.setattr(thread, "touch", lambda used: (StoreThread.touch(thread, used), may_go_on.set()))
     restart.close()
     counts = restart.counts()

@@ -82,7 +82,7 @@ class TestWhoIsLookedAt:
         scheduler.end(first, Outcome(Status.COMPLETED))
         add(scheduler, request_of(1, [7]), request_of(2, range(2000)))
         step(scheduler)
-        index = scheduler.cache._index
+        index = scheduler.cache.index
         entries = index._blocks = CountingDict(index._blocks)
         assert scheduler.schedule().deferrals[-1].request.request_id == 2
         assert 0 < entries.count < 40  # of 500 blocks
