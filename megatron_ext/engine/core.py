@@ -126,7 +126,8 @@ class EngineCore:
         Raises:
             ConfigError: The id is in use, or the prompt or the parameters are invalid for this model.
         """
-        self.check_free(request_id)
+        if request_id in self.output:
+            raise ConfigError(f"request id {request_id} is in use; choose another")
         request = self._intake.make(request_id, inputs, group)
         matcher = self.output.matcher_of(request)  # first, since it may fail on the output that is continued
         refusal = reason_to_refuse(request, self.scheduler.limits)
@@ -145,15 +146,6 @@ class EngineCore:
         if self._choice is None:
             return self.replicas[0]
         return self.replicas[self._choice.choose(request, None if index is None else index % len(self.replicas))]
-
-    def check_free(self, request_id: int) -> None:
-        """Raise if a request that has not been reported has this id.
-
-        Raises:
-            ConfigError: The id is in use.
-        """
-        if request_id in self.output:
-            raise ConfigError(f"request id {request_id} is in use; choose another")
 
     def abort(self, request: Request, finish_reason: str | None = None) -> bool:
         """End a request as ABORTED and free its blocks and its running state slot at once (EX-8).

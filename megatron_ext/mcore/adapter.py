@@ -211,7 +211,6 @@ class InferenceEngine(Engine):
         Raises:
             ConfigError: The prompt or the parameters are invalid regardless of the engine's limits.
         """
-        self.core.check_free(request_id)
         text = prompt if isinstance(prompt, str) else prompt_text
         ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
         tokens = self.core.tokenize(ids, getattr(sampling_params, "add_BOS", False))

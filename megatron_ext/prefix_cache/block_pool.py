@@ -1,4 +1,4 @@
-"""The pool of KV blocks: a free list, reference counts, and evictable blocks, kept for their contents."""
+"""The pool of KV blocks: a free list and reference counts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ class BlockPool:
         self.total = total
         self._references = [0] * total
         self._free: FreePlaces[BlockId] = Stack(map(BlockId, range(total))) if free is None else free
-        self.evictable: set[BlockId] = set()
 
     @property
     def free_count(self) -> int:
@@ -102,7 +101,7 @@ class BlockPool:
         """Drop one reference per occurrence without freeing anything.
 
         Returns:
-            Blocks without references now, in that order; they are evictable.
+            Blocks without references now, in that order; they are kept for their contents, or freed next.
         """
         references, unused = self._references, []
         for block in blocks:
@@ -111,47 +110,39 @@ class BlockPool:
             if left <= 0:
                 assert not left, f"block {block} released more often than taken"
                 unused.append(block)
-        self.evictable.update(unused)
         return unused
 
     def retain(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Add a reference to each of these blocks, which are in use or evictable.
+        """Add a reference to each of these blocks, which are in use or kept for their contents.
 
         Returns:
-            Blocks that were evictable before, in the given order.
+            Blocks that had no reference before, in the given order.
         """
         references = self._references
         unused = [block for block in blocks if not references[block]]
-        assert self.evictable.issuperset(unused), f"some of {unused} are free"
         for block in blocks:
             references[block] += 1
-        self.evictable.difference_update(unused)
         return unused
 
     def free(self, blocks: Sequence[BlockId]) -> None:
-        """Move evictable blocks to the free list."""
-        assert self.evictable.issuperset(blocks), f"some of {blocks} are not evictable"
-        self.evictable.difference_update(blocks)
+        """Add blocks without references to the free list, since their contents are not kept."""
+        assert not any(map(self._references.__getitem__, blocks)), f"some of {blocks} are in use"
         self._free.give(blocks)
 
     def follow_moves(self, moves: Mapping[BlockId, BlockId]) -> None:
-        """Note that the contents of blocks in use or evictable are in others now, old to new."""
+        """Note that the contents of blocks are in others now, old to new."""
         for old, new in moves.items():
             self._references[new], self._references[old] = self._references[old], 0
-            if old in self.evictable:
-                self.evictable.remove(old)
-                self.evictable.add(new)
 
-    def check(self, others: Sequence[BlockId] = ()) -> None:
-        """Assert that free, used and evictable blocks make up the pool, each exactly once, without `others`."""
+    def check(self, kept: Iterable[BlockId] = (), others: Sequence[BlockId] = ()) -> None:
+        """Assert that free, used and `kept` blocks make up the pool, each exactly once, without `others`."""
         free = set(self._free)
         assert len(free) == len(list(self._free)), "a block is free twice"
         used = {block for block, count in enumerate(self._references) if count > 0}
         assert not free & used, f"blocks {sorted(free & used)} are free and in use"
-        assert not self.evictable & (free | used), (
-            f"blocks {sorted(self.evictable & (free | used))} are evictable and something else"
-        )
-        blocks = free | used | self.evictable
+        unused = set(kept)
+        assert not unused & (free | used), f"blocks {sorted(unused & (free | used))} are kept and something else"
+        blocks = free | used | unused
         assert blocks.isdisjoint(others), "a block lies where a snapshot does"
         assert blocks.union(others) == set(range(self.total)), "blocks were lost, or came from elsewhere"
         assert min(self._references) >= 0, "a negative reference count"

@@ -126,5 +126,5 @@ class SharedMemory:
         arena.check()
         self.reuse.check()
         others = set(range(arena.layout.slabs)).difference(arena, arena.blocks.slabs)
-        self.pool.check([block for slab in others for block in arena.blocks.places(slab)])
+        self.pool.check(self._unused, [block for slab in others for block in arena.blocks.places(slab)])
         self.states.check(cached, list(map(SlotId, arena.blocks.slabs)))

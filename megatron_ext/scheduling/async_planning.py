@@ -90,11 +90,14 @@ class AsyncPlanner:
             positions = self._positions(plan)
         finally:
             _take_back(computed, yielding)
-        if not plan.chunks or not plan.only_continues or len(positions) > self._slots.free_count:
+        if not plan.chunks or not plan.only_continues or len(positions) > len(self._slots):
             return None
         self._grow(plan.chunks)
         self._planned = plan.chunks
-        self._lent = {one: Snapshot(one[1], self._slots.name(), self._slots.take()) for one in positions}
+        slots = self._slots.take(len(positions))
+        self._lent = {
+            one: Snapshot(one[1], self._slots.name(), slot) for one, slot in zip(positions, slots, strict=True)
+        }
         return plan
 
     def adopt(self) -> list[Snapshot]:
@@ -111,7 +114,7 @@ class AsyncPlanner:
 
     def forgo(self) -> None:
         """Drop the step planned ahead."""
-        self._slots.give_back(state.slot for state in self._lent.values())
+        self._slots.give([state.slot for state in self._lent.values()])
         self._lent, self._planned = {}, ()
 
     def _reserve(self, chunks: Sequence[Chunk]) -> list[Snapshot]:
@@ -128,7 +131,7 @@ class AsyncPlanner:
 
         def place(one: SnapshotRequest, _: SlotId) -> SlotId:
             state = self._lent.pop((one.request, one.position))
-            self._slots.give_back([index.exchange(one.block_hash, state.slot)])
+            self._slots.give([index.exchange(one.block_hash, state.slot)])
             slot = index.reserved_slot(one.block_hash)
             if slot == state.slot:
                 named.append(Snapshot(one.position, one.block_hash, slot))

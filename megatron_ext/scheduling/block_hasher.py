@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain, root_hash
+from megatron_ext.prefix_cache.hash_chain import BlockHash, root_hash
 from megatron_ext.scheduling.request import Request
 
 HASH_SLICE = 32_768  # tokens; about a millisecond of hashing
@@ -26,12 +26,6 @@ class CacheKeys:
     def weights_changed(self) -> None:
         """Use new roots from now on, since the weights have changed."""
         self._weights_version += 1
-
-    def start(self, request: Request) -> None:
-        """Give a request the root of its block hashes, unless it has that root already."""
-        root = self.root(request.params.cache_salt)
-        if request.chain is None or request.chain.root != root:
-            request.chain = HashChain(root, self._block_size)
 
     def root(self, salt: str | None) -> BlockHash:
         """Return the root of the block hashes of sequences with a salt."""

@@ -68,6 +68,10 @@ class SchedulerLimits:
         """Return the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
+    def missing_blocks(self, request: Request, end: int) -> int:
+        """Return the number of blocks that the first `end` tokens of a request need in addition to its block table."""
+        return max(0, self.blocks_for(end) - len(request.block_table))
+
     def first_apart_slot(self, slots: int) -> int:
         """Return the first slot after the `slots` slots of the snapshot index."""
         return slots if self.slabs is None else self.slabs.first_apart_slot

@@ -149,7 +149,7 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, le
         (growing if request.is_decoding else prefilling).append(request)
     if len(queues.paused):
         growing = sorted([*queues.paused, *growing], key=attrgetter("arrival"))
-    missing = {request: count for request in growing if (count := _missing_blocks(request, limits))}
+    missing = {request: limits.missing_blocks(request, len(request.tokens)) for request in growing}
     preempted: list[Request] = []
     while True:
         released = cache.pool.releasable([request.block_table for request in preempted])
@@ -164,22 +164,15 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, le
         preempted.append(youngest)
 
 
-def _missing_blocks(request: Request, limits: SchedulerLimits) -> int:
-    """Return the number of blocks that the request's tokens need in addition to its block table."""
-    missing = len(request.tokens) - len(request.block_table) * limits.block_size
-    return limits.blocks_for(missing) if missing > 0 else 0
-
-
 def _share_blocks(
     growing: Iterable[Request], missing: Mapping[Request, int], free_blocks: int
 ) -> tuple[list[Request], list[Request], int]:
     """Give free blocks to requests that need some, in the given order: decoding, paused, blocks left."""
     decoding, paused = [], []
     for request in growing:
-        needed = missing.get(request, 0)
-        if needed <= free_blocks:
+        if missing[request] <= free_blocks:
             decoding.append(request)
-            free_blocks -= needed
+            free_blocks -= missing[request]
         else:
             paused.append(request)
     return decoding, paused, free_blocks

@@ -7,7 +7,7 @@ from functools import partial
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain
 from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
@@ -105,7 +105,9 @@ class Scheduler:
     def _start_chain(self, request: Request) -> None:
         """Give a request the root of its block hashes, unless it has it already or does not use the cache."""
         if self.cache.is_enabled and request.params.enable_prefix_caching:
-            self._keys.start(request)
+            root = self.root_of(request.params.cache_salt)
+            if request.chain is None or request.chain.root != root:
+                request.chain = HashChain(root, self.limits.block_size)
             keeps_log_probs = self.limits.keeps_log_probs and request.params.wants_prompt_log_probs
             kinds = {DataKind.LOG_PROBS: keeps_log_probs, DataKind.ROUTING: self.limits.keeps_routing}
             request.kept.kinds = tuple(kind for kind, is_kept in kinds.items() if is_kept)
@@ -186,12 +188,11 @@ class Scheduler:
 
     def grow(self, chunks: Iterable[Chunk]) -> None:
         """Allocate blocks for chunks that outgrow their requests' blocks; admissions allocate all blocks at once."""
-        size = self.limits.block_size
         for chunk in chunks:
             request = chunk.request
-            blocks = len(request.block_table)
-            if 0 < blocks * size < chunk.end:
-                request.block_table += tuple(self.cache.allocate(self.limits.blocks_for(chunk.end) - blocks))
+            missing = self.limits.missing_blocks(request, chunk.end) if request.block_table else 0
+            if missing:
+                request.block_table += tuple(self.cache.allocate(missing))
 
     def _admit(self, admission: Admission) -> None:
         request, matched = admission.request, admission.matched

@@ -173,10 +173,6 @@ class MeasuredRate:
             self.amount = DECAY * self.amount + amount
             self.seconds = DECAY * self.seconds + seconds
 
-    def forgive(self) -> None:
-        """Take the rate for a little higher."""
-        self.seconds *= FORGIVENESS
-
     def seconds_for(self, amount: float) -> float | None:
         """Return the seconds that an amount takes; None if nothing was measured."""
         return amount * self.seconds / self.amount if self.amount else None
@@ -204,5 +200,5 @@ class LoadEstimates:
         reading, computing = self.reading.seconds_for(size + waiting), self.prefill.seconds_for(tokens)
         if reading is None or computing is None or reading < computing:
             return True
-        self.reading.forgive()
+        self.reading.seconds *= FORGIVENESS
         return False

@@ -68,7 +68,7 @@ class Drafts:
     @property
     def budget(self) -> DraftBudget:
         """Budget of drafts for the next step."""
-        return DraftBudget(self.proposals, self.slots.free_count)
+        return DraftBudget(self.proposals, len(self.slots))
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Reserve slots for the states after the tokens of the step's drafts.
@@ -88,7 +88,7 @@ class Drafts:
     def release(self, request: Request) -> None:
         """Free the slots of the request's draft states."""
         if request.draft_states:
-            self.slots.give_back(one.slot for one in request.draft_states)
+            self.slots.give([one.slot for one in request.draft_states])
             request.draft_states = ()
 
     def accept(
@@ -169,7 +169,7 @@ class Drafts:
                 slot = self._become_snapshot(request, state) if state.position <= request.computed_end else None
                 shown += [] if slot is None else [state.block_hash]
                 spare.append(state.slot if slot is None else slot)
-        self.slots.give_back(spare)
+        self.slots.give(spare)
         request.draft_states = tuple(kept)
         if kept:
             (state,) = kept

@@ -12,12 +12,12 @@ sampled as without speculation; a draft is accepted if it equals that token. Tok
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_ext.prefix_cache.block_pool import Stack
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash, hash_blocks
 from megatron_ext.prefix_cache.state_index import SlotId
@@ -47,7 +47,7 @@ class DraftBudget:
 NO_DRAFT_BUDGET = DraftBudget({})
 
 
-class DraftSlots:
+class DraftSlots(Stack[SlotId]):
     """Slots for the states after drafts, until acceptance is known (SP-2).
 
     They are rows of the snapshot pool after the snapshot index's initial rows; reserved for a step or two. A state that
@@ -60,19 +60,9 @@ class DraftSlots:
     """
 
     def __init__(self, first: int, total: int) -> None:
-        self._free = [SlotId(slot) for slot in range(first, first + total)]  # a heap
+        super().__init__(map(SlotId, range(first, first + total)))
         self._total = total
         self._names = itertools.count()
-
-    @property
-    def free_count(self) -> int:
-        """Number of slots that `take` can return."""
-        return len(self._free)
-
-    def take(self) -> SlotId:
-        """Return a free slot; the planner has made sure that there is one."""
-        assert self._free, "no free slot"
-        return heapq.heappop(self._free)
 
     def name(self) -> BlockHash:
         """Return a unique name for a state that is not a snapshot of the index."""
@@ -82,11 +72,6 @@ class DraftSlots:
     def is_name(block_hash: BlockHash) -> bool:
         """Return whether this is such a name rather than a block hash."""
         return len(block_hash) == _NAME_BYTES
-
-    def give_back(self, slots: Iterable[SlotId]) -> None:
-        """Return slots that are not needed any more."""
-        for slot in slots:
-            heapq.heappush(self._free, slot)
 
     def check(self, owned: list[SlotId], others: Iterable[SlotId]) -> None:
         """Assert that free and `owned` slots are all of these, each once, and that none belongs to the index."""
@@ -144,7 +129,7 @@ def with_drafts(
     """
     if not draft_budget.proposals:
         return list(chunks)
-    taken = sum(_missing(chunk.request, chunk.end, limits) for chunk in chunks if chunk.request.block_table)
+    taken = sum(limits.missing_blocks(chunk.request, chunk.end) for chunk in chunks if chunk.request.block_table)
     taken += sum(admission.new_blocks for admission in admissions)
     held = sum(len(chunk.request.draft_states) for chunk in chunks)
     room = _Room(
@@ -158,10 +143,6 @@ def with_drafts(
         else chunk
         for chunk in chunks
     ]
-
-
-def _missing(request: Request, end: int, limits: SchedulerLimits) -> int:
-    return max(0, limits.blocks_for(end) - len(request.block_table))
 
 
 def _extended(chunk: Chunk, drafts: tuple[int, ...], limits: SchedulerLimits, room: _Room) -> Chunk:
@@ -194,12 +175,13 @@ def draft_states(chunk: Chunk, slots: DraftSlots, block_size: int) -> tuple[Snap
 
     A state at a boundary has the hash that the block gets if its drafts are accepted; others have unique names.
     """
-    states = [Snapshot(position, slots.name(), slots.take()) for position in range(chunk.start + 1, chunk.end)]
+    states = [(position, slots.name()) for position in range(chunk.start + 1, chunk.end)]
     if chunk.request.chain is not None:
         first = chunk.start // block_size
-        for block, block_hash in enumerate(_block_hashes(chunk, first, block_size), start=first + 1):
-            states.append(Snapshot(block * block_size, block_hash, slots.take()))
-    return tuple(states)
+        hashes = _block_hashes(chunk, first, block_size)
+        states += [(block * block_size, block_hash) for block, block_hash in enumerate(hashes, start=first + 1)]
+    taken = slots.take(len(states))
+    return tuple([Snapshot(*state, slot) for state, slot in zip(states, taken, strict=True)])
 
 
 def _block_hashes(chunk: Chunk, first: int, block_size: int) -> list[BlockHash]:

@@ -142,11 +142,11 @@ class TestStates:
         assert sorted(named) == [6, 7, 8]
         assert [one.position for one in chunk.snapshots if not DraftSlots.is_name(one.block_hash)] == [8]
         assert request.draft_states == (named[7],)
-        assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"] - 1
+        assert len(scheduler.drafts.slots) == DRAFTS["draft_states"] - 1
         assert len(request.block_table) == 2, "the block of the third draft is free"
         following = step_of(scheduler, 50)
         assert (following.restore.slot, following.restore.block_hash) == (named[7].slot, named[7].block_hash)
-        assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"]
+        assert len(scheduler.drafts.slots) == DRAFTS["draft_states"]
 
     def test_a_boundary_inside_an_accepted_run_is_a_snapshot(self):
         """SP-4: the snapshot is where it was written, under the block's hash, and the number of slots is unchanged."""
@@ -213,4 +213,4 @@ class TestStates:
                     getattr(scheduler, happens)()
             scheduler.check()
             kept = 1 if happens == "reset_prefix_cache" else 0
-            assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"] - kept
+            assert len(scheduler.drafts.slots) == DRAFTS["draft_states"] - kept
