@@ -56,7 +56,6 @@ class EngineClient:
 
     Args:
         core: Engine core without requests. No other thread may call it from now on.
-        listener: Observer of steps and deliveries.
         steps_itself: True if the client steps as long as there are requests. Otherwise `step` takes each step and
             raises its errors.
 
@@ -64,10 +63,9 @@ class EngineClient:
         pausing: Current pause; None while the client steps.
     """
 
-    def __init__(self, core: EngineCore, listener: ClientListener | None = None, *, steps_itself: bool = True) -> None:
-        self._core = core
-        self._listener = listener or ClientListener()
-        self._steps_itself = steps_itself
+    def __init__(self, core: EngineCore, *, steps_itself: bool = True) -> None:
+        self._core, self._steps_itself = core, steps_itself
+        self._listener = ClientListener()
         self._thread = EngineThread(core)
         self._closing = threading.Lock()
         self._closed = threading.Event()

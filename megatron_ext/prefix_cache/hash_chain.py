@@ -86,9 +86,6 @@ class HashChain:
         self._block_size = block_size
         self._block_hashes: list[BlockHash] = []
 
-    def __len__(self) -> int:
-        return len(self._block_hashes)
-
     def fork(self, tokens: int) -> HashChain:
         """Return the chain of another sequence with the same first tokens: it has the hashes of their blocks."""
         other = HashChain(self.root, self._block_size)

@@ -28,10 +28,6 @@ class KeptData:
     def __init__(self) -> None:
         self._kept: dict[DataKind, dict[BlockHash, bytes]] = {kind: {} for kind in DataKind}
 
-    def count(self, kind: DataKind) -> int:
-        """Return the number of blocks with data of a kind."""
-        return len(self._kept[kind])
-
     def run(self, block_hashes: Sequence[BlockHash], kinds: Collection[DataKind]) -> int:
         """Return the number of blocks, from the first, that have data of all `kinds`, at least one."""
         return min(sum(1 for _ in takewhile(self._kept[kind].__contains__, block_hashes)) for kind in kinds)

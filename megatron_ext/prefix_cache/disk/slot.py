@@ -314,11 +314,10 @@ NETWORK_TYPES = frozenset(
 
 def network_type(handle: int) -> str | None:
     """Return the type of the network file system that an open directory is on; None if it is on a local one."""
-    device = os.fstat(handle).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
+    info = dict(line.split(maxsplit=1) for line in Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines())
     for line in MOUNT_TABLE.read_text(errors="surrogateescape").splitlines():
         mount, _, file_system = line.partition(" - ")
         found = file_system.split()[0]
-        if mount.split()[2] == number and found in NETWORK_TYPES:
+        if mount.split()[0] == info.get("mnt_id:") and found in NETWORK_TYPES:
             return found
     return None

@@ -120,15 +120,13 @@ class PrefixLeaders:
         These are the leaders that have their next block in common with `admitted`. With recurrent layers, the states of
         `admitted` may be of more or less use to a follower than its leader's states.
         """
-        return [one for one in leaders if self._has_next_block_of(admitted, self.running[one])]
-
-    @staticmethod
-    def _has_next_block_of(request: Request, leader: Request) -> bool:
-        following = slice(leader.published_blocks, leader.published_blocks + 1)
-        return (
-            len(leader.block_hashes[following]) == 1
-            and request.block_hashes[following] == leader.block_hashes[following]
-        )
+        found = []
+        for leader in map(self.running.__getitem__, leaders):
+            following = slice(leader.published_blocks, leader.published_blocks + 1)
+            block_hashes = leader.block_hashes[following]
+            if len(block_hashes) == 1 and admitted.block_hashes[following] == block_hashes:
+                found.append(leader.request_id)
+        return found
 
 
 def wait_for_prefix(

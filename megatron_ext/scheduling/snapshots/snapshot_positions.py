@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -103,8 +104,4 @@ def common_blocks(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
 
     Block hashes are chained: two that differ have different successors, so that bisection finds the divergence.
     """
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
-    return low
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda block: one[block] != other[block])

@@ -124,7 +124,7 @@ def test_what_forgets(get_oracle):
     assert serve(driver, 2, PROMPT, cache_salt="other") == 0
     for i, forget in enumerate((engine.reset_prefix_cache, engine.weights_changed, lambda: suspend(driver))):
         forget()
-        assert driver.scheduler.cache.kept.count(DataKind.LOG_PROBS) == 0
+        assert not driver.scheduler.cache.kept._kept[DataKind.LOG_PROBS]
         assert [serve(driver, 10 + 2 * i, PROMPT), serve(driver, 11 + 2 * i, PROMPT)] == [0, whole]
     for name in driver.records:
         assert_equals_oracle(driver, name, get_oracle("hybrid"))

@@ -40,7 +40,7 @@ def test_a_request_waits_for_a_prefix_with_log_probs_only(scheduler, is_scored):
     """KV-6, KV-5: beside one that leaves none, it computes blocks that give way to those, and keeps none either."""
     add(scheduler, asking(0, 20, is_scored=is_scored), asking(1, 20))
     assert followers(step(scheduler)) == ({1: 0} if is_scored else {})
-    assert scheduler.cache.kept.count(DataKind.LOG_PROBS) == (3 if is_scored else 0)
+    assert len(scheduler.cache.kept._kept[DataKind.LOG_PROBS]) == (3 if is_scored else 0)
 
 
 def test_the_token_after_kept_log_probs_is_scored(scheduler):

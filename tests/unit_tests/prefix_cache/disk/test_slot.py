@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -234,9 +235,9 @@ def test_a_directory_that_cannot_be_written_is_said_in_one_line():
 def test_a_network_file_system_is_refused_by_name(directory, tmp_path, monkeypatch):
     """DC-3."""
     table = tmp_path / "mountinfo"
-    device = os.stat(tmp_path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    table.write_text(f"1 0 {number}0 / / rw - cifs a rw\n2 1 {number} / /any rw shared:1 - nfs4 host:/b rw\n")
+    with table.open("w") as file:
+        mount = re.search(r"mnt_id:\s*(\d+)", Path(f"/proc/self/fdinfo/{file.fileno()}").read_text())[1]
+        file.write(f"{mount}0 0 0:1 / / rw - cifs a rw\n{mount} 1 0:2 / /any rw shared:1 - nfs4 host:/b rw\n")
     monkeypatch.setattr(slots, "MOUNT_TABLE", table)
     with pytest.raises(DiskUnavailableError, match=f"{directory} is on a network file system .nfs4.; name a local one"):
         take_slot(directory)
