@@ -170,12 +170,7 @@ class AsyncPlanner:
 def _assume(computed: Sequence[Chunk], yielding: Sequence[bool]) -> set[Request]:
     """Let requests be as a step will leave them, with token 0 in place of each one that it samples.
 
-    Args:
-        computed: Chunks of the step.
-        yielding: Whether they yield a token.
-
-    Returns:
-        Requests that end then, because they have all their tokens.
+    Returns the requests that end then, because they have all their tokens.
     """
     leaving = set()
     for chunk, yields_token in zip(computed, yielding, strict=True):

@@ -15,12 +15,7 @@ OTHER_SALT = "of a salt from before the restart"
 def _told(block_hash: BlockHash, parent: BlockHash, depth: int, tokens: Sequence[int], root: BlockHash) -> PublishedRun:
     """Return the run of one block, with a salt that no client has if its sequence has one, which is not known here.
 
-    Args:
-        block_hash: Hash of the block.
-        parent: Hash of the block before, or the root hash of the sequence.
-        depth: Blocks from the start of the sequence, this one included.
-        tokens: Token ids of the block.
-        root: Root of the block hashes of sequences without a salt.
+    `root` is the root of the block hashes of sequences without a salt; the other parameters are as in `NewEntry`.
     """
     size, is_first = len(tokens), depth == 1
     salt = None if parent == root else f"{OTHER_SALT} {parent.hex()}"  # for later blocks it does not matter
