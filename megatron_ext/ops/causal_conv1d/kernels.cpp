@@ -116,7 +116,7 @@ at::Tensor prefill(In x, In weight, MaybeIn bias, In starts, In slots, In has_in
   const Rows wide(x);
   TORCH_CHECK(x.dim() == 2 && x.size(1) == convolution.channels, "x is [T, Cn]");
   const Inputs inputs(sequences, wide, convolution.channels, convolution.window - 1);
-  at::Tensor y = at::empty(x.sizes(), wide.tensor().options());
+  at::Tensor y = at::empty(x.sizes(), at::kFloat);
   float* out = y.mutable_data_ptr<float>();
   const int64_t channels = convolution.channels;
   const std::vector<Piece> pieces = cut(sequences);
@@ -141,9 +141,9 @@ at::Tensor decode(In x, In weight, MaybeIn bias, MaybeIn slots, int64_t first_sl
   const int64_t channels = convolution.channels, kept = convolution.window - 1, requests = x.size(0);
   const Pool states(live, {convolution.channels, convolution.window - 1});
   const Slots where(slots, first_slot);
-  at::Tensor y = at::empty(x.sizes(), wide.tensor().options());
+  at::Tensor y = at::empty(x.sizes(), at::kFloat);
   float* out = y.mutable_data_ptr<float>();
-  for_ranges(requests, 1 + 16384 / (channels + 1), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, requests, 1 + 16384 / (channels + 1), [&](int64_t begin, int64_t end) {
     std::vector<float> copy(channels * kept);
     for (int64_t r = begin; r < end; ++r) {
       float* state = states.in_place(where[r], 0, copy.data(), channels * kept);
@@ -157,12 +157,7 @@ at::Tensor decode(In x, In weight, MaybeIn bias, MaybeIn slots, int64_t first_sl
 }  // namespace megatron_ext::causal_conv1d
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
-  library.def(
-      "conv_prefill(Tensor x, Tensor weight, Tensor? bias, Tensor starts, Tensor slots, Tensor has_initial, "
-      "Tensor(a!) live, Tensor? kept_slots, Tensor? kept_offsets, Tensor? kept_tokens, Tensor(b!)? snapshots) "
-      "-> Tensor",
-      torch::dispatch(c10::kCPU, &megatron_ext::causal_conv1d::prefill));
-  library.def(
-      "conv_decode(Tensor x, Tensor weight, Tensor? bias, Tensor? slots, int first_slot, Tensor(a!) live) -> Tensor",
-      torch::dispatch(c10::kCPU, &megatron_ext::causal_conv1d::decode));
+  using namespace megatron_ext;
+  define_recurrence(library, "conv", "Tensor x, Tensor weight, Tensor? bias", &causal_conv1d::prefill,
+                    &causal_conv1d::decode);
 }

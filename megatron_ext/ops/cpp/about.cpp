@@ -1,8 +1,9 @@
 // What this library was compiled for, and the threads that it works with.
 
+#include <torch/library.h>
+
 #include <string>
 
-#include "tensors.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -23,20 +24,9 @@ int64_t threads() {
   return count;
 }
 
-at::Tensor exp_of(const at::Tensor& x) {
-  at::Tensor y = x.to(at::kFloat).clone();
-  float* value = y.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < y.numel(); i += W) {
-    const int64_t count = lanes(i, y.numel());
-    store(value + i, exp(load(value + i, count)), count);
-  }
-  return y;
-}
-
 }  // namespace megatron_ext::about
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def("vectors() -> str", &megatron_ext::about::vectors);
   library.def("threads() -> int", &megatron_ext::about::threads);
-  library.def("exp(Tensor x) -> Tensor", torch::dispatch(c10::kCPU, &megatron_ext::about::exp_of));
 }

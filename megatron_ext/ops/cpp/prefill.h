@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "tensors.h"
@@ -107,6 +108,20 @@ class Prefill {
   Pool live_, snapshots_;
   std::vector<std::vector<Stop>> stops_;
 };
+
+// Registers the kernels of a recurrence under its name. `inputs`: the parameters of both, before those of states.
+template <typename PrefillKernel, typename DecodeKernel>
+void define_recurrence(torch::Library& library, const std::string& name, const std::string& inputs,
+                       PrefillKernel prefill, DecodeKernel decode) {
+  const std::string places =
+      "Tensor starts, Tensor slots, Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_offsets, "
+      "Tensor? kept_tokens, Tensor(b!)? snapshots";
+  const std::string to_prefill = name + "_prefill(" + inputs + ", " + places + ") -> Tensor";
+  const std::string where = "Tensor? slots, int first_slot, Tensor(a!) live";
+  const std::string to_decode = name + "_decode(" + inputs + ", " + where + ") -> Tensor";
+  library.def(to_prefill.c_str(), torch::dispatch(c10::kCPU, prefill));
+  library.def(to_decode.c_str(), torch::dispatch(c10::kCPU, decode));
+}
 
 // How many of `count` heads or blocks a piece of work takes, so that each thread has a few of `sequences` * count.
 inline int64_t heads_at_once(int64_t sequences, int64_t count) {

@@ -25,10 +25,6 @@ inline at::Tensor rows(const at::Tensor& t) {
   return wide.dim() == 0 || wide.stride(-1) == 1 || wide.size(-1) == 1 ? wide : wide.contiguous();
 }
 
-inline const float* floats(const at::Tensor& t) {
-  return t.const_data_ptr<float>();
-}
-
 // Numbers in fp32, dense; none if there is no tensor.
 class Dense {
  public:
@@ -36,15 +32,11 @@ class Dense {
   explicit Dense(const std::optional<at::Tensor>& t) {
     if (!t) return;
     held_ = as_type(*t, at::kFloat).contiguous();
-    data_ = floats(held_);
+    data_ = held_.const_data_ptr<float>();
   }
 
   const float* data() const {
     return data_;
-  }
-
-  const at::Tensor& tensor() const {
-    return held_;
   }
 
  private:
@@ -58,17 +50,13 @@ class Rows {
  public:
   explicit Rows(const at::Tensor& t)
       : held_(rows(t)),
-        data_(floats(held_)),
+        data_(held_.const_data_ptr<float>()),
         token_(held_.stride(0)),
         head_(held_.dim() > 2 ? held_.stride(1) : 1) {}
 
   // The row of a token, or of one of its heads; of [T, H] the number of a head.
   const float* operator()(int64_t token, int64_t head = 0) const {
     return data_ + token * token_ + head * head_;
-  }
-
-  const at::Tensor& tensor() const {
-    return held_;
   }
 
  private:
@@ -91,10 +79,6 @@ class Integers {
   explicit Integers(const at::Tensor& t) : held_(t.contiguous()), data_(held_.const_data_ptr<int64_t>()) {}
   explicit Integers(const std::optional<at::Tensor>& t) {
     if (t) *this = Integers(*t);
-  }
-
-  int64_t size() const {
-    return data_ ? held_.size(0) : 0;
   }
 
   int64_t operator[](int64_t i) const {

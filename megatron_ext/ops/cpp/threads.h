@@ -11,7 +11,7 @@
 namespace megatron_ext {
 
 // f(i) for every i below `count`, in this order but by whichever thread is free: pieces of work may differ in length.
-// What f(i) computes must not depend on which thread that is.
+// What f(i) computes must not depend on which thread that is. Even work is for `at::parallel_for`.
 template <typename F>
 void for_each(int64_t count, const F& f) {
   std::atomic<int64_t> next{0};
@@ -19,12 +19,6 @@ void for_each(int64_t count, const F& f) {
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     for (int64_t i = next++; i < count; i = next++) f(i);
   });
-}
-
-// f(begin, end) for ranges that make up [0, count), of at least `grain` but for the last; for even work.
-template <typename F>
-void for_ranges(int64_t count, int64_t grain, const F& f) {
-  at::parallel_for(0, count, grain, f);
 }
 
 // Floats, zero at first, that begin with a cache line: vectors of them never lie across two.

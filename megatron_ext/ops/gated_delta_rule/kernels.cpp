@@ -32,7 +32,7 @@ struct Inputs {
     TORCH_CHECK(g_.dim() == 2 && g_.size(0) == v_.size(0) && g_.size(1) == heads, "g is [T, H]");
     TORCH_CHECK(beta_.sizes() == g_.sizes(), "beta is [T, H]");
     const float root = 1.0f / std::sqrt(static_cast<float>(keys));
-    for_ranges(k_.size(0) * groups, 256, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, k_.size(0) * groups, 256, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         scale_q[i] = root * (normalize ? one_over_length(q(i / groups, i % groups)) : 1.0f);
         scale_k[i] = normalize ? one_over_length(k(i / groups, i % groups)) : 1.0f;
@@ -135,7 +135,7 @@ at::Tensor prefill(In q, In k, In v, In g, In beta, bool normalize, In starts, I
   const Inputs in(q, k, v, g, beta, normalize);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_offsets, kept_tokens, snapshots,
                           {in.heads, in.keys, in.values});
-  at::Tensor y = at::empty(v.sizes(), in.v.tensor().options());
+  at::Tensor y = at::empty(v.sizes(), at::kFloat);
   float* out = y.mutable_data_ptr<float>();
   const std::vector<int64_t> order = sequences.by_length();
   const int64_t units = in.heads * in.blocks();
@@ -160,10 +160,10 @@ at::Tensor decode(In q, In k, In v, In g, In beta, bool normalize, MaybeIn slots
   const Inputs in(q, k, v, g, beta, normalize);
   const Pool pool(live, {in.heads, in.keys, in.values});
   const Slots where(slots, first_slot);
-  at::Tensor y = at::empty(v.sizes(), in.v.tensor().options());
+  at::Tensor y = at::empty(v.sizes(), at::kFloat);
   float* out = y.mutable_data_ptr<float>();
   const int64_t units = in.heads * in.blocks();
-  for_ranges(v.size(0) * units, 1 + 8192 / (in.keys * LANES + 1), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, v.size(0) * units, 1 + 8192 / (in.keys * LANES + 1), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t request = i / units, slot = where[request];
       Block block(in, i % units);
@@ -180,13 +180,7 @@ at::Tensor decode(In q, In k, In v, In g, In beta, bool normalize, MaybeIn slots
 }  // namespace megatron_ext::gated_delta_rule
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
-  library.def(
-      "gated_delta_prefill(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool normalize, Tensor starts, "
-      "Tensor slots, Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_offsets, "
-      "Tensor? kept_tokens, Tensor(b!)? snapshots) -> Tensor",
-      torch::dispatch(c10::kCPU, &megatron_ext::gated_delta_rule::prefill));
-  library.def(
-      "gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool normalize, Tensor? slots, "
-      "int first_slot, Tensor(a!) live) -> Tensor",
-      torch::dispatch(c10::kCPU, &megatron_ext::gated_delta_rule::decode));
+  using namespace megatron_ext;
+  define_recurrence(library, "gated_delta", "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool normalize",
+                    &gated_delta_rule::prefill, &gated_delta_rule::decode);
 }

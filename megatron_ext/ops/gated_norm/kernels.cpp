@@ -38,9 +38,9 @@ at::Tensor gated_norm(In y, In gate, In weight, int64_t group_size, double eps) 
   TORCH_CHECK(y.dim() == 2 && gate.sizes() == y.sizes(), "y and gate are [T, Cn]");
   const int64_t channels = y.size(1);
   TORCH_CHECK(weight.dim() == 1 && weight.size(0) == channels && channels % group_size == 0, "weight is [Cn], groups are whole");
-  at::Tensor out = at::empty(y.sizes(), values.tensor().options());
+  at::Tensor out = at::empty(y.sizes(), at::kFloat);
   float* to = out.mutable_data_ptr<float>();
-  for_ranges(y.size(0), 1 + GRAIN / (channels + 1), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, y.size(0), 1 + GRAIN / (channels + 1), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       for (int64_t c = 0; c < channels; c += group_size)
         norm_group(values(t) + c, gates(t) + c, weights.data() + c, to + t * channels + c, group_size,
@@ -53,9 +53,9 @@ at::Tensor silu_gate(In y, In gate) {
   const Rows values(y), gates(gate);
   TORCH_CHECK(y.dim() == 2 && gate.sizes() == y.sizes(), "y and gate are [T, Cn]");
   const int64_t channels = y.size(1);
-  at::Tensor out = at::empty(y.sizes(), values.tensor().options());
+  at::Tensor out = at::empty(y.sizes(), at::kFloat);
   float* to = out.mutable_data_ptr<float>();
-  for_ranges(y.size(0), 1 + GRAIN / (channels + 1), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, y.size(0), 1 + GRAIN / (channels + 1), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const float *from = values(t), *z = gates(t);
       for (int64_t c = 0; c < channels; c += W) {

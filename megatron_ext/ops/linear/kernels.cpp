@@ -102,7 +102,7 @@ struct Tiles {
 
   template <typename X>
   void fill(const X* x, int64_t stride) const {
-    for_ranges(count(), 1 + WORK / (MOST * inputs + 1), [&](int64_t from, int64_t to) {
+    at::parallel_for(0, count(), 1 + WORK / (MOST * inputs + 1), [&](int64_t from, int64_t to) {
       for (int64_t tile = from; tile < to; ++tile) {
         const int64_t row = begin(tile), size = begin(tile + 1) - row;
         const X* source = x + (first + row) * stride;
@@ -211,7 +211,7 @@ void multiply_range(const Panels<T>& panels, const Tiles& x, const Output& out) 
     multiply_panels(panels, g * size, std::min(size, panels.count() - g * size), x, out);
   };
   if (x.count() > 1) return for_each(groups, compute);
-  for_ranges(groups, 1 + WORK / (size * P * panels.inputs * x.rows + 1), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, groups, 1 + WORK / (size * P * panels.inputs * x.rows + 1), [&](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; ++g) compute(g);
   });
 }

@@ -111,7 +111,7 @@ struct Work {
 
   template <int R>
   void compute_all() const {
-    for_ranges((outputs + P - 1) / P, 1 + WORK / (P * inputs), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, (outputs + P - 1) / P, 1 + WORK / (P * inputs), [&](int64_t begin, int64_t end) {
       for (int64_t panel = begin; panel < end; ++panel) compute<R>(panel);
     });
   }
@@ -135,8 +135,8 @@ at::Tensor product(In x, In packed, int64_t padded, MaybeIn bias) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = outputs;
   at::Tensor out = at::empty(shape, flat.options());
-  const Work work{data_of(packed), floats(flat), added.data(), out.mutable_data_ptr<float>(), inputs, padded, outputs,
-                  flat.stride(0)};
+  const Work work{data_of(packed), flat.const_data_ptr<float>(), added.data(), out.mutable_data_ptr<float>(),
+                  inputs, padded, outputs, flat.stride(0)};
   compute_rows(work, rows, std::make_integer_sequence<int, ROWS>());
   return out;
 }

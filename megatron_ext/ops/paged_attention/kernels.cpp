@@ -392,10 +392,10 @@ at::Tensor paged_attention(In q, In key_cache, In value_cache, In tables, In sta
   const at::Tensor queries = rows(q);
   at::Tensor out = at::empty(q.sizes(), queries.options());
   const int64_t sequences = lengths.size(0), heads = q.size(1), head_size = q.size(2), key_heads = key_cache.size(2);
-  const Step step{floats(queries), queries.stride(0), queries.stride(1), out.mutable_data_ptr<float>(),
+  const Step step{queries.const_data_ptr<float>(), queries.stride(0), queries.stride(1), out.mutable_data_ptr<float>(),
                   Cache(key_cache), Cache(value_cache), integers<int32_t>(tables), integers(starts), integers(lengths),
                   tables.size(1), heads, heads / key_heads, head_size, key_cache.size(1), static_cast<float>(scale * LOG2_E),
-                  sinks ? floats(*sinks) : nullptr};
+                  sinks ? sinks->const_data_ptr<float>() : nullptr};
   TORCH_CHECK(!sinks || (sinks->numel() == heads && sinks->is_contiguous()), "a sink for each head");
   check(step, tables, sequences, q.size(0), key_cache.size(0));
   attend_all(step, cut(step, sequences, key_heads));

@@ -253,7 +253,7 @@ at::Tensor sample(In logits, In temperature, In top_k, In top_p, In uniform) {
   const double *temperatures = numbers(temperature), *shares = numbers(top_p), *places = numbers(uniform);
   const int64_t* most = integers(top_k);
   for_each(logits.size(0), [&](int64_t r) {
-    const Row row(floats(wide) + r * wide.stride(0), words, temperatures[r]);
+    const Row row(wide.const_data_ptr<float>() + r * wide.stride(0), words, temperatures[r]);
     out[r] = draw_row(row, most[r], shares[r], places[r]);
   });
   return tokens;

@@ -63,7 +63,7 @@ at::Tensor prefill(In u, In delta, In A, In B, In C, MaybeIn D, In starts, In sl
   const Inputs in(u, delta, A, B, C, D);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_offsets, kept_tokens, snapshots,
                           {in.channels, in.size});
-  at::Tensor y = at::empty(u.sizes(), in.u.tensor().options());
+  at::Tensor y = at::empty(u.sizes(), at::kFloat);
   float* out = y.mutable_data_ptr<float>();
   const std::vector<int64_t> order = sequences.by_length();
   const int64_t blocks = (in.channels + W - 1) / W;
@@ -98,10 +98,10 @@ at::Tensor decode(In u, In delta, In A, In B, In C, MaybeIn D, MaybeIn slots, in
   const Inputs in(u, delta, A, B, C, D);
   const Pool pool(live, {in.channels, in.size});
   const Slots where(slots, first_slot);
-  at::Tensor y = at::empty(u.sizes(), in.u.tensor().options());
+  at::Tensor y = at::empty(u.sizes(), at::kFloat);
   float* out = y.mutable_data_ptr<float>();
   const int64_t blocks = (in.channels + BLOCK - 1) / BLOCK;
-  for_ranges(u.size(0) * blocks, 1 + 8192 / (BLOCK * in.size), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, u.size(0) * blocks, 1 + 8192 / (BLOCK * in.size), [&](int64_t begin, int64_t end) {
     std::vector<float> copy(BLOCK * in.size);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t request = i / blocks, first = i % blocks * BLOCK, count = std::min(BLOCK, in.channels - first);
@@ -122,13 +122,7 @@ at::Tensor decode(In u, In delta, In A, In B, In C, MaybeIn D, MaybeIn slots, in
 }  // namespace megatron_ext::selective_scan
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
-  library.def(
-      "selective_prefill(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor starts, Tensor slots, "
-      "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_offsets, Tensor? kept_tokens, "
-      "Tensor(b!)? snapshots) -> Tensor",
-      torch::dispatch(c10::kCPU, &megatron_ext::selective_scan::prefill));
-  library.def(
-      "selective_decode(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? slots, "
-      "int first_slot, Tensor(a!) live) -> Tensor",
-      torch::dispatch(c10::kCPU, &megatron_ext::selective_scan::decode));
+  using namespace megatron_ext;
+  define_recurrence(library, "selective", "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D",
+                    &selective_scan::prefill, &selective_scan::decode);
 }

@@ -161,7 +161,7 @@ at::Tensor prefill(In x, In dt, In A, In B, In C, MaybeIn D, In starts, In slots
   const Inputs in(x, dt, A, B, C, D);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_offsets, kept_tokens, snapshots,
                           {in.heads, in.width, in.size});
-  at::Tensor y = at::empty(x.sizes(), in.x.tensor().options());
+  at::Tensor y = at::empty(x.sizes(), at::kFloat);
   float* out = y.mutable_data_ptr<float>();
   const int64_t of_group = in.heads / in.groups, at_once = heads_at_once(sequences.sequences() * in.groups, of_group);
   const int64_t parts = (of_group + at_once - 1) / at_once, units = in.groups * parts;
@@ -192,10 +192,10 @@ at::Tensor decode(In x, In dt, In A, In B, In C, MaybeIn D, MaybeIn slots, int64
   const Inputs in(x, dt, A, B, C, D);
   const Pool pool(live, {in.heads, in.width, in.size});
   const Slots where(slots, first_slot);
-  at::Tensor y = at::empty(x.sizes(), in.x.tensor().options());
+  at::Tensor y = at::empty(x.sizes(), at::kFloat);
   float* out = y.mutable_data_ptr<float>();
   const int64_t of_head = in.width * in.size;
-  for_ranges(x.size(0) * in.heads, 1 + 8192 / (of_head + 1), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, x.size(0) * in.heads, 1 + 8192 / (of_head + 1), [&](int64_t begin, int64_t end) {
     std::vector<float> copy(of_head);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t request = i / in.heads, head = i % in.heads, slot = where[request];
@@ -217,13 +217,7 @@ at::Tensor decode(In x, In dt, In A, In B, In C, MaybeIn D, MaybeIn slots, int64
 }  // namespace megatron_ext::ssd
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
-  library.def(
-      "ssd_prefill(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor starts, Tensor slots, "
-      "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_offsets, Tensor? kept_tokens, "
-      "Tensor(b!)? snapshots) -> Tensor",
-      torch::dispatch(c10::kCPU, &megatron_ext::ssd::prefill));
-  library.def(
-      "ssd_decode(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? slots, int first_slot, "
-      "Tensor(a!) live) -> Tensor",
-      torch::dispatch(c10::kCPU, &megatron_ext::ssd::decode));
+  using namespace megatron_ext;
+  define_recurrence(library, "ssd", "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D",
+                    &ssd::prefill, &ssd::decode);
 }
