@@ -335,22 +335,10 @@ def _shared(model: object, tokenizer: object, parallel: ParallelConfig, undo: co
     """Return a model of ours with the parameters of the caller's, which is marked until `undo` is closed."""
     from megatron_ext.models.attach.modules import unwrapped
     from megatron_ext.models.attach.shared_model import attached, share_model
-    from megatron_ext.models.load import LoadedModel
-    from megatron_ext.text.library_tokenizers import adapted
 
     source = unwrapped(model)
     undo.enter_context(attached(source))
-    shared = share_model(source, parallel)
-    assert shared.config.vocab_size is not None, "the model has an embedding"
-    name = f"attached {type(source).__name__}"
-    return LoadedModel(
-        shared.model,
-        shared.config,
-        adapted(tokenizer, shared.config.vocab_size),
-        shared.dtype,
-        name,
-        packs_weights=False,
-    )
+    return share_model(source, parallel, tokenizer)
 
 
 def _on_all_ranks(parallel_context: ParallelContext | None, make: Callable[[], LoadedModel]) -> LoadedModel:

@@ -87,7 +87,7 @@ def rotary_frequencies(model: nn.Module, config: ModelConfig) -> Tensor | None:
         ConfigError: The frequencies do not follow from the model's translated configuration.
     """
     embedding = getattr(model, "rotary_pos_emb", None)
-    if embedding is None or _position_embedding(model) == YARN:
+    if embedding is None or model.position_embedding_type == YARN:
         return None
     found, expected = embedding.inv_freq.detach(), rotary_embedding(config).inv_freq
     # Equal up to the rounding of the device that computed them.
@@ -130,7 +130,7 @@ def _arguments(model: nn.Module) -> Namespace:
         "group_query_attention": True,
         "max_position_embeddings": model.max_sequence_length,
         "padded_vocab_size": model.vocab_size,
-        "position_embedding_type": _position_embedding(model),
+        "position_embedding_type": model.position_embedding_type,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
         **dict(_rotary(model)),
     }
@@ -147,10 +147,6 @@ def _pattern(model: nn.Module) -> str | None:
     """Return a hybrid's pattern without layers of multi-token prediction; None if ratios define it."""
     pattern = getattr(model, "hybrid_layer_pattern", None) or getattr(model, "hybrid_override_pattern", None)
     return None if pattern is None else pattern.split("/")[0]
-
-
-def _position_embedding(model: nn.Module) -> str:
-    return str(model.position_embedding_type)
 
 
 def _activation(config: TransformerConfig) -> Mapping[str, bool]:
@@ -177,7 +173,7 @@ def _rotary(model: nn.Module) -> Iterator[tuple[str, object]]:
         return
     yield "rotary_interleaved", bool(getattr(embedding, "rotary_interleaved", False))
     yield "rotary_seq_len_interpolation_factor", embedding.seq_len_interpolation_factor
-    if _position_embedding(model) == YARN:
+    if model.position_embedding_type == YARN:
         yield "rotary_base", model.rotary_base
         yield "rotary_percent", getattr(model, "rotary_percent", 1.0)
         return

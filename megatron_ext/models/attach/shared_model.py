@@ -6,21 +6,21 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import WeightSamples, keep_samples, saved_tensors
 from megatron_ext.models.attach.config import config_of, rotary_frequencies
 from megatron_ext.models.attach.modules import check_modules, is_gpt, unwrapped
 from megatron_ext.models.build import build_without_parameters
+from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.megatron.stored_keys import given_name, is_used
+from megatron_ext.text.library_tokenizers import adapted
 
 _MODELS: WeakSet[nn.Module] = WeakSet()
 _changing = threading.Lock()
@@ -51,25 +51,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ANY_DTYPE = ("A_log", "D", "dt_bias", "expert_bias")  # which our forward converts to fp32, whatever they are stored in
 
 
-@dataclass(frozen=True)
-class SharedModel:
-    """Model of ours that shares the tensors of a model of Megatron.
-
-    Attributes:
-        model: Our model, in eval mode.
-        dtype: Dtype of its matrices.
-        source: The model of Megatron, unwrapped.
-        names: Name of each tensor of ours -> its name in `source`.
-    """
-
-    model: HybridModel
-    config: ModelConfig
-    dtype: torch.dtype
-    source: nn.Module
-    names: Mapping[str, str]
-
-
-def share_model(model: object, parallel: ParallelConfig) -> SharedModel:
+def share_model(model: object, parallel: ParallelConfig, tokenizer: object = None) -> LoadedModel:
     """Return a model of ours with the parameters of a model of Megatron, which is not changed.
 
     Nothing is allocated for parameters.
@@ -77,9 +59,11 @@ def share_model(model: object, parallel: ParallelConfig) -> SharedModel:
     Args:
         model: `GPTModel`, `MambaModel` or `HybridModel`, bare or wrapped; see `unwrapped`.
         parallel: Sizes of the process groups that the model was built in.
+        tokenizer: One of this package or of megatron-core; None for token ids.
 
     Raises:
-        ConfigError: The model has a part that cannot be run exactly; the message names it.
+        ConfigError: The model has a part that cannot be run exactly; the message names it. Or the tokenizer does not
+            fit it.
     """
     source = unwrapped(model)
     check_modules(source)
@@ -97,7 +81,10 @@ def share_model(model: object, parallel: ParallelConfig) -> SharedModel:
         _replace(ours, name, tensors[theirs])
     _fill_counters(ours)
     keep_samples(ours, WeightSamples({theirs: tensors[theirs] for theirs in names.values()}, source))
-    return SharedModel(ours.eval(), config, dtype, source, names)
+    assert config.vocab_size is not None, "the model has an embedding"
+    name = f"attached {type(source).__name__}"
+    adapter = adapted(tokenizer, config.vocab_size)
+    return LoadedModel(ours.eval(), config, adapter, dtype, name, packs_weights=False)
 
 
 def _with_stages(parallel: ParallelConfig, source: nn.Module) -> ParallelConfig:

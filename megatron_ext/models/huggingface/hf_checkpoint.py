@@ -126,17 +126,12 @@ def _require_stored(files: WeightFiles, stored: Names, sources: Mapping[str, Sou
     if is_tied and LM_HEAD in found:
         found.remove(LM_HEAD)
         names = [stored[name] for name in (sources[EMBEDDING].names[0], LM_HEAD) if name in stored]
-        if len(names) == 2 and not _equal(files, *names):
+        if len(names) == 2 and not torch.equal(*map(files.get, names)):
             raise CheckpointError(
                 f"{files.directory}: tie_word_embeddings is true, but {names[0]} and {names[1]} differ; "
                 "set tie_word_embeddings to false to keep both"
             )
     require_same_names(files.directory, found, {name for source in sources.values() for name in source.names})
-
-
-def _equal(files: WeightFiles, one: str, other: str) -> bool:
-    """Return whether two tensors are equal; both are mapped, and not copied."""
-    return files.shape(one) == files.shape(other) and torch.equal(files.get(one), files.get(other))
 
 
 def _fill(

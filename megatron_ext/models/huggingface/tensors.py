@@ -98,15 +98,15 @@ LayerTable = Mapping[str, Source]  # ours -> theirs, both without the prefix of 
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensor that files may store in parts, split by rows at any position.
+    """Tensor of a module that files may store in parts, split by rows at any position.
 
     Attributes:
-        expression: Regular expression of the whole names of parts, with prefix.
-        whole: Name of the tensor, as a template of `re.Match.expand`.
-        parts: Names of all parts, in order, as such templates.
+        module: Regular expression of the module's name, with prefix.
+        whole: Name of the tensor in the module.
+        parts: Names of all parts in the module, in order.
     """
 
-    expression: str
+    module: str
     whole: str
     parts: tuple[str, ...]
 
@@ -131,7 +131,7 @@ class TensorTable:
     """
 
     layers: Mapping[str, LayerTable]
-    letters_per_layer: int = 1
+    letters_per_layer: int = 2
     embedding: str = "embed_tokens.weight"
     final_norm: str = "norm.weight"
     prefixes: tuple[str, ...] = ("model.",)
@@ -164,9 +164,9 @@ class TensorTable:
         """Return the tensors that are stored in parts, each with its parts' names; some parts may be missing."""
         found: dict[str, list[str]] = {}
         for one in self.joined:
-            expression = re.compile(one.expression)
+            expression = re.compile(rf"({one.module})\.(?:{'|'.join(map(re.escape, one.parts))})")
             for match in filter(None, map(expression.fullmatch, sorted(names))):
-                found[match.expand(one.whole)] = [match.expand(part) for part in one.parts]
+                found[f"{match[1]}.{one.whole}"] = [f"{match[1]}.{part}" for part in one.parts]
         return found
 
     def sources(self, config: ModelConfig) -> dict[str, Source]:
@@ -246,20 +246,22 @@ def query_and_key_norms(theirs: str) -> LayerTable:
     return weights({f"self_attention.{one}_layernorm": f"{theirs}.{one}_norm" for one in "qk"})
 
 
-def gated_mlp(ours: str, theirs: str) -> LayerTable:
+def gated_mlp(
+    ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> LayerTable:
     """Tensor table of a gated MLP, with the configured biases; ours has gate and up projection in one."""
-    first = (f"{theirs}.gate_proj", f"{theirs}.up_proj")
+    first = (f"{theirs}.{gate}", f"{theirs}.{up}")
     return {
         f"{ours}.linear_fc1.weight": Source(tuple(f"{one}.weight" for one in first)),
         f"{ours}.linear_fc1.bias": Source(tuple(f"{one}.bias" for one in first), needs="add_mlp_bias"),
-        **weights({f"{ours}.linear_fc2": f"{theirs}.down_proj"}),
-        f"{ours}.linear_fc2.bias": Source((f"{theirs}.down_proj.bias",), needs="add_mlp_bias"),
+        **weights({f"{ours}.linear_fc2": f"{theirs}.{down}"}),
+        f"{ours}.linear_fc2.bias": Source((f"{theirs}.{down}.bias",), needs="add_mlp_bias"),
     }
 
 
-def plain_mlp(ours: str, theirs: str) -> LayerTable:
-    """Tensor table of an MLP of two matrices."""
-    return weights({f"{ours}.linear_fc1": f"{theirs}.up_proj", f"{ours}.linear_fc2": f"{theirs}.down_proj"})
+def plain_mlp(ours: str, theirs: str, first: str = "up_proj", second: str = "down_proj") -> LayerTable:
+    """Tensor table of an MLP of two matrices, the first of which may be a gate and an up projection."""
+    return weights({f"{ours}.linear_fc1": f"{theirs}.{first}", f"{ours}.linear_fc2": f"{theirs}.{second}"})
 
 
 def interleave_qkv(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -162,11 +162,11 @@ def _at(sharded: Sharded, place: StoredKey, layers: int | None) -> Sharded:
 
     if isinstance(sharded, ShardedTensor):
         return moved(dataclasses.replace(sharded, key=place.key))
-    return dataclasses.replace(sharded, key=place.key, build_fn=_mapped(sharded.build_fn, moved))
 
+    def build(*args: object) -> object:
+        return dict_list_map_outplace(moved, sharded.build_fn(*args))
 
-def _mapped(build: Callable[..., Any], change: Callable[[ShardedTensor], ShardedTensor]) -> Callable[..., Any]:
-    return lambda *args: dict_list_map_outplace(change, build(*args))
+    return dataclasses.replace(sharded, key=place.key, build_fn=build)
 
 
 def _row_of_stack(shard: ShardedTensor, row: int, rows: int) -> ShardedTensor:

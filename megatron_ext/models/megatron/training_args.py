@@ -7,8 +7,9 @@ Megatron was older has its former implicit value: off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -317,41 +318,31 @@ def _pattern(known: _Arguments, is_gpt: bool) -> tuple[str, str | None]:
 
 
 def _gpt_mixers(known: _Arguments) -> str:
-    """Return M for each layer with a gated delta net, * for each with attention."""
-    count, every = known.layers(), known.get("linear_attention_freq")
-    if known.get("experimental_attention_variant") is None:
-        return _gpt_attention(known, count)
-    if type(every) is int and every > 0:  # every `every`-th layer is attention
-        return "".join("M" if (index + 1) % every else "*" for index in range(count))
-    if not isinstance(every, list) or len(every) != count or any(item not in (0, 1) for item in every):
-        known.refuse("linear_attention_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
-    return "".join("*M"[is_linear] for is_linear in every)
-
-
-def _gpt_attention(known: _Arguments, count: int) -> str:
-    """Return W for each layer with attention in a window, * for each other one."""
+    """Return M for each layer with a gated delta net, W for each with attention in a window, * for each other one."""
+    plain = "*" * known.layers()
+    if known.get("experimental_attention_variant") is not None:
+        return _by_frequency(known, "linear_attention_freq", 0, partial(windowed_letters, plain)).replace("W", "M")
     if _window(known) is None:
-        return "*" * count
-    freq = known.get("window_attn_skip_freq")
-    try:
-        if not isinstance(freq, int | list | None):
-            raise ValueError
-        return windowed_letters("*" * count, freq)
-    except ValueError:
-        known.refuse("window_attn_skip_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
+        return plain
+    return _by_frequency(known, "window_attn_skip_freq", None, partial(windowed_letters, plain))
 
 
 def _gpt_mlps(known: _Arguments) -> str:
     """Return E for each layer with experts, - for each with an MLP."""
-    count, freq = known.layers(), known.get("moe_layer_freq", EVERY_LAYER)
     if not known.get("num_experts"):
-        return "-" * count
+        return "-" * known.layers()
+    return _by_frequency(known, "moe_layer_freq", EVERY_LAYER, partial(moe_letters, count=known.layers()))
+
+
+def _by_frequency(known: _Arguments, name: str, default: int | None, letters: Callable[..., str]) -> str:
+    """Return the letters of all layers from an argument: a number of layers, or 0 or 1 for each."""
+    freq = known.get(name, default)
     try:
-        if not isinstance(freq, int | list):
+        if not isinstance(freq, int | list | None):
             raise ValueError
-        return moe_letters(freq, count)
+        return letters(freq)
     except ValueError:
-        known.refuse("moe_layer_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
+        known.refuse(name, f"a number of layers, or a list of 0 and 1 for each of {known.layers()} layers")
 
 
 def _norm_epsilon(known: _Arguments, pattern: str) -> float:

@@ -58,7 +58,7 @@ def _decoder_tensors(
 ) -> TensorTable:
     """Return a table in which attention has the same tensors with a window and without."""
     layers = {"*": attention, "W": attention, **feed_forwards}
-    return TensorTable(layers, letters_per_layer=2, split=split or {})
+    return TensorTable(layers, split=split or {})
 
 
 WINDOW = "sliding_window"
@@ -139,7 +139,6 @@ LLAMA = Family(
     pattern=decoder_pattern(all_of("*")),
     tensors=TensorTable(
         layers={"*": ATTENTION_TENSORS, "-": MLP_TENSORS},
-        letters_per_layer=2,
         ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # in older files; derived from the configuration
     ),
     constants={"swiglu": True},
@@ -222,11 +221,10 @@ MISTRAL = Family(
 
 # Mixtral: Mistral's attention, and experts in every layer. An expert is three matrices, w1 (gate), w3 (up) and w2
 # (down). Weights of the chosen experts are divided by their sum.
-_MIXTRAL_EXPERT = f"block_sparse_moe.experts.{EXPERT}"
 _MIXTRAL_EXPERT_TENSORS = {
     **FEED_FORWARD_NORM,
-    **weights({"mlp.router": "block_sparse_moe.gate", f"{ROUTED_EXPERT}.linear_fc2": f"{_MIXTRAL_EXPERT}.w2"}),
-    f"{ROUTED_EXPERT}.linear_fc1.weight": Source((f"{_MIXTRAL_EXPERT}.w1.weight", f"{_MIXTRAL_EXPERT}.w3.weight")),
+    **weights({"mlp.router": "block_sparse_moe.gate"}),
+    **gated_mlp(ROUTED_EXPERT, f"block_sparse_moe.experts.{EXPERT}", "w1", "w3", "w2"),
 }
 MIXTRAL = Family(
     model_type="mixtral",

@@ -54,6 +54,7 @@ from megatron_ext.models.huggingface.tensors import (
     attention,
     copied,
     gated_mlp,
+    plain_mlp,
     query_and_key_norms,
     weights,
 )
@@ -93,7 +94,7 @@ def stacked_inputs(parts: Mapping[str, str]) -> Source:
     """Source of an input projection whose parts of unequal heights are concatenated by rows in ours.
 
     Args:
-        parts: Names of the parts, in order -> contents of each: q, k, v, z (the gate), b (beta) and a (alpha).
+        parts: Names of the projections, in order -> contents: q, k, v, z (the gate), b (beta) and a (alpha).
     """
     assert "".join(parts.values()) == "qkvzba", parts
 
@@ -102,7 +103,7 @@ def stacked_inputs(parts: Mapping[str, str]) -> Source:
         sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
         return [sum(sizes[one] for one in held) for held in parts.values()]
 
-    return Source(tuple(parts), Conversion(rows))
+    return Source(tuple(f"linear_attn.{name}.weight" for name in parts), Conversion(rows))
 
 
 def _input_rows(config: ModelConfig) -> Sequence[int]:
@@ -203,7 +204,6 @@ QWEN3_NEXT = Family(
             "-": MLP_TENSORS,
             "E": {**_ROUTER_AND_SHARED_EXPERT, **gated_mlp(ROUTED_EXPERT, f"mlp.experts.{EXPERT}")},
         },
-        letters_per_layer=2,
         ignored=r"mtp\..*",
         prediction=_PREDICTION,
     ),
@@ -277,11 +277,10 @@ QWEN3_5_TEXT = replace(
     pattern=decoder_pattern(delta_net_or_attention),
     tensors=TensorTable(
         layers={
-            "M": _mixer_tensors(stacked_inputs({f"linear_attn.{name}.weight": held for name, held in _INPUTS.items()})),
+            "M": _mixer_tensors(stacked_inputs(_INPUTS)),
             "*": NORMED_ATTENTION_TENSORS,
             "-": MLP_TENSORS,
         },
-        letters_per_layer=2,
         prefixes=("model.language_model.", "model."),
         ignored=r"(mtp|visual)\..*",
         prediction=_PREDICTION,
@@ -316,26 +315,11 @@ QWEN3_5_MOE_TEXT = replace(
     tensors=replace(
         QWEN3_5_TEXT.tensors,
         layers={
-            "M": QWEN3_5_TEXT.tensors.layers["M"],
-            "*": NORMED_ATTENTION_TENSORS,
-            "E": {
-                **_ROUTER_AND_SHARED_EXPERT,
-                **weights(
-                    {
-                        f"{ROUTED_EXPERT}.linear_fc1": f"mlp.experts.{EXPERT}.gate_up_proj",
-                        f"{ROUTED_EXPERT}.linear_fc2": f"mlp.experts.{EXPERT}.down_proj",
-                    }
-                ),
-            },
+            **QWEN3_5_TEXT.tensors.layers,
+            "E": {**_ROUTER_AND_SHARED_EXPERT, **plain_mlp(ROUTED_EXPERT, f"mlp.experts.{EXPERT}", "gate_up_proj")},
         },
         split={r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)": r"\1.{index}.\2.weight"},
-        joined=(
-            Joined(
-                r"(.*\.mlp\.experts\.\d+)\.(?:gate|up)_proj\.weight",
-                r"\1.gate_up_proj.weight",
-                (r"\1.gate_proj.weight", r"\1.up_proj.weight"),
-            ),
-        ),
+        joined=(Joined(r".*\.mlp\.experts\.\d+", "gate_up_proj.weight", ("gate_proj.weight", "up_proj.weight")),),
     ),
     experts=_experts,
     prediction=lambda _: "*E",
@@ -378,9 +362,7 @@ _OLMO_TENSORS = TensorTable(
             **weights({"norm": "input_layernorm"}),
             **copied("mixer", "linear_attn", "A_log dt_bias conv1d.weight"),
             **weights({"mixer.out_norm": "linear_attn.o_norm", "mixer.out_proj": "linear_attn.o_proj"}),
-            "mixer.in_proj.weight": stacked_inputs(
-                {f"linear_attn.{name}.weight": held for name, held in _OLMO_INPUTS.items()}
-            ),
+            "mixer.in_proj.weight": stacked_inputs(_OLMO_INPUTS),
         },
         "-": MLP_TENSORS,
         "A": {
@@ -390,14 +372,7 @@ _OLMO_TENSORS = TensorTable(
         },
         "F": {**weights({"mlp.output_norm.norm": "post_feedforward_layernorm"}), **gated_mlp("mlp", "mlp")},
     },
-    letters_per_layer=2,
-    joined=(
-        Joined(
-            r"(.*\.linear_attn)\.[qkv]_conv1d\.weight",
-            r"\1.conv1d.weight",
-            tuple(rf"\1.{one}_conv1d.weight" for one in "qkv"),
-        ),
-    ),
+    joined=(Joined(r".*\.linear_attn", "conv1d.weight", tuple(f"{one}_conv1d.weight" for one in "qkv")),),
     other_names={
         r"(layers\.\d+)\.attention_layer_norm\.weight": r"\1.input_layernorm.weight",
         r"(layers\.\d+)\.feedforward_layer_norm\.weight": r"\1.post_attention_layernorm.weight",

@@ -30,6 +30,8 @@ from megatron_ext.models.huggingface.tensors import (
     TensorTable,
     attention,
     copied,
+    gated_mlp,
+    plain_mlp,
     weights,
 )
 
@@ -72,13 +74,8 @@ _TENSORS = TensorTable(
             **weights({"input_layernorm": "operator_norm", "self_attention.linear_proj": "self_attn.out_proj"}),
             **weights({f"self_attention.{one}_layernorm": f"self_attn.{one}_layernorm" for one in "qk"}),
         },
-        "-": {
-            **_FEED_FORWARD_NORM,
-            **weights({"mlp.linear_fc2": "feed_forward.w2"}),
-            "mlp.linear_fc1.weight": Source(("feed_forward.w1.weight", "feed_forward.w3.weight")),
-        },
+        "-": {**_FEED_FORWARD_NORM, **gated_mlp("mlp", "feed_forward", "w1", "w3", "w2")},
     },
-    letters_per_layer=2,
     final_norm="embedding_norm.weight",
 )
 
@@ -176,13 +173,8 @@ LFM2_MOE = replace(
             **_TENSORS.layers,
             "E": {
                 **_FEED_FORWARD_NORM,
-                **weights(
-                    {
-                        "mlp.router": "feed_forward.gate",
-                        f"{ROUTED_EXPERT}.linear_fc1": f"{_EXPERTS}.{EXPERT}.gate_up_proj",
-                        f"{ROUTED_EXPERT}.linear_fc2": f"{_EXPERTS}.{EXPERT}.w2",
-                    }
-                ),
+                **weights({"mlp.router": "feed_forward.gate"}),
+                **plain_mlp(ROUTED_EXPERT, f"{_EXPERTS}.{EXPERT}", "gate_up_proj", "w2"),
                 "mlp.router.expert_bias": Source(("feed_forward.expert_bias",), needs="moe_router_enable_expert_bias"),
             },
         },
@@ -190,13 +182,7 @@ LFM2_MOE = replace(
             rf"(.*\.{_EXPERTS})\.gate_up_proj": r"\1.{index}.gate_up_proj.weight",
             rf"(.*\.{_EXPERTS})\.down_proj": r"\1.{index}.w2.weight",
         },
-        joined=(
-            Joined(
-                rf"(.*\.{_EXPERTS}\.\d+)\.w[13]\.weight",
-                r"\1.gate_up_proj.weight",
-                (r"\1.w1.weight", r"\1.w3.weight"),
-            ),
-        ),
+        joined=(Joined(rf".*\.{_EXPERTS}\.\d+", "gate_up_proj.weight", ("w1.weight", "w3.weight")),),
     ),
     derived=(_attention,),
     experts=_experts,

@@ -60,6 +60,7 @@ def _positions(fields: Fields) -> Values:
 def _tensors(mixer: LayerTable) -> TensorTable:
     return TensorTable(
         layers={"M": {**weights({"norm": "norm"}), **mixer}},
+        letters_per_layer=1,
         embedding="embeddings.weight",
         final_norm="norm_f.weight",
         prefixes=("backbone.",),

@@ -46,6 +46,7 @@ from megatron_ext.models.huggingface.tensors import (
     attention,
     copied,
     gated_mlp,
+    plain_mlp,
     weights,
 )
 
@@ -189,7 +190,6 @@ JAMBA = Family(
                 **gated_mlp(ROUTED_EXPERT, f"feed_forward.experts.{EXPERT}"),
             },
         },
-        letters_per_layer=2,
         final_norm="final_layernorm.weight",
     ),
     constants={"recurrent_layer": "mamba1", "mamba_inner_norm": "weighted", "swiglu": True},
@@ -223,7 +223,6 @@ BAMBA = Family(
     pattern=decoder_pattern(_bamba_mixers),
     tensors=TensorTable(
         layers={"M": _MAMBA2_TENSORS, "*": ATTENTION_TENSORS, "-": _MLP_TENSORS},
-        letters_per_layer=2,
         final_norm="final_layernorm.weight",
     ),
     constants={"swiglu": True},
@@ -309,7 +308,6 @@ FALCON_H1 = Family(
             },
             "-": _MLP_TENSORS,
         },
-        letters_per_layer=2,
         final_norm="final_layernorm.weight",
     ),
     constants={"swiglu": True},
@@ -323,10 +321,7 @@ FALCON_H1 = Family(
 # - `position_embedding_type` other than "rope" means no positions.
 _GRANITE_KINDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
 _GRANITE_EXPERTS = "block_sparse_moe"
-
-
-def _fused_mlp(ours: str, theirs: str) -> dict[str, str]:
-    return {f"{ours}.linear_fc1": f"{theirs}.input_linear", f"{ours}.linear_fc2": f"{theirs}.output_linear"}
+_GRANITE_MATRICES = ("input_linear", "output_linear")  # the first is gate and up projection, as in ours
 
 
 def _granite_mixers(fields: Fields) -> str:
@@ -377,20 +372,14 @@ GRANITE_MOE_HYBRID = Family(
         layers={
             "M": _MAMBA2_TENSORS,
             "*": ATTENTION_TENSORS,
-            # Gate and up projection are one matrix on both sides, the gate first.
-            "-": {**FEED_FORWARD_NORM, **weights(_fused_mlp("mlp", "shared_mlp"))},
+            "-": {**FEED_FORWARD_NORM, **plain_mlp("mlp", "shared_mlp", *_GRANITE_MATRICES)},
             "E": {
                 **FEED_FORWARD_NORM,
-                **weights(
-                    {
-                        "mlp.router": f"{_GRANITE_EXPERTS}.router.layer",
-                        **_fused_mlp("mlp.shared_experts", "shared_mlp"),
-                        **_fused_mlp(ROUTED_EXPERT, f"{_GRANITE_EXPERTS}.experts.{EXPERT}"),
-                    }
-                ),
+                **weights({"mlp.router": f"{_GRANITE_EXPERTS}.router.layer"}),
+                **plain_mlp("mlp.shared_experts", "shared_mlp", *_GRANITE_MATRICES),
+                **plain_mlp(ROUTED_EXPERT, f"{_GRANITE_EXPERTS}.experts.{EXPERT}", *_GRANITE_MATRICES),
             },
         },
-        letters_per_layer=2,
         split={
             rf"(.*\.{_GRANITE_EXPERTS})\.(input_linear|output_linear)\.weight": r"\1.experts.{index}.\2.weight",
             # Names that transformers uses in memory.

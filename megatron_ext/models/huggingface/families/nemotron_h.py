@@ -112,6 +112,7 @@ _TENSORS = TensorTable(
             **{f"mlp.{name}": Source((f"mixer.{name}",), needs="moe_latent_size") for name in _LATENT},
         },
     },
+    letters_per_layer=1,
     embedding="embeddings.weight",
     final_norm="norm_f.weight",
     prefixes=("backbone.", "model."),  # published files have the first, some files of transformers the second

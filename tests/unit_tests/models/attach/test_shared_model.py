@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -12,20 +13,18 @@ from torch import nn
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.attach.shared_model import SharedModel, share_model
+from megatron_ext.mcore.weight_changes import saved_tensors
+from megatron_ext.models.attach.modules import unwrapped
+from megatron_ext.models.attach.shared_model import share_model
 from tests.unit_tests.support import megatron_models as models
 
-ALONE = ParallelConfig()
+share = partial(share_model, parallel=ParallelConfig())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def upstream() -> Iterator[None]:
     with models.stand_ins():
         yield
-
-
-def share(model: object) -> SharedModel:
-    return share_model(model, ALONE)
 
 
 @pytest.mark.parametrize("name", models.KINDS)
@@ -35,9 +34,7 @@ def test_every_tensor_is_the_models_own(name: str) -> None:
     shared = share(model)
     ours, theirs = dict(shared.model.named_parameters()), dict(model.named_parameters())
     assert {id(one) for one in ours.values()} == {id(one) for one in theirs.values()}
-    for name_of_ours, name_of_theirs in shared.names.items():
-        stored = shared.model.state_dict(keep_vars=True)[name_of_ours]
-        assert stored is model.state_dict(keep_vars=True)[name_of_theirs]
+    assert {*map(id, saved_tensors(shared.model).values())} <= {*map(id, saved_tensors(model).values())}
     assert not any(one.is_meta for one in [*ours.values(), *shared.model.buffers()])
 
 
@@ -67,8 +64,10 @@ def test_tied_embeddings_have_one_tensor() -> None:
 
 def test_experts_in_one_module_are_shared_in_their_order() -> None:
     """Transformer Engine has the weights of all experts of a layer in one module, by number."""
-    names = share(models.build("hybrid, experts", fused=True)).names.items()
-    experts = [(ours.split(".local_experts.")[1], theirs) for ours, theirs in names if ".local_experts." in ours]
+    model = models.build("hybrid, experts", fused=True)
+    theirs = {id(one): name for name, one in saved_tensors(model).items()}
+    ours = saved_tensors(share(model).model).items()
+    experts = [(name.split(".local_experts.")[1], theirs[id(one)]) for name, one in ours if ".local_experts." in name]
     assert [ours[0] for ours, _ in experts] == [theirs[-1] for _, theirs in experts] != []
 
 
@@ -202,7 +201,7 @@ class TestWrappers:
 
     def test_lists_and_unknown_wrappers(self) -> None:
         model = models.build("llama")
-        assert share([model]).source is share(nn.ModuleList([model])).source is model
+        assert unwrapped([model]) is unwrapped(nn.ModuleList([model])) is model
         with pytest.raises(ConfigError, match="a list of 2 chunks of a virtual pipeline"):
             share([model, models.build("llama")])
         with pytest.raises(ConfigError, match=r"^the model is of class torch\.nn\.modules\.container\.Sequential"):
@@ -220,7 +219,7 @@ class TestWrappers:
         with pytest.raises(ConfigError, match=r"forward hook .*call disable_forward_pre_hook\(\)"):
             share(wrapped)
         wrapped.disable_forward_pre_hook(param_sync=False)
-        assert share(wrapped).source is model
+        assert share(wrapped).model.embedding.word_embeddings.weight is model.embedding.word_embeddings.weight
 
     def test_hooks_of_a_wrapper_are_refused(self) -> None:
         from megatron.core.transformer.module import Float16Module

@@ -93,7 +93,6 @@ TOY = Family(
     pattern=lambda fields: "*-" * fields.layer_count,
     tensors=TensorTable(
         layers={"*": ATTENTION, "-": FEED_FORWARD},
-        letters_per_layer=2,
         embedding="wte.weight",
         final_norm="ln_f.weight",
         prefixes=("transformer.",),
