@@ -19,7 +19,7 @@ from megatron_ext.config.request import TokenBiases
 from megatron_ext.mcore import platform
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.state_slots import PrefillStates, StateSlots
 from megatron_ext.ops.varlen import Resumes, pack_chunks
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.scheduling.record import RequestRecord
@@ -201,7 +201,7 @@ class Layer:
         chunks = dataclasses.replace(pack_chunks([cuts], device), resumes=Resumes(BLOCK, ends))
         slots = StateSlots(torch.ones_like(ends), torch.full((1,), start > 0, device=device))
         x, dt, b, c = (t[start:end] for t in (self._x, self._dt, self._b, self._c))
-        y = SSD.prefill(x, dt, self._a, b, c, chunks=chunks, slots=slots, live=self._live, snapshots=None)
+        y = SSD.prefill(x, dt, self._a, b, c, states=PrefillStates(chunks, slots, self._live, None))
         return y, self._live[1].clone()
 
 

@@ -22,7 +22,7 @@ from megatron_ext.ops.sampling import SamplingMetadata, greedy_tokens, sample_to
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import copy_rows
-from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates, SnapshotPlaces, StateSlots
 from megatron_ext.ops.step_size import step_sizes
 from megatron_ext.ops.varlen import Resumes, pack_chunks
 
@@ -294,13 +294,13 @@ class Calls:
             torch.tensor([prompt * length + place * BLOCK for prompt, place in ends], device=self._device),
         )
         snapshots = torch.full((len(ends), *state), torch.nan, dtype=dtype, device=self._device) if ends else None
-        places = {
-            "chunks": replace(pack_chunks([cut] * e.prompts, self._device), resumes=resumes),
-            "slots": StateSlots(slots, torch.zeros_like(slots, dtype=torch.bool), kept if ends else None),
-            "live": torch.zeros(e.prompts, *state, dtype=dtype, device=self._device),
-            "snapshots": snapshots,
-        }
-        return Call(partial(operator.prefill, *inputs, **options, **places), *amount, snapshots=snapshots)
+        states = PrefillStates(
+            replace(pack_chunks([cut] * e.prompts, self._device), resumes=resumes),
+            StateSlots(slots, torch.zeros_like(slots, dtype=torch.bool), kept if ends else None),
+            torch.zeros(e.prompts, *state, dtype=dtype, device=self._device),
+            snapshots,
+        )
+        return Call(partial(operator.prefill, *inputs, **options, states=states), *amount, snapshots=snapshots)
 
     def _decode(
         self,
@@ -317,5 +317,5 @@ class Calls:
             torch.zeros(rows, *state, dtype=dtype, device=self._device),
             torch.arange(rows, device=self._device),
         )
-        work = partial(operator.decode, *inputs, **options, slots=slots, live=live)
+        work = partial(operator.decode, *inputs, **options, states=DecodeStates(slots, live))
         return Call(work, 2.0 * live.numel() * live.element_size() + moved, "TB")

@@ -32,7 +32,8 @@ from megatron_ext.mixers.recurrent import RecurrentContext
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.chunked import cut_evenly
 from megatron_ext.ops.recurrence import Recurrence
-from megatron_ext.ops.varlen import pack_chunks
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
+from megatron_ext.ops.varlen import PackedChunks, pack_chunks
 
 DT_INIT_RANGE = (1e-3, 1e-1)  # of step sizes
 DT_INIT_FLOOR = 1e-4
@@ -57,19 +58,20 @@ class Pass:
     """Pass through a mixer's operators: the mixer defines the computation, the pass where states are kept.
 
     Attributes:
-        apply: Calls an operator with the states of the convolution, if the second argument is 0, or of the recurrence,
-            if it is 1: (operator, number, x, *inputs, **options) -> y.
+        run: Entry point of `Recurrence`.
+        states: States of the convolution, then of the recurrence, as `run` takes them.
     """
 
-    apply: Callable[..., Tensor]
+    run: Callable[..., Tensor]
+    states: Sequence[PackedChunks | PrefillStates | DecodeStates]
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: Recurrence = CAUSAL_CONV1D) -> Tensor:
         """Convolve [T, Cn] -> [T, Cn]; weight [Cn, 1, K] as `nn.Conv1d` has it."""
-        return self.apply(operator, 0, x, weight.squeeze(1), bias)
+        return self.run(operator, x, weight.squeeze(1), bias, states=self.states[0])
 
     def scan(self, operator: Recurrence, x: Tensor, *inputs: Tensor, **options: object) -> Tensor:
         """Apply the recurrence to its inputs; return y [T, ...]."""
-        return self.apply(operator, 1, x, *inputs, **options)
+        return self.run(operator, x, *inputs, states=self.states[1], **options)
 
 
 @dataclass
@@ -204,11 +206,7 @@ class RecurrentMixer(MegatronModule):
         length, batch, _ = projected.shape
         conv_inputs, scan_inputs, gate = self.split(projected.transpose(0, 1).flatten(0, 1))  # [b * s, .]
         chunks = pack_chunks([cut_evenly(length, self.chunk_size)] * batch, projected.device)
-
-        def scan(operator: Recurrence, _: int, x: Tensor, *inputs: Tensor | None, **options: object) -> Tensor:
-            return operator.scan(x, *inputs, chunks=chunks, initial_states=None, **options).y
-
-        y = self.mix(conv_inputs, scan_inputs, Pass(scan))
+        y = self.mix(conv_inputs, scan_inputs, Pass(Recurrence.scan, (chunks, chunks)))
         return self.gated(y, gate).unflatten(0, (batch, length)).transpose(0, 1)
 
     def _forward_step(self, projected: Tensor, context: RecurrentContext) -> Tensor:
@@ -219,30 +217,15 @@ class RecurrentMixer(MegatronModule):
         live, chunks, slots = context.mamba_states_cache(layer), step.chunks, step.prefill_slots
         parts = []
         if step.num_decode:
-
-            def decode(
-                operator: Recurrence, number: int, x: Tensor, *inputs: Tensor | None, **options: object
-            ) -> Tensor:
-                return operator.decode(x, *inputs, slots=step.decode_slots, live=live[number], **options)
-
             own = whole.tokens(0, step.num_decode)
-            parts.append(self.mix(own.conv_inputs, own.scan_inputs, Pass(decode)))
-        if chunks is not None:
+            decoding = [DecodeStates(step.decode_slots, pool) for pool in live]
+            parts.append(self.mix(own.conv_inputs, own.scan_inputs, Pass(Recurrence.decode, decoding)))
+        if chunks is not None:  # all prefill of the step in one call (HY-7)
             assert slots is not None, "prefill has slots"
-            snapshots: tuple[Tensor | None, Tensor | None] = (None, None)
-            if slots.snapshots is not None:
-                snapshots = context.mamba_snapshots(layer)
-
-            def prefill(
-                operator: Recurrence, number: int, x: Tensor, *inputs: Tensor | None, **options: object
-            ) -> Tensor:
-                """Compute all prefill of the step in one call (HY-7)."""
-                return operator.prefill(
-                    x, *inputs, chunks=chunks, slots=slots, live=live[number], snapshots=snapshots[number], **options
-                )
-
+            snapshots = (None, None) if slots.snapshots is None else context.mamba_snapshots(layer)
             own = whole.tokens(step.num_decode, step.num_decode + chunks.sequences.num_tokens)
-            parts.append(self.mix(own.conv_inputs, own.scan_inputs, Pass(prefill)))
+            filling = [PrefillStates(chunks, slots, *pools) for pools in zip(live, snapshots, strict=True)]
+            parts.append(self.mix(own.conv_inputs, own.scan_inputs, Pass(Recurrence.prefill, filling)))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         gated = self.gated(y, whole.gate[: y.shape[0]])
         padding = projected.shape[0] - y.shape[0]

@@ -55,16 +55,6 @@ class FunctionBackend(Backend):
     find: Callable[[str], Callable[..., object] | None]
 
 
-def anything(_: Tensor) -> bool:
-    """Return True: plain torch backends take every input."""
-    return True
-
-
-def never(_: Tensor) -> bool:
-    """Return False: the backend is chosen by name only."""
-    return False
-
-
 B = TypeVar("B", bound=Backend, covariant=True)
 AUTO = "auto"  # in place of a backend's name: no preference
 _PREFERRED: ContextVar[str] = ContextVar("preferred", default=AUTO)
@@ -137,7 +127,7 @@ class Backends(Generic[B]):
             self._forced = before
 
 
-REFERENCE = FunctionBackend("reference", anything, lambda name: None)
+REFERENCE = FunctionBackend("reference", lambda x: True, lambda name: None)
 
 
 class Operator(Backends[FunctionBackend]):

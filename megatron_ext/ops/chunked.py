@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes, pack_chunks, stage_arrays, starts
+from megatron_ext.ops.varlen import PackedChunks, PackedSequences, Resumes, pack_chunks, stage_arrays, starts
 
 PIECE = 32
 """Tokens of a piece of a chunk, for scans that cut chunks further."""
@@ -199,7 +199,7 @@ def static_chunks(
         resumes: See `PackedChunks`.
     """
     device, count = cu_seqlens.device, grid.count
-    sequences = BoundedSequences((grid.tokens,) * grid.sequences, cu_seqlens, seq_idx)
+    sequences = PackedSequences((grid.tokens,) * grid.sequences, cu_seqlens, seq_idx, has_static_shapes=True)
     numbers = torch.arange(count, device=device)
     chunks = PackedChunks(
         sequences=sequences,

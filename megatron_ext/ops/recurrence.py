@@ -1,9 +1,9 @@
 """Operators with states: SSD, the selective scan, the gated delta rule, and the causal convolution.
 
-An operator has three entry points, which take its own inputs first: `scan` over packed sequences from zero or given
-states (differentiable, for training), `prefill` over packed sequences whose states lie in pools, and `decode` of one
-token of each of R requests, in place. The reference has a scan and a step without pools; backends have kernels that
-read and write slots.
+An operator has three entry points, which take its own inputs first: `scan` over packed sequences from zero states
+(differentiable, for training), `prefill` over packed sequences whose states lie in pools, and `decode` of one token of
+each of R requests, in place. The reference has a scan and a step without pools; backends have kernels that read and
+write slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext.ops import cpp
 from megatron_ext.ops.backends import FunctionBackend, Operator
-from megatron_ext.ops.state_slots import DecodeStates, PrefillStates, StateSlots, initial_states, store
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates, initial_states, store
 from megatron_ext.ops.varlen import PackedChunks
 
 
@@ -57,51 +57,29 @@ class Recurrence:
         self.backends = Operator(name, *backends)
         self.reference_scan, self._step, self._options = scan, step, options
 
-    def scan(
-        self,
-        x: Tensor,
-        *inputs: Tensor | None,
-        chunks: PackedChunks,
-        initial_states: Tensor | None = None,
-        **options: object,
-    ) -> ScanOutput:
-        """Run over packed sequences from `initial_states` [S, ...], zeros if None. Differentiable."""
-        options = self._options | options
-        return self.reference_scan(x, *inputs, chunks, initial_states=initial_states, **options)
+    def scan(self, x: Tensor, *inputs: Tensor | None, states: PackedChunks, **options: object) -> Tensor:
+        """Run over packed sequences from zero states: y [T, ...]. Differentiable."""
+        return self.reference_scan(x, *inputs, states, initial_states=None, **self._options | options).y
 
-    def prefill(
-        self,
-        x: Tensor,
-        *inputs: Tensor | None,
-        chunks: PackedChunks,
-        slots: StateSlots,
-        live: Tensor,
-        snapshots: Tensor | None,
-        **options: object,
-    ) -> Tensor:
+    def prefill(self, x: Tensor, *inputs: Tensor | None, states: PrefillStates, **options: object) -> Tensor:
         """Run over packed sequences from their running states; write their final states and the snapshots.
 
-        Returns y [T, ...]. The main input `x` decides on the backend; for the states see `PrefillStates`.
+        Returns y [T, ...]. The main input `x` decides on the backend.
         """
-        states, options = PrefillStates(chunks, slots, live, snapshots), self._options | options
+        return self._compute("prefill", self._prefill_by_scan, x, *inputs, states, **options)
 
-        def compute(backend: FunctionBackend) -> Tensor:
-            run = backend.find("prefill") or self._prefill_by_scan
-            return cast("Tensor", run(x, *inputs, states, **options))
+    def decode(self, x: Tensor, *inputs: Tensor | None, states: DecodeStates, **options: object) -> Tensor:
+        """Run over one token of each of R requests: y [R, ...]; their running states are written."""
+        return self._compute("decode", self._decode_by_step, x, *inputs, states, **options)
 
-        return self.backends.compute(x, compute)
-
-    def decode(
-        self, x: Tensor, *inputs: Tensor | None, slots: Tensor | slice, live: Tensor, **options: object
+    def _compute(
+        self, name: str, by_reference: Callable[..., Tensor], x: Tensor, *given: object, **options: object
     ) -> Tensor:
-        """Run over one token of each of R requests: y [R, ...]; for `slots` and `live` see `DecodeStates`."""
-        states, options = DecodeStates(slots, live), self._options | options
+        def call(backend: FunctionBackend) -> Tensor:
+            run = backend.find(name) or by_reference
+            return cast("Tensor", run(x, *given, **self._options | options))
 
-        def compute(backend: FunctionBackend) -> Tensor:
-            run = backend.find("decode") or self._decode_by_step
-            return cast("Tensor", run(x, *inputs, states, **options))
-
-        return self.backends.compute(x, compute)
+        return self.backends.compute(x, call)
 
     def _prefill_by_scan(self, *given: Any, **options: object) -> Tensor:
         """Compute a prefill by a scan without slots: gather states before it, scatter them after it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -56,27 +56,19 @@ class PackedSequences(StepMetadata):
         lengths: Tokens of each sequence, on the host, each at least 1.
         cu_seqlens: [S+1] int64, first token of each sequence, then T.
         seq_idx: [T] int64, the sequence that each token belongs to.
+        has_static_shapes: Whether `lengths` are upper bounds; `cu_seqlens` on the device is exact then, and the token
+            axis T may have rows after the last sequence.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     seq_idx: Tensor
-    has_static_shapes: ClassVar[bool] = False  # see `BoundedSequences`
+    has_static_shapes: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens T, without the padding that may follow on the token axis."""
         return self.seq_idx.numel()
-
-
-@dataclass(frozen=True)
-class BoundedSequences(PackedSequences):
-    """Packed sequences with static shapes: `lengths` are upper bounds; `cu_seqlens` on the device is exact.
-
-    The token axis T may have rows after the last sequence.
-    """
-
-    has_static_shapes = True
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def stage_step(
     if unknown and prev_sampled is not None:
         prev_sampled.write_to(staged["input_ids"], staged["unknown_tokens"], staged["prev_sampled"])
     lengths, ends = tuple(one.length for one in chunks), tuple(one.end for one in chunks)
-    where = {name: staged[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k")}
+    where = staged["block_table"], staged["cu_seqlens_q"], staged["seqlens_k"]
     return ModelInput(
         chunks=chunks,
         num_decode=num_decode,
@@ -122,7 +122,7 @@ def stage_step(
         input_ids=staged["input_ids"],
         position_ids=staged["position_ids"],
         slot_mapping=staged["slot_mapping"],
-        paged_batch=PagedBatch(num_decode, lengths, ends, rules.block_size, **where),
+        paged_batch=PagedBatch(num_decode, lengths, ends, rules.block_size, *where),
         recurrent=_stage_recurrent(chunks, num_decode, cuts, staged, rules) if rules.has_states else None,
         sample_tokens=staged["sample_tokens"],
         sampling=tuple([row for one in (*chunks, *forks) if one.sampling is not None for row in _sampling_rows(one)]),

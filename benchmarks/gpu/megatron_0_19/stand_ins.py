@@ -169,9 +169,9 @@ def _paged(
     scale: float,
 ) -> Tensor:
     """Call this project's operator, whose lengths are computed on the device; so the call can be captured."""
-    from megatron_ext.ops.paged_attention import StaticBatch, paged_attention
+    from megatron_ext.ops.paged_attention import PagedBatch, paged_attention
 
     size = keys.shape[1]
     most = (table.shape[1] * size,) * lengths.numel()
-    batch = StaticBatch(decoding, queries, most, size, table.int(), begins.long(), lengths.long())
+    batch = PagedBatch(decoding, queries, most, size, table.int(), begins.long(), lengths.long(), True)
     return paged_attention(q, keys, values, batch, scale=scale)

@@ -44,8 +44,14 @@ def causal_conv1d(
     if initial_states is None:
         initial_states = x.new_zeros(len(sequences.lengths), x.shape[1], weight.shape[1] - 1)
     starts, owners = sequences.cu_seqlens[:-1], chunks.chunk_seq_idx
-    convolve = _convolve_bounded if sequences.has_static_shapes else _convolve_packed
-    y = convolve(x, weight, bias, sequences, initial_states, activate)
+    if sequences.has_static_shapes:  # only the device knows lengths: each token with the K-1 inputs before it
+        tokens, sequence = torch.arange(x.shape[0], device=x.device), sequences.seq_idx
+        before = conv_states_after(x, tokens, starts[sequence], initial_states[sequence])
+        y, _ = causal_conv1d_step(x, weight, bias, before, activate=activate)
+    else:
+        y = _convolve_packed(x, weight, bias, sequences, initial_states)
+        y = (F.silu(y) if activate else y).to(x.dtype)
+        y = F.pad(y, (0, 0, 0, x.shape[0] - y.shape[0])) if y.shape[0] < x.shape[0] else y
     states = conv_states_after(x, chunks.cu_chunk_seqlens[1:], starts[owners], initial_states[owners])
     return ScanOutput(y, states[chunks.last_chunk_indices], states)
 
@@ -53,14 +59,10 @@ def causal_conv1d(
 def causal_conv1d_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activate: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Convolve one token of each of R requests.
+    """Convolve one token of each of R requests; inputs are as in `causal_conv1d`, with R in place of T.
 
     Args:
-        x: [R, Cn].
-        weight: [Cn, K].
-        bias: [Cn] or None.
         state: [R, Cn, K-1], not modified.
-        activate: True to apply SiLU to the result.
 
     Returns:
         y [R, Cn] in x's dtype, and the new state [R, Cn, K-1] in state's dtype.
@@ -88,9 +90,7 @@ def conv_states_after(x: Tensor, tokens: Tensor, first_tokens: Tensor, initial_s
     kept = initial_states.shape[2]
     columns = torch.arange(kept, device=x.device) - kept
     rows = tokens[:, None] + columns  # [n, K-1]
-    before = (
-        rows - first_tokens[:, None]
-    )  # position relative to the sequence's first token of this call; negative before it
+    before = rows - first_tokens[:, None]  # position relative to the sequence's first token of this call
     from_tokens = x[rows.clamp(min=0)].transpose(1, 2)  # [n, Cn, K-1]
     columns = (before + kept).clamp(0, kept - 1)[:, None].expand(-1, x.shape[1], -1)
     from_initial = initial_states.to(x.dtype).gather(2, columns)
@@ -98,14 +98,9 @@ def conv_states_after(x: Tensor, tokens: Tensor, first_tokens: Tensor, initial_s
 
 
 def _convolve_packed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sequences: PackedSequences,
-    initial_states: Tensor,
-    activate: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, sequences: PackedSequences, initial_states: Tensor
 ) -> Tensor:
-    """Convolve sequences with their K-1 earlier inputs in front of each."""
+    """Convolve sequences with their K-1 earlier inputs in front of each, in fp32 or wider: [T, Cn]."""
     window, wide = weight.shape[1], torch.promote_types(x.dtype, torch.float32)
     earlier = initial_states.to(x.dtype).transpose(1, 2)
     parts = zip(earlier.unbind(0), x[: sequences.num_tokens].split(sequences.lengths), strict=True)
@@ -113,24 +108,7 @@ def _convolve_packed(
     y = _convolve(extended.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     if len(sequences.lengths) > 1:
         y = y.index_select(0, torch.arange(len(sequences.seq_idx), device=x.device) + sequences.seq_idx * (window - 1))
-    y = (F.silu(y) if activate else y).to(x.dtype)
-    missing = x.shape[0] - y.shape[0]
-    return F.pad(y, (0, 0, 0, missing)) if missing else y
-
-
-def _convolve_bounded(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sequences: PackedSequences,
-    initial_states: Tensor,
-    activate: bool,
-) -> Tensor:
-    """Convolve with lengths that only the device knows: each token with the K-1 inputs before it."""
-    owners = sequences.seq_idx
-    tokens = torch.arange(x.shape[0], device=x.device)
-    before = conv_states_after(x, tokens, sequences.cu_seqlens[owners], initial_states[owners])
-    return causal_conv1d_step(x, weight, bias, before, activate=activate)[0]
+    return y
 
 
 def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ computes from something else; they make two records of one function differ, so c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -52,13 +52,7 @@ class _HostReads(TorchFunctionMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function; see `TorchFunctionMode`."""
         if func in _HOST_READS:
             self.found.append(func.__name__)

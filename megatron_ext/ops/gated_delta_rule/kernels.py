@@ -301,12 +301,7 @@ def delta_prefill(
     counts="heads heads_per_group normalize",
     scalars="scale",
     types=STATE_TYPES,
-    configs=[
-        config(K=16, V=32),
-        config(K=32, V=32),
-        config(K=64, V=32),
-        config(K=128, V=16),
-    ],
+    configs=[config(K=keys, V=values) for keys, values in ((16, 32), (32, 32), (64, 32), (128, 16))],
 )
 def delta_decode(
     q, k, v, g, beta, y, live, slots, q_row, k_row, v_row, g_row, beta_row, live_row, key_dim, value_dim, heads,

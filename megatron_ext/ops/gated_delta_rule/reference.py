@@ -89,16 +89,10 @@ def gated_delta_scan(
 def gated_delta_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, normalize: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over one token of each of R requests.
+    """Run the recurrence over one token of each of R requests; inputs are as in `gated_delta_scan`, with R for T.
 
     Args:
-        q: [R, G, K].
-        k: [R, G, K].
-        v: [R, H, V].
-        g: [R, H] fp32, logarithm of the decay, at most 0.
-        beta: [R, H], between 0 and 1.
         state: [R, H, K, V], not modified.
-        normalize: Divide q and k by their lengths.
 
     Returns:
         y [R, H, V] in v's dtype, and the new state [R, H, K, V] in state's dtype.

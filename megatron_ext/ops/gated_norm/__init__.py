@@ -45,16 +45,11 @@ class NamedNorm:
         raise NotImplementedError
 
 
-def _gated_norm_in_cpp(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
-    return cpp.kernels().gated_norm(y, gate, weight, group_size, eps)
+def _in_cpp(name: str) -> Callable[..., Tensor] | None:
+    return getattr(cpp.kernels(), name) if name in ("gated_norm", "silu_gate") else None
 
 
-def _silu_gate_in_cpp(y: Tensor, gate: Tensor) -> Tensor:
-    return cpp.kernels().silu_gate(y, gate)
-
-
-_IN_CPP: dict[str, Callable[..., Tensor]] = {"gated_norm": _gated_norm_in_cpp, "silu_gate": _silu_gate_in_cpp}
-GATED_NORM = Operator("gated_norm", FunctionBackend(cpp.NAME, cpp.takes, _IN_CPP.get), triton.backend(__name__))
+GATED_NORM = Operator("gated_norm", FunctionBackend(cpp.NAME, cpp.takes, _in_cpp), triton.backend(__name__))
 
 
 @GATED_NORM

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.backends import FunctionBackend, Operator
 from megatron_ext.ops.paged_attention import reference
-from megatron_ext.ops.paged_attention.batch import PagedBatch, StaticBatch, build_paged_batch
+from megatron_ext.ops.paged_attention.batch import PagedBatch, build_paged_batch
 
 
 def _attend_in_cpp(
@@ -36,35 +36,6 @@ PAGED_ATTENTION = Operator(
     FunctionBackend(cpp.NAME, cpp.takes, {"paged_attention": _attend_in_cpp}.get),
     triton.backend(__name__),
 )
+paged_attention = PAGED_ATTENTION(reference.paged_attention)
 
-
-@PAGED_ATTENTION
-def paged_attention(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attend from every query to the keys of its sequence up to its own position, or to the last `window` of them.
-
-    Args:
-        q: [T, Hq, D], sequences in the batch's order; later rows are not read.
-        key_cache: [NB, B, Hkv, D], with the queries' own keys already written. Blocks are contiguous each and may lie
-            any distance apart. Entries after a sequence's keys are never used and may be anything, NaN too.
-        value_cache: [NB, B, Hkv, D], likewise for values.
-        batch: Block table and lengths of the sequences.
-        scale: Factor of the scores.
-        window: Maximum number of keys that a query sees, its own the last of them; None for all.
-        sinks: [Hq], for each head a score that takes part in the softmax and has no value; None for no sinks.
-
-    Returns:
-        [T, Hq, D], zero after the batch's sequences.
-    """
-    return reference.paged_attention(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks)
-
-
-__all__ = ["PAGED_ATTENTION", "PagedBatch", "StaticBatch", "build_paged_batch", "paged_attention"]
+__all__ = ["PAGED_ATTENTION", "PagedBatch", "build_paged_batch", "paged_attention"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ class PagedBatch(StepMetadata):
         block_table: [R, W] int32, blocks of each sequence in order; entries after its keys are never used.
         cu_seqlens_q: [R+1] int64, first query of each sequence, then the number of queries.
         seqlens_k: [R] int64, number of keys of each sequence.
+        has_static_shapes: Whether lengths on the host are upper bounds; those on the device are exact in any case.
     """
 
     num_decode: int
@@ -42,19 +42,12 @@ class PagedBatch(StepMetadata):
     block_table: Tensor
     cu_seqlens_q: Tensor
     seqlens_k: Tensor
-    has_static_shapes: ClassVar[bool] = False  # see `StaticBatch`
+    has_static_shapes: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Queries of all sequences together."""
         return sum(self.query_lengths)
-
-
-@dataclass(frozen=True)
-class StaticBatch(PagedBatch):
-    """Batch with static shapes: lengths on the host are upper bounds, those on the device are the actual ones."""
-
-    has_static_shapes = True
 
 
 def build_paged_batch(
@@ -82,7 +75,9 @@ def build_paged_batch(
         assert 1 <= queries <= keys <= len(blocks) * block_size
         row[:count] = blocks[:count]
     arrays = {"block_table": table, "cu_seqlens_q": starts(query_lengths), "seqlens_k": np.asarray(kv_lengths)}
-    return PagedBatch(num_decode, tuple(query_lengths), tuple(kv_lengths), block_size, **stage_arrays(arrays, device))
+    staged = stage_arrays(arrays, device)
+    where = staged["block_table"], staged["cu_seqlens_q"], staged["seqlens_k"]
+    return PagedBatch(num_decode, tuple(query_lengths), tuple(kv_lengths), block_size, *where)
 
 
 def gather_slots(cache: Tensor, slots: Tensor) -> Tensor:

@@ -40,11 +40,6 @@ class PrefillPlan:
     blocks: Tensor
     mask: Tensor | None
 
-    @property
-    def is_causal(self) -> bool:
-        """True if torch's own causal mask suffices."""
-        return self.mask is None and self.queries.stop - self.queries.start > 1
-
 
 @dataclass(frozen=True)
 class GatherPlan:
@@ -127,10 +122,25 @@ def paged_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    """Attend from every query to the keys of its sequence up to its own position, or to the last `window` of them.
+
+    Args:
+        q: [T, Hq, D], sequences in the batch's order; later rows are not read.
+        key_cache: [NB, B, Hkv, D], with the queries' own keys already written. Blocks are contiguous each and may lie
+            any distance apart. Entries after a sequence's keys are never used and may be anything, NaN too.
+        value_cache: [NB, B, Hkv, D], likewise for values.
+        batch: Block table and lengths of the sequences.
+        scale: Factor of the scores.
+        window: Maximum number of keys that a query sees, its own the last of them; None for all.
+        sinks: [Hq], for each head a score that takes part in the softmax and has no value; None for no sinks.
+
+    Returns:
+        [T, Hq, D], zero after the batch's sequences.
+    """
     if window is not None and window >= max(batch.kv_lengths, default=0):
         window = None
     plan, decodes, parts = batch.prepared(_planner(window)), batch.num_decode, []
-    grouped = by_group(sinks, key_cache.shape[2])
+    grouped = None if sinks is None else sinks.unflatten(0, (key_cache.shape[2], -1)).unsqueeze(-1)  # [Hkv, J, 1]
     if decodes:
         parts.append(_decode(q[:decodes], key_cache, value_cache, plan, scale, grouped))
     if batch.has_static_shapes and len(batch.query_lengths) > decodes:
@@ -163,8 +173,8 @@ def _prefill(q: Tensor, keys: Tensor, values: Tensor, plan: PrefillPlan, scale: 
     kv_heads = keys.shape[1]
     heads = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, J, queries, D]
     keys, values = (t.transpose(0, 1).unsqueeze(1) for t in (keys, values))  # [Hkv, 1, kv_length, D]
-    sinks = None if sinks is None else sinks.unsqueeze(-1)
-    out = attend(heads, keys, values, mask=plan.mask, is_causal=plan.is_causal, scale=scale, sinks=sinks)
+    sinks, is_causal = None if sinks is None else sinks.unsqueeze(-1), plan.mask is None and len(q) > 1
+    out = attend(heads, keys, values, mask=plan.mask, is_causal=is_causal, scale=scale, sinks=sinks)
     return out.permute(2, 0, 1, 3).reshape(q.shape)
 
 
@@ -282,8 +292,3 @@ def attend(
     shape = (*shape[:-2], *keys.shape[-2:])
     out = F.scaled_dot_product_attention(heads, keys.expand(shape), values.expand(shape), attn_mask=mask, scale=scale)
     return out[..., :channels]
-
-
-def by_group(sinks: Tensor | None, kv_heads: int) -> Tensor | None:
-    """Return sinks [Hq] as [Hkv, J, 1], or None."""
-    return None if sinks is None else sinks.unflatten(0, (kv_heads, -1)).unsqueeze(-1)

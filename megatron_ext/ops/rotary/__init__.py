@@ -47,16 +47,9 @@ def rotation_at(angles: Tensor, positions: Tensor, dtype: torch.dtype, magnitude
 
 def rotate(states: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the first n channels of [T, 1, heads, D], where D >= n."""
-    half = rotation.cos.shape[-1]
+    cos, sin, half = rotation.cos, rotation.sin, rotation.cos.shape[-1]
     first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
-    return torch.cat(
-        [
-            first * rotation.cos - second * rotation.sin,
-            second * rotation.cos + first * rotation.sin,
-            rest,
-        ],
-        dim=-1,
-    )
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 class Heads(NamedTuple):

@@ -73,16 +73,10 @@ def selective_scan(
 def selective_scan_step(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, *, D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over one token of each of R requests.
+    """Run the recurrence over one token of each of R requests; inputs are as in `selective_scan`, with R in place of T.
 
     Args:
-        u: [R, D].
-        delta: [R, D] fp32, step sizes after softplus.
-        A: [D, N] fp32, negative.
-        B: [R, N].
-        C: [R, N].
         state: [R, D, N] fp32, not modified.
-        D: [D], or None for no direct path.
 
     Returns:
         y [R, D] in u's dtype, and the new state [R, D, N] in state's dtype.

@@ -27,7 +27,7 @@ from megatron_ext.ops.state_slots import DecodeStates, PrefillStates
 from megatron_ext.ops.triton import launching
 from megatron_ext.ops.triton.device import kept_place, store_kept
 from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, Argument, config, kernel
-from megatron_ext.ops.varlen import PackedChunks, PackedSequences
+from megatron_ext.ops.varlen import PackedChunks
 
 TILE = 16
 MAX_STATES = 128
@@ -215,7 +215,9 @@ def _prefill_tiles(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chun
     tiles = launching.tile_count(rows, sequences, 1, tile, kernels_tiles.LEAST.value)
     high, low, steps, weights = torch.empty(4, tiles, heads, tile, dtype=torch.float32, device=x.device)
     runs = -(-(heads // groups) // MAX_HEADS)
-    y = _new_outputs(x, chunks.sequences)
+    y = x.new_empty(x.shape)
+    # After the last sequence, and everywhere if only the device knows its end.
+    y[0 if chunks.sequences.has_static_shapes else chunks.sequences.num_tokens :].zero_()
     given = {
         **arguments,
         "y": y,
@@ -235,13 +237,6 @@ def _prefill_tiles(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chun
     kernels_tiles.state_passing.launch_with((heads * parts, sequences), config, given)
     config = kernels_tiles.chunk_scan.config_for(x.dtype, N=state_size)
     kernels_tiles.chunk_scan.launch_with((groups * runs, tiles, -(-head_dim // config["P"])), config, given)
-    return y
-
-
-def _new_outputs(x: Tensor, sequences: PackedSequences) -> Tensor:
-    """Allocate the outputs, with zeros after the last sequence: everywhere if only the device knows its end."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y[0 if sequences.has_static_shapes else sequences.num_tokens :].zero_()
     return y
 
 

@@ -71,16 +71,10 @@ def ssd_scan(
 def ssd_step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, *, D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over one token of each of R requests.
+    """Run the recurrence over one token of each of R requests; inputs are as in `ssd_scan`, with R in place of T.
 
     Args:
-        x: [R, H, P].
-        dt: [R, H] fp32, step sizes after softplus.
-        A: [H] fp32, negative.
-        B: [R, G, N].
-        C: [R, G, N].
         state: [R, H, P, N] fp32, not modified.
-        D: [H], or None for no direct path.
 
     Returns:
         y [R, H, P] in x's dtype, and the new state [R, H, P, N] in state's dtype.

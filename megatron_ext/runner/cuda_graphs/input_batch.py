@@ -18,7 +18,7 @@ from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.step_states import RowPairs
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.chunked import ChunkGrid, static_chunks
-from megatron_ext.ops.paged_attention import StaticBatch
+from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import Resumes, starts
 from megatron_ext.prefix_cache.block_pool import BlockId
@@ -192,8 +192,8 @@ def model_input(
     """
     keys = bucket.blocks * rules.block_size
     lengths = (1,) * bucket.decodes + (bucket.tokens,) * bucket.prefills
-    where = {name: parts[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k")}
-    batch = StaticBatch(bucket.decodes, lengths, (keys,) * bucket.rows, rules.block_size, **where)
+    where = parts["block_table"], parts["cu_seqlens_q"], parts["seqlens_k"]
+    batch = PagedBatch(bucket.decodes, lengths, (keys,) * bucket.rows, rules.block_size, *where, has_static_shapes=True)
     return ModelInput(
         chunks=chunks,
         num_decode=bucket.decodes,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
-from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates, SnapshotPlaces, StateSlots
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.library_process import COMPUTE
 from tests.unit_tests.ops.state_cases import Operator, operator
@@ -102,8 +102,7 @@ class Case:
         with run.backends.forced(triton.NAME):
             if self.is_decode:
                 live = self.pool().to(device)
-                slots = torch.tensor(LIVE, device=device)
-                y = run.decode(*arguments, slots=slots, live=live, **options)
+                y = run.decode(*arguments, states=DecodeStates(torch.tensor(LIVE, device=device), live), **options)
                 return {"y": y.cpu(), "pool": live.cpu()}
             return self._prefilled(run, arguments, options, order)
 
@@ -119,7 +118,7 @@ class Case:
         has_states = torch.ones(len(LIVE), dtype=torch.bool, device=device)
         slots = StateSlots(torch.tensor(LIVE, device=device), has_states, kept)
         snapshots = torch.full((count, *live.shape[1:]), torch.nan, dtype=live.dtype, device=device)
-        y = run.prefill(*arguments, chunks=chunks, slots=slots, live=live, snapshots=snapshots, **options)
+        y = run.prefill(*arguments, states=PrefillStates(chunks, slots, live, snapshots), **options)
         return {"y": y.cpu(), "states": live[list(LIVE)].cpu(), "chunk_states": snapshots.cpu()}
 
 

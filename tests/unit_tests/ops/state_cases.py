@@ -22,7 +22,7 @@ from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.state_slots import DecodeStates, PrefillStates, StateSlots
 from megatron_ext.ops.varlen import PackedChunks, pack_chunks
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import (
@@ -181,9 +181,9 @@ class Steps:
             torch.tensor([*(start > 0 for start in starts), *(False for _ in behind)], device=self.device),
             snapshot_places(places, len(rows) + padding, self.device, padding=[(1, KEPT_SLOTS - 1)] * padding),
         )
-        where = {"chunks": chunks, "slots": slots, "live": self.live, "snapshots": self.snapshots}
+        states = PrefillStates(chunks, slots, self.live, self.snapshots)
         with self.operator.run.backends.forced(self.backend):
-            return self.operator.run.prefill(*self._inputs(rows, starts, ends), **where, **self._options()).cpu()
+            return self.operator.run.prefill(*self._inputs(rows, starts, ends), states=states, **self._options()).cpu()
 
     def decode(self, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Compute one token of some sequences, after two rows of padding; of a single one by a slice of its slot."""
@@ -193,7 +193,7 @@ class Steps:
         if slots.numel() == 1:
             slots = slice(LIVE[rows[0]], LIVE[rows[0]] + 1)
         with self.operator.run.backends.forced(self.backend):
-            y = self.operator.run.decode(*inputs, slots=slots, live=self.live, **self._options()).cpu()
+            y = self.operator.run.decode(*inputs, states=DecodeStates(slots, self.live), **self._options()).cpu()
         assert not y[:padding].any()
         return y[padding:]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.state_slots import PrefillStates, StateSlots
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, all_kernels, watch
-from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes
+from megatron_ext.ops.varlen import PackedChunks, PackedSequences, Resumes
 from tests.unit_tests.ops.backends import interpreted
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import recurrence
@@ -95,9 +95,8 @@ class Layer:
         inputs = [self._tokens(t, spans) for t in (self.x, self.dt, self.B, self.C)]
         x, dt, b, c = moved(inputs, self.device)
         a, d = moved([self.A, self.D], self.device)
-        where = {"chunks": chunks, "slots": slots, "live": self.live, "snapshots": self.snapshots}
         with SSD.backends.forced(triton.NAME):
-            y = SSD.prefill(x, dt, a, b, c, **where, D=d).cpu()
+            y = SSD.prefill(x, dt, a, b, c, states=PrefillStates(chunks, slots, self.live, self.snapshots), D=d).cpu()
         found = list(y[: sum(lengths)].split(lengths))
         assert not found.pop(1).any()
         assert not y[sum(lengths) :].any()
@@ -110,7 +109,7 @@ class Layer:
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:]])
         if bounded:
             room = sum(lengths) + 5
-            sequences = BoundedSequences((room,) * (len(lengths) + 1), cu_seqlens, torch.zeros(room))
+            sequences = PackedSequences((room,) * (len(lengths) + 1), cu_seqlens, torch.zeros(room), True)
         else:
             sequences = replace(sequences, cu_seqlens=cu_seqlens)
         ends = self._index([start + length for start, length in zip(starts, lengths, strict=True)] + [70])

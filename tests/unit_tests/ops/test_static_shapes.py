@@ -10,8 +10,8 @@ import torch
 
 from megatron_ext.mixers.recurrent import cut_between
 from megatron_ext.ops import chunked as in_grids  # the function itself would lose what it provides, see conftest
-from megatron_ext.ops.paged_attention import PAGED_ATTENTION, StaticBatch, build_paged_batch, paged_attention
-from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention
+from megatron_ext.ops.state_slots import PrefillStates, StateSlots
 from megatron_ext.ops.varlen import pack_chunks, starts
 from megatron_ext.runner.cuda_graphs.input_batch import write_grid
 from tests.on_request import long_except
@@ -75,8 +75,8 @@ def test_prefills_in_a_grid_of_chunks(name):
         slots = StateSlots(torch.tensor([2, 0, 3]), torch.tensor([True, False, False]), kept)
         pool, snapshots = live.clone(), torch.full((2, *case.state), torch.nan)
         with case.run.backends.forced("reference"):
-            where = {"chunks": chunks, "slots": slots, "live": pool, "snapshots": snapshots}
-            y = case.run.prefill(*case.order(*tokens), **where, **case.options)
+            states = PrefillStates(chunks, slots, pool, snapshots)
+            y = case.run.prefill(*case.order(*tokens), states=states, **case.options)
         found.append((y, pool, snapshots))
     (y, pool, snapshots), (other_y, other_pool, other_snapshots) = found
     assert_close(y[:104], other_y[:104])
@@ -93,7 +93,7 @@ def test_attention_by_lengths_on_the_device(backend, window, gap):
     queries, keys = zip(*step.rows, strict=True)
     plain = build_paged_batch(step.tables, queries, keys, 3, BLOCK, "cpu")
     padding = plain.block_table.new_full((6, 5 - plain.block_table.shape[1]), len(step.key_cache) - 1)
-    bounded = StaticBatch(
+    bounded = PagedBatch(
         num_decode=3,
         query_lengths=(1, 1, 1, 40, 40, 40),
         kv_lengths=(80,) * 6,
@@ -101,6 +101,7 @@ def test_attention_by_lengths_on_the_device(backend, window, gap):
         block_table=torch.cat([plain.block_table, padding], dim=1),
         cu_seqlens_q=plain.cu_seqlens_q,
         seqlens_k=plain.seqlens_k,
+        has_static_shapes=True,
     )
     q = torch.cat([step.q, torch.full((10, 4, step.head_size), torch.nan)])
     spread = step if gap is None else step.between(gap)
