@@ -58,8 +58,6 @@ class LoadPlacing:
             self.place(command.number)
 
     def _follow_begin(self, command: BeginLoad, request: Request) -> None:
-        if request.unhashed_tokens:  # the rank that decides has hashed them ahead
-            self._scheduler.hash_ahead()
         loads, tier, size = self._scheduler.disk_loads, self._tier, self._scheduler.limits.block_size
         first = loads.begin(command.number, request, command.end, has_snapshot=command.has_snapshot)
         run = tier.run(command.end, first, has_snapshot=command.has_snapshot)

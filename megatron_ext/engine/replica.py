@@ -142,7 +142,8 @@ class Replica:
         try:
             in_flight = in_flight or self._launch(plan)
             self.async_scheduling.launch_next(in_flight)  # before tokens are read: the device has no pause
-            self._overlap(host_work)
+            with self._error_isolation.guard("what the host does while a step is computed"):
+                host_work()
             result = in_flight.result()
         except BaseException as error:
             self._abandon(plan.chunks, in_flight, error)
@@ -182,15 +183,6 @@ class Replica:
             states = self.scheduler.cache.states
             assert states is not None, "only states are restored"
             states.drop(BlockHash(error.block_hash))
-
-    def _overlap(self, host_work: Callable[[], None]) -> None:
-        """Hash waiting prompts and accept requests while the device computes (CU-6).
-
-        No code here may modify the inputs of the step: no planning, no end of a request, no change of the cache.
-        """
-        with self._error_isolation.guard("what the host does while a step is computed"):
-            self.scheduler.hash_ahead()
-            host_work()
 
     def forget(self, ended: Sequence[Request]) -> None:
         """Drop all state of requests that have been reported."""

@@ -40,20 +40,10 @@ class CacheKeys:
 
 
 class BlockHasher:
-    """Queue of requests that have tokens left to hash, in order of arrival.
+    """Queue of requests that have tokens left to hash, in order of arrival."""
 
-    A slice may be begun before its step is planned, while the device computes the step before. That step then hashes
-    only the rest of the slice, so that the same tokens are hashed at any plan as without. Tokens begun for requests
-    that have ended since, or that hash anew, are not counted.
-
-    Args:
-        block_size: Tokens of a block; fewer are not hashed alone, so the last block of a slice may exceed it.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._unfinished: dict[Request, None] = {}
-        self._begun: list[tuple[Request, int, int]] = []  # request, tokens hashed, tokens left to hash then
 
     def begin(self, request: Request) -> None:
         """Hash the first slice of a request that has arrived."""
@@ -66,44 +56,22 @@ class BlockHasher:
             self._unfinished[request] = None
 
     def is_due(self, request: Request) -> bool:
-        """Return whether a later step hashes the rest of `request`; the same on all ranks, whatever is hashed ahead."""
+        """Return whether a later step hashes the rest of `request`."""
         return request in self._unfinished
 
-    def begin_slice(self) -> None:
-        """Hash the part of the next slice that is not begun yet, in whole blocks."""
-        left = HASH_SLICE - self._counted()
-        for request in self._unfinished:
-            while left >= self._block_size and _is_unfinished(request):
-                left -= self._hash(request, left)
-
     def go_on(self) -> None:
-        """Hash one slice or the rest of one; requests that are already hashed or have ended cost nothing."""
-        left = HASH_SLICE - self._counted()
-        self._begun.clear()
+        """Hash one slice, in whole blocks; requests that are already hashed or have ended cost nothing."""
+        left = HASH_SLICE
         while self._unfinished:
             request = next(iter(self._unfinished))
-            if left <= 0 and _is_unfinished(request):
-                break
-            left -= self._hash(request, left)
+            if _is_unfinished(request):
+                if left <= 0:
+                    return
+                before = request.unhashed_tokens
+                request.hash_ahead(left)
+                left -= before - request.unhashed_tokens
             if not _is_unfinished(request):
                 del self._unfinished[request]
-        self._begun.clear()
-
-    def _hash(self, request: Request, max_tokens: int) -> int:
-        """Hash at most `max_tokens` tokens of `request` and return their number."""
-        before = request.unhashed_tokens
-        if not before or request.is_ended:
-            return 0
-        request.hash_ahead(max_tokens)
-        left = request.unhashed_tokens
-        self._begun.append((request, before - left, left))
-        return before - left
-
-    def _counted(self) -> int:
-        """Tokens of the slice that are hashed already and still of use."""
-        return sum(
-            count for request, count, left in self._begun if not request.is_ended and request.unhashed_tokens <= left
-        )
 
 
 def _is_unfinished(request: Request) -> bool:

@@ -75,7 +75,7 @@ class Scheduler:
         self.drafts = Drafts(limits, self.cache, self.counters)
         self.disk_loads = DiskLoads(limits, self.cache, self.queues)
         self.holds_prefills = False
-        self._hashing = BlockHasher(limits.block_size)
+        self._hashing = BlockHasher()
         self.ranking = PrefixRanking(limits, self.queues, self.cache, self._hashing)
         self._keys = CacheKeys(fingerprint, limits.block_size)
         # Called with each admission once its matched blocks are pinned, before anything is allocated for it.
@@ -171,7 +171,7 @@ class Scheduler:
 
     def prepare(self) -> None:
         """Hash and rank waiting requests before each plan, which depends on it."""
-        self._hashing.go_on()  # rank 0 alone has begun the slice
+        self._hashing.go_on()
         self.ranking.refresh()
 
     def describe(self, plan: StepPlan) -> ScheduledStep:
@@ -181,10 +181,6 @@ class Scheduler:
         step = describe_step(plan.chunks, size, cache.changes, comparison)
         self.cache.note_changes_sent()
         return step
-
-    def hash_ahead(self) -> None:
-        """Begin the next step's slice of hashing while a step is computed; that step hashes the rest of the slice."""
-        self._hashing.begin_slice()
 
     def grow(self, chunks: Iterable[Chunk]) -> None:
         """Allocate blocks for chunks that outgrow their requests' blocks; admissions allocate all blocks at once."""

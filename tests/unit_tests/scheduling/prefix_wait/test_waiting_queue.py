@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +14,7 @@ from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.record import Outcome, Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.waiting_order import WaitingOrder
-from tests.unit_tests.scheduling.builders import add, admitted, asleep, make_limits, make_request, request_of, step
+from tests.unit_tests.scheduling.builders import add, asleep, make_limits, make_request, request_of, step
 
 LRU = EvictionPolicyName.LRU
 SHARED = [*range(24)]
@@ -120,23 +119,6 @@ class TestHashing:
             step(scheduler)
             left.append([request.unhashed_tokens for request in requests[1:]])
         assert left == [[16, 16, 16], [16, 16, 16], [0, 16, 16], [0, 8, 16], [0, 0, 16]]
-
-    @pytest.mark.parametrize("seed", range(10))
-    def test_plans_do_not_depend_on_hashing_ahead(self, seed):
-        """Rank 0 hashes while the device computes, others do not; both look at the same requests."""
-        found = []
-        for is_early in (True, False):
-            source, plans = random.Random(seed), []
-            scheduler = make_scheduler(max_tokens=64, max_sequence_length=64)
-            for arrival in range(12):
-                add(scheduler, make_request(arrival, source.choice([8, 16, 24, 40])))
-                if is_early:
-                    scheduler.hash_ahead()
-                if source.random() < 0.5:
-                    plans.append(admitted(step(scheduler)))
-            plans += [admitted(step(scheduler)) for _ in range(12)]
-            found.append(plans)
-        assert found[0] == found[1]
 
     def test_nothing_is_kept_of_ended_requests(self):
         scheduler = make_scheduler(max_requests=1)
