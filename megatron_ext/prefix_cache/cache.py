@@ -110,11 +110,11 @@ class PrefixCache:
         self.index = BlockIndex()
         self._keeps_unused = policy is EvictionPolicyName.LRU
         clock = count()
-        self._unused = LeafFirstLru(clock)  # cached blocks that no request uses
+        self.unused = LeafFirstLru(clock)  # cached blocks that no request uses
         self.shared_memory: SharedMemory | None = None
         self.states: StateIndex | None = None
         if slabs is not None:
-            self.shared_memory = SharedMemory(slabs, self.index, self._unused, self._evict, clock, self)
+            self.shared_memory = SharedMemory(slabs, self, clock)
             self.pool, self.states = self.shared_memory.pool, self.shared_memory.states
         else:
             self.pool = BlockPool(total)
@@ -136,7 +136,7 @@ class PrefixCache:
     def available_count(self) -> int:
         """Number of blocks that `allocate` can hand out: free and evictable ones, and those in place of snapshots."""
         from_snapshots = 0 if self.shared_memory is None else self.shared_memory.obtainable_from_snapshots
-        return self.pool.free_count + len(self._unused) + from_snapshots
+        return self.pool.free_count + len(self.unused) + from_snapshots
 
     @property
     def kept_for_snapshots(self) -> int:
@@ -172,25 +172,25 @@ class PrefixCache:
 
     def is_evictable(self, block: BlockId) -> bool:
         """Return whether `block` is evictable, so that pinning it leaves one block fewer available."""
-        return block in self._unused
+        return block in self.unused
 
     def pin(self, blocks: Sequence[BlockId]) -> None:
         """Take a reference to each matched block."""
         assert len(self.index.among(blocks)) == len(blocks), f"some of {blocks} are not cached"
-        self._unused.take_out(self.pool.retain(blocks))
+        self.unused.take_out(self.pool.retain(blocks))
 
     def allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks without contents, evicting as many evictable blocks as needed."""
         assert count <= self.available_count, f"{count} blocks asked, {self.available_count} available"
-        evict = self._evict if self.shared_memory is None else self.shared_memory.make_blocks
+        evict = self.evict if self.shared_memory is None else self.shared_memory.make_blocks
         while (missing := count - self.pool.free_count) > 0:
             evict(missing)
         return self.pool.allocate(count)
 
-    def _evict(self, count: int, limit: float = math.inf) -> int:
+    def evict(self, count: int, limit: float = math.inf) -> int:
         """Evict at most `count` blocks with priorities up to `limit`, none if all are spared; return how many."""
-        most = min(count, len(self._unused)) if self._keeps_unused else 1
-        blocks = self._unused.evict(most, limit, self._spared_run if self._spared else None)
+        most = min(count, len(self.unused)) if self._keeps_unused else 1
+        blocks = self.unused.evict(most, limit, self._spared_run if self._spared else None)
         if not blocks:
             return 0
         parent = self.index.parent(blocks[-1])
@@ -262,11 +262,11 @@ class PrefixCache:
 
     def _drop_unneeded(self, block: BlockId | None) -> None:
         """Drop `block` if it was kept only for waiting requests and none is left; then its parent, and so on."""
-        while block is not None and not self._keeps_unused and block in self._unused:
+        while block is not None and not self._keeps_unused and block in self.unused:
             if self._is_needed(block):
                 return
             parent = self.index.parent(block)
-            self._unused.take_out([block])
+            self.unused.take_out([block])
             self._drop([block])
             block = parent
 
@@ -303,7 +303,7 @@ class PrefixCache:
         """
         unused = self.pool.let_go(reversed(table))
         kept = self.index.among(unused) if self._keeps_unused else self._keep_needed(unused)
-        self._unused.hold(kept)
+        self.unused.hold(kept)
         if len(kept) < len(unused):
             self.pool.free([block for block in unused if block not in self.index])
         if self.shared_memory is not None:
@@ -346,16 +346,16 @@ class PrefixCache:
         """Drop cached blocks that no request uses, each after its children; return how many were still cached."""
         dropped = 0
         for block in blocks:
-            if block in self._unused:  # `ref_zero` may have dropped it on release
-                self._unused.take_out([block])
+            if block in self.unused:  # `ref_zero` may have dropped it on release
+                self.unused.take_out([block])
                 self._drop([block])
                 dropped += 1
         return dropped
 
     def reset(self) -> None:
         """Forget all contents: no block cached before is matched, and no block begun before is published."""
-        self.pool.free(list(self._unused))
-        self._unused.clear()
+        self.pool.free(list(self.unused))
+        self.unused.clear()
         self.index.clear()
         if self.states is not None:
             self.states.clear()
@@ -415,8 +415,8 @@ class PrefixCache:
         """
         index, yielded = self.index, set[BlockHash]()
         snapshots = [] if self.states is None else self.states.by_priority()[::-1]
-        in_use = [block for block in index if block not in self._unused]
-        blocks = [index.hash_of(block) for block in (*in_use, *reversed(list(self._unused)))]
+        in_use = [block for block in index if block not in self.unused]
+        blocks = [index.hash_of(block) for block in (*in_use, *reversed(list(self.unused)))]
         for ends, has_snapshot in ((snapshots, True), (blocks, False)):
             for end in ends:
                 chain = takewhile(lambda one: one not in yielded, (end, *index.ancestors(end)))
@@ -434,8 +434,8 @@ class PrefixCache:
         return CacheUse(
             blocks_total=total,
             blocks_cached=len(self.index),
-            blocks_evictable=len(self._unused),
-            blocks_in_use=total - self.pool.free_count - len(self._unused),
+            blocks_evictable=len(self.unused),
+            blocks_in_use=total - self.pool.free_count - len(self.unused),
             blocks_evicted=self._evicted,
             slots_total=states.total if arena is None else arena.snapshot_count,
             slots_used=states.used_count,
@@ -461,7 +461,7 @@ class PrefixCache:
         if self.shared_memory is not None:
             self.shared_memory.check(cached)
         else:
-            self.pool.check(self._unused)
+            self.pool.check(self.unused)
             if self.states is not None:
                 self.states.check(cached)
         if self.cached_token_ids is not None:
@@ -470,8 +470,8 @@ class PrefixCache:
         self.eviction_history.check(cached, snapshots)
         self.origins.check(cached, snapshots)
         self.kept.check(cached)
-        self._unused.check()
-        evictable = set(self._unused)
+        self.unused.check()
+        evictable = set(self.unused)
         assert evictable <= set(index), "an evictable block is not indexed"
         for block in index:
             assert block in evictable or self.pool.references(block) > 0, f"cached block {block} is free"
@@ -481,4 +481,4 @@ class PrefixCache:
             )
         assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
         if not self._keeps_unused:
-            assert all(map(self._is_needed, self._unused)), "a block is kept without a request that wants it"
+            assert all(map(self._is_needed, self.unused)), "a block is kept without a request that wants it"

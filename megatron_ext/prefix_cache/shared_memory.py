@@ -15,12 +15,10 @@ or took it; while its block is in use, it is passed over.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockPool
-from megatron_ext.prefix_cache.eviction import LeafFirstLru
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
@@ -40,28 +38,17 @@ class SharedMemory:
 
     Args:
         layout: Slabs of the arena.
-        index: Index of the cached blocks.
-        unused: Order of the evictable blocks.
-        evict_blocks: Function that evicts up to a number of blocks with priorities up to a limit, and returns how many.
+        cache: Cache that has its contents there, with its index and its order of evictable blocks.
         clock: Times of uses of blocks and snapshots.
-        listener: See `StateIndex`.
     """
 
-    def __init__(
-        self,
-        layout: SlabLayout,
-        index: BlockIndex,
-        unused: LeafFirstLru,
-        evict_blocks: Callable[[int, float], int],
-        clock: Iterator[int],
-        listener: PrefixCache,
-    ) -> None:
+    def __init__(self, layout: SlabLayout, cache: PrefixCache, clock: Iterator[int]) -> None:
         self.arena = Arena(layout)
         self.pool = BlockPool(layout.blocks, self.arena.blocks)
         self.reuse = Reuse(layout)
-        self.states = StateIndex(layout.slabs, listener, SnapshotOrder(clock, self.reuse), self)
-        self._index, self._unused, self._evict_blocks = index, unused, evict_blocks
-        self.arena.blocks.tables += [self.pool.follow_moves, index.follow_moves, unused.follow_moves]
+        self.states = StateIndex(layout.slabs, cache, SnapshotOrder(clock, self.reuse), self)
+        self._cache, self._unused = cache, cache.unused
+        self.arena.blocks.tables += [self.pool.follow_moves, cache.index.follow_moves, cache.unused.follow_moves]
 
     @property
     def obtainable_from_blocks(self) -> int:
@@ -83,7 +70,7 @@ class SharedMemory:
     def make_blocks(self, count: int) -> None:
         """Evict at most `count` blocks, or a snapshot."""
         priority = self._next_snapshot()
-        if self._unused.next_priority() > priority or not self._evict_blocks(count, priority):
+        if self._unused.next_priority() > priority or not self._cache.evict(count, priority):
             self.states.evict(MAY_TAKE[Rank.ORDINARY])
 
     def make_slot(self) -> bool:
@@ -96,7 +83,7 @@ class SharedMemory:
                 self.arena.blocks.evacuate()
                 continue
             has_blocks = free + len(self._unused) >= per_slab and self._unused.next_priority() <= priority
-            if has_blocks and self._evict_blocks(per_slab - free, priority):
+            if has_blocks and self._cache.evict(per_slab - free, priority):
                 continue
             if not self.states.evict(MAY_TAKE[Rank.ORDINARY]):
                 return False
@@ -112,7 +99,7 @@ class SharedMemory:
         return priority
 
     def _is_in_use(self, block_hash: BlockHash) -> bool:
-        block = self._index.find(block_hash)
+        block = self._cache.index.find(block_hash)
         assert block is not None, "a snapshot outlives its block"
         return self.pool.references(block) > 0
 

@@ -43,7 +43,7 @@ def test_cached_blocks_do_not_change_by_a_bit(get_caching_driver):
     driver = get_caching_driver(max_tokens=40)
     driver.add(0, PROMPT, num_tokens_to_generate=1)
     driver.run()
-    held = sorted(driver.scheduler.cache._unused)
+    held = sorted(driver.scheduler.cache.unused)
     assert len(held) == 4
     before = driver.context.memory_buffer[:, :, held].clone()
     for request_id, prompt in enumerate([PROMPT, [*PROMPT, *make_prompt(50, seed=1)], PROMPT[:33]], start=1):

@@ -93,7 +93,7 @@ def test_what_is_used_again_stays_longer(blocks: int, snapshots: int):
     store(cache, "ab")
     store(cache, "cd", "d")
     for _ in range(20):
-        next(cache._unused._clock)  # time passes
+        next(cache.unused._clock)  # time passes
     store(cache, "", "c")  # in place of a and b, or of the snapshot of d
     is_snapshot_gone = blocks > snapshots
     assert cache.states.visible() == ({key("c")} if is_snapshot_gone else {key("c"), key("d")})

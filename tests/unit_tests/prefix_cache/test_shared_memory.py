@@ -177,7 +177,7 @@ def test_what_a_request_has_used_is_as_new_as_its_blocks():
     table = cache.match([key("a"), key("b")])
     cache.pin(table)
     cache.release(list(table), [key("b")])
-    assert cache.states.next_victim()[0] > cache._unused.next_priority()
+    assert cache.states.next_victim()[0] > cache.unused.next_priority()
 
 
 def test_snapshots_whose_blocks_are_in_use_are_passed_over():

@@ -138,7 +138,7 @@ def test_what_is_loaded_continues_what_is_cached():
     first, second, third = request.block_hashes[:3]
     assert [(one.block_hashes, one.parent, one.end) for one in observer.runs] == [((second, third), first, 12)]
     assert scheduler.cache.index.parent_hash(second) == first
-    assert scheduler.cache.shared_memory._next_snapshot() > scheduler.cache._unused.next_priority(), (
+    assert scheduler.cache.shared_memory._next_snapshot() > scheduler.cache.unused.next_priority(), (
         "used as lately as blocks"
     )
     scheduler.cache.observers = []

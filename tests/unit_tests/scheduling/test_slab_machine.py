@@ -47,7 +47,7 @@ class SlabWorld(World):
 
     def time_of(self, key: Key) -> int:
         cache = self.scheduler.cache
-        return cache._unused._times[cache.index.find(self.hash_of(key))]
+        return cache.unused._times[cache.index.find(self.hash_of(key))]
 
     def follow_evictions(self) -> None:
         gone = [key for key in self.cached if self.scheduler.cache.index.find(self.hash_of(key)) is None]

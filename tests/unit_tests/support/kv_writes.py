@@ -94,7 +94,7 @@ class KvWrites:
     def _protected(self) -> set[int]:
         """Blocks whose contents another request could read, now or later, or that are complete."""
         pool, queues = self._scheduler.cache.pool, self._scheduler.queues
-        protected = set(self._scheduler.cache._unused)
+        protected = set(self._scheduler.cache.unused)
         for request in [*queues.running, *queues.paused]:
             protected |= set(request.block_table[: request.computed_end // self._context.block_size_tokens])
             protected |= self._shared_blocks(request)
