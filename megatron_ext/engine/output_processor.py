@@ -36,8 +36,8 @@ class OutputProcessor:
     def __init__(self, vocabulary: Vocabulary, error_isolation: ErrorIsolation) -> None:
         self._vocabulary = vocabulary
         self._error_isolation = error_isolation
-        self._requests: dict[int, tuple[Request, Scheduler]] = {}  # not reported yet, each with its replica's scheduler
-        self._matchers: dict[int, StopWordMatcher] = {}  # of requests with stop words
+        # Not reported yet, each with its replica's scheduler and, if it has stop words, their matcher.
+        self._requests: dict[int, tuple[Request, Scheduler, StopWordMatcher | None]] = {}
         self.ended: list[Request] = []  # since the last report
         self.reported_count = 0
 
@@ -57,7 +57,7 @@ class OutputProcessor:
 
     def requests(self) -> list[Request]:
         """Return all requests that are not reported yet."""
-        return [request for request, _ in self._requests.values()]
+        return [request for request, _, _ in self._requests.values()]
 
     def matcher_of(self, request: Request) -> StopWordMatcher | None:
         """Return a matcher of stop words after the output that a request continues; None without stop words."""
@@ -70,23 +70,19 @@ class OutputProcessor:
 
     def open(self, request: Request, scheduler: Scheduler, matcher: StopWordMatcher | None) -> None:
         """Begin to process the output of a request of a scheduler, with its `matcher_of`."""
-        if matcher is not None:
-            self._matchers[request.request_id] = matcher
         request.output.taken = len(request.continued_tokens)
-        self._requests[request.request_id] = request, scheduler
+        self._requests[request.request_id] = request, scheduler, matcher
 
     def take(self, chunks: Iterable[Chunk], result: StepResult) -> None:
         """Process the output of a step's chunks: store scores and routing rows, and match stop words."""
         for chunk in chunks:
             request, output = chunk.request, chunk.request.output
-            scheduler = self._requests[request.request_id][1]
+            _, scheduler, matcher = self._requests[request.request_id]
             # The commit has appended the accepted drafts as well, so there may be several new tokens.
             new = request.generated_count - output.taken if request.request_id in result.tokens else 0
             try:
                 note_rows(chunk, result, scheduler.cache, scheduler.limits.block_size)
-                stopped_at = (
-                    self._meets_stop_word(request, new) if new and request.request_id in self._matchers else None
-                )
+                stopped_at = None if matcher is None else _meets_stop_word(request, matcher, new)
                 # Tokens after the stop word are cut below, and have no scores.
                 _note_scores(request, result, new if stopped_at is None else stopped_at - output.taken)
             except Exception as error:
@@ -99,20 +95,6 @@ class OutputProcessor:
                 self._end(request, Outcome(Status.COMPLETED, "stop"))
                 if stopped_at < request.generated_count:
                     request.cut(stopped_at)
-
-    def _meets_stop_word(self, request: Request, new: int) -> int | None:
-        """Return which token completes a stop word, counted from the first generated one; None if none does."""
-        output, matcher = request.output, self._matchers[request.request_id]
-        known = len(request.tokens) - new
-        for i, token in enumerate(request.tokens[known:], start=output.taken + 1):
-            is_end = request.finish_reason == "stop" and i == request.generated_count
-            text = None if is_end else matcher.feed([token], ignore=i <= request.params.min_tokens)
-            if text is not None:
-                output.stop_word = matcher.found
-                if not request.params.detokenize_stop_sequence:
-                    output.generated_text = text
-                return i
-        return None
 
     def refuse(self, request: Request, error: BaseException) -> None:
         """End a request as FAILED with its tokens so far, because its output cannot satisfy its grammar.
@@ -142,8 +124,7 @@ class OutputProcessor:
         if request.is_ended:
             request.revise(outcome)
         else:
-            _, scheduler = self._requests[request.request_id]
-            scheduler.end(request, outcome)
+            self._requests[request.request_id][1].end(request, outcome)
             self.ended.append(request)
 
     def report(self) -> list[RequestRecord]:
@@ -152,9 +133,8 @@ class OutputProcessor:
         self.ended.clear()
         return [self._close(*self._requests.pop(request.request_id)) for request in ended]
 
-    def _close(self, request: Request, scheduler: Scheduler) -> RequestRecord:
+    def _close(self, request: Request, scheduler: Scheduler, _: StopWordMatcher | None) -> RequestRecord:
         self.reported_count += 1
-        self._matchers.pop(request.request_id, None)
         note_end(request, scheduler.cache, scheduler.limits.block_size)
         return self._record(request)
 
@@ -187,12 +167,25 @@ class OutputProcessor:
     def cancel(self) -> None:
         """Forget all requests."""
         self._requests.clear()
-        self._matchers.clear()
         self.ended.clear()
 
 
 def _failure(error: Exception) -> Outcome:
     return Outcome(Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
+
+
+def _meets_stop_word(request: Request, matcher: StopWordMatcher, new: int) -> int | None:
+    """Return which token completes a stop word, counted from the first generated one; None if none does."""
+    output, known = request.output, len(request.tokens) - new
+    for i, token in enumerate(request.tokens[known:], start=output.taken + 1):
+        is_end = request.finish_reason == "stop" and i == request.generated_count
+        text = None if is_end else matcher.feed([token], ignore=i <= request.params.min_tokens)
+        if text is not None:
+            output.stop_word = matcher.found
+            if not request.params.detokenize_stop_sequence:
+                output.generated_text = text
+            return i
+    return None
 
 
 def _note_scores(request: Request, result: StepResult, new: int) -> None:

@@ -148,12 +148,8 @@ class StructuredOutputManager:
         thread: Mask thread; engines may share one.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, start: Callable[[ResponseFormat], Matcher], thread: MaskThread | None = None
-    ) -> None:
-        self._scheduler = scheduler
-        self._start = start
-        self._thread = thread or MaskThread()
+    def __init__(self, scheduler: Scheduler, start: Callable[[ResponseFormat], Matcher], thread: MaskThread) -> None:
+        self._scheduler, self._start, self._thread = scheduler, start, thread
         self._outputs: dict[int, _Output] = {}
 
     def add(self, request: Request) -> None:

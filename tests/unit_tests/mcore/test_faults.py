@@ -64,12 +64,12 @@ def at_call(function: Callable, which: int, error: Exception, *, of: Callable[..
 
 
 def detokenize(driver: Driver, patch: pytest.MonkeyPatch, error: Exception) -> None:
-    text = driver.engine.core.output._matchers[VICTIM]._text
+    text = driver.engine.core.output._requests[VICTIM][2]._text
     patch.setattr(text, "_detokenize", at_call(text._detokenize, 3, error))
 
 
 def feed(driver: Driver, patch: pytest.MonkeyPatch, error: Exception, which: int = 2) -> None:
-    matcher = driver.engine.core.output._matchers[VICTIM]
+    matcher = driver.engine.core.output._requests[VICTIM][2]
     broken = at_call(StopWordMatcher.feed, which, error, of=lambda one, *_: one is matcher)
     patch.setattr(StopWordMatcher, "feed", broken)
 
