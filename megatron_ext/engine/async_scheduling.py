@@ -87,7 +87,6 @@ class AsyncScheduling:
         is_on: True if a request's next step needs nothing but its last token; drafters need the token's value.
 
     Attributes:
-        step_count: Steps launched ahead that were taken.
         discarding_count: Steps launched ahead of which rows were discarded, or all of them.
         weights_version: Version of the weights that steps are launched with.
     """
@@ -96,7 +95,7 @@ class AsyncScheduling:
         self._scheduler = scheduler
         self._executor = executor if is_on else None
         self._in_flight: InFlightStep | None = None
-        self.step_count = self.discarding_count = 0
+        self.discarding_count = 0
         self.weights_version = 0
         self._unread: Computing | None = None  # result of a dropped step that may still be computed
 
@@ -110,7 +109,6 @@ class AsyncScheduling:
         assert self._executor is not None, "it has launched a step ahead"
         self._executor.name_states(named)
         living = in_flight.living()
-        self.step_count += 1
         self.discarding_count += living is not in_flight
         return living
 

@@ -447,13 +447,13 @@ class EngineCore:
 
     def step_counts(self) -> StepCounts:
         """Return the numbers of steps so far, summed over all replicas where these differ."""
-        ahead = [replica.async_scheduling for replica in self.replicas]
+        counters = self.counters
         return StepCounts(
             steps=self.step_count,
             captured=self._captured.copy(),
-            asynchronous=sum(one.step_count for one in ahead),
-            discarding=sum(one.discarding_count for one in ahead),
-            prefill_tokens=self.counters.prefill_tokens,
+            asynchronous=counters.launched_ahead,
+            discarding=sum(replica.async_scheduling.discarding_count for replica in self.replicas),
+            prefill_tokens=counters.prefill_tokens,
         )
 
     def check(self) -> None:

@@ -12,9 +12,9 @@ from megatron_ext.scheduling.routing_indices import RoutingIndices
 from megatron_ext.scheduling.token_versions import Runs
 
 TopN = dict[int, float]
+"""Token id -> log-prob of the best alternatives."""
 LEAST_LOG_PROB = -9999.0
 """Log-prob that stands for minus infinity in answers: JSON has none."""
-"""Token id -> log-prob of the best alternatives."""
 
 
 @dataclass(eq=False)
