@@ -123,7 +123,7 @@ class EngineStatistics:
 
         use, costs = total([one.cache.use() for one in schedulers]), schedulers[0].limits.costs
         snapshots = use.slots_used + use.provisional_slots
-        uses = [one.drafts.by_position.use() for one in schedulers if one.limits.max_drafts]
+        uses = [one.drafts.use for one in schedulers if one.limits.max_drafts]
         findings = [finding for audit in audits for finding in audit.findings]
         return cls(
             running=sum(size(one.queues.running) for one in schedulers),

@@ -126,7 +126,7 @@ def objects() -> dict[str, list[tuple[str, str, str]]]:
     from megatron_ext.scheduling.counters import Counters
     from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse
 
-    speculation = SpeculationUse(1, 0, (0,), (0,))
+    speculation = SpeculationUse([0], [0])
     disk = DiskUse(StoreUse(1), 0, 0, dataclasses.asdict(TierCounts()))
     use = CacheUse(**ones(CacheUse))
     whole = EngineStatistics(0, 0, 0, 0, 0, True, use, Counters(), speculation, AuditCounts(), disk)

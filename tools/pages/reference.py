@@ -120,7 +120,7 @@ def metric_families() -> list[Metric]:
 
     no_use = CacheUse(**{field.name: 0 for field in dataclasses.fields(CacheUse)})
     disk = DiskUse(StoreUse(limit_bytes=0), loaded=0, left_out=0, tier=vars(TierCounts()))
-    drafts = SpeculationUse(max_drafts=1, verifications=0, drafted=(0,), accepted=(0,))
+    drafts = SpeculationUse([0], [0])
     served = Metrics("NAME")
     served.state = EngineStatistics(0, 0, 0, 0, 0, True, no_use, Counters(), drafts, AuditCounts(), disk)
     served.observe_explanation(Explanation(MissReason.PARTED.value, 0, 0, most=1, block_size=1, agreeing=1))

@@ -15,7 +15,7 @@ from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
-from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts
+from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse
 from megatron_ext.scheduling.spec_decode.verification import (
     NO_TOKENS,
     DraftBudget,
@@ -49,7 +49,7 @@ class Drafts:
         verified: Results of the last step's verification.
         unsettled: Requests with drafts in the step being committed, until `commit` is called for each.
         slots: Slots for the states after drafts.
-        by_position: Counts of verified and accepted drafts.
+        use: Counts of verified and accepted drafts.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache, counters: Counters) -> None:
@@ -59,7 +59,7 @@ class Drafts:
         self._counters = counters
         self.proposals = NO_TOKENS
         self.verified: list[SpecDecodeResult] = []
-        self.by_position = DraftCounts(limits.max_drafts)
+        self.use = SpeculationUse([0] * limits.max_drafts, [0] * limits.max_drafts)
         self.unsettled: set[int] = set()
         self.slots = DraftSlots(
             0 if cache.states is None else limits.first_apart_slot(cache.states.total), limits.draft_states
@@ -132,7 +132,7 @@ class Drafts:
         for counts in (request.timeline, self._counters):
             counts.drafted += drafted
             counts.accepted += accepted
-        self.by_position.note(drafted, accepted)
+        self.use.note(drafted, accepted)
         self.verified.append(SpecDecodeResult(request.request_id, drafted, accepted))
         self.unsettled.add(request.request_id)
 
