@@ -4,7 +4,7 @@ A *matcher* follows the tokens of one output and computes the mask of its next t
 during compilation and at each token, in the library's own units ("fuel"), so that no schema takes long. The library
 releases the interpreter's lock while it compiles and while it computes a mask.
 
-Parts of JSON schemas that the library does not support are found by name, or left out.
+Parts of a tool's JSON schema that the library does not support are refused, or left out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # escapes as `json.dumps` w
 _INDENT = 4  # spaces before an expression that the library shows
 _REGEX_ERROR = re.compile(r"regex parse error:\n[^\n]*\n(?P<before> *)\^[ ^]*\nerror: (?P<reason>[^\n]*)")
 _ANY_OBJECT = '{"type": "object"}'
+DEFINITIONS = ("$defs", "definitions")
 # At most one space between the parts of JSON: a small model could generate blanks up to its limit.
 # A property name with an escaped letter would be taken for another property.
 JSON_OPTIONS = {
@@ -181,110 +181,36 @@ def compilation_reason(text: str) -> str:
     return inner.partition(" in regex /")[0]
 
 
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_DATA = frozenset({"enum", "const", "default", "example", "examples", "required", "type"})
-_DEFINITIONS = ("$defs", "definitions")
+def supported_part(schema: Mapping[str, object]) -> tuple[Mapping[str, object], str]:
+    """Return a schema that the library can follow, and its reason against the whole; empty if it can follow that.
 
-
-@dataclass(frozen=True)
-class Unsupported:
-    """Part of a schema that is not supported.
-
-    Attributes:
-        path: Place in the schema, such as `properties.a.format`.
-        value: Value of the keyword there.
-        reason: Reason of the library.
+    The library ignores keywords that it does not have. An argument whose schema it refuses may have any value.
     """
-
-    path: str
-    value: object
-    reason: str
-
-    def __str__(self) -> str:
-        shown = json.dumps(self.value, ensure_ascii=True)
-        return f"{self.path or 'the schema'}: {shown if len(shown) <= 60 else shown[:57] + '...'} ({self.reason})"
-
-
-def supported_part(schema: Mapping[str, object]) -> tuple[Mapping[str, object], Sequence[Unsupported]]:
-    """Return a schema of an object without the keywords that are not supported, and these."""
     return _supported_part(json.dumps(schema))
 
 
 @lru_cache(MAX_COMPILED)
-def _supported_part(source: str) -> tuple[Mapping[str, Any], Sequence[Unsupported]]:
+def _supported_part(source: str) -> tuple[Mapping[str, Any], str]:
     schema = json.loads(source)
-    if not _schema_error(schema):
-        return schema, []
-    found: list[Unsupported] = []
-    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    root = {**schema, **_kept(definitions, schema, (), found)}
-    kept = _kept(root, root, (), found)
-    error = _schema_error(kept)
-    if error:
-        found.append(Unsupported("", schema, error))
-        kept = {}
-    return {"type": "object", **kept}, found
+    reason = _schema_error(schema)
+    if not reason or not _schema_error(schema, is_lenient=True):
+        return schema, reason
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        shared = {"type": "object"} | {key: schema[key] for key in DEFINITIONS if key in schema}
+        kept = dict(properties)
+        for name, one in properties.items():
+            if _schema_error({**shared, "properties": {name: one}, "required": [name]}, is_lenient=True):
+                kept[name] = {}
+        schema = {**schema, "properties": kept}
+    return {"type": "object"} if _schema_error(schema, is_lenient=True) else schema, reason
 
 
-def _kept(node: Mapping[str, Any], root: Mapping[str, Any], path: tuple[str, ...], found: list[Unsupported]) -> Any:
-    """Return a part of a schema without unsupported keywords: first in the schemas inside, then its own."""
-    kept = {
-        key: _mapped(key, value, lambda inner, one: _kept(one, root, (*path, *inner), found))
-        for key, value in node.items()
-    }
-    shell = {
-        key: value if key == "oneOf" else _mapped(key, value, lambda inner, one: {}) for key, value in kept.items()
-    }
-    if "$ref" in shell and _resolves(root, shell["$ref"]):
-        del shell["$ref"]
-    shared = {key: root[key] for key in _DEFINITIONS if key in root} if "oneOf" in shell else {}
-    if not _schema_error(shared | shell):
-        return kept
-    faults = {key: error for key, value in shell.items() if (error := _schema_error(shared | {key: value}))}
-    if not faults:  # keywords contradict each other
-        found.append(Unsupported(".".join(path), node, _schema_error(shared | shell)))
-        return {}
-    found += [Unsupported(".".join((*path, key)), node[key], error) for key, error in faults.items()]
-    options = {"anyOf": kept["oneOf"]} if "oneOf" in faults and "anyOf" not in kept else {}
-    return {key: value for key, value in kept.items() if key not in faults} | options
-
-
-def _mapped(key: str, value: Any, change: Callable[[tuple[str, ...], dict[str, Any]], Any]) -> Any:
-    """Return the value of a keyword whose inner schemas are changed."""
-    if isinstance(value, dict) and key in _NAMED:
-        return {name: change((key, name), one) if isinstance(one, dict) else one for name, one in value.items()}
-    if isinstance(value, dict) and key not in _DATA:
-        return change((key,), value)
-    if isinstance(value, list) and key not in _DATA:
-        return [change((key, str(i)), one) if isinstance(one, dict) else one for i, one in enumerate(value)]
-    return value
-
-
-def _resolves(root: Mapping[str, Any], reference: object) -> bool:
-    """Return whether a reference is to a part of the schema."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return False
-    place: Any = root
-    for key in _keys(reference[1:]):
-        if isinstance(place, list) and key.isdecimal() and int(key) < len(place):
-            place = place[int(key)]
-        elif isinstance(place, dict) and key in place:
-            place = place[key]
-        else:
-            return False
-    return True
-
-
-def _keys(pointer: str) -> Iterator[str]:
-    for key in pointer.split("/")[1:]:
-        yield key.replace("~1", "/").replace("~0", "~")
-
-
-def _schema_error(schema: Mapping[str, Any]) -> str:
-    """Return the library's reason against a schema; empty if it is supported."""
+def _schema_error(schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
+    """Return the library's reason against a schema; empty if it is supported, or if its other parts are."""
     from llguidance import LLMatcher
 
-    source = json.dumps(with_patterns(schema))
-    grammar = LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+    source, options = json.dumps(with_patterns(schema)), {**JSON_OPTIONS, "lenient": is_lenient}
+    grammar = LLMatcher.grammar_from_json_schema(source, overrides=options)  # type: ignore[arg-type]
     reason = compilation_reason(LLMatcher.validate_grammar(grammar)).partition("\n")[0]
     return reason.partition(":  (")[0]  # an expression of the library's own follows

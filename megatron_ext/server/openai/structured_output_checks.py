@@ -90,21 +90,21 @@ class StructuredOutputChecks:
 
 
 def _supported(functions: Sequence[Function]) -> dict[str, Function]:
-    """Return functions by name, with the part of their schemas that is supported; the log names the rest once.
+    """Return functions by name, with the supported part of their schemas; the log notes once that there is more.
 
     Raises:
         ConfigError: A strict function needs the whole.
     """
     found = {}
     for one in functions:
-        schema, unsupported = supported_part(one.schema)
-        if unsupported and one.is_strict:
+        schema, reason = supported_part(one.schema)
+        if reason and one.is_strict:
             raise ConfigError(
-                f"tools: the parameters of the strict function {one.name!r} cannot be enforced at {unsupported[0]}; "
-                "leave that out, or `strict`"
+                f"tools: the parameters of the strict function {one.name!r} cannot be enforced ({reason}); leave that "
+                "out, or `strict`"
             )
-        for part in unsupported:
-            note_ignored(f"{part.path.rpartition('.')[2] or 'all'} of a tool's schema")
+        if reason:
+            note_ignored("parts of a tool's schema")
         found[one.name] = replace(one, schema=schema)
     return found
 

@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from megatron_ext.text.grammars import JSON_OPTIONS
+from megatron_ext.text.grammars import DEFINITIONS, JSON_OPTIONS
 from megatron_ext.text.patterns import ANY, literal, searched, with_patterns
 
 # Arguments are spelled as `json.dumps` and the filter `tojson` of templates do, so that the next turn's prompt repeats
-# the answer to the letter, and its tokens are found in the cache.
-_OPTIONS = {**JSON_OPTIONS, "whitespace_pattern": "", "item_separator": ", ", "key_separator": ": "}
+# the answer to the letter, and its tokens are found in the cache. What must be supported has been checked before.
+_SPELLING = {"whitespace_pattern": "", "item_separator": ", ", "key_separator": ": "}
+_OPTIONS = {**JSON_OPTIONS, **_SPELLING, "lenient": True}
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
@@ -43,7 +44,7 @@ class Function:
 
     def schema_of(self, name: str) -> Mapping[str, object]:
         """Return the schema of one argument, with the definitions that it may refer to."""
-        shared = {key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema}
+        shared = {key: self.schema[key] for key in DEFINITIONS if key in self.schema}
         return {**shared, **self.properties[name]}
 
 

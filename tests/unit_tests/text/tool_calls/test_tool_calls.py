@@ -471,34 +471,32 @@ def test_patterns(grammars, name, pattern, good, bad):
 
 
 @pytest.mark.parametrize(
-    ("schema", "places", "kept"),
+    ("schema", "reason", "kept"),
     [
-        ({"type": "string", "format": "color"}, ['format: "color" (Unknown format: color)'], {"type": "string"}),
-        ({"type": "string", "pattern": "(?=a)b"}, ["pattern: "], {"type": "string"}),
-        ({"type": "string", "format": 5, "minLength": -1}, ["format: 5", "minLength: -1"], {"type": "string"}),
-        ({"type": "string", "format": "date", "pattern": "^2"}, [], None),
-        (
-            {"type": "array", "items": {"not": {}, "type": "string"}},
-            ["items.not: {}"],
-            {"type": "array", "items": {"type": "string"}},
-        ),
-        (
-            {"oneOf": [{"type": "string"}, {"minLength": 2}]},
-            ["oneOf: "],
-            {"anyOf": [{"type": "string"}, {"minLength": 2}]},
-        ),
-        ({"type": "integer", "minimum": 3, "maximum": 2}, [': {"type": "integer"'], {}),
-        ({"$ref": "#/nowhere"}, ['$ref: "#/nowhere"'], {}),
-        ({"$ref": "#/properties/b"}, [], None),
+        ({"type": "string", "format": "color"}, "Unknown format: color", None),
+        ({"type": "array", "items": {"not": {}, "type": "string"}}, "Unimplemented keys", None),
+        ({"oneOf": [{"type": "string"}, {"minLength": 2}]}, "oneOf", None),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around", {}),
+        ({"type": "string", "format": 5, "minLength": -1}, "minLength", {}),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "unsatisfiable", {}),
+        ({"$ref": "#/nowhere"}, "nowhere", {}),
+        ({"type": "string", "format": "date", "pattern": "^2"}, "", None),
+        ({"$ref": "#/properties/b"}, "", None),
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_what_is_not_supported_is_found_by_its_place(schema, places, kept):
-    pytest.importorskip("llguidance")
-    b = {"type": "object", "properties": {"format": {"type": "string"}, "not": {"$ref": "#"}}}
-    whole = {"type": "object", "properties": {"a": schema, "b": b}, "required": ["a"]}
+def test_a_schema_guides_as_far_as_it_is_supported(grammars, schema, reason, kept):
+    """S19: an argument whose schema is refused may have any value, and the others follow theirs."""
+    b = {"type": "object", "properties": {"not": {"type": "integer"}}, "required": ["not"]}
+    whole = {"type": "object", "properties": {"a": schema, "b": b}, "required": ["a", "b"]}
     part, found = supported_part(whole)
     assert part == whole | {"properties": {"a": schema if kept is None else kept, "b": b}}
-    assert len(found) == len(places)
-    for place, one in zip(places, found, strict=True):
-        assert str(one).startswith(f"properties.a{'' if place[0] == ':' else '.'}{place}")
+    assert (found == "") == (reason == "")
+    assert reason in found
+    if kept == {} or not reason:
+        return
+    guidance = Guidance((Function("f", part),), must_call=True)
+    value = ["x"] if schema.get("type") == "array" else "xy"
+    for other, is_good in ((1, True), ("1", False)):
+        call = written("hermes", [("f", {"a": value, "b": {"not": other}})])
+        assert is_accepted(grammars, guidance, "hermes", call) == is_good
