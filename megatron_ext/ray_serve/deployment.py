@@ -25,7 +25,6 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-from ray.serve.metrics import Gauge
 from starlette.types import Message
 
 from megatron_ext.errors import RankError
@@ -41,7 +40,6 @@ from megatron_ext.ray_serve.forwarded import (
     respond,
 )
 from megatron_ext.ray_serve.liveness import LOOKS, Liveness, watching
-from megatron_ext.ray_serve.metrics_export import MetricsExport
 from megatron_ext.ray_serve.proxy import warn_if_absent
 from megatron_ext.ray_serve.ranks import Ranks, joined_world, prepare_process
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
@@ -209,10 +207,7 @@ class Replica(ReplicaHooks):
     def _create_app(self, routers: Sequence[APIRouter] = (), admin_paths: frozenset[str] = frozenset()) -> FastAPI:
         from megatron_ext.server.app import create_app
 
-        export = MetricsExport(self._serving.metrics.families, Gauge)
-        app = create_app(
-            self._serving, routers=routers, admin_paths=admin_paths, tasks=(export.run,), answers_ids=False
-        )
+        app = create_app(self._serving, routers=routers, admin_paths=admin_paths, answers_ids=False)
         started = app.router.lifespan_context
 
         @contextlib.asynccontextmanager

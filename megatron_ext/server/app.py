@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
@@ -73,7 +73,6 @@ def create_app(
     *,
     routers: Sequence[APIRouter] = (),
     admin_paths: frozenset[str] = frozenset(),
-    tasks: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
     answers_ids: bool = True,
 ) -> FastAPI:
     """Return the application. Its lifespan starts and stops the engine's thread.
@@ -82,14 +81,13 @@ def create_app(
         serving: State of the routes.
         routers: More routes, which replace routes of equal paths.
         admin_paths: Paths of these routes that are for administrators.
-        tasks: Functions that run beside the engine until the application stops.
         answers_ids: Whether answers have `X-Request-Id`; False where a proxy before the application adds it.
     """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         serving.requests.start()
-        running = [asyncio.create_task(task()) for task in (serving.history.run, serving.response_store.run, *tasks)]
+        running = [asyncio.create_task(task()) for task in (serving.history.run, serving.response_store.run)]
         yield
         for one in running:
             one.cancel()

@@ -45,8 +45,7 @@ def nodes(folder: Path) -> Iterator[Cluster]:
     from ray.cluster_utils import Cluster
 
     Path("/tmp/ray").mkdir(exist_ok=True)  # Ray notes the cluster's address there, whatever `temp_dir` is
-    often = {"metrics_report_interval_ms": 1000}  # the default is 10 s
-    head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder), "_system_config": often}
+    head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(PATIENCE))  # 5 s are too few on a busy machine
         patch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "megatron_ext.ray_serve.proxy.middlewares")

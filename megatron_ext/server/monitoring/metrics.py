@@ -247,16 +247,12 @@ class Metrics(Collector):
         """
         return {
             _key(sample.name, sample.labels): sample.value
-            for family in self.families()
+            for family in self._registry.collect()
             if family.type != "info"
             for sample in family.samples
             if not sample.name.endswith(_UNDRAWN)
             and ("le" not in sample.labels or sample.name.startswith(_DRAWN_BUCKETS))
         }
-
-    def families(self) -> Iterator[Metric]:
-        """Yield all metrics."""
-        yield from self._registry.collect()
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
