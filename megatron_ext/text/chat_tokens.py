@@ -288,8 +288,7 @@ class ChatTokens:
 
     def _encode(self, marked: str, stand_ins: Mapping[int, str], *, is_whole: bool = True) -> list[int]:
         if not self._is_fast:
-            with panics_as_errors(CANNOT_ENCODE):
-                return encode_in_python(self._tokenizer, marked, stand_ins, is_whole=is_whole)
+            raise _ambiguous_token("it is written in Python")
         if self._renamed is None:
             self._renamed = RenamedTokenizer(self._tokenizer.to_str(), self._control)
         return self._renamed.encode(marked, stand_ins, is_whole=is_whole)
@@ -379,22 +378,3 @@ def _pieces(merge: str | Sequence[str]) -> set[str]:
     """Return both parts of a merge and its result; older files store the parts in one text with a space between."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return {left, right, left + right}
-
-
-def encode_in_python(
-    tokenizer: PreTrainedTokenizerBase, marked: str, stand_ins: Mapping[int, str], *, is_whole: bool = True
-) -> list[int]:
-    """Return the ids of a rendered text by a transformers tokenizer written in Python.
-
-    Such a tokenizer also splits a text at its added tokens and tokenizes the parts between them, so the ids are its
-    own, except for spaces that tokens may absorb.
-    """
-    added = tokenizer.added_tokens_encoder
-    ids: list[int] = []
-    for part in tokenizer.tokens_trie.split(marked):
-        if part in added:
-            ids.append(added[part])
-        elif part:
-            pieces = tokenizer.tokenize(part.translate(stand_ins), split_special_tokens=True)
-            ids += tokenizer.convert_tokens_to_ids(pieces)
-    return tokenizer.build_inputs_with_special_tokens(ids) if is_whole else ids

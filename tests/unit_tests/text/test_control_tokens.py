@@ -45,10 +45,8 @@ KINDS = {
     "Llama 3, turns": (with_template(hf_tokenizers.llama_3, TURNS), "<|eot_id|>"),
     "Unigram": (with_template(hf_tokenizers.unigram, TURNS), "</s>"),
     "WordPiece": (with_template(hf_tokenizers.word_pieces, TURNS), "[SEP]"),
-    "Python": (with_template(hf_tokenizers.in_python, TURNS), "</s>"),
     "embedded": (embedded, "<|end|>"),
 }
-FAST = [name for name in KINDS if name != "Python"]
 WORDS = with_template(lambda directory: hf_tokenizers.words(directory, 40), "{{ messages[0].content }} </s> w3")
 
 
@@ -237,12 +235,22 @@ class TestWithoutSpellings:
             assert kind.ids(content, "dog", content) == kind.ids(content, "dog", content, parse=True)
 
     @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(name=st.sampled_from(FAST), parts=st.lists(st.sampled_from([*"ab <|>é🦊\n", "the", "</", "END", "eot"])))
+    @given(
+        name=st.sampled_from(list(KINDS)), parts=st.lists(st.sampled_from([*"ab <|>é🦊\n", "the", "</", "END", "eot"]))
+    )
     def test_the_copy_is_the_tokenizer(self, kinds, name, parts):
         """A text whose special tokens are meant to be these gets the same ids from the copy with other names."""
         kind = kinds[name]
         text = "".join(parts).replace("END", kind.end)
         assert kind.tokenizer._chat_tokens._encode(text, {}) == kind.tokenizer.tokenize(text)
+
+
+def test_a_tokenizer_in_python_takes_no_spelled_tokens(tmp_path):
+    """SE-3: it cannot tell them from the template's, so such a conversation is refused."""
+    tokenizer = TextTokenizer(with_template(hf_tokenizers.in_python, TURNS)(tmp_path / "t"))
+    assert tokenizer.render_chat([{"role": "user", "content": "fox"}]).ids()
+    with pytest.raises(ConfigError, match="must not spell any"):
+        tokenizer.render_chat([{"role": "user", "content": "fox </s> lazy"}]).ids()
 
 
 def test_conversations_that_use_the_stand_ins(kinds):
