@@ -36,7 +36,6 @@ from megatron_ext.server.openai.request_fields import (
     MAX_TOP_LOGPROBS,
     Body,
     BoundedBy,
-    JsonObject,
     LenientObject,
     ModelName,
     Name,
@@ -54,7 +53,10 @@ from megatron_ext.server.openai.responses_api.conversation import (
 )
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore, StoredResponse
 
-MAX_METADATA, LONGEST_METADATA_NAME, LONGEST_METADATA = 16, 64, 512
+# OpenAI's limits: responses repeat metadata, and stores keep them.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 LOGPROBS = "message.output_text.logprobs"
 # Items that the other values ask about never occur here.
 _Included = Literal[
@@ -101,23 +103,6 @@ def tool_choice(value: object) -> ToolChoice:
 
 def _no_such_tool(kind: str) -> ValueError:
     return ValueError(f"forces a tool of type {json.dumps(kind)[:LONGEST_NAME]}, which this server does not have")
-
-
-def few_texts(value: dict[str, object]) -> dict[str, object]:
-    """Return metadata, which responses repeat and stores keep.
-
-    Raises:
-        ValueError: They exceed OpenAI's limits, or are not texts.
-    """
-    if len(value) > MAX_METADATA:
-        raise ValueError(f"has {len(value)} fields; at most {MAX_METADATA} are allowed")
-    for name, text in value.items():
-        if len(name) > LONGEST_METADATA_NAME:
-            raise ValueError(f"has a name of {len(name)} characters; at most {LONGEST_METADATA_NAME} are allowed")
-        if not isinstance(text, str) or len(text) > LONGEST_METADATA:
-            found = f"a text of {len(text)} characters" if isinstance(text, str) else "no text"
-            raise ValueError(f"{name} has {found}; give a text of at most {LONGEST_METADATA} characters")
-    return value
 
 
 def _text_format(value: dict[str, object]) -> dict[str, object]:
@@ -275,7 +260,7 @@ class ResponsesRequest(SamplingFields, ResponsePrompt):
     """Truncation of prompts, which happens with neither value; "disabled" by default."""
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     """Accepted without effect: it limits tools that run on a server."""
-    metadata: Annotated[JsonObject, AfterValidator(few_texts)] | None = None
+    metadata: Metadata | None = None  # type: ignore[assignment]  # of texts only
     """Texts by name, which the response repeats."""
 
     @field_validator("tool_choice")
