@@ -1,4 +1,4 @@
-"""Errors that a client can get, as OpenAI's error object with the matching status."""
+"""Errors that a client can get, as the error object of its API with the matching status."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from http import HTTPStatus
 from itertools import takewhile
 
@@ -69,8 +70,8 @@ class ApiError(Exception):
         self._logged = logged
 
     def to_dict(self) -> dict[str, object]:
-        """Return OpenAI's error object."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        """Return the error object in the form of the API that the request is for."""
+        return ERROR_FORM.get()(self)
 
     def log_reason(self) -> None:
         """Log why a client gets a 4xx.
@@ -86,6 +87,15 @@ class ApiError(Exception):
         """Return the response, and log its reason; ASCII, because messages quote clients, whose text may be invalid."""
         self.log_reason()
         return Response(json.dumps(self.to_dict()), self.status, headers=self.headers, media_type="application/json")
+
+
+def openai_form(error: ApiError) -> dict[str, object]:
+    """Return OpenAI's error object."""
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+ERROR_FORM: ContextVar[Callable[[ApiError], dict[str, object]]] = ContextVar("error_form", default=openai_form)
+"""Form of the errors of the request that is handled."""
 
 
 class ClientGone(Exception):

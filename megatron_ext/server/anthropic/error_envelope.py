@@ -1,18 +1,11 @@
-"""Errors of the Messages API, and the middleware for its clients.
-
-Every error of this server or of an ingress is an `ApiError`, with OpenAI's error object; on the paths of the Messages
-API it gets Anthropic's envelope as it leaves.
-"""
+"""Errors of the Messages API, and the middleware for its clients."""
 
 from __future__ import annotations
-
-import json
-from contextlib import suppress
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_ext.server.api_errors import ApiError, ContextExceeded
+from megatron_ext.server.api_errors import ERROR_FORM, ApiError, ContextExceeded, openai_form
 from megatron_ext.server.http.body import route_path
 from megatron_ext.server.log import REQUEST_ID
 from megatron_ext.server.openai.streaming import event, named_event
@@ -32,19 +25,25 @@ _KINDS = {
 }
 
 
-def envelope(status: int, error: dict[str, object]) -> dict[str, object]:
-    """Return Anthropic's envelope of an error.
-
-    Args:
-        status: HTTP status.
-        error: OpenAI's error object. Its code is kept: routers tell by it which requests to send elsewhere.
-    """
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    code = {} if error.get("code") is None else {"code": error["code"]}
-    named = {"type": kind, "message": error.get("message", "")} | code
-    if error.get("code") == THREADS_REFUSED:
+def enveloped(error: ApiError) -> dict[str, object]:
+    """Return an error in Anthropic's envelope, with its code: routers tell by it which requests to send elsewhere."""
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    named: dict[str, object] = {"type": kind, "message": _message(error)}
+    if error.code is not None:
+        named["code"] = error.code
+    if error.code == THREADS_REFUSED:
         named["details"] = {"error_code": THREADS_REFUSED, "unsupported": ["thread"]}
     return {"type": "error", "error": named, "request_id": REQUEST_ID.get()}
+
+
+def _message(error: ApiError) -> str:
+    """Return the message, of a request that does not fit in the words that clients of the Messages API look for."""
+    if not isinstance(error, ContextExceeded):
+        return error.message
+    if error.prompt >= error.limit:
+        return f"prompt is too long: {error.prompt} tokens > {error.limit} maximum"
+    sizes = f"{error.prompt} + {error.generated} > {error.limit}"
+    return f"input length and `max_tokens` exceed context limit: {sizes}, decrease input length or `max_tokens`"
 
 
 def error_event(error: ApiError, path: str) -> bytes:
@@ -54,24 +53,7 @@ def error_event(error: ApiError, path: str) -> bytes:
         error: Error.
         path: Path of any route, perhaps after a prefix.
     """
-    return named_event(enveloped(error)) if path.endswith(MESSAGES_PATH) else event(error.to_dict())
-
-
-def enveloped(error: ApiError) -> dict[str, object]:
-    """Return an error in Anthropic's envelope."""
-    named = error.to_dict()["error"]
-    assert isinstance(named, dict), named
-    return envelope(error.status, named)
-
-
-def in_messages_words(error: ContextExceeded) -> ApiError:
-    """Return the error of a request that does not fit, in the words that clients of the Messages API look for."""
-    if error.prompt >= error.limit:
-        message = f"prompt is too long: {error.prompt} tokens > {error.limit} maximum"
-    else:
-        sizes = f"{error.prompt} + {error.generated} > {error.limit}"
-        message = f"input length and `max_tokens` exceed context limit: {sizes}, decrease input length or `max_tokens`"
-    return ApiError(400, message, code=error.code)
+    return named_event(enveloped(error)) if path.endswith(MESSAGES_PATH) else event(openai_form(error))
 
 
 class AnthropicMiddleware:
@@ -91,42 +73,18 @@ class AnthropicMiddleware:
             if _API_KEY in headers and _AUTHORIZATION not in headers:
                 bearer = _AUTHORIZATION, b"Bearer " + headers[_API_KEY]
                 scope["headers"] = [*scope["headers"], bearer]
-            if f"{route_path(scope)}/".startswith(f"{MESSAGES_PATH}/"):
-                send = _Answer(send).send
+            is_message = f"{route_path(scope)}/".startswith(f"{MESSAGES_PATH}/")
+            ERROR_FORM.set(enveloped if is_message else openai_form)
+            send = _with_request_id(send) if is_message else send
         await self._app(scope, receive, send)
 
 
-class _Answer:
-    """Answer of a path of the Messages API: errors are held until they are complete."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._head: Message | None = None  # of an error
-        self._body = b""
-
-    async def send(self, message: Message) -> None:
-        """Pass a message of the answer on, or keep it as a part of an error."""
+def _with_request_id(send: Send) -> Send:
+    async def named(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(raw=list(message["headers"]))
             headers["request-id"] = REQUEST_ID.get()
             message = {**message, "headers": headers.raw}
-            if message["status"] >= 400 and headers.get("content-type") == "application/json":
-                self._head = message
-                return
-        elif self._head is not None:
-            self._body += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self._send_error(self._head)
-            return
-        await self._send(message)
+        await send(message)
 
-    async def _send_error(self, head: Message) -> None:
-        content: object = None
-        with suppress(ValueError):
-            content = json.loads(self._body)
-        if isinstance(content, dict) and content.get("type") != "error" and isinstance(content.get("error"), dict):
-            self._body = json.dumps(envelope(head["status"], content["error"])).encode()
-        headers = MutableHeaders(raw=list(head["headers"]))
-        headers["content-length"] = str(len(self._body))
-        await self._send({**head, "headers": headers.raw})
-        await self._send({"type": "http.response.body", "body": self._body})
+    return named

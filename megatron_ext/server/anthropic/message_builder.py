@@ -10,7 +10,6 @@ from megatron_ext.engine.pausing import ABORT
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.anthropic.error_envelope import enveloped
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.answers import AnswerFormat, AnswerPart, CallPart, ScoredPart, Thinking, arguments_of
 from megatron_ext.server.openai.responses import Event, EventBuilder
@@ -68,7 +67,7 @@ class MessageBuilder(EventBuilder):
 
     def fail(self, error: ApiError) -> Event:
         """Return the last event of an answer that has failed."""
-        return enveloped(error)
+        return error.to_dict()
 
     def _stop(self, record: RequestRecord) -> tuple[str, str | None]:
         if record.finish_reason == "length":

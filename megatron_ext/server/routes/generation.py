@@ -16,15 +16,14 @@ from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.server.access import described
-from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH, in_messages_words
+from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH
 from megatron_ext.server.anthropic.message_builder import MessageBuilder
 from megatron_ext.server.anthropic.message_fields import (
     CountTokensRequest,
     MessagesRequest,
     as_chat,
-    note_betas,
 )
-from megatron_ext.server.api_errors import LONGEST_NAME, ApiError, ContextExceeded
+from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute, ShortPath, handed_on_to, only_queries, sender_of
 from megatron_ext.server.http.description import ERRORS, MESSAGES_ERRORS, STREAMS
@@ -205,12 +204,8 @@ async def whole_answer(events: AsyncIterator[Event], answer: Event) -> Response:
 @router.post(MESSAGES_PATH, responses=MESSAGES_ERRORS | STREAMS)
 async def create_message(body: MessagesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, in the form of Anthropic's Messages API."""
-    note_betas(request.headers.get("anthropic-beta", ""))
     chat = as_chat(body, can_think=serving.chat_format.reasoning is not None)
-    try:
-        inputs, answer_format, remember = await prepare_chat(chat, request, serving)
-    except ContextExceeded as error:
-        raise in_messages_words(error) from None
+    inputs, answer_format, remember = await prepare_chat(chat, request, serving)
     builder = MessageBuilder(serving.answered_name(body.model), serving.vocabulary, answer_format)
     group = await run_requests(request, serving, chat, inputs, builder, remember)
     events = typed_events(group, builder)
@@ -223,10 +218,7 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
 async def count_message_tokens(body: CountTokensRequest, request: Request, serving: ServerDependency) -> dict[str, int]:
     """Return the number of prompt tokens of a request to the Messages API."""
     serving.check_name(body.model)
-    try:
-        prompt = await serving.chat_prompt(request, as_chat(body))
-    except ContextExceeded as error:
-        raise in_messages_words(error) from None
+    prompt = await serving.chat_prompt(request, as_chat(body))
     return {"input_tokens": len(prompt.ids)}
 
 
