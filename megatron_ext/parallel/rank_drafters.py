@@ -84,7 +84,8 @@ class LeadingDrafter(Drafter):
     driver: Driver
 
     def __init__(self, drafters: Sequence[RankDrafter], own: Drafter | None) -> None:
-        self._drafters, self._own = drafters, own
+        self._drafters = drafters
+        self.parts = [] if own is None else [own]
 
     def propose(self, requests: Sequence[DraftRequest]) -> Drafts:
         """Propose drafts; see `Drafter`. The requests are of one replica.
@@ -119,13 +120,3 @@ class LeadingDrafter(Drafter):
         self.driver.note(Call("forget_drafts", (request_id,)))
         for drafter in self._drafters:
             drafter.forget(request_id)
-
-    def suspend(self) -> None:
-        """Free the pools of this rank, as the others do with theirs."""
-        if self._own is not None:
-            self._own.suspend()
-
-    def resume(self) -> None:
-        """Allocate the pools of this rank, as the others do theirs."""
-        if self._own is not None:
-            self._own.resume()

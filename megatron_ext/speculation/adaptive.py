@@ -202,6 +202,7 @@ class AdaptiveDrafter(Drafter):
 
     def __init__(self, drafter: Drafter, costs: DraftCosts, *, guesses_are_free: bool) -> None:
         self._drafter = drafter
+        self.parts = [drafter]
         self._costs = costs
         self._guesses_are_free = guesses_are_free
         self._known: dict[int, Acceptance] = {}
@@ -289,10 +290,10 @@ class AdaptiveDrafter(Drafter):
             self._save(accepted / self._requests)
         self._known[request_id] = known.verified(drafted, accepted, now)
         self._all_requests = self._all_requests.verified(drafted, accepted, now)
-        self._drafter.accepted(request_id, drafted, accepted)
+        super().accepted(request_id, drafted, accepted)
 
     def forget(self, request_id: int) -> None:
         """Drop the statistics of a request; see `Drafter`."""
         self._known.pop(request_id, None)
         self._unverified.pop(request_id, None)
-        self._drafter.forget(request_id)
+        super().forget(request_id)

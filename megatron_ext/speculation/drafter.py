@@ -34,9 +34,11 @@ class Drafter:
 
     Attributes:
         idle_steps: Steps after the last call in which another one is not worth its time.
+        parts: Drafters that this one proposes with; all other calls are passed on to them.
     """
 
     idle_steps: int = 0
+    parts: Sequence[Drafter] = ()
 
     def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Return, by request id, the tokens predicted to come next, in order; empty or no entry without a prediction.
@@ -54,18 +56,28 @@ class Drafter:
             drafted: Number of verified drafts: at least 1, and at most as many as were proposed.
             accepted: Number of accepted drafts, from the first on.
         """
+        for one in self.parts:
+            one.accepted(request_id, drafted, accepted)
 
     def forget(self, request_id: int) -> None:
         """Forget a request that has ended; it may have had no drafts at all."""
+        for one in self.parts:
+            one.forget(request_id)
 
     def reset(self) -> None:
         """Forget all requests."""
+        for one in self.parts:
+            one.reset()
 
     def notice_new_weights(self) -> None:
         """Forget all results of the target model's old weights."""
+        for one in self.parts:
+            one.notice_new_weights()
 
     def suspend(self) -> None:
         """Free the pools."""
+        for one in self.parts:
+            one.suspend()
 
     def resume(self) -> None:
         """Allocate the pools again.
@@ -73,3 +85,5 @@ class Drafter:
         Raises:
             ConfigError: There is less memory than seemed to be free.
         """
+        for one in self.parts:
+            one.resume()

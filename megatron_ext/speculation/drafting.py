@@ -29,7 +29,7 @@ class Drafting(Drafter):
         )
         cost = config.speculative_draft_cost
         self.costs = DraftCosts.constant(ASSUMED_COST if cost is None else cost)
-        self._drafter = self._limited()
+        self.parts = [self._limited()]
 
     def _limited(self) -> Drafter:
         if not self._is_adaptive:
@@ -43,40 +43,22 @@ class Drafting(Drafter):
 
     def probe(self) -> Probe:
         """Let a probe propose drafts until the next reset."""
-        self._drafter = probe = Probe(self._layer)
+        probe = Probe(self._layer)
+        self.parts = [probe]
         return probe
 
     def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`."""
-        drafts = self._drafter.propose(requests)
-        self.idle_steps = self._drafter.idle_steps
+        (drafter,) = self.parts
+        drafts = drafter.propose(requests)
+        self.idle_steps = drafter.idle_steps
         return drafts
-
-    def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Pass on the result of a verification; see `Drafter`."""
-        self._drafter.accepted(request_id, drafted, accepted)
-
-    def forget(self, request_id: int) -> None:
-        """Forget a request; see `Drafter`."""
-        self._drafter.forget(request_id)
 
     def reset(self) -> None:
         """Forget all requests, and their acceptance of drafts."""
         self._guesser.reset()
-        self._drafter = self._limited()
+        self.parts = [self._limited()]
         self.idle_steps = 0
-
-    def notice_new_weights(self) -> None:
-        """Forget results of old weights; see `Drafter`."""
-        self._guesser.notice_new_weights()
-
-    def suspend(self) -> None:
-        """Free the layer's pools, together with the engine's."""
-        self._guesser.suspend()
-
-    def resume(self) -> None:
-        """Allocate the layer's pools again, together with the engine's; see `Drafter`."""
-        self._guesser.resume()
 
 
 class Probe(Drafter):
@@ -91,6 +73,7 @@ class Probe(Drafter):
 
     def __init__(self, layer: Drafter | None) -> None:
         self._layer = layer
+        self.parts = [] if layer is None else [layer]
         self.drafts = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
@@ -99,8 +82,3 @@ class Probe(Drafter):
         if self._layer is not None:
             return self._layer.propose(cut) if cut else {}
         return {request.request_id: (request.tokens[-1],) * request.limit for request in cut}
-
-    def forget(self, request_id: int) -> None:
-        """Forget a request; see `Drafter`."""
-        if self._layer is not None:
-            self._layer.forget(request_id)

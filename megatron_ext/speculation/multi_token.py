@@ -307,7 +307,7 @@ class LayeredDrafter(Drafter):
     """
 
     def __init__(self, layers: Sequence[MultiTokenDrafter]) -> None:
-        self.layers = layers
+        self.parts = self.layers = layers
 
     def propose(self, requests: Sequence[DraftRequest]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`."""
@@ -318,31 +318,6 @@ class LayeredDrafter(Drafter):
             found = layer.propose([replace(request, limit=depth) for request in going])
             drafts |= {name: own for name, own in found.items() if len(own) == depth}
         return drafts
-
-    def forget(self, request_id: int) -> None:
-        """Free all memory of a request."""
-        for layer in self.layers:
-            layer.forget(request_id)
-
-    def reset(self) -> None:
-        """Forget all requests."""
-        for layer in self.layers:
-            layer.reset()
-
-    def notice_new_weights(self) -> None:
-        """Forget all results of old weights; see `Drafter`."""
-        for layer in self.layers:
-            layer.notice_new_weights()
-
-    def suspend(self) -> None:
-        """Free the pools and discard the states of requests."""
-        for layer in self.layers:
-            layer.suspend()
-
-    def resume(self) -> None:
-        """Allocate the pools again."""
-        for layer in self.layers:
-            layer.resume()
 
     def check(self) -> None:
         """Assert that the pools' bookkeeping is consistent."""
