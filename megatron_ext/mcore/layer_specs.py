@@ -35,24 +35,12 @@ from megatron_ext.mixers.mixer import MixerSubmodules
 
 # Here and below a class replaces a spec: upstream accepts classes that it does not know unchanged, but warns about
 # specs of them.
-mlp_layer_spec = ModuleSpec(
-    module=FeedForwardLayer,
-    submodules=TransformerLayerSubmodules(
-        pre_mlp_layernorm=LayerNormFromConfig,
-        mlp=PlainMLP,
-        mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-    ),
-)
-normed_mlp_layer_spec = ModuleSpec(
-    module=FeedForwardLayer, submodules=TransformerLayerSubmodules(mlp=NormedMLP, mlp_bda=get_bias_dropout_add)
-)
-moe_layer_spec = ModuleSpec(
-    module=FeedForwardLayer,
-    submodules=TransformerLayerSubmodules(
-        pre_mlp_layernorm=LayerNormFromConfig, mlp=LocalMoELayer, mlp_bda=get_bias_dropout_add
-    ),
-)
+
+
+def _feed_forward_spec(mlp: type, **parts: object) -> ModuleSpec:
+    """Return the spec of an MLP, or a mixture of experts, with its residual and further parts."""
+    submodules = TransformerLayerSubmodules(mlp=mlp, mlp_bda=get_bias_dropout_add, **parts)
+    return ModuleSpec(module=FeedForwardLayer, submodules=submodules)
 
 
 def _mixer_spec(kind: RecurrentKind) -> ModuleSpec:
@@ -101,42 +89,34 @@ def parallel_layer_spec(kind: RecurrentKind) -> ModuleSpec:
     )
 
 
-def _attention_layer_spec(module: type) -> ModuleSpec:
-    return ModuleSpec(
-        module=AttentionLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=LayerNormFromConfig,
-            self_attention=_attention_spec(module),
-            self_attn_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
-        ),
-    )
-
-
-attention_layer_spec = _attention_layer_spec(PagedSelfAttention)
-windowed_attention_layer_spec = _attention_layer_spec(WindowedSelfAttention)
-
-normed_attention_layer_spec = ModuleSpec(
-    module=AttentionLayer,
-    submodules=TransformerLayerSubmodules(
-        self_attention=_attention_spec(NormedSelfAttention), self_attn_bda=get_bias_dropout_add
-    ),
-)
+def _attention_layer_spec(module: type, **parts: object) -> ModuleSpec:
+    """Return the spec of attention with its residual and further parts."""
+    attention = _attention_spec(module)
+    submodules = TransformerLayerSubmodules(self_attention=attention, self_attn_bda=get_bias_dropout_add, **parts)
+    return ModuleSpec(module=AttentionLayer, submodules=submodules)
 
 
 def stack_spec(kind: RecurrentKind) -> ModuleSpec:
     """Return the spec of a stack whose recurrent layers, M and P in the pattern, are of one kind."""
+    attention_norm = {
+        "input_layernorm": LayerNormFromConfig,
+        "sharded_state_dict_keys_map": {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    }
+    mlp_norm = {
+        "pre_mlp_layernorm": LayerNormFromConfig,
+        "sharded_state_dict_keys_map": {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    }
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
             mamba_layer=recurrent_layer_spec(kind),
-            attention_layer=attention_layer_spec,
-            mlp_layer=mlp_layer_spec,
-            moe_layer=moe_layer_spec,
+            attention_layer=_attention_layer_spec(PagedSelfAttention, **attention_norm),
+            mlp_layer=_feed_forward_spec(PlainMLP, **mlp_norm),
+            moe_layer=_feed_forward_spec(LocalMoELayer, pre_mlp_layernorm=LayerNormFromConfig),
             parallel_layer=parallel_layer_spec(kind),
-            normed_attention_layer=normed_attention_layer_spec,
-            normed_mlp_layer=normed_mlp_layer_spec,
-            windowed_attention_layer=windowed_attention_layer_spec,
+            normed_attention_layer=_attention_layer_spec(NormedSelfAttention),
+            normed_mlp_layer=_feed_forward_spec(NormedMLP),
+            windowed_attention_layer=_attention_layer_spec(WindowedSelfAttention, **attention_norm),
         ),
     )
 

@@ -7,7 +7,7 @@ mixer's output to the input. Parameters, names and checkpoints are upstream's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,8 @@ from megatron_ext.ops.gated_norm import add_and_norm
 
 MixerOutput = tuple[Tensor, Tensor | None]  # output, and a bias still to be added
 AddBuilder = Callable[..., Callable[..., Tensor]]  # as upstream's `get_bias_dropout_add`
+LayerInputs = Mapping[str, object]
+"""Arguments of a layer's forward beside hidden states: `attention_mask`, `inference_context`, `rotary_pos_emb`."""
 
 
 def is_plain_inference(module: torch.nn.Module) -> bool:
@@ -65,10 +67,6 @@ class Branch:
     mix: Callable[[Tensor], MixerOutput]
     factor: float
 
-    def run(self, hidden_states: Tensor) -> Tensor:
-        """Compute the layer, [s, b, h] -> [s, b, h]."""
-        return add_residual(self.mix(self.norm(hidden_states)), hidden_states, self.factor)
-
 
 def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
     """Return a residual-add builder that multiplies the mixer's output and bias by `factor` first."""
@@ -102,29 +100,8 @@ class Branching(nn.Module):
         self.factor: float = config.residual_multiplier * getattr(config, self.multiplier)
         setattr(self, self.sum_builder, scaled_add(getattr(self, self.sum_builder), self.factor))
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        inference_context: BaseInferenceContext | None = None,
-        rotary_pos_emb: Tensor | None = None,
-        **options: object,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Compute [s, b, h] -> [s, b, h]; a transformer layer also returns None, the context of cross-attention."""
-        inputs = (attention_mask, inference_context, rotary_pos_emb)
-        branch = self.branch(*inputs) if options.get("padding_mask") is None else None
-        if branch is None:
-            names = ("attention_mask", "inference_context", "rotary_pos_emb")
-            options |= dict(zip(names, inputs, strict=True))
-            found: Tensor | tuple[Tensor, Tensor | None] = super().forward(hidden_states=hidden_states, **options)
-            return found
-        output = branch.run(hidden_states)
-        return (output, None) if isinstance(self, TransformerLayer) else output
-
-    def branch(
-        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
-    ) -> Branch | None:
-        """Return the layer's branch in a step; None to call the layer directly. `angles` cover all positions."""
+    def branch(self, inputs: LayerInputs) -> Branch | None:
+        """Return the layer's branch in a step at inference; None to call the layer."""
         raise NotImplementedError
 
 
@@ -135,13 +112,9 @@ class RecurrentLayer(Branching, MambaLayer):
     norm: nn.Module
     mixer: nn.Module
 
-    def branch(
-        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
-    ) -> Branch | None:
+    def branch(self, inputs: LayerInputs) -> Branch | None:
         """Return the layer's branch; see `Branching`."""
-        if not is_plain_inference(self) or getattr(self, "residual_in_fp32", False):  # 0.16 only
-            return None
-        return Branch(self.norm, partial(self.mixer, inference_context=context), self.factor)
+        return Branch(self.norm, partial(self.mixer, **inputs), self.factor)
 
 
 class AttentionLayer(Branching, TransformerLayer):
@@ -151,14 +124,11 @@ class AttentionLayer(Branching, TransformerLayer):
     input_layernorm: nn.Module
     self_attention: nn.Module
 
-    def branch(
-        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
-    ) -> Branch | None:
+    def branch(self, inputs: LayerInputs) -> Branch | None:
         """Return the layer's branch; see `Branching`."""
-        if not is_plain_inference(self) or not isinstance(self.mlp, IdentityOp):
+        if not isinstance(self.mlp, IdentityOp):
             return None
-        options = {"attention_mask": attention_mask, "inference_context": context, "rotary_pos_emb": angles}
-        return Branch(self.input_layernorm, partial(self.self_attention, **options), self.factor)
+        return Branch(self.input_layernorm, partial(self.self_attention, **inputs), self.factor)
 
 
 class FeedForwardLayer(Branching, MLPLayer):
@@ -171,11 +141,9 @@ class FeedForwardLayer(Branching, MLPLayer):
     def __init__(self, config: LayerConfig, *args: object, is_mtp_layer: bool = False, **options: object) -> None:
         super().__init__(config, *args, **options)
 
-    def branch(
-        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
-    ) -> Branch | None:
+    def branch(self, inputs: LayerInputs) -> Branch | None:
         """Return the layer's branch; see `Branching`."""
-        if not is_plain_inference(self) or not isinstance(self.self_attention, IdentityOp):
+        if not isinstance(self.self_attention, IdentityOp):
             return None
         return Branch(self.pre_mlp_layernorm, self.mlp, self.factor)
 
@@ -185,27 +153,22 @@ class ResidualStream:
 
     Args:
         hidden_states: [s, b, h]; not overwritten.
+        is_plain: Whether layers may be computed as branches; see `is_plain_inference`.
     """
 
-    def __init__(self, hidden_states: Tensor) -> None:
-        self._states = hidden_states
+    def __init__(self, hidden_states: Tensor, *, is_plain: bool) -> None:
+        self._states, self._is_plain = hidden_states, is_plain
         self._waiting: tuple[MixerOutput, float] | None = None  # deferred summand and its factor
 
-    def through(
-        self,
-        layer: nn.Module,
-        attention_mask: Tensor | None,
-        context: BaseInferenceContext | None,
-        angles: Tensor | None,
-    ) -> None:
+    def through(self, layer: nn.Module, inputs: LayerInputs) -> None:
         """Compute a layer; a branch's sum is deferred. Layers with hooks are called normally."""
         branch = None
-        if isinstance(layer, Branching) and not forward_hooks(layer):
-            branch = layer.branch(attention_mask, context, angles)
+        if self._is_plain and isinstance(layer, Branching) and not forward_hooks(layer):
+            branch = layer.branch(inputs)
         if branch is not None:
             self._waiting = branch.mix(self.normed(branch.norm)), branch.factor
             return
-        found = layer(self.states(), attention_mask, inference_context=context, rotary_pos_emb=angles)
+        found = layer(self.states(), **inputs)
         self._states = found[0] if isinstance(found, tuple) else found
 
     def states(self) -> Tensor:
@@ -276,9 +239,7 @@ class ParallelLayer(RecurrentLayer):
         added = _scaled(mixed, self.factor) + _scaled(attended, self.attention_factor)
         return hidden_states + added
 
-    def branch(
-        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
-    ) -> Branch | None:
+    def branch(self, inputs: LayerInputs) -> Branch | None:
         """Return None: two mixers with separate factors cannot be a branch."""
         return None
 

@@ -111,18 +111,22 @@ class HybridStack(Stack):
     ) -> Tensor:
         """Compute all layers, [s, b, h] -> [s, b, h]; upstream's forward if more features are needed."""
         is_static = inference_context is not None and inference_context.is_static_batching()
-        if is_static or not (
-            is_plain_inference(self) or "P" in self.layer_type_list
-        ):  # upstream's forward passes no positions to P
+        is_plain = is_plain_inference(self)
+        if is_static or not (is_plain or "P" in self.layer_type_list):  # upstream's forward passes no positions to P
             return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **options)
         if not self.pre_process:
             assert self.input_tensor is not None, "the stage before has sent it"
             hidden_states = self.input_tensor
         elif isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
-        stream = ResidualStream(hidden_states)
+        stream = ResidualStream(hidden_states, is_plain=is_plain)
+        inputs = {
+            "attention_mask": attention_mask,
+            "inference_context": inference_context,
+            "rotary_pos_emb": rotary_pos_emb,
+        }
         for layer in self.layers:
-            stream.through(layer, attention_mask, inference_context, rotary_pos_emb)
+            stream.through(layer, inputs)
         return stream.normed(self.final_norm) if self.post_process and self.post_layer_norm else stream.states()
 
 
