@@ -8,9 +8,10 @@ the names it expects. Any other instruction is refused.
 Python 3.11.0 to 3.11.3 write a member of an enumeration as `getattr(Class, "NAME")`. This one call is accepted for the
 classes and names that the caller lists; no attribute of a class is looked up.
 
-`Limits` and the number of bytes bound work and memory: no instruction makes a value longer than itself. Python's
-`Unpickler` has no such bounds, whatever its `find_class` returns: one index of its memo allocates gigabytes, a key of
-nested tuples is hashed for years, and an extension code that the process has used before returns the real function.
+`MAX_INSTRUCTIONS` and the number of bytes bound work and memory: no instruction makes a value longer than itself.
+Python's `Unpickler` has no such bounds, whatever its `find_class` returns: one index of its memo allocates gigabytes, a
+key of nested tuples is hashed for years, and an extension code that the process has used before returns the real
+function.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 EMPTY_DICTIONARIES = ("collections.OrderedDict",)  # made without arguments, then filled like a dictionary
+MAX_INSTRUCTIONS = 50_000_000  # of one pickle
+_LONGEST_NAME = 1_000  # bytes of a module or a class
 STORED_APART = "stored apart"  # name given to a value stored outside the pickle (a persistent id)
 _MEMBER_OF = ("builtins.getattr", "__builtin__.getattr")  # the second name is written in protocol 2
 _WHOLE_NUMBER_BYTES = 9  # 64 bits, with or without a sign
@@ -29,14 +32,6 @@ _KEY_TYPES = (str, int, bool, float, type(None))
 
 class PlainPickleError(ValueError):
     """Raised for a pickle that is damaged, or contains more than plain values."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Size limits of one pickle."""
-
-    instructions: int = 50_000_000
-    name_bytes: int = 1_000  # of a module or a class
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,6 @@ def load(
     *,
     stored_apart: bool = False,
     enumerations: Members | None = None,
-    limits: Limits | None = None,
 ) -> object:
     """Return the value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Named` or `RecordedCall`.
 
@@ -89,13 +83,12 @@ def load(
         stored_apart: Whether the pickle may refer to values stored elsewhere, as torch's do to the bytes of tensors.
         enumerations: Classes, which must be allowed too, whose members may be given by name: `RecordedCall` with that
             name.
-        limits: Size limits of the pickle.
 
     Raises:
         PlainPickleError: The data is not a pickle, is cut off, uses a name that is not allowed, or an unknown
             instruction.
     """
-    machine = _Machine(data, allowed, stored_apart, enumerations or {}, limits or Limits())
+    machine = _Machine(data, allowed, stored_apart, enumerations or {})
     try:
         return machine.run()
     except (IndexError, struct.error, UnicodeDecodeError, KeyError) as error:
@@ -105,9 +98,7 @@ def load(
 class _Machine:
     """State of the stack machine: bytes, position, stack, positions of the marks on it, and memo."""
 
-    def __init__(
-        self, data: bytes, allowed: Container[str], stored_apart: bool, enumerations: Members, limits: Limits
-    ) -> None:
+    def __init__(self, data: bytes, allowed: Container[str], stored_apart: bool, enumerations: Members) -> None:
         self.data = data
         self.at = 0
         self.stack: list[Any] = []
@@ -116,7 +107,6 @@ class _Machine:
         self.allowed = allowed
         self.stored_apart = stored_apart
         self.enumerations = enumerations
-        self.limits = limits
 
     @property
     def place(self) -> str:
@@ -124,7 +114,7 @@ class _Machine:
 
     def run(self) -> Any:
         data, steps = self.data, _STEPS
-        for _ in range(self.limits.instructions):
+        for _ in range(MAX_INSTRUCTIONS):
             code = data[self.at]
             self.at += 1
             if code == _STOP:
@@ -133,7 +123,7 @@ class _Machine:
             if step is None:
                 raise PlainPickleError(f"it has instruction 0x{code:02x} at {self.place}, which is not read")
             step(self)
-        raise PlainPickleError(f"it has more than {self.limits.instructions} instructions")
+        raise PlainPickleError(f"it has more than {MAX_INSTRUCTIONS} instructions")
 
     def take(self, count: int) -> bytes:
         start, end = self.at, self.at + count
@@ -170,7 +160,7 @@ class _Machine:
         full = f"{module}.{name}"
         if full in _MEMBER_OF and self.enumerations:
             return _MEMBER
-        if len(full) > self.limits.name_bytes or full not in self.allowed:
+        if len(full) > _LONGEST_NAME or full not in self.allowed:
             raise PlainPickleError(f"it names {full[:200]!r}, which is not allowed in a checkpoint")
         return Named(full)
 
@@ -272,7 +262,7 @@ def _global(m: _Machine) -> None:
     """Read a global name: two lines of text."""
     names = []
     for _ in range(2):
-        end = m.data.find(b"\n", m.at, m.at + m.limits.name_bytes)
+        end = m.data.find(b"\n", m.at, m.at + _LONGEST_NAME)
         if end < 0:
             raise PlainPickleError(f"it has a name without an end, {m.place}")
         names.append(m.take(end - m.at).decode("utf-8"))

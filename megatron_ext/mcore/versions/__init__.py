@@ -86,16 +86,3 @@ pattern_arguments: Callable[..., Mapping[str, object]] = ADAPTER.pattern_argumen
 """Return the arguments of `Model` that give its layers: (pattern, config, is_validated=)."""
 wrap: Callable[..., AbstractModelInferenceWrapper] = ADAPTER.wrap
 """Return the inference wrapper of a model: (model in eval mode, context, padded_vocab_size)."""
-INTERFACE: Final = (
-    "BlockAllocator",
-    "Context",
-    "Controller",
-    "Engine",
-    "Model",
-    "Stack",
-    "StackSubmodules",
-    "builder",
-    "inference_mode",
-    "pattern_arguments",
-    "wrap",
-)

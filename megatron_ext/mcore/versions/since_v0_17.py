@@ -19,6 +19,8 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.text.tokenizer import Tokenizer, tokenize_prompt
 
+__all__ = ["BlockAllocator", "Context", "Controller", "builder", "pattern_arguments", "wrap"]
+
 BlockAllocator = KVBlockAllocator
 
 

@@ -7,13 +7,8 @@ import contextlib
 from megatron.core.models.mamba import MambaModel
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 
-from megatron_ext.mcore.versions.since_v0_17 import BlockAllocator as BlockAllocator
-from megatron_ext.mcore.versions.since_v0_17 import Context as Context
-from megatron_ext.mcore.versions.since_v0_17 import Controller as Controller
+from megatron_ext.mcore.versions.since_v0_17 import *  # noqa: F403
 from megatron_ext.mcore.versions.since_v0_17 import Engine as Engine
-from megatron_ext.mcore.versions.since_v0_17 import builder as builder
-from megatron_ext.mcore.versions.since_v0_17 import pattern_arguments as pattern_arguments
-from megatron_ext.mcore.versions.since_v0_17 import wrap as wrap
 
 Model, Stack, StackSubmodules = MambaModel, MambaStack, MambaStackSubmodules
 

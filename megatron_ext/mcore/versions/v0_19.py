@@ -11,12 +11,8 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_ext.mcore.versions import since_v0_17
-from megatron_ext.mcore.versions.since_v0_17 import BlockAllocator as BlockAllocator
-from megatron_ext.mcore.versions.since_v0_17 import Context as Context
-from megatron_ext.mcore.versions.since_v0_17 import Controller as Controller
-from megatron_ext.mcore.versions.since_v0_17 import builder as builder
-from megatron_ext.mcore.versions.since_v0_17 import pattern_arguments as pattern_arguments
-from megatron_ext.mcore.versions.since_v0_17 import wrap as wrap
+from megatron_ext.mcore.versions.since_v0_17 import *  # noqa: F403
+from megatron_ext.mcore.versions.since_v0_17 import Context, Controller
 
 Model, Stack, StackSubmodules = HybridModel, HybridStack, HybridStackSubmodules
 _changing = threading.Lock()

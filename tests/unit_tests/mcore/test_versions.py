@@ -58,13 +58,6 @@ def test_older_versions_are_refused(version):
         check_supported(Version(*version))
 
 
-def test_the_adapter_of_the_installed_version_has_the_interface():
-    adapter = versions.ADAPTER
-    assert set(versions.INTERFACE) <= set(vars(adapter))
-    for name in versions.INTERFACE:
-        assert getattr(adapter, name) is getattr(versions, name)
-
-
 class TestUntestedVersion:
     """A version that runs after a check."""
 
