@@ -194,7 +194,7 @@ def held_table() -> str:
             parameters = max(2 * matrix_parameter_count(config, share) for share in own)
             kv = max(kv_bytes_per_token(config, share, 2) for share in own)
             states = max(state_bytes(config, share, 2) for share in own)
-            layers = " + ".join(str(share.stage.count) for share in own)
+            layers = " + ".join(str(len(share.stage)) for share in own)
             rows.append((model, layout, layers, _size(parameters), _size(kv * BLOCK), _size(states)))
     return _markdown(("", "", "layers of the stages", "parameters", f"a block of {BLOCK} tokens", "a state"), rows)
 

@@ -210,12 +210,14 @@ def _joined_ranks(settings: InferenceSettings, role: _Role) -> Iterator[Parallel
     Args:
         settings: Equal on all ranks.
     """
+    import torch
+
     from megatron_ext.console.start import check_machine, say_start
-    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_initialized, make_parallel_context
+    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, make_parallel_context
     from megatron_ext.parallel.failure import ending_together
 
     say_start(settings.start_notes)
-    if not is_initialized():  # otherwise the existing group defines the ranks
+    if not torch.distributed.is_initialized():  # otherwise the existing group defines the ranks
         check_machine(settings.parallel)
     PROCESS_GROUPS.enter(settings.parallel)
     try:

@@ -18,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.parallel.layout import Layout, plan_layout
+from megatron_ext.parallel.layout import check_world
 from megatron_ext.parallel.world import world_of_environment
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:
         variables.update(_DEFAULTS)
 
 
-def check_machine(parallel: ParallelConfig) -> Layout:
-    """Return the layout of the ranks, which must match the settings; log a backend other than the requested one."""
+def check_machine(parallel: ParallelConfig) -> None:
+    """Check that the ranks match the settings; log a backend other than the requested one."""
     import torch  # after `limit_spinning`
 
     world = world_of_environment()
-    if parallel.distributed_backend == "nccl" and not torch.cuda.is_available() and world.is_first:
+    if parallel.distributed_backend == "nccl" and not torch.cuda.is_available() and world.rank == 0:
         logger.warning("--distributed-backend nccl needs CUDA, which this machine does not have; using gloo")
-    return plan_layout(parallel, world.size, is_launched=world.is_launched, program=program_of(sys.argv))
+    check_world(parallel, world.size, is_launched=world.is_launched, program=program_of(sys.argv))
 
 
 def check_profile(directory: str | None, parallel_context: ParallelContext | None) -> None:

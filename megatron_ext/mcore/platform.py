@@ -12,6 +12,7 @@ import torch
 from torch.distributed import Store, distributed_c10d
 
 from megatron_ext.config import ParallelConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.memory.heap import give_back_freed_memory, keep_freed_memory
 from megatron_ext.memory.host_limits import allocating, available_bytes, enough_for_the_embedded_model
 from megatron_ext.parallel.failure import sign_in
@@ -151,7 +152,10 @@ def group_sizes(parallel: ParallelConfig | None = None) -> ParallelConfig:
     """Return the sizes of Megatron's existing groups.
 
     Args:
-        parallel: Settings that the groups were made from, for the fields that no group has; None if unknown.
+        parallel: Settings for the fields that no group has; None if unknown.
+
+    Raises:
+        ConfigError: The settings contradict the groups.
     """
     from megatron.core import parallel_state
 
@@ -164,15 +168,12 @@ def group_sizes(parallel: ParallelConfig | None = None) -> ParallelConfig:
     if parallel is None:
         return ParallelConfig(**sizes)
     asked = dataclasses.replace(parallel, expert_tensor_parallel_size=parallel.expert_tensor_size)
-    assert dataclasses.replace(asked, **sizes) == asked, (asked, sizes)
+    for name, found in sizes.items():
+        if getattr(asked, name) != found:
+            raise ConfigError(
+                f"{name} {getattr(asked, name)} contradicts Megatron's groups of size {found}; give {found}"
+            )
     return asked
-
-
-def pipeline_stage() -> int:
-    """Return this rank's pipeline stage, from 0."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_pipeline_model_parallel_rank()
 
 
 def _start_distributed(backend: str, timeout: timedelta) -> None:

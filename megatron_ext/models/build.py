@@ -29,6 +29,7 @@ from megatron_ext.models.size import check_model_fits, described
 from megatron_ext.parallel.layout import Share, check_model, share_of
 from megatron_ext.parallel.world import ranks_on_this_machine
 
+from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
@@ -80,7 +81,7 @@ def build_model(
     if parallel is not None:
         check_model(parallel, config)
     platform.initialize(parallel)
-    share = share_of(platform.group_sizes(parallel), config, platform.pipeline_stage())
+    share = share_of(platform.group_sizes(parallel), config, parallel_state.get_pipeline_model_parallel_rank())
     _check_stages(share, spec)
     _check_prediction(config, spec)
     device = device or platform.device()
@@ -88,11 +89,11 @@ def build_model(
     half = "--bf16 needs half of it" if dtype.itemsize > 2 else "take a smaller model"
     parameters = f"its parameters: {described(config, dtype, share)}"
     with allocating(parameters, lambda: half), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed + share.stage.first)  # each stage has other random weights
+        torch.manual_seed(seed + share.stage.start)  # each stage has other random weights
         made = _made(config, spec, dtype, perform_initialization, share)
         model = _with_rotary_embedding(made, config).to(device).eval()
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    assert numbers == list(share.stage.layers), (numbers, share.stage)
+    assert numbers == list(share.stage), (numbers, share.stage)
     if perform_initialization:
         model.copy_embeddings()
     return model
@@ -106,7 +107,7 @@ def build_without_parameters(config: ModelConfig, dtype: torch.dtype, parallel: 
     check_model(parallel, config)
     spec = resolve_spec(config)
     _check_prediction(config, spec)
-    share = share_of(platform.group_sizes(parallel), config, platform.pipeline_stage())
+    share = share_of(platform.group_sizes(parallel), config, parallel_state.get_pipeline_model_parallel_rank())
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = _made(config, spec, dtype, False, share)
     return _with_rotary_embedding(model, config)
@@ -125,7 +126,7 @@ def _check_prediction(config: ModelConfig, spec: ModuleSpec) -> None:
 def _check_stages(share: Share, spec: ModuleSpec) -> None:
     """Raise if a user's stack would need a layer layout: it splits layers only as megatron-core does."""
     if share.needs_layer_layout and not _is_ours(spec):
-        counts = ", ".join(str(stage.count) for stage in share.stages)
+        counts = ", ".join(str(len(stage)) for stage in share.stages)
         raise ConfigError(
             f"--spec cannot be used with pipeline stages of {counts} layers; give "
             "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage so that the other stages "

@@ -11,7 +11,7 @@ from megatron_ext.config.costs import mlp_parameters, projected_heads
 from megatron_ext.config.layers import is_attention, is_mlp, is_recurrent
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
-from megatron_ext.parallel.layout import Share, Stage
+from megatron_ext.parallel.layout import Share
 
 GIB = 1024**3
 
@@ -24,7 +24,7 @@ def matrix_parameter_count(config: ModelConfig, share: Share | None = None) -> i
         share: Share of one rank; None for the whole model.
     """
     if share is None:
-        share = Share(ParallelConfig(), (Stage(0, config.layer_count),), 0)
+        share = Share(ParallelConfig(), (range(config.layer_count),), 0)
     tensor = share.parallel.tensor_model_parallel_size
     recurrent = config.recurrent.parameter_count(config) // tensor
     attention = config.hidden_size * config.head_channels * projected_heads(config) // tensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.layers import is_attention, is_mlp
@@ -20,31 +21,16 @@ _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeli
 _LAYOUT = "pipeline_model_parallel_layout"
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Consecutive layers of one pipeline stage.
-
-    Attributes:
-        first: Number of its first layer, from 0, in the whole model.
-        count: Number of its layers; never zero.
-    """
-
-    first: int
-    count: int
-
-    @property
-    def layers(self) -> range:
-        """Numbers of the stage's layers."""
-        return range(self.first, self.first + self.count)
-
-
-def split_layers(layers: int, parallel: ParallelConfig) -> tuple[Stage, ...]:
+def split_layers(layers: int, parallel: ParallelConfig) -> tuple[range, ...]:
     """Split a model of `layers` layers into stages; megatron-core would drop the remainder of an uneven division.
 
     Args:
         layers: Number of layers of every kind.
         parallel: Number of stages, and optionally the layers of the first and the last. The remaining layers are
             divided among the other stages, and the first of these hold one more if the division is not even.
+
+    Returns:
+        Numbers of each stage's layers, from 0; no stage is empty.
 
     Raises:
         ConfigError: A stage would be left without a layer, or a layer without a stage.
@@ -63,13 +49,13 @@ def split_layers(layers: int, parallel: ParallelConfig) -> tuple[Stage, ...]:
         counts = [first, *counts]
     if last is not None:
         counts = [*counts, last]
-    starts = [sum(counts[:index]) for index in range(size)]
-    return tuple(Stage(start, count) for start, count in zip(starts, counts, strict=True))
+    ends = accumulate(counts)
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
-def describe_stages(pattern: str, stages: tuple[Stage, ...]) -> str:
+def describe_stages(pattern: str, stages: tuple[range, ...]) -> str:
     """Describe each stage's layers in one line: `2 pipeline stages: 3 layers (M-*), 2 layers (M-)`."""
-    parts = (f"{stage.count} layers ({pattern[stage.first : stage.first + stage.count]})" for stage in stages)
+    parts = (f"{len(stage)} layers ({pattern[stage.start : stage.stop]})" for stage in stages)
     return f"{len(stages)} pipeline stages: {', '.join(parts)}"
 
 
@@ -97,29 +83,8 @@ def _evenly(layers: int, stages: int) -> list[int]:
     return [layers // stages + (index < layers % stages) for index in range(stages)] if stages else []
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Division of a world.
-
-    Attributes:
-        world: Number of ranks.
-        tensor: Ranks that share each layer.
-        pipeline: Stages.
-        replicas: Copies of the model, each with its own requests.
-        expert: Ranks that have different experts.
-        expert_tensor: Ranks that share each expert.
-    """
-
-    world: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    replicas: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-
-
-def plan_layout(parallel: ParallelConfig, world: int, *, is_launched: bool = True, program: str = "") -> Layout:
-    """Return the layout of a world.
+def check_world(parallel: ParallelConfig, world: int, *, is_launched: bool = True, program: str = "") -> None:
+    """Check that the sizes divide a world.
 
     Args:
         parallel: Configured sizes.
@@ -128,25 +93,16 @@ def plan_layout(parallel: ParallelConfig, world: int, *, is_launched: bool = Tru
         program: Program to start, for the message.
 
     Raises:
-        ConfigError: The sizes do not divide the world; the message has both, and a launch command that fits.
+        ConfigError: They do not; the message has both, and a launch command that fits.
     """
-    needed = parallel.smallest_world
-    if world % needed:
-        flags = parallel.described()
-        if not is_launched:
-            launch = f"torchrun --nproc-per-node {needed} {program or 'PROGRAM'} {flags}"
-            raise ConfigError(f"{flags} needs {needed} ranks, and this is a single process; start it with {launch}")
-        larger = f"{needed}, {2 * needed} or another multiple of {needed}"
-        raise ConfigError(f"started on {world} ranks, and {flags} needs {needed} or a multiple; start {larger}")
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    return Layout(
-        world=world,
-        tensor=tensor,
-        pipeline=pipeline,
-        replicas=world // (tensor * pipeline),
-        expert=parallel.expert_model_parallel_size,
-        expert_tensor=parallel.expert_tensor_size,
-    )
+    needed, flags = parallel.smallest_world, parallel.described()
+    if world % needed == 0:
+        return
+    if not is_launched:
+        launch = f"torchrun --nproc-per-node {needed} {program or 'PROGRAM'} {flags}"
+        raise ConfigError(f"{flags} needs {needed} ranks, and this is a single process; start it with {launch}")
+    larger = f"{needed}, {2 * needed} or another multiple of {needed}"
+    raise ConfigError(f"started on {world} ranks, and {flags} needs {needed} or a multiple; start {larger}")
 
 
 def check_model(parallel: ParallelConfig, config: ModelConfig) -> None:
@@ -221,17 +177,17 @@ class Share:
 
     Attributes:
         parallel: Parallel sizes.
-        stages: Stages of the whole model.
+        stages: Numbers of the layers of each stage of the whole model.
         index: Index of this stage.
     """
 
     parallel: ParallelConfig
-    stages: tuple[Stage, ...]
+    stages: tuple[range, ...]
     index: int
 
     @property
-    def stage(self) -> Stage:
-        """Layers of this stage."""
+    def stage(self) -> range:
+        """Numbers of the layers of this stage."""
         return self.stages[self.index]
 
     @property
@@ -246,7 +202,7 @@ class Share:
 
     def pattern(self, config: ModelConfig) -> str:
         """Return the pattern letters of this stage's layers."""
-        return config.hybrid_override_pattern[self.stage.first : self.stage.first + self.stage.count]
+        return config.hybrid_override_pattern[self.stage.start : self.stage.stop]
 
     @property
     def core_fields(self) -> dict[str, object]:
@@ -257,7 +213,7 @@ class Share:
             "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
             "expert_model_parallel_size": parallel.expert_model_parallel_size,
             "expert_tensor_parallel_size": parallel.expert_tensor_size,
-            **_boundaries([stage.count for stage in self.stages]),
+            **_boundaries([len(stage) for stage in self.stages]),
         }
 
     @property

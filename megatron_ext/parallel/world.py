@@ -23,30 +23,21 @@ class World:
     size: int = 1
     is_launched: bool = False
 
-    @property
-    def is_first(self) -> bool:
-        """True if this rank writes for all: to the terminal, to files, to clients."""
-        return self.rank == 0
 
-
-def world_of_environment(environment: Mapping[str, str] | None = None) -> World:
+def world_of_environment(environment: Mapping[str, str] = os.environ) -> World:
     """Return the world that the environment describes.
-
-    Args:
-        environment: Variables; None for the process's own.
 
     Raises:
         ConfigError: The variables are not valid numbers.
     """
-    variables = os.environ if environment is None else environment
-    if "RANK" not in variables and "WORLD_SIZE" not in variables:
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return World()
-    rank, size = (variables.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    rank, size = (environment.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise ConfigError(
             f"the environment says RANK={rank!r} and WORLD_SIZE={size!r}; a rank is a number from 0 on, below the size"
         )
-    return World(int(rank), int(size), is_launched="RANK" in variables)
+    return World(int(rank), int(size), is_launched="RANK" in environment)
 
 
 def environments_of_ranks(nodes: Sequence[str], address: str, port: int) -> list[dict[str, str]]:
@@ -71,28 +62,25 @@ def environments_of_ranks(nodes: Sequence[str], address: str, port: int) -> list
     ]
 
 
-def ranks_on_this_machine(environment: Mapping[str, str] | None = None) -> int:
+def ranks_on_this_machine(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of ranks that share this machine's memory, by the environment; 1 if it is not set."""
-    variables = os.environ if environment is None else environment
-    value = variables.get("LOCAL_WORLD_SIZE", "1")
+    value = environment.get("LOCAL_WORLD_SIZE", "1")
     return int(value) if value.isdecimal() and int(value) > 0 else 1
 
 
-def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
+def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this rank reports for all ranks: True unless the environment gives it another rank than 0."""
-    variables = os.environ if environment is None else environment
-    return variables.get("RANK", "0") in ("", "0")
+    return environment.get("RANK", "0") in ("", "0")
 
 
-def message_of_this_rank(error: ConfigError, environment: Mapping[str, str] | None = None) -> str | None:
+def message_of_this_rank(error: ConfigError, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return this rank's message for an error that ends it before the ranks have met; None if another rank reports it.
 
     Most mistakes are the same on all ranks, and the first rank reports them. An error of one machine is reported by its
     first rank, or by each of its ranks if the environment does not number them.
     """
-    variables = os.environ if environment is None else environment
-    if is_first_rank(variables):
+    if is_first_rank(environment):
         return str(error)
-    if not isinstance(error, MachineError) or variables.get("LOCAL_RANK", "0") != "0":
+    if not isinstance(error, MachineError) or environment.get("LOCAL_RANK", "0") != "0":
         return None
-    return f"rank {variables['RANK']}: {error}"
+    return f"rank {environment['RANK']}: {error}"

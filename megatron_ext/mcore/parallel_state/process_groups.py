@@ -12,7 +12,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.parallel.failure import sign_in
-from megatron_ext.parallel.layout import plan_layout
+from megatron_ext.parallel.layout import check_world
 from megatron_ext.parallel.parallel_context import ParallelContext, RankInfo
 
 
@@ -31,12 +31,12 @@ class ProcessGroups:
     def enter(self, parallel: ParallelConfig) -> None:
         """Register an engine and create the groups that do not exist."""
         with self._changing:
-            has_distributed = is_initialized()
+            has_distributed = torch.distributed.is_initialized()
             has_groups = parallel_state.model_parallel_is_initialized()
             if has_distributed:
                 _check_distributed(parallel)
             if has_groups:
-                _check_sizes(parallel)
+                platform.group_sizes(parallel)
             platform.initialize(parallel)
             self._owns_distributed |= not has_distributed
             self._owns_groups |= not has_groups
@@ -46,7 +46,7 @@ class ProcessGroups:
         """Register an engine of a model that is in memory in the existing groups; nothing is created."""
         with self._changing:
             _check_distributed(parallel)
-            _check_sizes(parallel)
+            platform.group_sizes(parallel)
             sign_in()
             self._engines += 1
 
@@ -65,18 +65,6 @@ class ProcessGroups:
 
 PROCESS_GROUPS = ProcessGroups()
 
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-
-
-def is_initialized() -> bool:
-    """Return whether torch.distributed is initialized."""
-    return torch.distributed.is_initialized()
-
 
 def existing_sizes(parallel: ParallelConfig) -> ParallelConfig:
     """Return settings with the sizes of Megatron's existing groups; sizes other than 1 are left to `join` to check.
@@ -90,7 +78,8 @@ def existing_sizes(parallel: ParallelConfig) -> ParallelConfig:
             "built"
         )
     found, plain = platform.group_sizes(), ParallelConfig()
-    missing = [name for name in _SIZES if getattr(parallel, name) == getattr(plain, name)]
+    names = [one.name for one in dataclasses.fields(plain)]
+    missing = [name for name in names if getattr(parallel, name) == getattr(plain, name)]
     return dataclasses.replace(parallel, **{name: getattr(found, name) for name in missing})
 
 
@@ -101,16 +90,7 @@ def _check_distributed(parallel: ParallelConfig) -> None:
             f"distributed_backend {asked} contradicts torch.distributed, which is initialized with {existing}; "
             "leave it out"
         )
-    plan_layout(parallel, torch.distributed.get_world_size())
-
-
-def _check_sizes(parallel: ParallelConfig) -> None:
-    existing = platform.group_sizes()
-    asked = dataclasses.replace(parallel, expert_tensor_parallel_size=parallel.expert_tensor_size)
-    for name in _SIZES:
-        expected, found = getattr(asked, name), getattr(existing, name)
-        if expected != found:
-            raise ConfigError(f"{name} {expected} contradicts Megatron's groups of size {found}; give {found}")
+    check_world(parallel, torch.distributed.get_world_size())
 
 
 def make_parallel_context(parallel: ParallelConfig) -> ParallelContext | None:

@@ -162,8 +162,7 @@ def save_dist_checkpoint(
 
 def _require_seen(staging: Path, directory: str | Path) -> None:
     if not staging.is_dir():
-        rank = torch.distributed.get_rank()
-        raise ConfigError(f"--save {directory} is not visible to rank {rank}; give a directory that all ranks share")
+        raise ConfigError(f"--save {directory} is not visible; give a directory that all ranks share")
 
 
 def _write_part(directory: str | Path, staging: Path, model: HybridModel, dtype: torch.dtype) -> None:

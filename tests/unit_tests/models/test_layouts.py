@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
@@ -82,7 +83,7 @@ def load_and_measure(directories: Sequence[Path], parallel: ParallelConfig) -> l
     models = [load(directory, parallel) for directory in directories]
     for directory, model in zip(directories, models, strict=True):
         config = read_header(directory)
-        share = share_of(parallel, config, platform.pipeline_stage())
+        share = share_of(parallel, config, parallel_state.get_pipeline_model_parallel_rank())
         assert matrix_parameter_count(config, share) == matrices(model)
     return [part_of(model, TOKENS) for model in models]
 
@@ -303,7 +304,7 @@ def fail_to_save(source: Path, target: Path, parallel: ParallelConfig, where: st
 
 @pytest.mark.parametrize(
     ("where", "said"),
-    [("write", "No space left"), ("commit", "No space left"), ("share", "is not visible to rank 1")],
+    [("write", "No space left"), ("commit", "No space left"), ("share", "rank 1: --save")],
 )
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "over another"])
 def test_a_failure_leaves_nothing(where, said, is_there, stored, saved, tmp_path):

@@ -13,7 +13,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.models import build
 from megatron_ext.models.build import build_model
 from megatron_ext.models.size import check_model_fits, matrix_parameter_count
-from megatron_ext.parallel.layout import Share, Stage
+from megatron_ext.parallel.layout import Share
 from tests.unit_tests.models.conftest import TINY
 
 SIGMOID = {"num_experts": 4, "moe_router_score_function": "sigmoid"}
@@ -63,10 +63,10 @@ def test_matrices_are_counted(shape: ModelConfig):
 def test_parts_of_stages_and_of_experts():
     """TE-6: a tied output is a table of its own on the last stage; experts are spread, their router is not."""
 
-    def count(shape: ModelConfig, parallel: ParallelConfig, stages: tuple[Stage, ...], index: int = 0) -> int:
+    def count(shape: ModelConfig, parallel: ParallelConfig, stages: tuple[range, ...], index: int = 0) -> int:
         return matrix_parameter_count(shape, Share(parallel, stages, index))
 
-    two, stages = ParallelConfig(pipeline_model_parallel_size=2), (Stage(0, 1), Stage(1, 2))
+    two, stages = ParallelConfig(pipeline_model_parallel_size=2), (range(1), range(1, 3))
     table = TINY.vocab_size * TINY.hidden_size
     for shape, copies in ((SHAPES["hybrid"], 1), (SHAPES["untied"], 0)):
         parts = [count(shape, two, stages, index) for index in range(2)]
@@ -79,7 +79,7 @@ def test_parts_of_stages_and_of_experts():
         assert sum(parts) == matrix_parameter_count(shape) + copies
     experts = SHAPES["experts"]
     routed = experts.num_experts * 2 * experts.hidden_size * experts.moe_ffn_hidden_size
-    half = count(experts, ParallelConfig(expert_model_parallel_size=2), (Stage(0, 3),))
+    half = count(experts, ParallelConfig(expert_model_parallel_size=2), (range(3),))
     assert half == matrix_parameter_count(experts) - routed // 2
 
 
