@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.config.batching import MAX_UNITS
@@ -22,16 +22,6 @@ FASTEST_CHUNK = {"cpu": 64}  # tokens, by device type, if smaller than the usual
 # Maximum bytes, outside the pools, of a piece of log-probs: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
 SHARES_MEMORY = True  # whether blocks and snapshots share an arena by default; see `shares_memory`
-# Fields in JSON only if set.
-_LEFT_OUT = (
-    "draft_states",
-    "draft_layers",
-    "slabs",
-    "slab_bytes",
-    "apart_slots",
-    "log_prob_bytes",
-    "hidden_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -160,7 +150,8 @@ class KVCacheConfig:
 
     def shown(self) -> dict[str, object]:
         """Return the fields for JSON; fields of speculation and slabs are left out where they do not apply."""
-        return asdict(self, dict_factory=lambda fields: {k: v for k, v in fields if k not in _LEFT_OUT or v})
+        optional = {"hidden_bytes", *(one.name for one in fields(KVCacheConfig) if one.kw_only)}
+        return asdict(self, dict_factory=lambda found: {k: v for k, v in found if k not in optional or v})
 
 
 def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> KVCacheConfig:
@@ -327,37 +318,11 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
     return kv_bytes // block_bytes - 1
 
 
-def request_state_bytes(state_bytes: int, snapshots: int, speculative_tokens: int = 0) -> int:
-    """Return the maximum bytes of recurrent states to serve one request (LA-4).
-
-    Args:
-        state_bytes: Bytes of one sequence's states, in all layers.
-        snapshots: Snapshots that the request adds; see `max_snapshots`.
-        speculative_tokens: Drafts per step; each has a state of its own until verified.
-    """
-    restored, running = 1, 1 + speculative_tokens
-    return (restored + running + snapshots) * state_bytes
-
-
-def check_fits(geometry: KVCacheConfig, available_bytes: int, advice: str, activation_bytes: int = 0) -> None:
-    """Check that the pools and the temporary tensors of a full step fit the available memory, before any allocation.
-
-    Args:
-        geometry: Sizes of the pools.
-        available_bytes: Free bytes, within the limits of control groups and `ulimit`.
-        advice: Settings that would fit, for the error.
-        activation_bytes: Temporary tensors of a full step.
-
-    Raises:
-        ConfigError: They do not fit.
-    """
-    if geometry.pool_bytes + activation_bytes > available_bytes:
-        step = f", the largest step {_gigabytes(activation_bytes)} GB" if activation_bytes else ""
-        raise ConfigError(
-            f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB"
-            f"{_included(geometry.draft_layers is not None)}{step}, and "
-            f"{available_bytes / GIB:.2f} GB of memory are free for this process; {advice}"
-        )
+def described_needs(geometry: KVCacheConfig, activation_bytes: int) -> str:
+    """Describe the bytes of the pools, and of the temporary tensors of a full step, for an error."""
+    step = f", the largest step {_gigabytes(activation_bytes)} GB" if activation_bytes else ""
+    included = _included(geometry.draft_layers is not None)
+    return f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB{included}{step}"
 
 
 def _included(has_draft_layers: bool) -> str:

@@ -35,11 +35,6 @@ Gather = Callable[[Callable[[], Capacity]], Sequence[Capacity]]
 """Collects the capacity of every rank, in order; an error on one rank is a `ConfigError` on all."""
 
 
-def alone(capacity: Callable[[], Capacity]) -> Sequence[Capacity]:
-    """Gather the capacity in a world of one rank."""
-    return [capacity()]
-
-
 @dataclass(frozen=True)
 class Peers:
     """Ranks that have to agree, from the view of one rank.
@@ -52,7 +47,7 @@ class Peers:
 
     rank: int = 0
     replica: Sequence[int] = (0,)
-    gather: Gather = alone
+    gather: Gather = lambda capacity: [capacity()]
 
 
 NO_PEERS = Peers()

@@ -23,7 +23,6 @@ from megatron_ext.memory.budget import (
     arena_budget,
     async_states,
     kernel_chunk,
-    request_state_bytes,
     shares_memory,
 )
 from megatron_ext.memory.capacity import NO_PEERS, Capacity, Peers, agree, world_kv_cache_config
@@ -121,16 +120,14 @@ class EnginePlan:
 
     @property
     def request_state_bytes(self) -> int:
-        """Maximum bytes of states, on all ranks, of the longest prompt, with its snapshots."""
-        geometry = self.world
+        """Maximum bytes of states, on all ranks, of the longest prompt, with its snapshots (LA-4)."""
+        geometry, limits = self.world, self.limits
+        running = 1 + limits.max_drafts  # each draft has a state of its own until verified
         if geometry.snapshot_slots == 0:
-            return (1 + self.limits.max_drafts) * geometry.state_bytes if geometry.live_states else 0
-        snapshots = max_snapshots(
-            self.limits.max_model_len, self.limits.block_size, is_aligned=self.limits.aligned_chunks
-        )
-        return request_state_bytes(
-            geometry.state_bytes, min(snapshots, geometry.snapshot_slots), self.limits.max_drafts
-        )
+            return running * geometry.state_bytes if geometry.live_states else 0
+        left = max_snapshots(limits.max_model_len, limits.block_size, is_aligned=limits.aligned_chunks)
+        restored = 1
+        return (restored + running + min(left, geometry.snapshot_slots)) * geometry.state_bytes
 
 
 def plan_engine(

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import KVCacheConfig, ModelMemory, check_fits, plan_memory
+from megatron_ext.memory.budget import GIB, KVCacheConfig, ModelMemory, described_needs, plan_memory
 
 # Share of the free memory, without the counted temporary tensors of a step. The rest is for what allocators lose.
 SUGGESTED_SHARE = 0.8
@@ -20,7 +20,7 @@ _HUNDREDTHS = 100  # of a GB: granularity of suggested sizes
 def plan_within(
     model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str, available_bytes: int
 ) -> KVCacheConfig:
-    """Plan the pools as `plan_memory` does, and check that they fit the available memory.
+    """Plan the pools as `plan_memory` does, and check that they fit the available memory, before any allocation.
 
     Raises:
         ConfigError: As for `plan_memory`; or the pools do not fit: the error names a setting that would.
@@ -28,7 +28,10 @@ def plan_within(
     geometry = plan_memory(model, batching, cache, device_type)
     if geometry.pool_bytes + model.activation_bytes > available_bytes:
         advice = advice_that_fits(model, batching, cache, device_type, available_bytes)
-        check_fits(geometry, available_bytes, advice, model.activation_bytes)
+        raise ConfigError(
+            f"{described_needs(geometry, model.activation_bytes)}, and {available_bytes / GIB:.2f} GB of memory are "
+            f"free for this process; {advice}"
+        )
     return geometry
 
 

@@ -33,22 +33,6 @@ class LogProbPool:
         return self.values, self.hidden_states
 
 
-def allocate_log_probs(
-    blocks: int, block_size: int, channels: int, dtype: torch.dtype, device: torch.device
-) -> LogProbPool:
-    """Allocate the log-probs of `blocks` blocks, uninitialised.
-
-    Args:
-        blocks: Number of blocks.
-        block_size: Tokens of a block.
-        channels: Width h of the output layer's input.
-        dtype: Type of hidden states.
-        device: Device of the pool.
-    """
-    values = torch.empty((blocks, block_size), dtype=torch.float32, device=device)
-    return LogProbPool(values, torch.empty((blocks, channels), dtype=dtype, device=device))
-
-
 @dataclass(frozen=True)
 class Pools:
     """Pools of everything that requests keep on the device.
@@ -75,14 +59,15 @@ def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
     Raises:
         ConfigError: The allocation failed; the error names settings that would fit.
     """
-    geometry, channels, count = plan.geometry, plan.shape.output_channels, plan.geometry.pool_bytes
+    geometry, shape, count = plan.geometry, plan.shape, plan.geometry.pool_bytes
     purpose = f"KV blocks, live states and snapshots of {count / GIB:.2f} GB"
     with allocating(purpose, lambda: plan.advice(largest_allocation(device, count))):
         pools = _allocate(plan, device)
         if not geometry.log_prob_bytes:
             return pools
-        kept = allocate_log_probs(geometry.blocks, geometry.block_size_tokens, channels, plan.shape.dtype, device)
-        return replace(pools, log_probs=kept)
+        values = torch.empty((geometry.blocks, geometry.block_size_tokens), dtype=torch.float32, device=device)
+        states = torch.empty((geometry.blocks, shape.output_channels), dtype=shape.dtype, device=device)
+        return replace(pools, log_probs=LogProbPool(values, states))
 
 
 def _allocate(plan: EnginePlan, device: torch.device) -> Pools:

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.config import BatchingConfig
 from megatron_ext.errors import RestoreError
 from megatron_ext.memory import budget
-from megatron_ext.memory.pools import Pools, allocate_log_probs, allocate_pools
+from megatron_ext.memory.pools import LogProbPool, Pools, allocate_pools
 from megatron_ext.memory.step_states import make_changes
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import ArenaChanges, StateCopy
@@ -64,7 +64,7 @@ def test_log_probs_move_with_their_blocks(arena: Arena):
     """KV-3, RL-10: all is read before any is written: here two blocks change places, and a third follows."""
     for block in range(3):
         arena.pools.kv[:, :, block] = block
-    kept = allocate_log_probs(arena.layout.blocks, 16, 8, torch.float32, CPU)
+    kept = LogProbPool(torch.empty(arena.layout.blocks, 16), torch.empty(arena.layout.blocks, 8))
     for tensor in kept.tensors:
         tensor[:] = torch.arange(arena.layout.blocks)[:, None]
     pools = dataclasses.replace(arena.pools, log_probs=kept)

@@ -15,9 +15,7 @@ from megatron_ext.memory.budget import (
     GIB,
     KVCacheConfig,
     ModelMemory,
-    check_fits,
     plan_memory,
-    request_state_bytes,
 )
 
 HYBRID = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
@@ -126,14 +124,6 @@ class TestBlockSize:
         assert planned.kernel_chunk == kernel_chunk
 
 
-def test_pools_that_do_not_fit_the_machine_are_refused_before_they_are_allocated():
-    geometry = plan(HYBRID, block_count=99, max_requests=3)
-    assert geometry.pool_bytes == 100 * 64 * 1024 + 3 * 100_000
-    check_fits(geometry, geometry.pool_bytes, "set 5")
-    with pytest.raises(ConfigError, match="GB of memory are free for this process; set 5"):
-        check_fits(geometry, geometry.pool_bytes - 1, "set 5")
-
-
 def test_more_blocks_than_can_be_counted():
     """Blocks without attention cost nothing on the device, but still need entries in lists."""
     with pytest.raises(ConfigError, match=r"104857600 blocks are too many; .*-block-count must be at most 16777216"):
@@ -163,9 +153,3 @@ class TestSnapshots:
             self.slots(snapshot_buffer_gb=0.0005)
         number = float(re.search(r"at least ([0-9.]+)", str(caught.value)).group(1))
         assert self.slots(snapshot_buffer_gb=number) == 1
-
-
-def test_states_of_one_request():
-    """LA-4: a request has one restored, one running and one state per speculative token, and those that it leaves."""
-    assert request_state_bytes(1000, snapshots=3) == 5000
-    assert request_state_bytes(1000, snapshots=3, speculative_tokens=2) == 7000

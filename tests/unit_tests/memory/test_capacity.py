@@ -71,6 +71,15 @@ def test_the_fingerprint_names_all_that_cached_bytes_depend_on():
     assert fingerprint(batching=BatchingConfig(block_count=30, max_requests=4)) == fingerprint()
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_states_of_one_request(drafts: int):
+    """LA-4: a request has one restored, one running and one state per speculative token, and those that it leaves."""
+    batching, cache = BatchingConfig(block_count=20, max_requests=2), CacheConfig(snapshot_slots=3)
+    settings = {"device_type": "cpu", "available_bytes": GIB, "speculative_tokens": drafts}
+    plan = plan_engine(BOTH, CONFIG, batching, cache, **settings)
+    assert plan.request_state_bytes == (1 + 1 + drafts + 3) * STATES.bytes
+
+
 @pytest.mark.parametrize("shapes", [[BOTH, ATTENTION], [ATTENTION, RECURRENT], [RECURRENT, NEITHER, BOTH]])
 @pytest.mark.parametrize(
     "budget", [{"buffer_size_gb": 0.01}, {"block_count": 20}, {"buffer_size_gb": 0.01, "paused_buffer_size_gb": 0.002}]

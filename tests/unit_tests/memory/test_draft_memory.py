@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import GIB, DraftMemory, ModelMemory, check_fits, plan_memory
+from megatron_ext.memory.budget import GIB, DraftMemory, ModelMemory, plan_memory
 from megatron_ext.memory.fitting import plan_within
 
 ALONE = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
@@ -59,7 +59,7 @@ def test_errors_count_it():
     ):
         geometry(TOGETHER, buffer_size_gb=0.001)
     with pytest.raises(ConfigError, match="drafting layers included"):
-        check_fits(geometry(TOGETHER, block_count=99), 1000, "less")
+        plan_within(TOGETHER, BatchingConfig(block_count=99), ON, "cpu", 1000)
     batching = BatchingConfig(buffer_size_gb=4.0)
     with pytest.raises(ConfigError) as error:
         plan_within(TOGETHER, batching, ON, "cpu", GIB)

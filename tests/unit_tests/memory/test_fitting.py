@@ -47,6 +47,8 @@ def suggested(message: str, batching: BatchingConfig, cache: CacheConfig) -> tup
 def test_sizes_that_fit_are_unchanged():
     batching = BatchingConfig(block_count=99, max_requests=3)
     geometry = plan_memory(HYBRID, batching, ON, "cpu")
+    states = 3 + geometry.snapshot_slots
+    assert geometry.pool_bytes == 100 * 64 * 1024 + states * 100_000
     assert plan_within(HYBRID, batching, ON, "cpu", geometry.pool_bytes) == geometry
     message = refusal(HYBRID, batching, ON, geometry.pool_bytes - 1)
     assert f"{geometry.pool_bytes / GIB:.3f}"[:4] in message

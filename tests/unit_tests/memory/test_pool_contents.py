@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.memory.entry_memory import BOUNDS, compare_entries
-from megatron_ext.memory.pools import OffloadedPools, Pools, allocate_log_probs
+from megatron_ext.memory.pools import LogProbPool, OffloadedPools, Pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape
 from megatron_ext.memory.step_states import copy_forks
 from megatron_ext.scheduling.audit import Comparison
@@ -19,7 +19,7 @@ SHAPE = StateShape(layers=2, conv=(3, 2), ssm=(2, 3), conv_dtype=torch.float32, 
 
 def pools() -> Pools:
     """Pools of 4 blocks of 3 tokens and 3 slots; no tensor has a number twice."""
-    kept = allocate_log_probs(4, 3, 2, torch.float32, CPU)
+    kept = LogProbPool(torch.empty(4, 3), torch.empty(4, 2))
     made = Pools(torch.empty(2, 2, 4, 3, 1, 2), StatePool(SHAPE, 3, CPU), SnapshotPool(SHAPE, 3, CPU), log_probs=kept)
     for tensor in tensors(made):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
