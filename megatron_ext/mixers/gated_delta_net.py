@@ -65,6 +65,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
         self.qk_dim_local = self.key_heads_local * self.key_head_dim
         self.v_dim_local = self.value_heads_local * self.value_head_dim
         self.conv_dim = 2 * self.qk_dim_local + self.v_dim_local
+        self.state_shape = (self.value_heads_local, self.key_head_dim, self.value_head_dim)
         d_projected = self.conv_dim + self.v_dim_local + 2 * self.value_heads_local
         self.build_projections(submodules, d_model, tp_size * d_projected, tp_size * self.v_dim_local)
         self.max_strength = max_strength
@@ -111,10 +112,6 @@ class GatedDeltaNetMixer(RecurrentMixer):
         q, k, v = qkv.split([self.qk_dim_local, self.qk_dim_local, self.v_dim_local], dim=-1)
         keys, values = (self.key_heads_local, self.key_head_dim), (self.value_heads_local, self.value_head_dim)
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
-
-    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Shapes of one request's convolution state (Cn, window - 1) and recurrent matrix (H, K, V)."""
-        return (self.conv_dim, self.d_conv - 1), (self.value_heads_local, self.key_head_dim, self.value_head_dim)
 
     def sections(self) -> Mapping[str, Mapping[str, int]]:
         """Return the rows of each part, with the names of megatron-core's `GatedDeltaNet`."""

@@ -70,6 +70,7 @@ class Mamba1Mixer(RecurrentMixer):
         d_inner = d_inner or 2 * d_model
         assert d_inner % self.tp_group.size() == 0, (d_inner, self.tp_group.size())
         self.d_inner_local = d_inner // self.tp_group.size()
+        self.state_shape = (self.d_inner_local, self.d_state)
         self.build_projections(submodules, d_model, 2 * d_inner, d_inner)
         self._build_recurrence(inner_norm, inner_norm_epsilon)
 
@@ -116,10 +117,6 @@ class Mamba1Mixer(RecurrentMixer):
         if is_parallel:
             dt, b, c = (copy_to_tensor_model_parallel_region(t, self.tp_group) for t in (dt, b, c))
         return self.dt_proj.product(dt), b, c
-
-    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of one request's convolution state (D, K-1) and recurrent state (D, N)."""
-        return (self.d_inner_local, self.d_conv - 1), (self.d_inner_local, self.d_state)
 
     def sections(self) -> Mapping[str, Mapping[str, int]]:
         """Return the rows of each part: x and z are separate tensors in checkpoints."""

@@ -62,6 +62,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.ngroups_local = config.mamba_num_groups // tp_size
         self.d_inner_local = self.nheads_local * self.headdim
         self.conv_dim = self.d_inner_local + 2 * self.ngroups_local * self.d_state
+        self.state_shape = (self.nheads_local, self.headdim, self.d_state)
         d_inner = nheads * self.headdim
         d_projected = 2 * d_inner + 2 * config.mamba_num_groups * self.d_state + nheads
         self.build_projections(submodules, d_model, d_projected, d_inner)
@@ -113,13 +114,6 @@ class Mamba2Mixer(RecurrentMixer):
         x, b, c = xbc.split([self.d_inner_local, group_channels, group_channels], dim=-1)
         groups = (self.ngroups_local, self.d_state)
         return x.unflatten(-1, (self.nheads_local, self.headdim)), b.unflatten(-1, groups), c.unflatten(-1, groups)
-
-    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Shapes of one request's convolution state (Cn, K-1) and SSM state (H, P, N).
-
-        Upstream keeps K columns of which the oldest is never used; we keep K-1.
-        """
-        return (self.conv_dim, self.d_conv - 1), (self.nheads_local, self.headdim, self.d_state)
 
     def sections(self) -> Mapping[str, Mapping[str, int]]:
         """Return the rows of each part, with the names of megatron-core's `MambaMixer`."""

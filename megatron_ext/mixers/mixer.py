@@ -99,10 +99,14 @@ class RecurrentMixer(MegatronModule):
     Attributes:
         replicated: Name prefixes of parameters that every tensor-parallel rank holds whole.
         columns: Names of parameters that are split over these ranks along axis 1 instead of 0.
+        conv1d: Convolution of this rank's channels.
+        state_shape: Shape of the recurrent state on this rank.
     """
 
     replicated: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    conv1d: nn.Conv1d
+    state_shape: tuple[int, ...]
 
     def __init__(
         self,
@@ -144,6 +148,13 @@ class RecurrentMixer(MegatronModule):
             tp_comm_buffer_name="fc2",
             **shared,
         )
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, ...]]:
+        """Return the shapes of one request's convolution state (Cn, K-1) and recurrent state.
+
+        Upstream keeps K columns of which the oldest is never used; we keep K-1.
+        """
+        return (self.conv1d.out_channels, self.d_conv - 1), self.state_shape
 
     def split(self, projected: Tensor) -> Projected:
         """Split the projection [T, .] into its parts."""

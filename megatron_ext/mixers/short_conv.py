@@ -15,11 +15,11 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 
-_NO_STATE = (0,)  # shape of the recurrent state, which this mixer lacks
-
 
 class ShortConvMixer(RecurrentMixer):
     """Short convolution layer, see the module. Shapes are per tensor-parallel rank: D channels of d_model.
+
+    Its recurrent state is empty.
 
     Args:
         config: Reads the dtype of the parameters.
@@ -28,6 +28,8 @@ class ShortConvMixer(RecurrentMixer):
         d_conv: Convolution window K.
         chunk_size: See `RecurrentMixer`, also `placing`.
     """
+
+    state_shape = (0,)
 
     def __init__(
         self,
@@ -59,10 +61,6 @@ class ShortConvMixer(RecurrentMixer):
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """Return y * C."""
         return y * gate
-
-    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int]]:
-        """Shapes of one request's convolution state (D, K-1) and of its empty recurrent state."""
-        return (self.channels_local, self.d_conv - 1), _NO_STATE
 
     def sections(self) -> Mapping[str, Mapping[str, int]]:
         """Return the rows of each part: B, C and x are separate tensors in checkpoints."""
