@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -35,23 +35,31 @@ def decided_by_first(decide: Callable[[], T]) -> T:
     return answer[0]  # type: ignore[return-value]  # None can be the decision
 
 
-def done_by_all(work: Callable[[], None]) -> None:
-    """Do each rank's part, and raise an error of any rank on all.
+def done_by_all(
+    work: Callable[[], T], gather: Callable[[T | ConfigError], Sequence[T | ConfigError]] | None = None
+) -> list[T]:
+    """Do each rank's part, and return the results in order of rank; raise an error of any rank on all.
 
     Args:
         work: If ranks synchronize in it, all of them must fail if one does.
+        gather: Returns what each rank has given, in order of rank; None for `gathered`.
 
     Raises:
-        ConfigError: A rank's part failed; every rank raises the error of the first such rank.
+        ConfigError: A rank's part failed; every rank raises the error of the first such rank, which it names unless all
+            ranks failed alike.
     """
-    own: ConfigError | None = None
+    own: T | ConfigError
     try:
-        work()
+        own = work()
     except ConfigError as error:
         own = error
-    failed = next((error for error in gathered(own) if error is not None), None)
-    if failed is not None:
-        raise failed
+    results = (gather or gathered)(own)
+    mistakes = [(rank, one) for rank, one in enumerate(results) if isinstance(one, ConfigError)]
+    if mistakes:
+        rank, mistake = mistakes[0]
+        all_alike = len({str(one) for _, one in mistakes}) == 1 and len(mistakes) == len(results)
+        raise mistake if all_alike else type(mistake)(f"rank {rank}: {mistake}")
+    return [one for one in results if not isinstance(one, ConfigError)]
 
 
 def gathered(value: T) -> list[T]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_ext.engine.executor import Workers
 from megatron_ext.errors import ConfigError, RankError, WeightUpdateError, describe
-from megatron_ext.parallel.commands import Action, Batch, Call, Command, RecordingScheduler
-
-
-def _nothing() -> None:
-    """Wait for no other rank."""
+from megatron_ext.parallel.commands import Action, Batch, Call, Command, Link, RecordingScheduler
 
 
 class Driver(Workers):
@@ -23,24 +19,17 @@ class Driver(Workers):
 
     Args:
         schedulers: Scheduler of each replica, on rank 0.
-        send: Sends a batch to all other ranks.
+        link: Channel to all other ranks.
         heartbeat: Maximum seconds between two batches of rank 0.
-        meet: Returns when all ranks have obeyed the last batch.
         releases: Whether a suspension releases the other ranks: nothing is sent then until the resumption.
     """
 
     def __init__(
-        self,
-        schedulers: Sequence[RecordingScheduler],
-        send: Callable[[Batch], None],
-        heartbeat: float,
-        *,
-        meet: Callable[[], None] = _nothing,
-        releases: bool = False,
+        self, schedulers: Sequence[RecordingScheduler], link: Link, heartbeat: float, *, releases: bool = False
     ) -> None:
         self.heartbeat: float | None = heartbeat
         self._schedulers = tuple(schedulers)
-        self._send, self._meet = send, meet
+        self._link = link
         self._sent_at = time.monotonic()
         self._end: RankError | None = None  # the cause of every later error
         self._releases = releases
@@ -128,7 +117,7 @@ class Driver(Workers):
             return
         self._tell(Action.MEET)
         try:
-            self._meet()
+            self._link.meet()
         except Exception as error:
             raise self.step_error(error) from error
 
@@ -166,7 +155,7 @@ class Driver(Workers):
             raise RankError("the ranks are no longer in step; start again") from self._end
         noted = tuple((i, command) for i, one in enumerate(self._schedulers) for command in one.take_commands())
         try:
-            self._send(Batch(action, noted))
+            self._link.send(Batch(action, noted))
         except Exception as error:
             raise self.step_error(error) from error
         self._sent_at = time.monotonic()

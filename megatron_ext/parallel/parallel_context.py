@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.executor import Executor
-from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.cache_ranks import CacheRanks
+from megatron_ext.parallel.collectives import done_by_all
 from megatron_ext.parallel.commands import Link
 from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
 from megatron_ext.parallel.shared_results import SharedExecutor
@@ -71,7 +71,7 @@ class ParallelContext:
         self._groups: dict[int, dist.ProcessGroup] = {}  # groups of the replicas that concern this rank, with rank 0
         self._disk_groups: list[dist.ProcessGroup | None] = []  # of the replicas, once they are used
         for replica in range(self.replicas):
-            group = self._group({0, *self._ranks_of(replica)})
+            group = self._group({0, *self.ranks_of(replica)})
             if group is not None:
                 self._groups[replica] = group
 
@@ -79,11 +79,6 @@ class ParallelContext:
     def replicas(self) -> int:
         """Number of copies of the model."""
         return 1 + max(place.replica for place in self.places)
-
-    @property
-    def first_replica(self) -> Sequence[int]:
-        """Ranks of the first replica."""
-        return self._ranks_of(0)
 
     @property
     def heartbeat(self) -> float:
@@ -129,7 +124,7 @@ class ParallelContext:
 
         All ranks make the first call together, since it creates process groups.
         """
-        every = [self._ranks_of(number) for number in range(self.replicas)]
+        every = [self.ranks_of(number) for number in range(self.replicas)]
         if not self._disk_groups:  # apart from the groups of steps, since reports come at any time
             self._disk_groups = [self._group({0, *ranks}) for ranks in every]
         group = self._disk_groups[replica]
@@ -141,27 +136,13 @@ class ParallelContext:
         group = dist.new_group(sorted(ranks), backend="gloo", timeout=timedelta(minutes=self._minutes))
         return group if self.here.rank in ranks else None
 
-    def _ranks_of(self, replica: int) -> list[int]:
+    def ranks_of(self, replica: int) -> list[int]:
+        """Return the ranks of a replica."""
         return [place.rank for place in self.places if place.replica == replica]
 
     def ask_all(self, question: Callable[[], T]) -> Sequence[T]:
-        """Return each rank's answer, in order of rank.
-
-        Raises:
-            ConfigError: A rank raised it; the same error is raised on all of them.
-        """
-        answer: T | ConfigError
-        try:
-            answer = question()
-        except ConfigError as error:
-            answer = error
-        answers = self.gather(answer)
-        mistakes = [(rank, one) for rank, one in enumerate(answers) if isinstance(one, ConfigError)]
-        if mistakes:
-            rank, mistake = mistakes[0]
-            all_alike = len({str(one) for _, one in mistakes}) == 1 and len(mistakes) == len(answers)
-            raise ConfigError(str(mistake) if all_alike else f"rank {rank}: {mistake}")
-        return [one for one in answers if not isinstance(one, ConfigError)]
+        """Return each rank's answer, in order of rank; see `done_by_all` for errors."""
+        return done_by_all(question, self.gather)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Fill a tensor in host memory on all ranks with the first rank's values; shape and type are equal on all."""

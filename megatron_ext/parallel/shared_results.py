@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
@@ -146,15 +146,12 @@ class SharedExecutor(Executor):
 
     def _difference(self, step: ScheduledStep | None) -> str:
         """Describe the first difference between ranks; the same text on all ranks."""
-        all_fields: list[list[tuple[str, str]]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(all_fields, list(fields(step)), group=self._group)
+        steps: list[ScheduledStep | None] = [None] * self._group.size()
+        dist.all_gather_object(steps, step, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
-        for rank, other in zip(ranks[1:], all_fields[1:], strict=True):
-            found = first_difference(all_fields[0], other)
-            if found is not None:
-                name, here, there = found
-                return f"{name} is {here} on rank {ranks[0]} and {there} on rank {rank} (--check-ranks)"
-        raise AssertionError("digests differ, and no field does")
+        rank, other = next(pair for pair in zip(ranks, steps, strict=True) if digest(pair[1]) != digest(steps[0]))
+        name, here, there = first_difference(steps[0], other)
+        return f"{name or 'the step'} is {here} on rank {ranks[0]} and {there} on rank {rank} (--check-ranks)"
 
 
 def _wants_scores(step: ScheduledStep) -> bool:
@@ -167,25 +164,15 @@ def digest(step: ScheduledStep | None) -> bytes:
     return blake2b(repr(step).encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def fields(value: object, name: str = "the step") -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and value of every field in a message."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            prefix = "" if name == "the step" else f"{name}."
-            yield from fields(getattr(value, field.name), f"{prefix}{field.name}")
-    elif isinstance(value, tuple) and any(dataclasses.is_dataclass(one) for one in value):
-        for i, one in enumerate(value):
-            yield from fields(one, f"{name}[{i}]")
-    else:
-        shown = repr(value)
-        yield name, shown if len(shown) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}..."
-
-
-def first_difference(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[str, str, str] | None:
-    """Return the first name whose values differ, and both values; None if all are equal."""
-    missing = "missing"
-    left, right = dict(one), dict(other)
-    for name in [*left, *(name for name in right if name not in left)]:
-        if left.get(name) != right.get(name):
-            return name, left.get(name, missing), right.get(name, missing)
-    return None
+def first_difference(one: object, other: object, name: str = "") -> tuple[str, str, str]:
+    """Return the dotted name of the first field in which two messages differ, and its values; empty for the whole."""
+    parts: list[tuple[str, object, object]] = []
+    if dataclasses.is_dataclass(one) and type(one) is type(other):
+        names = [field.name for field in dataclasses.fields(one)]
+        parts = [(f"{name}.{part}".lstrip("."), getattr(one, part), getattr(other, part)) for part in names]
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        parts = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(one, other, strict=True))]
+    for part, here, there in parts:
+        if repr(here) != repr(there):
+            return first_difference(here, there, part)
+    return name, repr(one)[:_LONGEST_VALUE], repr(other)[:_LONGEST_VALUE]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megatron_ext.engine.disk_loading import LoadPlacing
 from megatron_ext.engine.executor import Executor, ModelResources
-from megatron_ext.parallel.commands import Action, Add, Batch, Call, Command, WeightsCommand
+from megatron_ext.parallel.commands import Action, Add, Call, Command, Link, WeightsCommand
 from megatron_ext.parallel.rank_drafters import RankDrafter
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, NoteRun, PlaceLoad
@@ -18,14 +18,6 @@ OBEYED = frozenset({"draft", "forget_drafts", "go_live", "keep_cache", "reset", 
 """Methods of `Worker` that rank 0 calls by a command."""
 
 
-def _nothing() -> None:
-    """Wait for no other rank."""
-
-
-def _no_store() -> None:
-    """Open nothing."""
-
-
 class Worker:
     """Scheduler driven by rank 0's commands, and executor of the steps that it plans.
 
@@ -33,15 +25,14 @@ class Worker:
 
     Args:
         replica: Replica of this rank, whose commands it follows.
-        receive: Waits for rank 0's next batch.
+        link: Channel from rank 0.
         make_scheduler: Returns a scheduler without requests, equal to rank 0's.
         executor: Computes steps.
         resources: Weights and pools of this rank, changed on rank 0's commands.
-        meet: Returns when all ranks have obeyed the last batch.
 
     Attributes:
-        open_store: Opens the store of this rank's part of a cache; None if it cannot be used, or the ranks' caches have
-            no stores.
+        open_store: Opens the store of this rank's part of a cache, unless that cannot be used; None if the ranks'
+            caches have no stores.
         drafter: Drafter of this rank; None if rank 0 drafts alone.
         on_weights: Obeys commands for the weights of this rank; set before the first one.
         is_suspended: True while the pools are freed, so that nothing is sent until the resumption.
@@ -52,20 +43,18 @@ class Worker:
     def __init__(
         self,
         replica: int,
-        receive: Callable[[], Batch],
+        link: Link,
         make_scheduler: Callable[[], Scheduler],
         executor: Executor,
         resources: ModelResources,
-        meet: Callable[[], None] = _nothing,
     ) -> None:
         self.replica = replica
-        self.open_store: Callable[[], WarmRestart | None] = _no_store
-        self._meet = meet
+        self.open_store: Callable[[], WarmRestart | None] | None = None
         self._disk: WarmRestart | None = None
         self.drafter: RankDrafter | None = None
         self._to_draft: Sequence[tuple[int, int]] = ()  # until its drafts are computed
         self._placing: LoadPlacing | None = None  # once the store is live
-        self._receive = receive
+        self._link = link
         self.step_count = 0
         self._make_scheduler = make_scheduler
         self._executor = executor
@@ -76,7 +65,7 @@ class Worker:
         """Follow rank 0's batches until an action that returns to the caller: stop, release or hand-over."""
         action = Action.IDLE
         while action not in _RETURNING:
-            batch = self._receive()
+            batch = self._link.receive()
             self.obey(batch.of(self.replica))
             action = batch.action
             if action is Action.STEP:
@@ -84,7 +73,7 @@ class Worker:
             elif action is Action.DRAFT:
                 self._compute_drafts()
             elif action is Action.MEET:
-                self._meet()
+                self._link.meet()
         if action is Action.STOP and self._disk is not None:
             self._disk.close()
         return action
@@ -158,7 +147,7 @@ class Worker:
 
     def go_live(self) -> None:
         """Open the store, and agree with the other ranks on the entries that all of them have."""
-        if self._disk is None:
+        if self._disk is None and self.open_store is not None:
             self._disk = self.open_store()
         if self._disk is not None:
             for tier, memory in self._disk.go_live([self.scheduler.cache]):

@@ -194,7 +194,7 @@ class World:
         self.start(replicas)
         self.pools = [Pools() for _ in range(2 * replicas)]
         self.followers = [
-            Worker(i // 2, self.receive, lambda: self.make(Scheduler), Listener(self.models[i // 2]), pools)
+            Worker(i // 2, self, lambda: self.make(Scheduler), Listener(self.models[i // 2]), pools)
             for i, pools in enumerate(self.pools)
         ]
 
@@ -213,7 +213,7 @@ class World:
         self.models = [self.MODEL() for _ in range(replicas)]
         schedulers = [self.make(RecordingScheduler) for _ in self.models]
         proposals = Proposals(Guesses(), vocabulary.has_tokens)
-        self.driver = Driver(schedulers, self.send, heartbeat=1e9)
+        self.driver = Driver(schedulers, self, heartbeat=1e9)
         parts = list(zip(schedulers, self.models, strict=True))
         self.core = EngineCore(parts, input_settings, proposals=proposals, workers=self.driver)
 
@@ -230,6 +230,9 @@ class World:
 
     def receive(self) -> Batch:
         return pickle.loads(self.sent.pop(0))
+
+    def meet(self) -> None:
+        """Wait for nobody: all ranks are in this process."""
 
     def step(self) -> list:
         """Run one step on all ranks: rank 0 first, the others from the messages sent."""

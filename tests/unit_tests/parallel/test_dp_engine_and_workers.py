@@ -367,7 +367,7 @@ class TestFleet:
         def lose(_: object) -> None:
             raise RuntimeError("gloo: Connection closed by peer")
 
-        monkeypatch.setattr(world.driver, "_send", lose)
+        monkeypatch.setattr(world, "send", lose)
         world.driver.heartbeat = 0.0
         with pytest.raises(RankError, match="Connection closed") as first:
             world.core.workers.idle()

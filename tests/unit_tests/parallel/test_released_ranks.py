@@ -31,8 +31,8 @@ class Recorded(list[Command]):
         return taken
 
 
-def made(sent: Sent, *, releases: bool) -> Driver:
-    return Driver([], sent.append, heartbeat=0.0, releases=releases)
+def made(sent: Sent, *schedulers: Recorded, releases: bool) -> Driver:
+    return Driver(schedulers, mock.Mock(send=sent.append), heartbeat=0.0, releases=releases)
 
 
 def test_nothing_is_sent_between_suspension_and_resumption():
@@ -73,7 +73,7 @@ def test_ranks_with_stores_meet_after_a_resumption():
 def test_released_ranks_with_stores_are_not_awaited():
     """DC-4, RL-1: new weights during a suspension are told to them with the first batch after it."""
     sent = Sent()
-    driver = Driver([Recorded()], sent.append, heartbeat=0.0, releases=True)
+    driver = made(sent, Recorded(), releases=True)
     driver.has_stores = True
     driver.suspend()
     driver.note(NEW_WEIGHTS)
