@@ -27,7 +27,7 @@ from megatron_ext.ops.backends import AUTO
 from megatron_ext.ops.linear import onednn
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
-from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs, NoGraphs
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture, CudaGraphs
 from megatron_ext.runner.recorded_steps import RecordedSteps
 
 OLDEST_NCCL = (2, 9, 6)
@@ -133,7 +133,7 @@ def cuda_graph_runner_for(
         snapshots_in_prefill=rules.snapshots_in_prefill,
         one_width=is_cuda,
     )
-    graphs = CudaGraphs(rules.device) if is_cuda else NoGraphs()
+    graphs = CudaGraphs(rules.device) if is_cuda else Capture()
     return CudaGraphRunner(controller, context.plan, rules, buckets, graphs, has_peers=has_peers)
 
 

@@ -112,7 +112,7 @@ def stage_step(
         arrays |= {"unknown_tokens": firsts[unknown], "prev_sampled": np.asarray(places)}
     staged = stage_arrays(arrays, rules.device) if place is None else place(arrays)
     if unknown and prev_sampled is not None:
-        prev_sampled.write_to(staged["input_ids"], staged["unknown_tokens"], staged["prev_sampled"])
+        staged["input_ids"].index_copy_(0, staged["unknown_tokens"], prev_sampled.read(staged["prev_sampled"]))
     lengths, ends = tuple(one.length for one in chunks), tuple(one.end for one in chunks)
     where = staged["block_table"], staged["cu_seqlens_q"], staged["seqlens_k"]
     return ModelInput(

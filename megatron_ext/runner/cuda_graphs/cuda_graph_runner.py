@@ -56,19 +56,17 @@ _LESS = (
 
 
 class CapturedModel(Protocol):
-    """Model and pools of this rank, as graphs use them."""
+    """Model and pools of this rank, as graphs use them.
 
-    @property
-    def vocabulary_size(self) -> int:
-        """V, the width of the logits."""
+    Attributes:
+        vocabulary_size: V, the width of the logits.
+        has_processed_log_probs: Whether log-probs are of the distributions that tokens are drawn from.
+        operators: Backend name of the operators, or AUTO; see `ops.backend_selection`.
+    """
 
-    @property
-    def has_processed_log_probs(self) -> bool:
-        """True if log-probs are of the distributions that tokens are drawn from; see `GraphSampler`."""
-
-    @property
-    def operators(self) -> str:
-        """Backend name of the operators, or AUTO; see `ops.backend_selection`."""
+    vocabulary_size: int
+    has_processed_log_probs: bool
+    operators: str
 
     @property
     def pools(self) -> Pools | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -21,36 +20,24 @@ Graph = Callable[[], None]
 _WARM_UPS = 2
 
 
-class Capture(Protocol):
-    """Capture interface: turns a function into a graph that can be replayed.
+class Capture:
+    """Capture of a function that is repeated; this class makes no graph and runs the Python code, as on a CPU.
 
     Attributes:
         takes_long: True if captures are slow, so that graphs are captured before they are needed.
     """
 
-    takes_long: bool
+    takes_long = False
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Return a graph that repeats `run` on the current contents of its static buffers."""
+        """Return a function that repeats `run` on the current contents of its static buffers."""
+        return run
 
     def forget(self) -> None:
         """Reset after all captured graphs were dropped; later ones share no memory pool with them."""
 
 
-class NoGraphs:
-    """Capture without graphs: runs the Python code each time, as on a CPU."""
-
-    takes_long = False
-
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """Return `run` itself."""
-        return run
-
-    def forget(self) -> None:
-        """Do nothing; this class keeps no state."""
-
-
-class CudaGraphs:
+class CudaGraphs(Capture):
     """CUDA graphs that share one memory pool; a replay overwrites temporaries of the last, never outputs.
 
     Captured code must not read anything back nor create tensors on the host; the recorder in
@@ -136,7 +123,7 @@ class CapturedReads(TorchDispatchMode):
                 self.storages.setdefault(address, one.untyped_storage())
 
 
-class HoldingCapture:
+class HoldingCapture(Capture):
     """Capture whose graphs keep the tensors they read alive, except weights, which their owner may replace.
 
     Without this, a graph would read freed memory as soon as a cache that owns a tensor drops it: upstream's table of

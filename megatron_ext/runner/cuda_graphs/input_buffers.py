@@ -198,15 +198,9 @@ class PrevSampledTokenIds:
         assert self._rows is not None, "no step has left its tokens"
         return self._buffers.first_token + self._rows[request_id]
 
-    def write_to(self, input_ids: Tensor, places: Tensor, tokens: Tensor) -> None:
-        """Copy tokens from the buffer into the token ids of an eager step.
-
-        Args:
-            input_ids: Token ids [T] of the packed axis.
-            places: Places of the tokens on that axis, [n].
-            tokens: Indices of the tokens in the whole buffer, [n].
-        """
-        input_ids.index_copy_(0, places, self._buffers.gather(tokens))
+    def read(self, places: Tensor) -> Tensor:
+        """Return the tokens of an eager step by their indices in the whole buffer, [n] -> [n]."""
+        return self._buffers.gather(places)
 
     # Captured code.
 

@@ -23,7 +23,7 @@ from megatron_ext.runner import sampler as runner_sampler
 from megatron_ext.runner.cuda_graphs import graph_sampler
 from megatron_ext.runner.cuda_graphs.async_output import Launched, output_layout
 from megatron_ext.runner.cuda_graphs.buckets import MAX_LISTED
-from megatron_ext.runner.cuda_graphs.graph_capture import NoGraphs
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture
 from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
 from megatron_ext.runner.logits_processors import (
@@ -79,7 +79,7 @@ class Captured:
         self.logits = torch.zeros(ROWS, WORDS, dtype=dtype)
         self.write(rows_of(0)[:1] + [None] * (ROWS - 1))
         parts = self.buffers.parts(self.masked), self.output.parts(self.buffers.answer)
-        self.graphs = GraphSampler(graphs or NoGraphs(), self.logits, *parts, has_processed_log_probs=is_processed)
+        self.graphs = GraphSampler(graphs or Capture(), self.logits, *parts, has_processed_log_probs=is_processed)
 
     def write(self, rows: Rows) -> None:
         needs = sampler_needs_of(rows)
@@ -192,7 +192,7 @@ def logits_of(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("is_processed", [False, True], ids=["raw", "processed"])
-@pytest.mark.parametrize("graphs", [NoGraphs, ReplayedGraphs])
+@pytest.mark.parametrize("graphs", [Capture, ReplayedGraphs])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_mix_of_rows_to_the_bit(dtype: torch.dtype, graphs: type, is_processed: bool, backend: None) -> None:
     """CU-5, SA-1, SA-2: greedy and drawn, processed and scored rows; ties of 16 bits; graphs that are used again."""

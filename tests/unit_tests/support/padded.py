@@ -18,7 +18,7 @@ from megatron_ext.ops.ssd import SSD
 from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.runner.cuda_graphs.buckets import Bucket
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
-from megatron_ext.runner.cuda_graphs.graph_capture import NoGraphs
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture
 from megatron_ext.runner.cuda_graphs.input_batch import DUMMY_REQUEST
 from megatron_ext.runner.model_input import ModelInput
 from megatron_ext.runner.sampler import SamplerNeeds
@@ -52,7 +52,7 @@ class Padded:
         self.buckets: list[Bucket] = []
         self.eager_steps = 0
         self._left: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by request and its end
-        uncaptured = NoGraphs()  # so that each forward is seen on a device, too
+        uncaptured = Capture()  # so that each forward is seen on a device, too
         with mock.patch.object(cuda_graph_setup, "CudaGraphs", return_value=uncaptured):
             super().__init__(*args, **({"cuda_graph_impl": "local", "num_cuda_graphs": 3} | batching))
         self._watch_graphs(self.context.cuda_graph_runner)
@@ -78,7 +78,7 @@ class Padded:
 
     def _keep_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Keep copies of the states a step leaves: by its commit the next step may have been computed."""
-        pool = self.context.live_states
+        pool = self.context.allocated.live_states
         for chunk in chunks if pool is not None else ():
             states = pool.conv[:, chunk.running_slot].clone(), pool.ssm[:, chunk.running_slot].clone()
             self._left[chunk.request_id, chunk.end] = states
@@ -118,8 +118,8 @@ class Padded:
             return
         if context.plan.shape.attention_layers:
             context.memory_buffer[:, :, geometry.blocks] = torch.nan
-        pools = (context.live_states, limits.max_requests), (context.snapshots, context.plan.padding_slot)
-        for pool, slot in pools:
+        live, snapshots = context.pools.live_states, context.pools.snapshots
+        for pool, slot in ((live, limits.max_requests), (snapshots, context.plan.padding_slot)):
             if pool is not None:
                 pool.conv[:, slot], pool.ssm[:, slot] = torch.nan, torch.nan
 

@@ -115,10 +115,10 @@ def decode_steps(run: Recorded, **params: object) -> tuple[ProgramRecorder, Prog
     for request_id, length in enumerate((45, 37, 50), start=10):
         driver.add(request_id, make_prompt(length), num_tokens_to_generate=9, **(PLAIN | params))
     driver.step()
-    taken = 0 if driver.context.live_states is None else driver.scheduler.cache.states.taken
+    taken = 0 if driver.context.allocated.live_states is None else driver.scheduler.cache.states.taken
     for _ in range(3):  # the first of them ends a block in the third
         second = run.step()
-    if driver.context.live_states is not None:
+    if driver.context.allocated.live_states is not None:
         assert driver.scheduler.cache.states.taken > taken, "a snapshot was to be taken in this step"
     driver.run()
     return first, second

@@ -97,7 +97,7 @@ def test_kernels_take_padding(get_oracle):
     for request_id in range(2):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
     context = driver.context
-    for pool, slot in ((context.live_states, 2), (context.snapshots, context.plan.padding_slot)):
+    for pool, slot in ((context.allocated.live_states, 2), (context.allocated.snapshots, context.plan.padding_slot)):
         assert pool.conv[:, slot].isnan().all()
         assert pool.ssm[:, slot].isnan().all()
 
@@ -220,7 +220,7 @@ def test_a_lost_snapshot_is_refused_before_anything_is_computed(get_oracle):
     driver = new_driver("hybrid", get_oracle)
     driver.add(0, make_prompt(40), num_tokens_to_generate=2)
     driver.run()
-    driver.context.snapshots._contents = [b"another"] * len(driver.context.snapshots._contents)
+    driver.context.allocated.snapshots._contents = [b"another"] * len(driver.context.allocated.snapshots._contents)
     driver.add(1, [*make_prompt(40), 1], num_tokens_to_generate=4)
     with pytest.raises(Exception, match="should hold the states of one prefix"):
         driver.step()
