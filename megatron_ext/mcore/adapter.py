@@ -24,7 +24,6 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.core_factory import make_core
 from megatron_ext.mcore.inference_request import to_request_params
 from megatron_ext.mcore.versions import Engine
-from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord
@@ -160,11 +159,6 @@ class InferenceEngine(Engine):
         return self.context.plan
 
     @property
-    def geometry(self) -> KVCacheConfig:
-        """KV cache config: effective pool sizes, summed over all ranks."""
-        return self.plan.world
-
-    @property
     def step_count(self) -> int:
         """Number of computed steps."""
         return self.core.step_count
@@ -193,7 +187,6 @@ class InferenceEngine(Engine):
         prompt: str | Sequence[int] | torch.Tensor,
         sampling_params: RequestParams | SamplingParams | None = None,
         *,
-        prompt_text: str | None = None,
         replica_index: int | None = None,
     ) -> asyncio.Future[RequestRecord]:
         """Queue a request. A request that can never be served ends at once as FAILED; the other requests continue.
@@ -202,7 +195,6 @@ class InferenceEngine(Engine):
             request_id: Id that no living request uses.
             prompt: Text or token ids.
             sampling_params: Our parameters or Megatron's; greedy if missing.
-            prompt_text: Text of the token ids, kept in the record; the engine does not detokenize prompts.
             replica_index: Replica, modulo their number, that serves the request; by default the policy chooses one.
 
         Returns:
@@ -211,7 +203,7 @@ class InferenceEngine(Engine):
         Raises:
             ConfigError: The prompt or the parameters are invalid regardless of the engine's limits.
         """
-        text = prompt if isinstance(prompt, str) else prompt_text
+        text = prompt if isinstance(prompt, str) else None
         ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
         tokens = self.core.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)

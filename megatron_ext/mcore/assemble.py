@@ -55,7 +55,6 @@ def build_engine(
     seed: int = 1234,
     logging_step_interval: int | None = 0,
     parallel_context: ParallelContext | None = None,
-    speculative_tokens: int = 0,
     drafter: Drafter | None = None,
     speculation: SpeculationConfig = NO_SPECULATION,
     packs_weights: bool = False,
@@ -71,9 +70,8 @@ def build_engine(
         tokenizer: Needs tokenize, detokenize, eod and bos.
         dtype: Type of the parameters and of the KV cache.
         parallel_context: All ranks; None for a world of one.
-        speculative_tokens: Maximum draft tokens per request that a step verifies; the same on all ranks.
-        drafter: Proposes draft tokens; on rank 0 only.
-        speculation: Replaces the previous two: speculation settings, which also select the drafter.
+        drafter: Replaces the drafter that `speculation` selects; on rank 0 only.
+        speculation: Speculation settings, the same on all ranks.
         packs_weights: Let packed weights replace the weights of linear layers, see `packed_weights`.
         routing: Policy that chooses among replicas; on rank 0 only.
         phase: Returns the context of a phase of the start by its name: plan; on CUDA also warm-up and profile run.
@@ -82,14 +80,14 @@ def build_engine(
         ConfigError: The budget or the block size does not fit the model.
     """
     with phase("plan"):
-        settings = batching, cache or CacheConfig(), speculation, speculative_tokens, packs_weights
+        settings = batching, cache or CacheConfig(), speculation, packs_weights
         controller, layers = _build_controller(model, config, tokenizer, *settings, dtype, parallel_context)
         context = controller.inference_wrapped_model.inference_context
         controller.drafter = drafter
         drafting_model = own = _drafter_of(layers)
         if speculation.has_prediction and parallel_context is not None:
             drafting_model = controller.leading_drafter = parallel_context.leading_drafter(own)
-        if speculation.is_on:
+        if speculation.is_on and drafter is None:
             drafting = Drafting(speculation, drafting_model)
             context.drafting = controller.drafter = drafting
         engine = InferenceEngine(
@@ -184,7 +182,6 @@ def build_worker(
     *,
     dtype: torch.dtype,
     parallel_context: ParallelContext,
-    speculative_tokens: int = 0,
     speculation: SpeculationConfig = NO_SPECULATION,
     packs_weights: bool = False,
     opener: Callable[[InferenceController], WarmRestart | None] | None = None,
@@ -195,17 +192,16 @@ def build_worker(
         speculation: See `build_engine`.
         opener: Opens the store of this rank's part of the cache; None if it is not kept.
     """
-    settings = batching, cache or CacheConfig(), speculation, speculative_tokens, packs_weights
+    settings = batching, cache or CacheConfig(), speculation, packs_weights
     controller, layers = _build_controller(model, config, tokenizer, *settings, dtype, parallel_context)
     context = controller.inference_wrapped_model.inference_context
     executor = parallel_context.executor(parallel_context.here.replica, StepExecutor(context, controller))
     worker = Worker(
         parallel_context.here.replica,
-        parallel_context.link.receive,
+        parallel_context.link,
         partial(make_scheduler, context.plan),
         executor,
         ContextResources(context, controller),
-        parallel_context.link.meet,
     )
     if speculation.has_prediction:
         context.drafting = layer = _drafter_of(layers)
@@ -233,7 +229,6 @@ def _build_controller(
     batching: BatchingConfig,
     cache: CacheConfig,
     speculation: SpeculationConfig,
-    speculative_tokens: int,
     packs_weights: bool,
     dtype: torch.dtype,
     parallel_context: ParallelContext | None,
@@ -265,8 +260,8 @@ def _build_controller(
         available_bytes=platform.available_memory(device),
         peers=NO_PEERS
         if parallel_context is None
-        else Peers(parallel_context.here.rank, parallel_context.first_replica, parallel_context.ask_all),
-        speculative_tokens=speculation.num_speculative_tokens or speculative_tokens,
+        else Peers(parallel_context.here.rank, parallel_context.ranks_of(0), parallel_context.ask_all),
+        speculative_tokens=speculation.num_speculative_tokens,
         draft=_draft_memory(prediction, batching),
         linear=identity,
     )

@@ -15,7 +15,6 @@ from megatron_ext.mcore.versions import BlockAllocator, Context
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.pools import OffloadedPools, Pools, allocate_pools
-from megatron_ext.memory.state_pool import SnapshotPool, StatePool
 from megatron_ext.memory.step_states import StepStates
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.backends import preferring
@@ -96,6 +95,9 @@ class InferenceContext(Context):
     request_metadata_types: Sequence[object] = ()
 
     suspend_level: SuspendLevel = "drop"  # of a suspend that names none
+    block_allocator: PoolBlockAllocator | None
+    kv_block_allocator: PoolBlockAllocator | None
+    _core: EngineCore  # set by `attach`
 
     def __init__(self, plan: EnginePlan, layer_places: LayerPlaces, device: torch.device) -> None:
         self.plan = plan
@@ -114,10 +116,9 @@ class InferenceContext(Context):
         self.drafting: Drafter | None = None  # its pools are allocated and freed with these
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
-        self.block_allocator: PoolBlockAllocator | None = None
+        self.block_allocator = self.kv_block_allocator = None  # until an engine core is attached
         self.cuda_graph_runner: CudaGraphRunner | None = None  # None runs every step eagerly
         self.recorded_steps: RecordedSteps | None = None  # None runs the model's Python code in every eager step
-        self._core: EngineCore | None = None
         self._rotation: Rotation | None = None
         self._block_rows = BlockRows()
         self._layer_places = layer_places
@@ -133,12 +134,8 @@ class InferenceContext(Context):
 
     def attach(self, core: EngineCore) -> None:
         """Attach the engine core, whose scheduler and counters answer upstream's questions."""
-        self._core, self.block_allocator = core, PoolBlockAllocator(core.scheduler)
-
-    @property
-    def kv_block_allocator(self) -> PoolBlockAllocator | None:
-        """Counts of blocks (0.17's name of `block_allocator`)."""
-        return self.block_allocator
+        self._core = core
+        self.block_allocator = self.kv_block_allocator = PoolBlockAllocator(core.scheduler)  # since 0.17 the latter
 
     # Pools
 
@@ -186,16 +183,6 @@ class InferenceContext(Context):
     def memory_buffer(self) -> Tensor:
         """KV cache; see `Pools`."""
         return self.allocated.kv
-
-    @property
-    def live_states(self) -> StatePool | None:
-        """States of the running slots; see `Pools`."""
-        return self.allocated.live_states
-
-    @property
-    def snapshots(self) -> SnapshotPool | None:
-        """Snapshot pool; see `Pools`."""
-        return self.allocated.snapshots
 
     @property
     def is_hybrid_model(self) -> bool:
@@ -316,26 +303,24 @@ class InferenceContext(Context):
 
     def append_rotated(self, layer_number: int, heads: Heads, rotation: Rotation | None) -> Tensor:
         """Write rotated keys, and values, to their slots (none for padding); return the queries [T, Hq, D]."""
-        key_cache, value_cache = self._caches(layer_number)
+        key_cache, value_cache = self.key_value_cache(layer_number)
         return rotate_and_write(heads, rotation, key_cache, value_cache, self.staged.slot_mapping)
 
-    def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, None]:
-        """Return key and value cache of a layer, [blocks + 1, B, KV heads, D]; the block table is in `paged_batch`."""
-        key_cache, value_cache = self._caches(layer_number)
-        return key_cache, value_cache, None
-
-    def _caches(self, layer_number: int) -> Tensor:
+    def key_value_cache(self, layer_number: int) -> Tensor:
+        """Return key and value cache of a layer, [2, blocks + 1, B, KV heads, D]."""
         return self.memory_buffer[:, self._layer_places.kv[layer_number - 1]]
 
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Return live convolution and SSM states of a layer; written in place."""
-        assert self.live_states is not None, "a recurrent layer has states"
-        return self.live_states.layer(self._layer_places.states[layer_number - 1])
+        live = self.allocated.live_states
+        assert live is not None, "a recurrent layer has states"
+        return live.layer(self._layer_places.states[layer_number - 1])
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Return convolution and SSM snapshots of a layer; written in place."""
-        assert self.snapshots is not None, "a recurrent layer has states"
-        return self.snapshots.layer(self._layer_places.states[layer_number - 1])
+        snapshots = self.allocated.snapshots
+        assert snapshots is not None, "a recurrent layer has states"
+        return snapshots.layer(self._layer_places.states[layer_number - 1])
 
     # Upstream's queries, answered from the host
 
@@ -353,12 +338,7 @@ class InferenceContext(Context):
 
     @property
     def _queues(self) -> Queues:
-        return self._attached.scheduler.queues
-
-    @property
-    def _attached(self) -> EngineCore:
-        assert self._core is not None, "no engine is attached"
-        return self._core
+        return self._core.scheduler.queues
 
     @property
     def total_request_count(self) -> int:
@@ -381,29 +361,24 @@ class InferenceContext(Context):
         return self.step.input_ids.numel() if self.step else 0
 
     @property
-    def padding_slice(self) -> slice:
-        """Padding on the token axis."""
-        return slice(self.active_token_count, self.padded_active_token_count)
-
-    @property
     def step_count(self) -> int:
         """Number of computed steps (0.19's name of the engine's)."""
-        return self._attached.step_count
+        return self._core.step_count
 
     @property
     def lifetime_prefill_token_count(self) -> int:
         """Prefill tokens computed by all requests, recomputed tokens included (0.19's name of the engine's)."""
-        return self._attached.counters.prefill_tokens
+        return self._core.counters.prefill_tokens
 
     @property
     def async_sched_step_count(self) -> int:
         """Number of steps launched before the tokens of the previous step were known."""
-        return self._attached.step_counts().asynchronous
+        return self._core.step_counts().asynchronous
 
     @property
     def async_sched_compaction_step_count(self) -> int:
         """Number of steps launched so of which rows were discarded."""
-        return self._attached.step_counts().discarding
+        return self._core.step_counts().discarding
 
     def get_active_request_count(self) -> int:
         """Return the number of requests with pending work: upstream's loop steps while there are any."""

@@ -21,7 +21,6 @@ from megatron_ext.mcore.layers.dense_moe import fixed_shapes
 from megatron_ext.mcore.layers.moe import reads_back
 from megatron_ext.mcore.packed_weights import PackedWeights
 from megatron_ext.mcore.versions import Controller, inference_mode
-from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.pools import Pools
 from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ops.backends import AUTO, preferring
@@ -34,7 +33,6 @@ from megatron_ext.runner.step_routing import recorded_routing, routing_by_reques
 from megatron_ext.scheduling.step import ScheduledChunk
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.tokenizer import tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
 
@@ -77,13 +75,6 @@ class InferenceController(Controller):
     def _init_dynamic_sampling_tensors(self) -> None:
         """Prepare nothing: sampling parameters live on the host, and no memory is pinned."""
         self._get_stop_word_finished_ids_callback = None
-
-    def prompt_tokens(self, prompt: str, add_bos: bool = False) -> list[int]:
-        """Return the token ids of a text; see `text.tokenizer.tokenize_prompt`.
-
-        Upstream strips the BOS token unless it is requested, and a Llama would read a prompt unlike its training data.
-        """
-        return tokenize_prompt(self.tokenizer, prompt, add_bos=add_bos)
 
     def idle_step(self) -> None:
         """Run a step of a replica without requests, whose experts serve other replicas too."""
@@ -190,8 +181,9 @@ class InferenceController(Controller):
         """Bytes of weights that are held as they are and packed."""
         return 0 if self.packed is None else self.packed.bytes_held_twice
 
-    def draft_exactness(self, plan: EnginePlan) -> str:
+    def draft_exactness(self) -> str:
         """Return how results with drafts relate to those without, as a text; empty without drafts."""
+        plan = self.inference_wrapped_model.inference_context.plan
         if not plan.limits.max_drafts:
             return ""
         weight = next(self.inference_wrapped_model.model.parameters())

@@ -21,7 +21,7 @@ from megatron_ext.parallel.driver import Driver
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.speculation.proposals import Proposals
-from megatron_ext.text.tokenizer import ends_of, word_tokens
+from megatron_ext.text.tokenizer import ends_of, tokenize_prompt, word_tokens
 
 
 def make_scheduler(plan: EnginePlan) -> Scheduler:
@@ -50,9 +50,11 @@ def make_core(
     plan = context.plan
     ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
     matcher, max_drafts = controller.grammars.matcher, plan.limits.max_drafts
-    input_settings = InputSettings(
-        controller.prompt_tokens, controller.vocabulary, ends, seed, words, matcher, max_drafts
-    )
+
+    def tokenize(text: str, add_bos: bool) -> list[int]:
+        return tokenize_prompt(controller.tokenizer, text, add_bos=add_bos)
+
+    input_settings = InputSettings(tokenize, controller.vocabulary, ends, seed, words, matcher, max_drafts)
     drafter = controller.drafter
     proposals = None if drafter is None else Proposals(drafter, controller.vocabulary.has_tokens)
     workers, own = None, StepExecutor(context, controller)
@@ -62,13 +64,8 @@ def make_core(
         schedulers = [RecordingScheduler(*settings) for _ in range(parallel_context.replicas)]
         executors = [parallel_context.executor(replica, own) for replica in range(parallel_context.replicas)]
         parts = list(zip(schedulers, executors, strict=True))
-        workers = Driver(
-            schedulers,
-            parallel_context.link.send,
-            parallel_context.heartbeat,
-            meet=parallel_context.link.meet,
-            releases=parallel_context.releases_ranks,
-        )
+        releases, heartbeat = parallel_context.releases_ranks, parallel_context.heartbeat
+        workers = Driver(schedulers, parallel_context.link, heartbeat, releases=releases)
         if controller.leading_drafter is not None:
             controller.leading_drafter.driver = workers
     return EngineCore(

@@ -111,22 +111,6 @@ class PackedWeights:
         """Bytes that packing takes beside the parameters: kept originals, and one weight while it is packed."""
         return self.bytes_held_twice + max((slot.bytes for slot in self._slots if slot.beside is None), default=0)
 
-    def check_memory(self, available_bytes: int) -> None:
-        """Check that there is memory for packing.
-
-        Args:
-            available_bytes: Memory for this rank.
-
-        Raises:
-            ConfigError: There is not.
-        """
-        needed = self.additional_bytes
-        if needed > available_bytes:
-            raise ConfigError(
-                f"packed weights of linear layers need {needed / GIB:.2f} GB beside the parameters, and "
-                f"{available_bytes / GIB:.2f} GB of memory are free for this process; --no-pack-weights packs none"
-            )
-
     def refresh(self) -> None:
         """Pack dense weights, and weights that changed beside their packed ones; before each step."""
         marks = weights_version(self._model)
@@ -163,7 +147,12 @@ def pack_weights(
     packed = PackedWeights(model, operators, with_experts=not batching.has_input_buffers, quantizes=quantizes)
 
     def identity() -> str:
-        packed.check_memory(platform.available_memory(next(model.parameters()).device))
+        needed, free = packed.additional_bytes, platform.available_memory(next(model.parameters()).device)
+        if needed > free:
+            raise ConfigError(
+                f"packed weights of linear layers need {needed / GIB:.2f} GB beside the parameters, and "
+                f"{free / GIB:.2f} GB of memory are free for this process; --no-pack-weights packs none"
+            )
         return packed.identity
 
     identities = [identity()] if parallel_context is None else parallel_context.ask_all(identity)

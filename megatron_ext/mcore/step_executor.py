@@ -98,8 +98,9 @@ class StepExecutor(Executor):
     def name_states(self, states: Sequence[Snapshot]) -> None:
         """Record the block hashes of snapshots; see `Executor.name_states`."""
         if states:
-            assert self._context.snapshots is not None, "only a model with states has any to name"
-            self._context.snapshots.close([one.slot for one in states], [one.block_hash for one in states])
+            snapshots = self._context.allocated.snapshots
+            assert snapshots is not None, "only a model with states has any to name"
+            snapshots.close([one.slot for one in states], [one.block_hash for one in states])
 
     def compute_eagerly(self, step: ScheduledStep) -> StepResult:
         """Compute a step by an eager forward and read its results; see `execute`."""

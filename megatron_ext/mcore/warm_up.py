@@ -80,8 +80,9 @@ class WarmUpPart:
 
     def _compute(self, step: ScheduledStep) -> None:
         self.run(step)
-        if self.context.snapshots is not None:  # their contents belong to no request
-            self.context.snapshots.open([one.slot for chunk in step.chunks for one in chunk.snapshots])
+        snapshots = self.context.allocated.snapshots
+        if snapshots is not None:  # their contents belong to no request
+            snapshots.open([one.slot for chunk in step.chunks for one in chunk.snapshots])
 
 
 def warm_up(parts: Sequence[WarmUpPart], phase: Phase = unreported, *, is_visible: bool = True) -> None:

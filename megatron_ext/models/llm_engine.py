@@ -65,7 +65,7 @@ class LLMEngine:
         self.is_hybrid, self.positions = plan.is_hybrid, plan.positions
         self.request_state_bytes = plan.request_state_bytes
         self.operators, self.bytes_held_twice = model.chosen_operators(), model.bytes_held_twice
-        self.draft_exactness = model.draft_exactness(plan)
+        self.draft_exactness = model.draft_exactness()
         self.inference_engine = engine
         self._core = core = engine.core
         self.replicas = len(core.replicas)

@@ -108,7 +108,7 @@ def test_wrong_contents_are_seen(case: Case, run_here, monkeypatch):
             shared = list(chunk.block_ids[: chunk.shared_end // context.block_size_tokens])
             context.memory_buffer[:, :, shared] = 0
             if chunk.restore is not None:
-                for states in (context.snapshots.conv, context.snapshots.ssm):
+                for states in (context.allocated.snapshots.conv, context.allocated.snapshots.ssm):
                     states[:, chunk.restore.slot] = 0
         stage(context, step)
 

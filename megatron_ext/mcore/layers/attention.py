@@ -71,7 +71,7 @@ class PagedSelfAttention(SelfAttention):
         rotation = None if rotary_pos_emb is None else context.rotation(rotary_pos_emb, self._magnitude)
         layer = self.layer_number - self._get_pp_layer_offset_for_inference()
         query = context.append_rotated(layer, heads, rotation)
-        key_cache, value_cache, _ = context.key_value_cache(layer)
+        key_cache, value_cache = context.key_value_cache(layer)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
         output = paged_attention(
             query, key_cache, value_cache, context.paged_batch, scale=scale, window=self.window, sinks=self.sinks

@@ -41,7 +41,7 @@ class TestAgainstRecompute:
         """The pool holds six of the nine prompts and nothing more, and four of the six soon need another block."""
         limit = {}
         if paused_blocks is not None:
-            block_bytes = get_driver(kind).engine.geometry.block_bytes
+            block_bytes = get_driver(kind).engine.plan.world.block_bytes
             limit["paused_buffer_size_gb"] = (paused_blocks + 0.5) * block_bytes / 1024**3
         if prefill is CHUNKED:
             prefill = {"max_tokens": 400}  # the prompt of 300 must be done before the others have finished

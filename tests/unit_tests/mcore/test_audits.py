@@ -114,7 +114,7 @@ def test_a_wrong_snapshot(get_driver, get_oracle, kind: str, part: str):
     """The snapshot and what was computed from it are dropped; the blocks before it stay."""
     driver = get_driver(kind, cache=EACH)
     serve(driver, PROMPT)
-    getattr(driver.context.snapshots, part)[0, snapshot_slot(driver, 6)].view(-1)[2] += 3.0
+    getattr(driver.context.allocated.snapshots, part)[0, snapshot_slot(driver, 6)].view(-1)[2] += 3.0
     serve(driver, [*PROMPT, *make_prompt(40, seed=8)])  # publishes blocks that were computed from wrong states
     (finding,) = audit_of(driver).findings
     assert (finding.kind, finding.position) == ("states", BLOCK * 6)
@@ -142,7 +142,7 @@ def test_living_requests_start_again(get_driver, get_oracle, entry: str):
     if entry == "block":
         driver.context.memory_buffer[0, 0, cached_block(driver, 1), 0, 0, 0] += 3.0
     else:
-        driver.context.snapshots.ssm[:, snapshot_slot(driver, 6)] += 3.0
+        driver.context.allocated.snapshots.ssm[:, snapshot_slot(driver, 6)] += 3.0
     name = serve(driver, [*PROMPT, *make_prompt(3, seed=8)], num_tokens_to_generate=60)  # no new block at first
     assert driver.records[name].recomputed_token_count > 0
     assert len(audit_of(driver).findings) == 1

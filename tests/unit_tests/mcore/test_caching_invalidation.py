@@ -76,7 +76,7 @@ def test_suspend_frees_both_pools(get_oracle, kind):
     assert context.pools is None
     assert_empty(driver)
     driver.engine.resume()
-    assert context.snapshots.conv.shape[1] == driver.states.total
+    assert context.allocated.snapshots.conv.shape[1] == driver.states.total
     assert driver.sight(1, SHORT) == 0
     assert driver.sight(2, SHORT) == 64
     assert_equals_oracle(driver, 2, get_oracle(kind))
@@ -91,14 +91,15 @@ class TestIdleDummyStep:
 
         def idle() -> None:
             before = (driver.engine.core.statistics().prefix_cache(), driver.engine.lifetime_prefill_token_count)
-            content = [pool.clone() for pool in (driver.context.snapshots.conv, driver.context.snapshots.ssm)]
+            snapshots = driver.context.allocated.snapshots
+            content = [pool.clone() for pool in (snapshots.conv, snapshots.ssm)]
             driver.engine.controller.dummy_forward()
             driver.engine.check()
             assert (
                 driver.engine.core.statistics().prefix_cache(),
                 driver.engine.lifetime_prefill_token_count,
             ) == before
-            for pool, old in zip((driver.context.snapshots.conv, driver.context.snapshots.ssm), content, strict=True):
+            for pool, old in zip((snapshots.conv, snapshots.ssm), content, strict=True):
                 assert pool.allclose(old, equal_nan=True)
 
         driver.add(0, SHORT, num_tokens_to_generate=20)

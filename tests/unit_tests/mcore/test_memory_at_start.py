@@ -40,7 +40,7 @@ def test_limits_of_the_process_decide(model, monkeypatch: pytest.MonkeyPatch):
     assert "\n" not in str(caught.value)
     fitting = number_of(str(caught.value))
     engine = build(model, block_count=fitting, block_size=16, max_requests=2)
-    assert engine.geometry.blocks == fitting
+    assert engine.plan.world.blocks == fitting
 
 
 def test_an_allocation_that_fails_all_the_same(model, monkeypatch: pytest.MonkeyPatch):
@@ -58,5 +58,5 @@ def test_an_allocation_that_fails_all_the_same(model, monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError, match="memory for KV blocks, live states and snapshots of") as caught:
             build(model, block_count=5000, block_size=16, max_requests=2)
     assert "\n" not in str(caught.value)
-    geometry = build(model, block_count=number_of(str(caught.value)), block_size=16, max_requests=2).geometry
+    geometry = build(model, block_count=number_of(str(caught.value)), block_size=16, max_requests=2).plan.world
     assert geometry.pool_bytes <= left < tried[0]

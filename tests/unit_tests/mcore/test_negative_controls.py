@@ -94,7 +94,7 @@ def test_without_corruption_all_is_equal(get_driver, get_oracle, kind):
 )
 def test_a_zeroed_state_is_seen(hybrid, get_oracle, which, layer, moment):
     def zero(driver: Driver) -> None:
-        getattr(driver.context.live_states, which)[layer, slot(driver)] = 0.0
+        getattr(driver.context.allocated.live_states, which)[layer, slot(driver)] = 0.0
 
     run(hybrid, zero, after_tokens=moment)
     assert_is_seen(hybrid, get_oracle("hybrid"), in_states=True)
@@ -106,7 +106,7 @@ def test_a_zeroed_state_is_seen(hybrid, get_oracle, which, layer, moment):
 @pytest.mark.parametrize(("which", "layer"), [("ssm", 0), ("conv", 1)])
 def test_two_swapped_rows_are_seen(hybrid, get_oracle, which, layer):
     def swap(driver: Driver) -> None:
-        states = getattr(driver.context.live_states, which)[layer]
+        states = getattr(driver.context.allocated.live_states, which)[layer]
         slots = [slot(driver, VICTIM), slot(driver, OTHER)]
         states[:, slots] = states[:, slots[::-1]].clone()
 
@@ -202,7 +202,7 @@ class Control:
 
     @property
     def pools(self) -> tuple[Tensor, Tensor]:
-        return self.driver.context.snapshots.conv, self.driver.context.snapshots.ssm
+        return self.driver.context.allocated.snapshots.conv, self.driver.context.allocated.snapshots.ssm
 
     def play_again(self) -> None:
         for prompt in (PROMPT, SECOND):
@@ -225,7 +225,7 @@ class Control:
 @pytest.fixture
 def build(get_driver) -> Callable[[], Control]:
     driver = get_driver("hybrid", cache=CacheConfig(snapshot_slots=10), block_size=BLOCK)
-    assert driver.engine.geometry.kernel_chunk == KERNEL_CHUNK
+    assert driver.engine.plan.world.kernel_chunk == KERNEL_CHUNK
     return functools.partial(Control, driver)
 
 
@@ -295,7 +295,7 @@ def test_a_snapshot_of_another_request_in_decode(get_driver, get_oracle, monkeyp
 def test_a_slot_that_holds_something_else_is_an_error(build, get_oracle, contents):
     """HY-3: never a zero state; and it is said once, since the snapshot is given up then."""
     control = build()
-    slot, notes = control.slot(0), control.driver.context.snapshots._contents
+    slot, notes = control.slot(0), control.driver.context.allocated.snapshots._contents
     notes[slot] = contents
     control._add([*PROMPT, 5])
     control._add([*SECOND, 5])

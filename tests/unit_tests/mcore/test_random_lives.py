@@ -84,7 +84,7 @@ class Life:
         self.driver.engine.check()
 
     def fail(self) -> None:
-        failing = failing_forward if self.driver.context.live_states is None else failing_scan
+        failing = failing_forward if self.driver.context.allocated.live_states is None else failing_scan
         with failing(self.source.randint(0, 3)), contextlib.suppress(Broken):
             self.driver.step()
         self.driver.engine.check()

@@ -50,7 +50,7 @@ def test_cache_on_equals_cache_off(get_driver, get_oracle, kind, mode, max_token
     """M1-1, M1-3, LA-1, LA-2, HY-3, HY-4, HY-6, HY-7, EX-1: tokens, logits, states, snapshots, skipped tokens."""
     driver = play(build_driver(get_oracle, kind, mode=mode, max_requests=8, max_tokens=max_tokens))
     off = play_off(get_driver, kind)
-    assert driver.engine.geometry.kernel_chunk == off.engine.geometry.kernel_chunk  # M1-4
+    assert driver.engine.plan.world.kernel_chunk == off.engine.plan.world.kernel_chunk  # M1-4
     leaves_more = mode == "align" and max_tokens < 2 * BLOCK  # a snapshot at every boundary, as chunks end
     assert driver.skipped(*range(7)) == [0, 64, 32 if leaves_more else 0, 0, 64, 32, 80]
     for request_id in range(7):
@@ -78,7 +78,7 @@ def test_at_every_length(get_oracle, kind):
 def test_snapshots_inside_one_prefill(get_oracle, block):
     """HY-4, HY-12: snapshots are right for every block size; the kernel chunk does not depend on it."""
     driver = build_driver(get_oracle, "gated_delta_net", block_size=block, max_tokens=1000)
-    assert driver.engine.geometry.kernel_chunk == 64
+    assert driver.engine.plan.world.kernel_chunk == 64
     prompt = make_prompt(3 * block + 7)
     for number, end in enumerate([2 * block + 9, len(prompt), len(prompt)]):
         assert driver.sight(number, prompt[:end]) == [0, 2 * block, 3 * block][number]
@@ -93,7 +93,7 @@ class TestPools:
     def test_blocks_of_a_model_without_attention_only_carry_the_index(self, get_oracle):
         """M1-1: they take no memory; the budget is for states alone, and prompts are skipped nevertheless."""
         driver = build_driver(get_oracle, "mamba1_only", block_count=None, buffer_size_gb=0.01, max_requests=4)
-        geometry = driver.engine.geometry
+        geometry = driver.engine.plan.world
         assert (geometry.block_bytes, geometry.state_in_kv_tokens) == (0, None)
         channels, states, layers, window = 96, 8, 2, 3
         assert geometry.state_bytes == layers * channels * (states + window - 1) * 4
@@ -103,12 +103,12 @@ class TestPools:
 
     def test_of_a_layer_with_both(self, get_oracle):
         """A layer side by side has a place in both pools; a short convolution has no recurrent state to keep."""
-        both = build_driver(get_oracle, "side_by_side").context
-        assert (len(both.pools.kv[0]), len(both.live_states.conv), len(both.live_states.ssm)) == (2, 2, 2)
+        both = build_driver(get_oracle, "side_by_side").context.pools
+        assert (len(both.kv[0]), len(both.live_states.conv), len(both.live_states.ssm)) == (2, 2, 2)
         short = build_driver(get_oracle, "short_conv")
-        assert (len(short.context.pools.kv[0]), short.context.snapshots.ssm.numel()) == (1, 0)
+        assert (len(short.context.pools.kv[0]), short.context.allocated.snapshots.ssm.numel()) == (1, 0)
         layers, channels, kept = 3, 48, 4
-        assert short.engine.geometry.state_bytes == layers * channels * kept * 4
+        assert short.engine.plan.world.state_bytes == layers * channels * kept * 4
 
 
 class TestNegativeControls:
@@ -121,7 +121,7 @@ class TestNegativeControls:
         """Zero one kind of state of one layer in all snapshots."""
         driver = build_driver(get_oracle, kind)
         driver.sight(0, PROMPT)
-        getattr(driver.context.snapshots, which)[1] = 0.0
+        getattr(driver.context.allocated.snapshots, which)[1] = 0.0
         self.assert_is_seen(driver, get_oracle(kind))
 
     @pytest.mark.parametrize("which", [0, 1])

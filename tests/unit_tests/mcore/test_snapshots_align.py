@@ -75,7 +75,7 @@ class TestBothModes:
             for driver in (kernel, align):
                 slots.append(driver.slot_of(prompt[:position]))
             for kind in ("conv", "ssm"):
-                pools = [getattr(driver.context.snapshots, kind) for driver in (kernel, align)]
+                pools = [getattr(driver.context.allocated.snapshots, kind) for driver in (kernel, align)]
                 assert_states_close(pools[0][:, slots[0]], pools[1][:, slots[1]], f"{name}, {kind}")
 
     @pytest.mark.parametrize("first", ["kernel", "align"])

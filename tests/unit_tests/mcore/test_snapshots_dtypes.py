@@ -49,7 +49,7 @@ def test_bf16_states(get_driver, get_oracle, budget):
     """HY-14: p95 of the differences at most ln 1.05, the largest at most ln 1.2, with tokens skipped."""
     batching = BF16 | {"max_tokens": budget, "max_requests": 30}
     on, off = play(build_driver(get_oracle, **batching)), play(get_driver("hybrid", **batching))
-    for pool in (on.context.snapshots, on.context.live_states):
+    for pool in (on.context.allocated.snapshots, on.context.allocated.live_states):
         assert (pool.conv.dtype, pool.ssm.dtype) == (torch.bfloat16, torch.bfloat16)
     assert min(on.skipped(*range(1, 2 * COUNT))) >= 48
     found = differences(on, off)
@@ -70,7 +70,7 @@ def test_the_bounds_see_a_lost_state(get_driver, get_oracle, monkeypatch, which)
 
     def spoil(states: StepStates) -> None:
         keep(states)
-        getattr(on.context.snapshots, which)[0] = 0.0
+        getattr(on.context.allocated.snapshots, which)[0] = 0.0
 
     on, off = build_driver(get_oracle, **BF16, max_requests=30), get_driver("hybrid", **BF16, max_requests=30)
     keep = StepStates.keep

@@ -70,7 +70,7 @@ class TestBlockSizes:
     @pytest.mark.parametrize("block_size", [48, 80, 256])
     def test_results_do_not_depend_on_it(self, get_driver, get_oracle, block_size):
         driver = get_driver(block_size=block_size, max_tokens=50)
-        assert driver.engine.geometry.kernel_chunk == 32
+        assert driver.engine.plan.world.kernel_chunk == 32
         for request_id, length in enumerate((17, 63, 129)):
             driver.add(request_id, make_prompt(length))
         driver.run()

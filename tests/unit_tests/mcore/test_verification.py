@@ -82,7 +82,7 @@ def test_no_bit_changes_in_16_bits(kind, dtype):
     drafter.truth = pair.truth()
     driver = pair.speculating(drafter, 4)
     chat(driver)
-    assert driver.engine.controller.draft_exactness(driver.engine.plan) == "verified to the bits of single tokens"
+    assert driver.engine.controller.draft_exactness() == "verified to the bits of single tokens"
     found, expected = bits_of(driver), bits_of(pair.plain)
     assert driver.scheduler.counters.accepted > 10
     assert expected.keys() <= found.keys()
@@ -96,9 +96,9 @@ def test_rounding_of_drafts_is_said_at_the_start(settings):
     """SP-3: in fp32 libraries add up one row in another order than several; states of 16 bits are rounded by step."""
     model = build_slow_decay(CONFIGS["hybrid"]).to(settings.get("dtype", torch.float32))
     drafting = Driver(model, CONFIGS["hybrid"], speculative_tokens=2, drafter=Knowing(ANSWERS["right"]), **settings)
-    assert drafting.engine.controller.draft_exactness(drafting.engine.plan).startswith("verified within rounding")
+    assert drafting.engine.controller.draft_exactness().startswith("verified within rounding")
     engine = Driver(model, CONFIGS["hybrid"], **settings).engine
-    assert engine.controller.draft_exactness(engine.plan) == ""
+    assert engine.controller.draft_exactness() == ""
 
 
 def cases() -> list:

@@ -201,7 +201,7 @@ class TestLimits:
         """CU-20: a dummy request's states are no snapshot."""
         built = build(config_of("hybrid", "M*-"))
         built.warmed()
-        assert set(built.engine.context.snapshots._contents) == {None}
+        assert set(built.engine.context.allocated.snapshots._contents) == {None}
 
 
 class TestFullSteps:

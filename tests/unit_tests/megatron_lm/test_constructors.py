@@ -52,7 +52,7 @@ def test_the_parts_have_the_attributes_of_the_engine(model):
         engine = engine_around(model, context, random_seed=3, inference_logging_step_interval=5)
         assert engine.context.max_sequence_length == context.max_sequence_length == 64
         assert engine.inference_logging_step_interval == 5
-        assert context.block_allocator.active_count == engine.geometry.blocks
+        assert context.block_allocator.active_count == engine.plan.world.blocks
         (record,) = engine.generate([megatron_models.PROMPT[:9]], SamplingParams(num_tokens_to_generate=2, top_k=1))
         assert record[0].generated_tokens == megatron_models.generate(model, megatron_models.PROMPT[:9], 2)[0]
         assert context.step_count == engine.step_count == 2

@@ -74,7 +74,7 @@ def test_parts_by_hand(model):
         engine.add_request(0, "5 6 7", made("SamplingParams", SamplingParams)(num_tokens_to_generate=1, top_k=1))
         step = engine.step_modern()
         assert absent(engine, "engine") == absent(context, "context") == absent(engine.decode_only, "decode_only") == []
-        assert context.kv_block_allocator.pool_size == engine.geometry.blocks + 1
+        assert context.kv_block_allocator.pool_size == engine.plan.world.blocks + 1
         assert set(MAIN["step"]) <= step.keys()
         (record,) = step["finished_request_records"]
         assert absent(record[0], "finished_request") == []

@@ -92,7 +92,7 @@ def test_what_was_evicted_comes_back_from_disk(get_driver, tmp_path, kind):
 def test_memory_that_blocks_and_snapshots_share_gives_up_and_takes_back(get_driver, tmp_path):
     """EX-11: in an arena, too, where what is evicted may be about to move."""
     driver = started(get_driver, tmp_path / "cache", cache={"snapshot_slots": None} | PATIENT, **SMALL_ARENA)
-    assert driver.engine.geometry.slabs is not None
+    assert driver.engine.plan.world.slabs is not None
     prompts = [make_prompt(120, seed=seed) for seed in range(6)]
     cold = [serve(driver, prompt)[:2] for prompt in prompts]
     for _ in range(3):

@@ -103,11 +103,11 @@ def test_a_restart_finds_what_was_cached(get_driver, tmp_path, kind, is_shared):
 def test_entries_fit_the_other_layout_of_memory(get_driver, tmp_path):
     """DC-1: entries do not depend on whether blocks and snapshots share memory."""
     driver = started(get_driver, tmp_path / "cache", **ARENA)
-    assert driver.engine.geometry.slabs is not None
+    assert driver.engine.plan.world.slabs is not None
     tokens, _, _ = served(driver)
     driver.engine.close()
     driver = started(get_driver, tmp_path / "cache", **FIXED)
-    assert driver.engine.geometry.slabs is None
+    assert driver.engine.plan.world.slabs is None
     again, _, skipped = served(driver)
     assert all(skipped)
     assert again == tokens

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams, SourceConfig
+from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model
@@ -35,7 +36,8 @@ def loaded() -> LoadedModel:
 def engine_of(loaded: LoadedModel, drafter: object | None = None, **batching: object):
     settings = BatchingConfig(**({"block_size": 16, "block_count": 1200, "max_requests": 64} | batching))
     cache = CacheConfig(snapshot_slots=8)
-    drafts = {"drafter": drafter, "speculative_tokens": 5 if drafter else 0}
+    speculation = SpeculationConfig("ngram", 5, speculative_adaptive=False) if drafter else NO_SPECULATION
+    drafts = {"drafter": drafter, "speculation": speculation}
     return build_engine(loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype, **drafts)
 
 

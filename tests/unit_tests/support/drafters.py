@@ -172,7 +172,7 @@ def assert_same_cache(actual: Driver, expected: Driver) -> None:
     here, there = (cache.states._visible for cache in caches)
     assert here.keys() == there.keys(), "there are other snapshots"
     assert caches[0].use() == caches[1].use()
-    pools = actual.context.snapshots, expected.context.snapshots
+    pools = actual.context.allocated.snapshots, expected.context.allocated.snapshots
     for block_hash, slot in here.items():
         assert_states_close(pools[0].conv[:, slot], pools[1].conv[:, there[block_hash]], "a snapshot, convolution")
         assert_states_close(pools[0].ssm[:, slot], pools[1].ssm[:, there[block_hash]], "a snapshot, recurrence")

@@ -61,7 +61,8 @@ class Driver:
     Args:
         model: Shared between tests; the engine changes nothing of it.
         cache: Off unless given.
-        speculative_tokens: See `build_engine`, as `drafter`, `packs_weights` and `dtype`, the model's.
+        speculative_tokens: Maximum number of drafts of the drafter.
+        drafter: See `build_engine`, as `packs_weights` and `dtype`, the model's.
         batching: Fields of `BatchingConfig`.
     """
 
@@ -80,6 +81,8 @@ class Driver:
         packs_weights: bool = False,
         **batching: object,
     ) -> None:
+        if speculative_tokens:
+            speculation = SpeculationConfig("ngram", speculative_tokens, speculative_adaptive=False)
         self.engine: InferenceEngine = build_engine(
             model,
             config,
@@ -88,7 +91,6 @@ class Driver:
             cache or CacheConfig(enable_prefix_caching=False),
             dtype=dtype,
             seed=seed,
-            speculative_tokens=speculative_tokens,
             drafter=drafter,
             speculation=speculation,
             packs_weights=packs_weights,
@@ -130,14 +132,14 @@ class Driver:
         self.context.memory_buffer.fill_(torch.nan)
         for tensor in self._log_probs:
             tensor.fill_(torch.nan)
-        if self.context.live_states is not None:
-            self.context.live_states.conv.fill_(torch.nan)
-            self.context.live_states.ssm.fill_(torch.nan)
+        if self.context.allocated.live_states is not None:
+            self.context.allocated.live_states.conv.fill_(torch.nan)
+            self.context.allocated.live_states.ssm.fill_(torch.nan)
             self._watch_slots()
 
     def _watch_slots(self) -> None:
         """Poison slots again when restores are done: whatever gave up its slot for this step is not read any more."""
-        pool = self.context.snapshots
+        pool = self.context.allocated.snapshots
         pool_open = pool.open
 
         def open_poisoned(slots: Sequence[int]) -> None:
@@ -150,7 +152,7 @@ class Driver:
 
     def _watch_slabs(self) -> None:
         """Poison slabs of an arena that change their type, after all that is read from them."""
-        pool = self.context.snapshots
+        pool = self.context.allocated.snapshots
         forget = pool.forget_slabs
 
         def forget_poisoned(slabs: Sequence[int], kept: Collection[int]) -> None:
@@ -166,7 +168,7 @@ class Driver:
 
     def _poison_slots(self, owners: Iterable[Request]) -> None:
         """Poison snapshots that cannot be found and states after drafts, except those from which `owners` continue."""
-        pool, states, limits = self.context.snapshots, self.scheduler.cache.states, self.scheduler.limits
+        pool, states, limits = self.context.allocated.snapshots, self.scheduler.cache.states, self.scheduler.limits
         if pool is None:
             return
         found = set(states._visible.values()) | self._held_slots()
@@ -205,9 +207,9 @@ class Driver:
             tensor[block].fill_(torch.nan)
 
     def _poison_live_slot(self, slot: int) -> None:
-        if self.context.live_states is not None:
-            self.context.live_states.conv[:, slot].fill_(torch.nan)
-            self.context.live_states.ssm[:, slot].fill_(torch.nan)
+        if self.context.allocated.live_states is not None:
+            self.context.allocated.live_states.conv[:, slot].fill_(torch.nan)
+            self.context.allocated.live_states.ssm[:, slot].fill_(torch.nan)
 
     def watch_scheduler(self) -> None:
         """Wrap what frees blocks and running state slots, and what is computed; again after the engine was reset."""
@@ -239,13 +241,13 @@ class Driver:
     # Watching
 
     def _note_states(self, request: Request, start: int, end: int) -> None:
-        seen, pool = self.seen[request.request_id], self.context.live_states
+        seen, pool = self.seen[request.request_id], self.context.allocated.live_states
         seen.chunks.append((start, end))
         if pool is not None:
             slot = request.running_slot
             if request.draft_states:  # it goes on from there
                 (state,) = request.draft_states
-                pool, slot = self.context.snapshots, state.slot
+                pool, slot = self.context.allocated.snapshots, state.slot
             seen.states[end].append((pool.conv[:, slot].clone().cpu(), pool.ssm[:, slot].clone().cpu()))
 
     def _note_drawn(self, request: Request, start: int, end: int) -> None:
@@ -410,7 +412,7 @@ def outputs_of(driver: Driver, request_id: int) -> Expected:
 
 def assert_states_equal_oracle(driver: Driver, request_id: int, oracle: Oracle) -> None:
     """The live states at the end of the prompt and after the last step are those of a token-by-token recurrence."""
-    if driver.context.live_states is None:
+    if driver.context.allocated.live_states is None:
         return
     record, seen = driver.records[request_id], driver.seen[request_id]
     tokens = [*record.prompt_tokens, *record.generated_tokens]

@@ -119,7 +119,7 @@ def assert_snapshots_equal_oracle(driver: HybridDriver, tokens: Sequence[int], o
     Returns:
         Positions of the requested snapshots.
     """
-    positions, pool = driver.snapshots_of(tokens), driver.context.snapshots
+    positions, pool = driver.snapshots_of(tokens), driver.context.allocated.snapshots
     for position in [*positions, *driver.snapshots_of(tokens, opportunistic=True)]:
         slot = driver.slot_of(tokens[:position])
         for layer, (conv, ssm) in enumerate(oracle.states(tokens[:position])):

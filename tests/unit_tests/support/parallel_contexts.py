@@ -116,8 +116,8 @@ def lead(engine: InferenceEngine, script: Script) -> Lived:
         _step(engine, records)
     assert not engine.has_unfinished_requests(), "requests never end"
     engine.close()
-    counters = dataclasses.replace(engine.core.counters)
-    return Lived(records, engine.core.statistics().prefix_cache(), counters, engine.step_count, engine.geometry)
+    counters, world = dataclasses.replace(engine.core.counters), engine.plan.world
+    return Lived(records, engine.core.statistics().prefix_cache(), counters, engine.step_count, world)
 
 
 def _act(

@@ -135,7 +135,7 @@ def test_the_comparison_sees_lost_contents(name: str, which: str, oracles) -> No
     if which == "keys":
         driver.context.memory_buffer[0, 1] = 0.0
     else:
-        getattr(driver.context.snapshots, which)[1] = 0.0
+        getattr(driver.context.allocated.snapshots, which)[1] = 0.0
     assert sight(driver, 1, oracle.prompt(100, seed=1)) == 96
     assert engine_excess(driver, 0, theirs) <= 1
     assert engine_excess(driver, 1, theirs) > 10

@@ -14,6 +14,7 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
 from megatron_ext.offline.prompts import Prompt, tokenize_prompts
+from megatron_ext.text.tokenizer import tokenize_prompt
 from tests.unit_tests.models.huggingface import oracles as oracle
 from tests.unit_tests.support import hf_tokenizers
 
@@ -57,7 +58,7 @@ def test_one_beginning_and_no_more(engine: InferenceEngine) -> None:
         assert list(engine.generate([ids])[0].prompt_tokens) == ids
 
 
-def test_tokenizers_that_begin_nothing(engine: InferenceEngine) -> None:
+def test_tokenizers_that_begin_nothing() -> None:
     """A beginning is not added unasked, and a missing one cannot be requested."""
 
     class Plain:
@@ -66,11 +67,10 @@ def test_tokenizers_that_begin_nothing(engine: InferenceEngine) -> None:
         def tokenize(self, text: str) -> list[int]:
             return list(IDS)
 
-    controller = engine.controller
-    controller.tokenizer = Plain()
-    assert controller.prompt_tokens(TEXT) == IDS
-    assert controller.prompt_tokens(TEXT, add_bos=True) == [0, *IDS]
-    controller.tokenizer.bos = None
-    assert controller.prompt_tokens(TEXT) == IDS
+    tokenizer = Plain()
+    assert tokenize_prompt(tokenizer, TEXT) == IDS
+    assert tokenize_prompt(tokenizer, TEXT, add_bos=True) == [0, *IDS]
+    tokenizer.bos = None
+    assert tokenize_prompt(tokenizer, TEXT) == IDS
     with pytest.raises(ConfigError, match="add_BOS is set, but the tokenizer has no beginning-of-document token"):
-        controller.prompt_tokens(TEXT, add_bos=True)
+        tokenize_prompt(tokenizer, TEXT, add_bos=True)
