@@ -15,7 +15,7 @@ from benchmarks.models import Engine
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.warm_restart_setup import keep_engine
+from megatron_ext.mcore.warm_restart_setup import open_disk_cache
 from megatron_ext.models.identity import cache_facts, weights_digest
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.prefix_cache.disk.tier import DiskTier
@@ -77,7 +77,7 @@ def tier_without_hits(run: Run, rounds: int = 6, length: int = 320, sizes: tuple
         with tempfile.TemporaryDirectory() as folder:
             cache = CacheConfig(prefix_cache_dir=folder + "/cache", prefix_cache_disk_gb=4.0, snapshot_slots=2 * BATCH)
             tier = built(loaded, cache, **memory)
-            keep_engine(tier, cache_facts(loaded, weights), cache)
+            open_disk_cache(tier, cache_facts(loaded, weights), cache)
             engines = {"memory": built(loaded, CacheConfig(snapshot_slots=2 * BATCH), **memory), "disk": tier}
             costs = {name: Costs() for name in engines}
             for number in range(rounds + 1):

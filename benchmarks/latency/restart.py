@@ -20,7 +20,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams, Sour
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.warm_restart_setup import keep_engine
+from megatron_ext.mcore.warm_restart_setup import open_disk_cache
 from megatron_ext.models.identity import cache_facts, weights_digest
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
@@ -53,7 +53,7 @@ def started(loaded: LoadedModel, weights: bytes, directory: Path) -> InferenceEn
     cache = CacheConfig(prefix_cache_dir=str(directory), prefix_cache_disk_gb=2.0, prefix_cache_drain_seconds=60.0)
     settings = BatchingConfig(buffer_size_gb=0.6, max_requests=4)
     built = build_engine(loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype)
-    keep_engine(built, cache_facts(loaded, weights), cache)
+    open_disk_cache(built, cache_facts(loaded, weights), cache)
     return built
 
 

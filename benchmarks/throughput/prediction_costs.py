@@ -23,13 +23,13 @@ from megatron_ext.config import RequestParams
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.multi_token_engine import MultiTokenEngine
+from megatron_ext.mcore.multi_token_engine import PredictionLayerDrafter
 from megatron_ext.models.load import LoadedModel
 
 PHASES: dict[str, tuple[object, str]] = {
     "trunk": (InferenceController, "forward"),
     "sampling": (InferenceController, "sample"),
-    "layer": (MultiTokenEngine, "logits"),
+    "layer": (PredictionLayerDrafter, "logits"),
 }
 PROMPT = 64  # tokens
 

@@ -17,12 +17,12 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.core_factory import ContextResources, make_scheduler
-from megatron_ext.mcore.cuda_graph_setup import Messages, check_ranks, cuda_graph_runner_for, recorded_steps_for
+from megatron_ext.mcore.cuda_graph_setup import Communication, check_ranks, cuda_graph_runner_for, recorded_steps_for
 from megatron_ext.mcore.draft_cost_measurement import measure_costs
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.layers.layer_map import model_shape, places_of
+from megatron_ext.mcore.layers.layer_map import layer_indices, model_shape
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
-from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, PredictionParts
+from megatron_ext.mcore.multi_token_engine import PredictionDrafterBuilder, PredictionLayerDrafter
 from megatron_ext.mcore.packed_weights import pack_weights
 from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.mcore.versions import wrap
@@ -140,24 +140,24 @@ def plan_pools(
 
 def _prediction_of(
     model: HybridModel, config: ModelConfig, dtype: torch.dtype, speculation: SpeculationConfig
-) -> PredictionParts | None:
+) -> PredictionDrafterBuilder | None:
     """Return the parts of a drafting layer; None if the settings ask for none, or it is on another stage."""
     if not speculation.has_prediction or model.mtp is None:
         return None
-    return PredictionParts(model, config, dtype, speculation.num_speculative_tokens)
+    return PredictionDrafterBuilder(model, config, dtype, speculation.num_speculative_tokens)
 
 
-def _draft_memory(prediction: PredictionParts | None, batching: BatchingConfig) -> DraftMemory:
+def _draft_memory(prediction: PredictionDrafterBuilder | None, batching: BatchingConfig) -> DraftMemory:
     return NO_DRAFT_LAYERS if prediction is None else prediction.memory(batching)
 
 
-def _drafter_of(layers: Sequence[MultiTokenEngine]) -> Drafter | None:
+def _drafter_of(layers: Sequence[PredictionLayerDrafter]) -> Drafter | None:
     """Return the drafter of all depths; None without any."""
     return LayeredDrafter(layers) if len(layers) > 1 else next(iter(layers), None)
 
 
 def _parts_to_warm_up(
-    controller: InferenceController, layers: Sequence[MultiTokenEngine], parallel: ParallelContext | None
+    controller: InferenceController, layers: Sequence[PredictionLayerDrafter], parallel: ParallelContext | None
 ) -> list[WarmUpPart]:
     """Return the models whose kernels are warmed up, the same on all ranks, whose steps communicate.
 
@@ -232,7 +232,7 @@ def _build_controller(
     packs_weights: bool,
     dtype: torch.dtype,
     parallel_context: ParallelContext | None,
-) -> tuple[InferenceController, list[MultiTokenEngine]]:
+) -> tuple[InferenceController, list[PredictionLayerDrafter]]:
     """Build the controller of this rank's engine or worker, and the drafters of layers, by depth."""
     device = next(model.parameters()).device
     backend_selection.check(batching.operator_backend, device)
@@ -246,7 +246,7 @@ def _build_controller(
             raise ConfigError(
                 "--rl-kv-cache-management-mode offload works with one rank; give persist or recompute for several"
             )
-        check_ranks(batching, Messages.here(device), device)
+        check_ranks(batching, Communication.here(device), device)
     compile_operators(model, batching)
     # Weights are packed before the memory for the pools is measured.
     packed, identity = pack_weights(model, batching, parallel_context) if packs_weights else (None, "")
@@ -265,7 +265,7 @@ def _build_controller(
         draft=_draft_memory(prediction, batching),
         linear=identity,
     )
-    context = InferenceContext(plan, places_of(model.decoder.layer_type_list), device)
+    context = InferenceContext(plan, layer_indices(model.decoder.layer_type_list), device)
     context.suspend_level = batching.suspend_level
     assert config.vocab_size is not None, "the model was built with one"
     controller = InferenceController(wrap(model.eval(), context, config.vocab_size), tokenizer, config.vocab_size)

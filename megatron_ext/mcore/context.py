@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ext.config.batching import SuspendLevel
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.mcore.layers.layer_map import LayerPlaces
+from megatron_ext.mcore.layers.layer_map import LayerIndices
 from megatron_ext.mcore.versions import BlockAllocator, Context
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.heap import give_back_freed_memory
@@ -78,7 +78,7 @@ class InferenceContext(Context):
 
     Args:
         plan: Sizes of all pools and buffers.
-        layer_places: Index of each layer's keys, values and states in the pools.
+        layer_indices: Index of each layer's keys, values and states in the pools.
         device: Device of the pools.
 
     Attributes:
@@ -99,7 +99,7 @@ class InferenceContext(Context):
     kv_block_allocator: PoolBlockAllocator | None
     _core: EngineCore  # set by `attach`
 
-    def __init__(self, plan: EnginePlan, layer_places: LayerPlaces, device: torch.device) -> None:
+    def __init__(self, plan: EnginePlan, layer_indices: LayerIndices, device: torch.device) -> None:
         self.plan = plan
         self.max_requests, self.max_tokens = plan.limits.max_requests, plan.limits.max_tokens
         self.max_sequence_length = plan.limits.max_model_len
@@ -121,7 +121,7 @@ class InferenceContext(Context):
         self.recorded_steps: RecordedSteps | None = None  # None runs the model's Python code in every eager step
         self._rotation: Rotation | None = None
         self._block_rows = BlockRows()
-        self._layer_places = layer_places
+        self._layer_indices = layer_indices
         self._device = device
         self.staging_rules = StagingRules(
             block_size=plan.geometry.block_size_tokens,
@@ -308,19 +308,19 @@ class InferenceContext(Context):
 
     def key_value_cache(self, layer_number: int) -> Tensor:
         """Return key and value cache of a layer, [2, blocks + 1, B, KV heads, D]."""
-        return self.memory_buffer[:, self._layer_places.kv[layer_number - 1]]
+        return self.memory_buffer[:, self._layer_indices.kv[layer_number - 1]]
 
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Return live convolution and SSM states of a layer; written in place."""
         live = self.allocated.live_states
         assert live is not None, "a recurrent layer has states"
-        return live.layer(self._layer_places.states[layer_number - 1])
+        return live.layer(self._layer_indices.states[layer_number - 1])
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Return convolution and SSM snapshots of a layer; written in place."""
         snapshots = self.allocated.snapshots
         assert snapshots is not None, "a recurrent layer has states"
-        return snapshots.layer(self._layer_places.states[layer_number - 1])
+        return snapshots.layer(self._layer_indices.states[layer_number - 1])
 
     # Upstream's queries, answered from the host
 

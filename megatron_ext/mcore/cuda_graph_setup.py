@@ -21,7 +21,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.layers.dense_moe import problem_of
+from megatron_ext.mcore.layers.dense_moe import why_not_dense
 from megatron_ext.ops import cpp
 from megatron_ext.ops.backends import AUTO
 from megatron_ext.ops.linear import onednn
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Messages:
-    """Messages between the ranks that share a model.
+class Communication:
+    """Communication between the ranks that share a model.
 
     Attributes:
         sizes: Sizes of the groups.
@@ -54,8 +54,8 @@ class Messages:
     blocks: str | None
 
     @classmethod
-    def here(cls, device: torch.device) -> Messages:
-        """Return the messages of Megatron's process groups on this rank."""
+    def here(cls, device: torch.device) -> Communication:
+        """Return how this rank communicates in Megatron's process groups."""
         backend = torch.distributed.get_backend(parallel_state.get_tensor_model_parallel_group())
         has_nccl = device.type == "cuda" and torch.distributed.is_nccl_available()
         version = torch.cuda.nccl.version() if has_nccl else None
@@ -63,7 +63,7 @@ class Messages:
         return cls(platform.group_sizes(), str(backend), version, blocks)
 
 
-def check_ranks(batching: BatchingConfig, messages: Messages, device: torch.device) -> None:
+def check_ranks(batching: BatchingConfig, communication: Communication, device: torch.device) -> None:
     """Check that the ranks of a model can capture their messages, before anything is allocated.
 
     On a CPU the same steps run uncaptured, over any backend.
@@ -71,15 +71,15 @@ def check_ranks(batching: BatchingConfig, messages: Messages, device: torch.devi
     Raises:
         ConfigError: They cannot.
     """
-    sizes = messages.sizes
-    if not batching.has_input_buffers or device.type != "cuda" or uncaptured_sizes(sizes) is not None:
+    sizes = communication.sizes
+    if not batching.has_input_buffers or device.type != "cuda" or why_not_captured(sizes) is not None:
         return
-    problem = _problem_of_nccl(messages) if sizes.tensor_model_parallel_size > 1 else None
+    problem = _problem_of_nccl(communication) if sizes.tensor_model_parallel_size > 1 else None
     if problem is not None:
         raise ConfigError(f"--cuda-graph-impl {batching.cuda_graph_impl}: {problem}, or --cuda-graph-impl none")
 
 
-def uncaptured_sizes(sizes: ParallelConfig) -> str | None:
+def why_not_captured(sizes: ParallelConfig) -> str | None:
     """Return why steps at these sizes are not captured; None if they are. Launch scripts of Megatron ask for both."""
     if sizes.pipeline_model_parallel_size > 1:
         return (
@@ -94,14 +94,14 @@ def uncaptured_sizes(sizes: ParallelConfig) -> str | None:
     return None
 
 
-def _problem_of_nccl(messages: Messages) -> str | None:
-    if "nccl" not in messages.backend:
-        return f"messages of {messages.backend} cannot be captured; give --distributed-backend nccl"
-    if messages.nccl is None or messages.nccl < OLDEST_NCCL:
-        found, oldest = (".".join(map(str, one)) for one in (messages.nccl or (0,), OLDEST_NCCL))
+def _problem_of_nccl(communication: Communication) -> str | None:
+    if "nccl" not in communication.backend:
+        return f"messages of {communication.backend} cannot be captured; give --distributed-backend nccl"
+    if communication.nccl is None or communication.nccl < OLDEST_NCCL:
+        found, oldest = (".".join(map(str, one)) for one in (communication.nccl or (0,), OLDEST_NCCL))
         return f"NCCL {found} cannot be captured; install {oldest} or newer"
-    if messages.blocks is not None:
-        return f"{messages.blocks} makes the host wait for messages, which cannot be captured; unset it"
+    if communication.blocks is not None:
+        return f"{communication.blocks} makes the host wait for messages, which cannot be captured; unset it"
     return None
 
 
@@ -120,7 +120,7 @@ def cuda_graph_runner_for(
     """
     if not batching.has_input_buffers:
         return None
-    problem = (uncaptured_sizes(platform.group_sizes()) if has_peers else None) or _problem(controller)
+    problem = (why_not_captured(platform.group_sizes()) if has_peers else None) or _problem(controller)
     if problem is not None:
         logger.warning("--cuda-graph-impl local: every step is eager, since %s", problem)
         return None
@@ -141,7 +141,7 @@ def _problem(controller: InferenceController) -> str | None:
     if controller.records_routing:
         return "--moe-enable-routing-replay reads the experts of each token after a step"
     model = controller.inference_wrapped_model.model
-    problems = (problem_of(module.experts) for module in model.modules() if isinstance(module, MoELayer))
+    problems = (why_not_dense(module.experts) for module in model.modules() if isinstance(module, MoELayer))
     return next((one for one in problems if one is not None), None)
 
 

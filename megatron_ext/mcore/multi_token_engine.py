@@ -14,7 +14,7 @@ from megatron_ext.config import BatchingConfig, ModelConfig
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.hidden_states import KEPT_TOKENS, HiddenStates
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.layers.layer_map import places_of, stack_shape
+from megatron_ext.mcore.layers.layer_map import layer_indices, stack_shape
 from megatron_ext.mcore.layers.multi_token_prediction import PredictionLayer
 from megatron_ext.mcore.versions import inference_mode
 from megatron_ext.mcore.warm_up import WarmUpPart
@@ -27,7 +27,7 @@ from megatron_ext.speculation.multi_token import ChunkInput, MultiTokenDrafter
 
 
 @dataclass(frozen=True)
-class PredictionParts:
+class PredictionDrafterBuilder:
     """Model with layers of multi-token prediction, and the settings to build its drafter.
 
     Attributes:
@@ -62,7 +62,7 @@ class PredictionParts:
         states = shape.states.bytes if shape.states else 0
         return DraftMemory(shape.kv_bytes_per_token * self.depths, states * self.depths, hidden * self.depths)
 
-    def layers(self, target: InferenceContext, batching: BatchingConfig) -> list[MultiTokenEngine]:
+    def layers(self, target: InferenceContext, batching: BatchingConfig) -> list[PredictionLayerDrafter]:
         """Return the drafter of each depth beside a context, with pools of its own.
 
         Raises:
@@ -74,16 +74,16 @@ class PredictionParts:
         captured = 0 if target.cuda_graph_runner is None else target.cuda_graph_runner.max_tokens
         recorded = 0 if target.recorded_steps is None else min(requests * (1 + self.drafts), MAX_ROWS)
         states = HiddenStates(self.model, target, requests, captured, recorded_tokens=recorded)
-        layers, hook = list[MultiTokenEngine](), states.hook
+        layers, hook = list[PredictionLayerDrafter](), states.hook
         for depth in range(1, self.depths + 1):
-            context = InferenceContext(plan, places_of(self.layer(1).mtp_model_layer.layer_type_list), device)
+            context = InferenceContext(plan, layer_indices(self.layer(1).mtp_model_layer.layer_type_list), device)
             context.allocate_all_tensors(is_init=True)
             if target.recorded_steps is not None:
                 context.recorded_steps = target.recorded_steps.beside(context.staging_rules, 1 + self.drafts, hook)
             outputs = None
             if depth < self.depths:
                 outputs = HiddenStates(self.model, context, requests, watches=False)
-            layers.append(MultiTokenEngine(self, context, states, operators, depth, outputs))
+            layers.append(PredictionLayerDrafter(self, context, states, operators, depth, outputs))
             states = outputs or states
         return layers
 
@@ -110,7 +110,7 @@ class _Buffers:
         return cls(like.new_empty(tokens, width), shifts, like.new_empty(tokens, width))
 
 
-class MultiTokenEngine(MultiTokenDrafter):
+class PredictionLayerDrafter(MultiTokenDrafter):
     """Drafter that computes a layer of multi-token prediction, whose pools come and go with the engine's.
 
     Args:
@@ -127,7 +127,7 @@ class MultiTokenEngine(MultiTokenDrafter):
 
     def __init__(
         self,
-        parts: PredictionParts,
+        parts: PredictionDrafterBuilder,
         context: InferenceContext,
         states: HiddenStates,
         operators: str,

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 GIB = 1024**3
 
 
-def keep_engine(
+def open_disk_cache(
     engine: InferenceEngine,
     model: Sequence[bytes],
     settings: CacheConfig,
@@ -41,10 +41,10 @@ def keep_engine(
         ConfigError: The directory is not for this, or others can write to it; see `take_slot`.
         RankError: A rank has failed.
     """
-    engine.core.attach_disk(lambda: open_part(engine.controller, model, settings, parallel_context))
+    engine.core.attach_disk(lambda: open_rank_store(engine.controller, model, settings, parallel_context))
 
 
-def open_part(
+def open_rank_store(
     controller: InferenceController,
     model: Sequence[bytes],
     settings: CacheConfig,

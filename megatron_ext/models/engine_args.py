@@ -17,7 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators, plan_pools
-from megatron_ext.mcore.warm_restart_setup import keep_engine, open_part
+from megatron_ext.mcore.warm_restart_setup import open_disk_cache, open_rank_store
 from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.models.identity import cache_facts, weights_digest
@@ -96,7 +96,7 @@ class EngineArgs:
             phase=self._phase,
         )
         if facts is not None:
-            keep_engine(engine, facts, cache, self._parallel_context)
+            open_disk_cache(engine, facts, cache, self._parallel_context)
         return engine
 
 
@@ -127,7 +127,7 @@ def build_follower(settings: EngineSettings, parallel_context: ParallelContext, 
     loaded, cache, opener = weight_writer.loaded, settings.cache, None
     facts = _cache_facts(settings, parallel_context, loaded)
     if facts is not None:
-        opener = partial(open_part, model=facts, settings=cache, parallel_context=parallel_context)
+        opener = partial(open_rank_store, model=facts, settings=cache, parallel_context=parallel_context)
     worker = build_worker(
         loaded.model,
         loaded.config,

@@ -44,7 +44,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.files import open_regular, read_bytes, read_json
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import (
     METADATA_FILE,
-    Part,
+    StoredChunk,
     StoredState,
     StoredTensor,
     is_file_name,
@@ -181,7 +181,7 @@ class _PartReader:
                 target[box[0]].copy_(self._part(wanted.key, part, stored, box[1]))
         return data
 
-    def _part(self, key: str, part: Part, stored: StoredTensor, box: _Box) -> Tensor:
+    def _part(self, key: str, part: StoredChunk, stored: StoredTensor, box: _Box) -> Tensor:
         """Return a box of a stored part; whole rows of the part are read."""
         place = part.place
         where = f"{self._directory / place.file}: tensor {key}"
@@ -206,7 +206,7 @@ class _PartReader:
         return self._files[name]
 
 
-def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -> tuple[_Box, _Box] | None:
+def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: StoredChunk) -> tuple[_Box, _Box] | None:
     """Intersect a wanted box with a stored part: the common box in coordinates of either; None if it is empty."""
     ours, foreign = [], []
     for begin, size, stored_begin, stored_size in zip(offset, sizes, part.offsets, part.sizes, strict=True):
@@ -218,7 +218,7 @@ def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -
     return tuple(ours), tuple(foreign)
 
 
-def read_common(directory: Path, stored: StoredState) -> dict[str, object]:
+def read_common_state(directory: Path, stored: StoredState) -> dict[str, object]:
     """Read the values that are not tensors: arguments, iteration, scheduler state. Namespaces are `SimpleNamespace`s.
 
     A value of any other class, or a tensor, becomes a `RecordedCall` that names its class and nothing else.

@@ -19,7 +19,7 @@ import torch
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import read_bytes
 from megatron_ext.mcore.checkpoint import plain_pickle
-from megatron_ext.mcore.checkpoint.plain_pickle import Named, PlainPickleError, RecordedCall
+from megatron_ext.mcore.checkpoint.plain_pickle import Global, PlainPickleError, RecordedCall
 
 METADATA_FILE = ".metadata"
 _LONGEST_FILE = 512 * 1024**2  # bytes; 10,000 tensors in 100,000 parts are 30 MB
@@ -75,7 +75,7 @@ _UNREAD_FIELDS = ("planner_data", "storage_meta", "version", "mcore_data", "all_
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     """Bytes of a file that hold something."""
 
     file: str  # a name in the checkpoint's directory
@@ -84,12 +84,12 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredChunk:
     """Box of a tensor, and the bytes that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: FileRange
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class StoredState:
     """Tensors and objects of a checkpoint, by key."""
 
     tensors: Mapping[str, StoredTensor]
-    objects: Mapping[str, Place | None]  # None if no file has it
+    objects: Mapping[str, FileRange | None]  # None if no file has it
 
 
 def read_metadata(directory: Path) -> StoredState:
@@ -131,7 +131,7 @@ def _state(root: Any) -> StoredState:
     described, places = fields["state_dict_metadata"], _places(fields["storage_data"])
     _require(type(described) is dict, "it has no dictionary of tensors")
     tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, Place | None] = {}
+    objects: dict[str, FileRange | None] = {}
     for key, value in described.items():
         _require(type(key) is str, f"it has a key of type {type(key).__name__}")
         if type(value) is RecordedCall and value.name == f"{_DCP}.metadata.BytesStorageMetadata":
@@ -141,7 +141,7 @@ def _state(root: Any) -> StoredState:
     return StoredState(tensors, objects)
 
 
-_Places = Mapping[tuple[str, tuple[int, ...] | None], Place]
+_Places = Mapping[tuple[str, tuple[int, ...] | None], FileRange]
 
 
 def _places(stored: Any) -> _Places:
@@ -164,7 +164,7 @@ def _places(stored: Any) -> _Places:
         if not is_file_name(file):
             raise PlainPickleError(f"{_shown(key)} is in {_shown(file)}, which is not a file name")
         start, length = _size(place["offset"], "the offset", key), _size(place["length"], "the length", key)
-        places[key, None if offset is None else _shape(offset, key)] = Place(file, start, length)
+        places[key, None if offset is None else _shape(offset, key)] = FileRange(file, start, length)
     return places
 
 
@@ -176,7 +176,7 @@ def _tensor(key: str, described: Any, places: _Places) -> StoredTensor:
     return StoredTensor(_dtype(fields["properties"], key), shape, parts)
 
 
-def _part(key: str, shape: tuple[int, ...], chunk: Any, places: _Places) -> Part:
+def _part(key: str, shape: tuple[int, ...], chunk: Any, places: _Places) -> StoredChunk:
     fields = _fields(chunk, f"{_DCP}.metadata.ChunkStorageMetadata", {"offsets", "sizes"})
     offsets, sizes = (_shape(fields[name], key) for name in ("offsets", "sizes"))
     inside = len(offsets) == len(sizes) == len(shape) and all(
@@ -184,7 +184,7 @@ def _part(key: str, shape: tuple[int, ...], chunk: Any, places: _Places) -> Part
     )
     if not inside or (key, offsets) not in places:
         raise PlainPickleError(f"a part of {_shown(key)} is {'nowhere' if inside else 'outside of it'}")
-    return Part(offsets, sizes, places[key, offsets])
+    return StoredChunk(offsets, sizes, places[key, offsets])
 
 
 def _dtype(properties: Any, key: str) -> torch.dtype:
@@ -193,7 +193,7 @@ def _dtype(properties: Any, key: str) -> torch.dtype:
     state = properties.state
     _require(type(state) is tuple and len(state) == 5, f"{_shown(key)} has other properties than a tensor")
     dtype, layout = state[:2]
-    _require(type(dtype) is Named and dtype.name in _TYPES, f"{_shown(key)} has no tensor type")
+    _require(type(dtype) is Global and dtype.name in _TYPES, f"{_shown(key)} has no tensor type")
     strided = _is_made(layout, "torch.serialization._get_layout") and layout.args == ("torch.strided",)
     _require(strided, f"{_shown(key)} is not stored row by row")
     return _TYPES[dtype.name]

@@ -24,7 +24,7 @@ from typing import Any
 EMPTY_DICTIONARIES = ("collections.OrderedDict",)  # made without arguments, then filled like a dictionary
 MAX_INSTRUCTIONS = 50_000_000  # of one pickle
 _LONGEST_NAME = 1_000  # bytes of a module or a class
-STORED_APART = "stored apart"  # name given to a value stored outside the pickle (a persistent id)
+PERSISTENT_ID = "persistent id"  # name of the call that stands for a value stored outside the pickle
 _MEMBER_OF = ("builtins.getattr", "__builtin__.getattr")  # the second name is written in protocol 2
 _WHOLE_NUMBER_BYTES = 9  # 64 bits, with or without a sign
 _KEY_TYPES = (str, int, bool, float, type(None))
@@ -35,13 +35,13 @@ class PlainPickleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Named:
+class Global:
     """Global that a pickle names. The name is not looked up."""
 
     name: str  # "module.name"
 
 
-_MEMBER = Named(_MEMBER_OF[0])  # compared by identity on the stack
+_MEMBER = Global(_MEMBER_OF[0])  # compared by identity on the stack
 
 
 class RecordedCall:
@@ -70,17 +70,17 @@ def load(
     data: bytes,
     allowed: Container[str],
     *,
-    stored_apart: bool = False,
+    persistent_ids: bool = False,
     enumerations: Members | None = None,
 ) -> object:
-    """Return the value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Named` or `RecordedCall`.
+    """Return the value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Global` or `RecordedCall`.
 
     A tuple, list, dictionary or `RecordedCall` may contain another value several times, and itself.
 
     Args:
         data: The whole pickle.
         allowed: Names that the pickle may use.
-        stored_apart: Whether the pickle may refer to values stored elsewhere, as torch's do to the bytes of tensors.
+        persistent_ids: Whether the pickle may refer to values stored elsewhere, as torch's do to the bytes of tensors.
         enumerations: Classes, which must be allowed too, whose members may be given by name: `RecordedCall` with that
             name.
 
@@ -88,7 +88,7 @@ def load(
         PlainPickleError: The data is not a pickle, is cut off, uses a name that is not allowed, or an unknown
             instruction.
     """
-    machine = _Machine(data, allowed, stored_apart, enumerations or {})
+    machine = _Machine(data, allowed, persistent_ids, enumerations or {})
     try:
         return machine.run()
     except (IndexError, struct.error, UnicodeDecodeError, KeyError) as error:
@@ -98,14 +98,14 @@ def load(
 class _Machine:
     """State of the stack machine: bytes, position, stack, positions of the marks on it, and memo."""
 
-    def __init__(self, data: bytes, allowed: Container[str], stored_apart: bool, enumerations: Members) -> None:
+    def __init__(self, data: bytes, allowed: Container[str], persistent_ids: bool, enumerations: Members) -> None:
         self.data = data
         self.at = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.allowed = allowed
-        self.stored_apart = stored_apart
+        self.persistent_ids = persistent_ids
         self.enumerations = enumerations
 
     @property
@@ -156,13 +156,13 @@ class _Machine:
             raise PlainPickleError(f"it expects a {kind.__name__} and has another object, {self.place}")
         return value
 
-    def named(self, module: str, name: str) -> Named:
+    def named(self, module: str, name: str) -> Global:
         full = f"{module}.{name}"
         if full in _MEMBER_OF and self.enumerations:
             return _MEMBER
         if len(full) > _LONGEST_NAME or full not in self.allowed:
             raise PlainPickleError(f"it names {full[:200]!r}, which is not allowed in a checkpoint")
-        return Named(full)
+        return Global(full)
 
     def call(self) -> None:
         """Execute a call; `getattr` is accepted only for a known member of an enumeration."""
@@ -171,14 +171,14 @@ class _Machine:
             return
         args, _ = self.pop(), self.pop()
         kind, member = args if type(args) is tuple and len(args) == 2 else (None, None)
-        if type(kind) is Named and type(member) is str and member in self.enumerations.get(kind.name, ()):
+        if type(kind) is Global and type(member) is str and member in self.enumerations.get(kind.name, ()):
             self.stack.append(RecordedCall(kind.name, (member,)))
         else:
             raise PlainPickleError(f"it reads an attribute of an enumeration that checkpoints do not use, {self.place}")
 
     def make(self) -> None:
         args, called = self.pop(), self.pop()
-        if type(called) is not Named or type(args) is not tuple or called is _MEMBER:
+        if type(called) is not Global or type(args) is not tuple or called is _MEMBER:
             raise PlainPickleError(f"it calls an object without a name, {self.place}")
         empty = called.name in EMPTY_DICTIONARIES and not args
         self.stack.append({} if empty else RecordedCall(called.name, args))
@@ -200,9 +200,9 @@ class _Machine:
         self.below(dict).update(zip(keys, items[1::2], strict=True))
 
     def persistent(self) -> None:
-        if not self.stored_apart:
+        if not self.persistent_ids:
             raise PlainPickleError(f"it refers to external storage, {self.place}")
-        self.stack.append(RecordedCall(STORED_APART, (self.pop(),)))
+        self.stack.append(RecordedCall(PERSISTENT_ID, (self.pop(),)))
 
 
 Step = Callable[[_Machine], object]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore.checkpoint import plain_pickle
-from megatron_ext.mcore.checkpoint.plain_pickle import STORED_APART, Members, Named, PlainPickleError, RecordedCall
+from megatron_ext.mcore.checkpoint.plain_pickle import PERSISTENT_ID, Global, Members, PlainPickleError, RecordedCall
 
 _PICKLE = "data.pkl"
 _REBUILD = "torch._utils._rebuild_tensor_v2"
@@ -94,7 +94,7 @@ class Archive:
     def pickle(self, allowed: Container[str], enumerations: Members | None = None) -> object:
         """Return the plain value of the pickle, with tensors as `RecordedCall`; see `plain_pickle.load`."""
         content = bytes(self.record(_PICKLE))
-        return plain_pickle.load(content, allowed, stored_apart=True, enumerations=enumerations)
+        return plain_pickle.load(content, allowed, persistent_ids=True, enumerations=enumerations)
 
     def record(self, name: str) -> bytearray:
         """Read the bytes of one record."""
@@ -178,11 +178,11 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _storage(stored: Any, dtype: torch.dtype) -> tuple[str, int]:
     """Return the key of a tensor's storage and its number of elements."""
-    where = stored.args[0] if type(stored) is RecordedCall and stored.name == STORED_APART else None
+    where = stored.args[0] if type(stored) is RecordedCall and stored.name == PERSISTENT_ID else None
     if type(where) is not tuple or len(where) != 5 or where[0] != "storage":
         raise PlainPickleError("it is not a tensor with its own storage")
     _, kind, key, _, count = where
-    if type(kind) is not Named or _TYPED_STORAGES.get(kind.name) is not dtype:
+    if type(kind) is not Global or _TYPED_STORAGES.get(kind.name) is not dtype:
         raise PlainPickleError(f"it is not a tensor of {str(dtype).removeprefix('torch.')}")
     if type(key) is not str or not key.isdecimal() or not _are_sizes((count,)):
         raise PlainPickleError("its storage is missing")

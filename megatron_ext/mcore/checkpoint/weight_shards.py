@@ -85,7 +85,7 @@ class ShardSpec:
 
 def model_shards(model: HybridModel) -> dict[str, ShardSpec]:
     """Return the shard of every tensor of a checkpoint that this rank has, by its name on this rank."""
-    if not is_spread(model.config):
+    if not is_sharded(model.config):
         return {name: whole_shard(name, tensor.shape) for name, tensor in saved_tensors(model).items()}
     described = requested_state(model)
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
@@ -126,7 +126,7 @@ def zero_padding(target: Tensor, shard: ShardSpec) -> None:
         target.zero_()
 
 
-def is_spread(config: TransformerConfig) -> bool:
+def is_sharded(config: TransformerConfig) -> bool:
     """Return whether a rank has less than the whole model."""
     sizes = (
         config.tensor_model_parallel_size,

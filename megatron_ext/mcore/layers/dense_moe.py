@@ -46,7 +46,7 @@ def has_fixed_shapes() -> bool:
     return _is_fixed.get()
 
 
-def problem_of(experts: nn.Module) -> str | None:
+def why_not_dense(experts: nn.Module) -> str | None:
     """Return why these experts cannot be computed with fixed shapes; None if they can."""
     if not isinstance(experts, SequentialMLP):
         return f"experts of an MoE layer are {type(experts).__name__}"

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ext.mcore.layers.dense_moe import problem_of, stacked
+from megatron_ext.mcore.layers.dense_moe import stacked, why_not_dense
 from megatron_ext.mcore.layers.mlp import activate_in_place
 from megatron_ext.mcore.layers.token_dispatch import is_alone
 from megatron_ext.ops import experts as operators
@@ -35,14 +35,14 @@ _ALIGNMENT = 16
 """Bytes of which each row of weights must be a multiple."""
 
 
-def takes(layer: LocalMoELayer, hidden: Tensor) -> bool:
+def supports(layer: LocalMoELayer, hidden: Tensor) -> bool:
     """Return whether this module computes a layer for hidden states like these."""
     if torch.is_grad_enabled() or operators.EXPERTS.choose(hidden).name != triton.NAME:
         return False
-    return _multiplies(hidden) and not is_routing_recorded() and lacks(layer) is None
+    return _multiplies(hidden) and not is_routing_recorded() and why_unsupported(layer) is None
 
 
-def lacks(layer: LocalMoELayer) -> str | None:
+def why_unsupported(layer: LocalMoELayer) -> str | None:
     """Return why the layer cannot be computed in this way; None if it can."""
     config, experts = layer.config, layer.experts
     if not is_alone(layer.groups):
@@ -53,7 +53,7 @@ def lacks(layer: LocalMoELayer) -> str | None:
         return "tokens are balanced among experts"
     if config.moe_shared_expert_overlap:
         return "shared experts overlap the dispatch"
-    problem = problem_of(experts)
+    problem = why_not_dense(experts)
     if problem is not None:
         return problem
     first = experts.local_experts[0]

@@ -19,7 +19,7 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 @dataclass(frozen=True)
-class LayerPlaces:
+class LayerIndices:
     """Local layer -> its index among the layers with keys and values, and among those with states.
 
     A layer that has both has an index in each.
@@ -29,12 +29,12 @@ class LayerPlaces:
     states: Mapping[int, int]
 
 
-def places_of(letters: list[str]) -> LayerPlaces:
+def layer_indices(letters: list[str]) -> LayerIndices:
     """Return the pool indices of a stack's layers."""
-    return LayerPlaces(_places(letters, is_attention), _places(letters, is_recurrent))
+    return LayerIndices(_indices(letters, is_attention), _indices(letters, is_recurrent))
 
 
-def _places(letters: list[str], is_one: Callable[[str], bool]) -> dict[int, int]:
+def _indices(letters: list[str], is_one: Callable[[str], bool]) -> dict[int, int]:
     layers = [layer for layer, letter in enumerate(letters) if is_one(letter)]
     return {layer: place for place, layer in enumerate(layers)}
 
@@ -58,7 +58,7 @@ def model_shape(model: HybridModel, batching: BatchingConfig, dtype: torch.dtype
 
 def stack_shape(stack: HybridStack, config: LayerConfig, batching: BatchingConfig, dtype: torch.dtype) -> ModelShape:
     """Return the shape of a stack of layers; see `model_shape`."""
-    places = places_of(stack.layer_type_list)
+    places = layer_indices(stack.layer_type_list)
     states = None
     if places.states:
         shapes = stack.mamba_state_shapes_per_request()

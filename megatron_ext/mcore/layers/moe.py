@@ -163,7 +163,7 @@ class LocalMoELayer(MoELayer):
         self, hidden_states: Tensor, intermediate_tensors: object = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """Compute [s, b, h] -> [s, b, h] and no bias, as upstream, or by grouped products (`grouped_moe`)."""
-        if intermediate_tensors is None and padding_mask is None and grouped_moe.takes(self, hidden_states):
+        if intermediate_tensors is None and padding_mask is None and grouped_moe.supports(self, hidden_states):
             return grouped_moe.compute(self, hidden_states), None
         found: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors, padding_mask)
         return found
@@ -184,7 +184,7 @@ def reads_back(model: nn.Module) -> bool:
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     return any(
-        not isinstance(layer, LocalMoELayer) or not grouped_moe.takes(layer, next(layer.parameters()).new_empty(0))
+        not isinstance(layer, LocalMoELayer) or not grouped_moe.supports(layer, next(layer.parameters()).new_empty(0))
         for layer in layers
     )
 

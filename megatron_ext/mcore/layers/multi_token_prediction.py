@@ -170,7 +170,7 @@ def _of_one_stage(config: LayerConfig, layers: int) -> LayerConfig:
     return alone
 
 
-class OutputRows(nn.Module):
+class TiedEmbedding(nn.Module):
     """Embedding that reads its rows from an output layer, which has the parameter.
 
     Args:
@@ -225,7 +225,7 @@ class LastStageEmbedding(MegatronModule):
                 rows, config.hidden_size, init_method=config.init_method, config=config, tp_group=group
             )
         else:
-            self.word_embeddings = OutputRows(output_layer, group)
+            self.word_embeddings = TiedEmbedding(output_layer, group)
         self.position_embeddings = nn.Embedding(positions, config.hidden_size) if positions else None
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:

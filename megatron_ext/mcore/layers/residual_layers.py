@@ -54,7 +54,7 @@ def add_residual(mixed: MixerOutput, residual: Tensor, factor: float = 1.0) -> T
 
 
 @dataclass(frozen=True)
-class Branch:
+class ResidualBranch:
     """Layer as x + factor * mix(norm(x)), for callers that fuse a sum with the norm after it.
 
     Attributes:
@@ -84,8 +84,8 @@ def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
     return build
 
 
-class Branching(nn.Module):
-    """Layer that a step computes as a `Branch`; listed before upstream's layer among the bases.
+class ResidualLayer(nn.Module):
+    """Layer that a step computes as a `ResidualBranch`; listed before upstream's layer among the bases.
 
     Attributes:
         multiplier: Field of the configuration with a factor of the layer's output, beside `residual_multiplier`.
@@ -100,38 +100,38 @@ class Branching(nn.Module):
         self.factor: float = config.residual_multiplier * getattr(config, self.multiplier)
         setattr(self, self.sum_builder, scaled_add(getattr(self, self.sum_builder), self.factor))
 
-    def branch(self, inputs: LayerInputs) -> Branch | None:
+    def branch(self, inputs: LayerInputs) -> ResidualBranch | None:
         """Return the layer's branch in a step at inference; None to call the layer."""
         raise NotImplementedError
 
 
-class RecurrentLayer(Branching, MambaLayer):
+class RecurrentLayer(ResidualLayer, MambaLayer):
     """Norm and recurrent mixer; see `RecurrentMixer.forward`."""
 
     multiplier, sum_builder = "recurrent_output_multiplier", "mamba_bda"
     norm: nn.Module
     mixer: nn.Module
 
-    def branch(self, inputs: LayerInputs) -> Branch | None:
-        """Return the layer's branch; see `Branching`."""
-        return Branch(self.norm, partial(self.mixer, **inputs), self.factor)
+    def branch(self, inputs: LayerInputs) -> ResidualBranch | None:
+        """Return the layer's branch; see `ResidualLayer`."""
+        return ResidualBranch(self.norm, partial(self.mixer, **inputs), self.factor)
 
 
-class AttentionLayer(Branching, TransformerLayer):
+class AttentionLayer(ResidualLayer, TransformerLayer):
     """Norm and self-attention; see `PagedSelfAttention.forward`."""
 
     multiplier, sum_builder = "attention_output_multiplier", "self_attn_bda"
     input_layernorm: nn.Module
     self_attention: nn.Module
 
-    def branch(self, inputs: LayerInputs) -> Branch | None:
-        """Return the layer's branch; see `Branching`."""
+    def branch(self, inputs: LayerInputs) -> ResidualBranch | None:
+        """Return the layer's branch; see `ResidualLayer`."""
         if not isinstance(self.mlp, IdentityOp):
             return None
-        return Branch(self.input_layernorm, partial(self.self_attention, **inputs), self.factor)
+        return ResidualBranch(self.input_layernorm, partial(self.self_attention, **inputs), self.factor)
 
 
-class FeedForwardLayer(Branching, MLPLayer):
+class FeedForwardLayer(ResidualLayer, MLPLayer):
     """Norm and an MLP, or a mixture of experts; `is_mtp_layer` of main's stacks only counts in training."""
 
     multiplier, sum_builder = "mlp_output_multiplier", "mlp_bda"
@@ -141,11 +141,11 @@ class FeedForwardLayer(Branching, MLPLayer):
     def __init__(self, config: LayerConfig, *args: object, is_mtp_layer: bool = False, **options: object) -> None:
         super().__init__(config, *args, **options)
 
-    def branch(self, inputs: LayerInputs) -> Branch | None:
-        """Return the layer's branch; see `Branching`."""
+    def branch(self, inputs: LayerInputs) -> ResidualBranch | None:
+        """Return the layer's branch; see `ResidualLayer`."""
         if not isinstance(self.self_attention, IdentityOp):
             return None
-        return Branch(self.pre_mlp_layernorm, self.mlp, self.factor)
+        return ResidualBranch(self.pre_mlp_layernorm, self.mlp, self.factor)
 
 
 class ResidualStream:
@@ -163,7 +163,7 @@ class ResidualStream:
     def through(self, layer: nn.Module, inputs: LayerInputs) -> None:
         """Compute a layer; a branch's sum is deferred. Layers with hooks are called normally."""
         branch = None
-        if self._is_plain and isinstance(layer, Branching) and not forward_hooks(layer):
+        if self._is_plain and isinstance(layer, ResidualLayer) and not forward_hooks(layer):
             branch = layer.branch(inputs)
         if branch is not None:
             self._waiting = branch.mix(self.normed(branch.norm)), branch.factor
@@ -239,7 +239,7 @@ class ParallelLayer(RecurrentLayer):
         added = _scaled(mixed, self.factor) + _scaled(attended, self.attention_factor)
         return hidden_states + added
 
-    def branch(self, inputs: LayerInputs) -> Branch | None:
+    def branch(self, inputs: LayerInputs) -> ResidualBranch | None:
         """Return None: two mixers with separate factors cannot be a branch."""
         return None
 

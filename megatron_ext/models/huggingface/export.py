@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.checkpoint.weight_shards import is_spread, model_tensors
+from megatron_ext.mcore.checkpoint.weight_shards import is_sharded, model_tensors
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.family_registry import WRITTEN, family_of
 from megatron_ext.models.huggingface.fields import CONFIG_FILE, read_fields
@@ -107,7 +107,7 @@ def _published_name(name: str) -> str:
 @contextlib.contextmanager
 def _new_checkpoint(directory: str | Path, model: HybridModel) -> Iterator[Path]:
     """Yield an empty directory that becomes `directory` when the block ends."""
-    if is_spread(model.config):
+    if is_sharded(model.config):
         raise ConfigError(f"{directory} is not written: the model is sharded over ranks; load it on one rank")
     target = Path(directory).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -30,7 +30,7 @@ from megatron_ext.mcore.checkpoint.checkpoint_files import (
     BACKEND,
     COMMON_FILE,
     common_source,
-    read_common,
+    read_common_state,
     read_tensors,
     verify_files,
     write_state,
@@ -201,7 +201,7 @@ def read_dist_config(
             )
         return config, None
     stored = _read_stored(directory)
-    args, where = _arguments(directory, read_common(directory, stored)), str(common_source(directory))
+    args, where = _arguments(directory, read_common_state(directory, stored)), str(common_source(directory))
     in_gpt = is_gpt(stored.tensors)
     config = config_from_args(args, where, is_gpt=in_gpt, vocab_size=vocab_size)
     return config, training_facts(args, is_gpt=in_gpt, vocabulary_rows=padded_vocabulary(args, where))
@@ -220,7 +220,7 @@ def load_dist_weights(model: HybridModel, directory: Path) -> None:
         CheckpointError: A tensor is missing, unknown, of the wrong shape or of a non-floating type.
     """
     stored = _read_stored(directory)
-    common = read_common(directory, stored)
+    common = read_common_state(directory, stored)
     state = _requested(model, common)
     gpt_layers = model.config.num_layers // 2 if is_gpt(stored.tensors) else None
     state = {name: as_stored(one, stored.tensors, gpt_layers) for name, one in state.items()}

@@ -8,7 +8,7 @@ import torch
 from megatron_ext.config import BatchingConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.core_factory import ContextResources
-from megatron_ext.mcore.cuda_graph_setup import Messages, check_ranks, uncaptured_sizes
+from megatron_ext.mcore.cuda_graph_setup import Communication, check_ranks, why_not_captured
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.graph_capture import Graph
@@ -25,10 +25,10 @@ class TestWhichRanksCapture:
     @pytest.mark.parametrize(
         ("messages", "device"),
         [
-            (Messages(TWO, "nccl", NEW, None), CUDA),
-            (Messages(TWO, "cpu:gloo,cuda:nccl", (2, 9, 6), None), CUDA),
-            (Messages(TWO, "gloo", None, None), CPU),
-            (Messages(ParallelConfig(), "gloo", None, None), CUDA),  # replicas
+            (Communication(TWO, "nccl", NEW, None), CUDA),
+            (Communication(TWO, "cpu:gloo,cuda:nccl", (2, 9, 6), None), CUDA),
+            (Communication(TWO, "gloo", None, None), CPU),
+            (Communication(ParallelConfig(), "gloo", None, None), CUDA),  # replicas
         ],
     )
     def test_can(self, messages, device):
@@ -38,9 +38,9 @@ class TestWhichRanksCapture:
     @pytest.mark.parametrize(
         ("messages", "device", "words"),
         [
-            (Messages(TWO, "gloo", NEW, None), CUDA, ["gloo", "--distributed-backend nccl"]),
-            (Messages(TWO, "nccl", (2, 8, 4), None), CUDA, ["NCCL 2.8.4", "2.9.6"]),
-            (Messages(TWO, "nccl", NEW, "NCCL_BLOCKING_WAIT"), CUDA, ["NCCL_BLOCKING_WAIT", "unset it"]),
+            (Communication(TWO, "gloo", NEW, None), CUDA, ["gloo", "--distributed-backend nccl"]),
+            (Communication(TWO, "nccl", (2, 8, 4), None), CUDA, ["NCCL 2.8.4", "2.9.6"]),
+            (Communication(TWO, "nccl", NEW, "NCCL_BLOCKING_WAIT"), CUDA, ["NCCL_BLOCKING_WAIT", "unset it"]),
         ],
     )
     def test_cannot(self, messages, device, words):
@@ -54,11 +54,11 @@ class TestWhichRanksCapture:
     def test_sizes_whose_steps_are_eager(self, name):
         """CU-21: whatever the backend; the reason has the flag and the size."""
         sizes = ParallelConfig(**{name: 2})
-        check_ranks(GRAPHS, Messages(sizes, "gloo", None, None), CUDA)
-        reason = uncaptured_sizes(sizes)
+        check_ranks(GRAPHS, Communication(sizes, "gloo", None, None), CUDA)
+        reason = why_not_captured(sizes)
         assert reason is not None
         assert f"--{name.replace('_', '-')} 2" in reason
-        assert uncaptured_sizes(TWO) is None
+        assert why_not_captured(TWO) is None
 
 
 class Counting:

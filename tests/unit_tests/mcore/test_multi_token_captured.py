@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from megatron_ext.mcore.hidden_states import HiddenStates
-from megatron_ext.mcore.multi_token_engine import MultiTokenEngine
+from megatron_ext.mcore.multi_token_engine import PredictionLayerDrafter
 from megatron_ext.ops import cpp
 from megatron_ext.runner.cuda_graphs import buckets as sizes
 from megatron_ext.runner.recorded_steps import RecordedSteps
@@ -128,7 +128,7 @@ def test_inputs_of_a_recorded_draft_that_are_not_written_are_seen(monkeypatch):
     """The negative control: repeated steps of the layer read zeros in place of hidden states."""
     driver = Watched("hybrid", 2, "kernel", build_predicting("hybrid"), max_requests=2)
     repeats = counting(driver.drafter._context.recorded_steps)
-    fill = MultiTokenEngine._filled
+    fill = PredictionLayerDrafter._filled
 
     def stale(self, chunks, inputs):
         buffers = fill(self, chunks, inputs)
@@ -136,7 +136,7 @@ def test_inputs_of_a_recorded_draft_that_are_not_written_are_seen(monkeypatch):
             buffers.hidden.zero_()
         return buffers
 
-    monkeypatch.setattr(MultiTokenEngine, "_filled", stale)
+    monkeypatch.setattr(PredictionLayerDrafter, "_filled", stale)
     driver.add(0, make_prompt(21), num_tokens_to_generate=20, return_log_probs=False)
     driver.run()
     assert len(repeats) > 6

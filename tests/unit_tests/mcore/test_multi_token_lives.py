@@ -13,7 +13,7 @@ import torch
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.config.in_flight import InFlight
-from megatron_ext.mcore.warm_restart_setup import keep_engine
+from megatron_ext.mcore.warm_restart_setup import open_disk_cache
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.ops.linear import onednn
 from tests.unit_tests.mcore.test_random_lives import Life, tiny
@@ -70,7 +70,7 @@ def lives_on_disk(directory, driver_of) -> list[Driver]:
             prefix_cache_drain_seconds=9.0,
         )
         driver = driver_of(settings)
-        keep_engine(driver.engine, [b"model"], settings, None)
+        open_disk_cache(driver.engine, [b"model"], settings, None)
         talk(driver)
         driver.engine.close()
         found.append(driver)

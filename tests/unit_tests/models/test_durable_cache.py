@@ -16,7 +16,7 @@ from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.mirror import Mirror
-from megatron_ext.mcore.warm_restart_setup import keep_engine
+from megatron_ext.mcore.warm_restart_setup import open_disk_cache
 from megatron_ext.models.identity import cache_facts, weights_digest
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.prefix_cache.disk.announcing import announce
@@ -43,7 +43,7 @@ def started(
     model = driver.engine.controller.inference_wrapped_model.model
     tokenizer = NullTokenizer(97)
     loaded = LoadedModel(model, None, tokenizer, torch.float32, "test")  # its configuration is in the engine's plan
-    keep_engine(driver.engine, cache_facts(loaded, weights_digest(model)), settings)
+    open_disk_cache(driver.engine, cache_facts(loaded, weights_digest(model)), settings)
     driver.engine.check()
     return driver
 
@@ -157,7 +157,7 @@ def test_another_identity_finds_nothing(get_driver, tmp_path, caplog, change):
             parameter.flatten()[5] -= 1
         assert weights != weights_digest(model)
     with caplog.at_level(logging.WARNING):
-        keep_engine(other.engine, cache_facts(loaded, weights), settings)
+        open_disk_cache(other.engine, cache_facts(loaded, weights), settings)
     assert sum("another model" in record.getMessage() for record in caplog.records) == 1
     counts = other.engine.core.disk.counts()
     assert (counts["loaded"], counts["blocks"]) == (0, 0)

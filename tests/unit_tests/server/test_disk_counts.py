@@ -10,7 +10,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.mcore.warm_restart_setup import keep_engine
+from megatron_ext.mcore.warm_restart_setup import open_disk_cache
 from megatron_ext.models.identity import cache_facts, weights_digest
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.server.http.status_page import PAGE
@@ -58,7 +58,7 @@ def started(serve: Callable[..., LiveServer], directory: Path) -> LiveServer:
     engine = tiny_engine(cache=cache)
     model = engine.controller.inference_wrapped_model.model
     loaded = LoadedModel(model, None, NullTokenizer(97), torch.float32, "tiny")
-    keep_engine(engine, cache_facts(loaded, weights_digest(model)), cache)
+    open_disk_cache(engine, cache_facts(loaded, weights_digest(model)), cache)
     return serve(engine)
 
 

@@ -18,7 +18,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.multi_token_engine import MultiTokenEngine
+from megatron_ext.mcore.multi_token_engine import PredictionLayerDrafter
 from tests.unit_tests.support.drafters import caching
 from tests.unit_tests.support.driver import Driver
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
@@ -168,7 +168,7 @@ def worst_difference(driver: Watching, texts: Mapping[int, Sequence[int]] | None
 def watched() -> Iterator[Logits]:
     """Within it the logits of this rank's drafts are kept."""
     kept: Logits = []
-    compute = MultiTokenEngine.logits
+    compute = PredictionLayerDrafter.logits
 
     def logits(self, step, inputs):
         found = compute(self, step, inputs)
@@ -176,7 +176,7 @@ def watched() -> Iterator[Logits]:
             kept.append((self._sampled, found.clone()))
         return found
 
-    with mock.patch.object(MultiTokenEngine, "logits", logits):
+    with mock.patch.object(PredictionLayerDrafter, "logits", logits):
         yield kept
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.mcore.checkpoint import plain_pickle
-from megatron_ext.mcore.checkpoint.plain_pickle import Named, PlainPickleError, RecordedCall
+from megatron_ext.mcore.checkpoint.plain_pickle import Global, PlainPickleError, RecordedCall
 
 PROTOCOLS = (2, 3, 4, 5)
 WHOLE = st.integers(-(2**63), 2**63 - 1)
@@ -74,7 +74,7 @@ def test_objects_are_what_was_called_and_with_what(protocol: int) -> None:
     first, second, kind = plain_pickle.load(pickle.dumps([Point(3), Point(4), Point], protocol), {name})
     assert (type(first), first.name, first.args, first.state) == (RecordedCall, name, (), {"x": 3})
     assert second.state == {"x": 4}
-    assert kind == Named(name)
+    assert kind == Global(name)
     with pytest.raises(PlainPickleError, match=f"it names '{name}'"):
         plain_pickle.load(pickle.dumps(Point(3), protocol), {"other.Point"})
 
@@ -161,8 +161,8 @@ def test_persistent_ids_only_where_allowed(tmp_path: Path) -> None:
     data = (tmp_path / "x").read_bytes()
     with pytest.raises(PlainPickleError, match="it refers to external storage"):
         plain_pickle.load(data, ())
-    [made] = plain_pickle.load(data, (), stored_apart=True)
-    assert (made.name, made.args) == (plain_pickle.STORED_APART, (7,))
+    [made] = plain_pickle.load(data, (), persistent_ids=True)
+    assert (made.name, made.args) == (plain_pickle.PERSISTENT_ID, (7,))
 
 
 SETTING = {
@@ -191,7 +191,7 @@ OTHERS = {
     "it expects a list and has another object": b"\x80\x02}Na.",
     "it expects a dict and has another object": b"\x80\x02]NNs.",
     "it has a key of type tuple": b"\x80\x02})Ns.",
-    "it has a key of type Named": b"\x80\x02}cpathlib\nPath\nNs.",
+    "it has a key of type Global": b"\x80\x02}cpathlib\nPath\nNs.",
     "it has a key without a value": b"\x80\x02}(Nu.",
     "it calls an object without a name": b"\x80\x02N)R.",
     "it calls an object without a name, ": b"\x80\x02cpathlib\nPath\n]R.",

@@ -125,13 +125,13 @@ def test_layers_without_it_are_computed_as_before() -> None:
     """CU-11: named; and without a device unless it is asked for."""
     for config, words in ((LAYERS["groups"], "groups"), (dataclasses.replace(SIGMOID, moe_latent_size=10), "16 bytes")):
         layer, hidden = make_layer(config), make_hidden(config, 3, 1)
-        assert words in grouped_moe.lacks(layer)
+        assert words in grouped_moe.why_unsupported(layer)
         with watch() as launches:
             expected = reference_moe(layer, hidden.flatten(0, 1), config).float()
             torch.testing.assert_close(run_grouped(layer, hidden), expected, atol=1e-5, rtol=1e-5)
         assert not KERNELS & {one.kernel for one in launches}
     layer, hidden = make_layer(GROUPED["softmax"]), make_hidden(GROUPED["softmax"], 3, 1)
-    assert grouped_moe.lacks(layer) is None
+    assert grouped_moe.why_unsupported(layer) is None
     with torch.inference_mode(), watch() as launches:
         run_layer(layer, hidden)
     assert not launches

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.mcore.checkpoint import checkpoint_files
-from megatron_ext.mcore.checkpoint.checkpoint_files import read_common, read_tensors
+from megatron_ext.mcore.checkpoint.checkpoint_files import read_common_state, read_tensors
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.unit_tests.models.megatron import megatron_lm
@@ -360,7 +360,7 @@ def test_common_state_takes_no_more_than_it_is_long(
     else:
         megatron_lm.as_later_versions_write(saved, content)
     with pytest.raises(CheckpointError, match=message):
-        read_common(saved, read_metadata(saved))
+        read_common_state(saved, read_metadata(saved))
 
 
 def without_place(metadata: Metadata) -> None:
@@ -385,7 +385,7 @@ def test_a_misplaced_common_state(message: str, saved: Path) -> None:
     megatron_lm.as_later_versions_write(saved)
     change(saved, MISPLACED[message])
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_common(saved, read_metadata(saved))
+        read_common_state(saved, read_metadata(saved))
     assert "\n" not in str(caught.value)
 
 
@@ -394,7 +394,7 @@ def test_a_common_state_in_another_form(value: object, saved: Path) -> None:
     """megatron-core 0.19 writes a list with one dictionary."""
     megatron_lm.as_later_versions_write(saved, zipped(value))
     if value == {"args": 1}:
-        assert read_common(saved, read_metadata(saved)) == value
+        assert read_common_state(saved, read_metadata(saved)) == value
         return
     with pytest.raises(CheckpointError, match="object common_state does not hold a dictionary"):
-        read_common(saved, read_metadata(saved))
+        read_common_state(saved, read_metadata(saved))

@@ -17,7 +17,7 @@ from torch import nn
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.mcore.checkpoint import plain_pickle
-from megatron_ext.mcore.checkpoint.checkpoint_files import read_common
+from megatron_ext.mcore.checkpoint.checkpoint_files import read_common_state
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.mcore.checkpoint.plain_pickle import PlainPickleError, RecordedCall
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_those_pythons(tiny_model: nn.Module, tiny_config: Model
         read_metadata(saved)
     (saved / ".metadata").write_bytes(honest)
     torch.save({"args": {"backend": AttnBackend.flash, "layers": 3}}, saved / "common.pt", pickle_module=_OldModule)
-    common: Any = read_common(saved, stored)
+    common: Any = read_common_state(saved, stored)
     assert (common["args"]["layers"], type(common["args"]["backend"])) == (3, RecordedCall)
 
 
