@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
@@ -32,8 +31,7 @@ OPENMP_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 PHASES = ("import", "read", "compile", "plan")
 """Phases of every start. Where kernels are compiled, a warm-up follows, with a bar of its own."""
-_FORMAT = "start: {desc} |{bar}| {elapsed}"
-_REFRESH = 0.5  # seconds
+_FORMAT = "start: {desc} |{bar}|"
 
 
 def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:
@@ -111,11 +109,10 @@ class StartUp:
         self._last: tuple[str, float] | None = None  # phase that has ended, and its seconds
         is_drawn = is_visible and sys.stderr is not None and sys.stderr.isatty()
         self._bar = tqdm(total=len(PHASES), bar_format=_FORMAT, leave=False, disable=not is_drawn)
-        self._ended = threading.Event()
+        self._has_ended = False
         self._redirected = contextlib.ExitStack()
         if is_drawn:
             self._redirected.enter_context(logging_redirect_tqdm())
-            threading.Thread(target=self._refresh, name="start-up bar", daemon=True).start()
 
     def __enter__(self) -> StartUp:
         return self
@@ -151,7 +148,7 @@ class StartUp:
 
     def ready(self) -> None:
         """Log the end of the start, and remove the bar; later calls have no effect."""
-        if not self._ended.is_set():
+        if not self._has_ended:
             self._close()
             self._log_last()
             logger.info("start: ready after %.1f s", self._clock() - self._began)
@@ -162,12 +159,7 @@ class StartUp:
         self._last = None
 
     def _close(self) -> None:
-        if not self._ended.is_set():
-            self._ended.set()
+        if not self._has_ended:
+            self._has_ended = True
             self._bar.close()
             self._redirected.close()
-
-    def _refresh(self) -> None:
-        """Show the elapsed time until the bar is closed."""
-        while not self._ended.wait(_REFRESH):
-            self._bar.refresh()
