@@ -32,50 +32,31 @@ class ParsedFlags:
         return ParsedFlags(other.values | self.values, together, kept | self.typed)
 
 
-@dataclass(frozen=True)
-class NoEffect:
-    """Condition under which a flag has no effect.
-
-    Attributes:
-        without: Keys of flags of which one is needed.
-        beside: Keys of flags that override the flag.
-    """
-
-    key: str
-    without: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-
-    def holds(self, values: Mapping[str, object]) -> bool:
-        """Return whether the flag is given but has no effect among these values."""
-        if not values.get(self.key):
-            return False
-        lacks = bool(self.without) and not any(values.get(key) for key in self.without)
-        return lacks or any(values.get(key) for key in self.beside)
-
-
 _PROMPTS = ("prompts", "prompt-file")
 _STEP, _RATE, _DRAIN = "incoming-requests-per-step", "incoming-requests-per-sec", "drain-between-batches"
-NO_EFFECT = (
-    NoEffect("skip-prompt-log-probs", without=("return-log-probs",)),
-    NoEffect(_STEP, beside=(_DRAIN,)),
-    NoEffect("num-tokens-to-prompt", beside=_PROMPTS),
-    NoEffect("incoming-requests-duration", beside=_PROMPTS),
-    NoEffect("prompt-file-num-truncate", without=("prompt-file",)),
-    NoEffect("output-format", without=("output-path",)),
-    NoEffect("output-every-n-results", without=("output-path",)),
-    NoEffect("throughput-check-only", without=("output-path",)),
-    NoEffect("inference-dynamic-batching-track-generated-token-events", without=("output-request-events",)),
-)
+# Flags without effect unless another one is given.
+_NEEDED = {
+    "skip-prompt-log-probs": "return-log-probs",
+    "prompt-file-num-truncate": "prompt-file",
+    "output-format": "output-path",
+    "output-every-n-results": "output-path",
+    "throughput-check-only": "output-path",
+    "inference-dynamic-batching-track-generated-token-events": "output-request-events",
+}
 _SYNTHETIC = ("num-tokens-to-prompt", "incoming-requests-duration")
+# Flags that others override.
+_OVERRIDDEN = {_STEP: (_DRAIN,)} | dict.fromkeys(_SYNTHETIC, _PROMPTS)
 
 
 def note_no_effect(parsed: ParsedFlags) -> None:
     """Note which of the given flags have no effect."""
-    for one in NO_EFFECT:
-        if one.holds(parsed.values):
-            parsed.without_effect.note(f"--{one.key}")
-    if _rate_has_no_effect(parsed.values):
-        parsed.without_effect.note(f"--{_RATE}")
+    values = parsed.values
+    idle = [key for key, needed in _NEEDED.items() if values.get(key) and not values.get(needed)]
+    idle += [key for key, others in _OVERRIDDEN.items() if values.get(key) and any(map(values.get, others))]
+    if _rate_has_no_effect(values):
+        idle.append(_RATE)
+    for key in idle:
+        parsed.without_effect.note(f"--{key}")
 
 
 def _rate_has_no_effect(values: Mapping[str, object]) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeGuard
 
@@ -90,7 +91,10 @@ class FieldType:
         if type(value) is self.item:
             return value
         if _is_custom(self.item):
-            return self._made(self.item.of, value)
+            try:
+                return self.item.of(value)
+            except ValueError as error:
+                raise MismatchError(str(error)) from None
         if self.item is float and type(value) is int:
             try:
                 return float(value)
@@ -99,31 +103,27 @@ class FieldType:
         raise MismatchError(self.expected)
 
     def parse(self, text: str) -> object:
-        """Parse an item from command-line text.
+        """Parse an item from command-line text: JSON if its class has a form of its own.
 
         Raises:
             MismatchError: The text is not a valid item.
         """
         assert self.item is not bool, "a flag of its own, without a value"
-        if _is_custom(self.item):
-            return self._made(self.item.parse, text)
+        if not _is_custom(self.item):
+            try:
+                parsed: object = self.item(text)
+                return parsed
+            except ValueError:
+                raise MismatchError(_SINGULAR[self.item]) from None
         try:
-            parsed: object = self.item(text)
-            return parsed
-        except ValueError:
-            raise MismatchError(_SINGULAR[self.item]) from None
-
-    def _made(self, make: Callable[..., object], value: object) -> object:
-        try:
-            return make(value)
-        except ValueError as error:
-            raise MismatchError(str(error)) from None
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise MismatchError(self.item.expected) from None
+        return self._convert_item(value)
 
 
 class CustomParser(Protocol):
-    """Class that parses its own values; both methods raise ValueError for any other input.
-
-    The error's text follows "is not".
+    """Class that converts its own values.
 
     Attributes:
         expected: Description of the form in words, to follow "is not".
@@ -133,15 +133,11 @@ class CustomParser(Protocol):
 
     @classmethod
     def of(cls, value: object) -> object:
-        """Convert a value from JSON or from code."""
-
-    @classmethod
-    def parse(cls, text: str) -> object:
-        """Parse command-line text."""
+        """Convert a value from JSON or from code; raises ValueError for any other, whose text follows "is not"."""
 
 
 def _is_custom(item: type) -> TypeGuard[type[CustomParser]]:
-    return hasattr(item, "of") and hasattr(item, "parse")
+    return hasattr(item, "of")
 
 
 def require_types(instance: object) -> None:

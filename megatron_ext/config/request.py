@@ -35,19 +35,6 @@ class TokenBiases(tuple[tuple[int, float], ...]):
             raise ValueError(cls.expected) from None
         return cls(sorted(biases.items()))
 
-    @classmethod
-    def parse(cls, text: str) -> TokenBiases:
-        """Parse command-line text: a JSON object.
-
-        Raises:
-            ValueError: The text is not a valid JSON object of biases.
-        """
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise ValueError(cls.expected) from None
-        return cls.of(value)
-
     @property
     def problem(self) -> str | None:
         """Message on the first bias that is out of bounds; None if all are valid."""
@@ -171,15 +158,6 @@ class ResponseFormat:
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError('one with texts, as in {"type": "choice", "choice": ["yes", "no"]}')
         return cls(CHOICE, json.dumps(texts, ensure_ascii=False))
-
-    @classmethod
-    def parse(cls, text: str) -> ResponseFormat:
-        """Parse command-line text: the JSON of a response format."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise ValueError(cls.expected) from None
-        return cls.of(value)
 
     @property
     def is_free(self) -> bool:

@@ -34,11 +34,6 @@ class HfOverrides(str):
             raise ValueError(cls.expected)
         return cls(text)
 
-    @classmethod
-    def parse(cls, text: str) -> HfOverrides:
-        """Parse command-line text; otherwise as `of`."""
-        return cls.of(text)
-
     def over(self, raw: Mapping[str, object]) -> dict[str, object]:
         """Return a decoded `config.json` with these fields; nested configurations are merged, other values replaced."""
         changed = dict(raw)

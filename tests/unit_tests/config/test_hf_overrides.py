@@ -21,8 +21,8 @@ from megatron_ext.errors import ConfigError
     ],
 )
 def test_overrides(text: str, raw: dict, expected: dict) -> None:
-    assert HfOverrides.parse(text).over(raw) == expected
-    assert HfOverrides.of(json.loads(text)) == HfOverrides.parse(text)
+    assert HfOverrides.of(text).over(raw) == expected
+    assert HfOverrides.of(json.loads(text)) == HfOverrides.of(text)
 
 
 @pytest.mark.parametrize("parse", [parse_arguments, parse_server_arguments])
