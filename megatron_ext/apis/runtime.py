@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -48,46 +48,6 @@ def conversion_for(engine: LLMEngine, *, has_pause_events: bool) -> RequestConve
         device=platform.device(),
         has_pause_events=has_pause_events,
     )
-
-
-def make_requests(
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    tokenize: Callable[[Prompt, bool], tuple[int, ...]],
-    max_sequence_length: int,
-    *,
-    has_token_events: bool,
-) -> list[EngineRequest]:
-    """Return requests for prompts that share their parameters.
-
-    A number of tokens to generate that exceeds the maximum length is reduced, with a warning, as in Megatron.
-
-    Args:
-        tokenize: Function from a prompt, and whether to prepend the BOS token, to token ids.
-        max_sequence_length: Maximum number of tokens of a request, prompt included.
-        has_token_events: Whether requests record an event for each generated token.
-
-    Raises:
-        ConfigError: A prompt or a parameter is invalid.
-    """
-    requests = []
-    for index, prompt in enumerate(prompts):
-        tokens = tokenize(prompt, params.add_BOS)
-        ours = to_request_params(params, len(tokens), max_sequence_length)
-        room = max_sequence_length - len(tokens)
-        if 0 <= room < ours.num_tokens_to_generate:
-            logger.warning(
-                "prompt %d of %d tokens leaves room for %d generated tokens, not for %d",
-                index,
-                len(tokens),
-                room,
-                ours.num_tokens_to_generate,
-            )
-            ours = dataclasses.replace(ours, num_tokens_to_generate=room)
-        if has_token_events:
-            ours = dataclasses.replace(ours, track_generated_token_events=True)
-        requests.append(EngineRequest(RequestInputs(tokens, ours, prompt if isinstance(prompt, str) else None)))
-    return requests
 
 
 def listed(prompts: object) -> tuple[list[Prompt], bool]:
@@ -266,8 +226,23 @@ class EngineRuntime:
         return await asyncio.to_thread(self._converted, requests, records, params)
 
     def _requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[EngineRequest]:
+        """Return requests for prompts that share their parameters.
+
+        A number of tokens to generate that exceeds the maximum length is reduced, with a warning, as in Megatron.
+        """
         longest, has_events = self._loaded.limits.max_model_len, self._options.has_token_events
-        return make_requests(prompts, params, self._loaded.tokenize, longest, has_token_events=has_events)
+        requests = []
+        for index, prompt in enumerate(prompts):
+            tokens = self._loaded.tokenize(prompt, params.add_BOS)
+            ours = to_request_params(params, len(tokens), longest)
+            count, room = ours.num_tokens_to_generate, longest - len(tokens)
+            if 0 <= room < count:
+                words = "prompt %d of %d tokens leaves room for %d generated tokens, not for %d"
+                logger.warning(words, index, len(tokens), room, count)
+                count = room
+            ours = dataclasses.replace(ours, num_tokens_to_generate=count, track_generated_token_events=has_events)
+            requests.append(EngineRequest(RequestInputs(tokens, ours, prompt if isinstance(prompt, str) else None)))
+        return requests
 
     def _converted(
         self, requests: Sequence[EngineRequest], records: Sequence[RequestRecord], params: SamplingParams

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_ext.console.terminal import Output, printable
+from megatron_ext.console.terminal import Output, printable, report_error
 from megatron_ext.errors import ConfigError
 from megatron_ext.http_client import opened, reason_of
 from megatron_ext.server.api_keys import API_KEY_VARIABLE
 
 PROGRAM = "megatron-ext chat"
-DONE, BAD_USAGE, INTERRUPTED = 0, 2, 130
+DONE, INTERRUPTED = 0, 130
 SERVE = (sys.executable, "-m", "megatron_ext", "serve")
 PROMPT = "> "
 _READY = "ready: "
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
                 chat = Chat(arguments.url, os.environ.get(API_KEY_VARIABLE), arguments.system)
             converse(chat, output)
     except ConfigError as error:
-        print(f"{program}: error: {printable(str(error))}", file=sys.stderr)
-        return BAD_USAGE
+        return report_error(program, error)
     except KeyboardInterrupt:
         return INTERRUPTED
     return DONE

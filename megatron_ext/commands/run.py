@@ -15,10 +15,10 @@ from types import ModuleType
 
 from megatron_ext.commands.early_checks import check_paths
 from megatron_ext.console.start import StartUp, limit_spinning
-from megatron_ext.console.terminal import Output
+from megatron_ext.console.terminal import Output, print_message, report_error
 from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.memory.host_limits import check_address_space
-from megatron_ext.parallel.world import is_first_rank, message_of_this_rank
+from megatron_ext.parallel.world import is_first_rank
 from megatron_ext.signals import NOTHING_YET, Interrupted, Interruption
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ HEAVY_PARTS = (
     "megatron_ext.offline.run",
 )
 PROGRAM = "megatron-ext run"
-DONE, REQUEST_FAILED, BAD_USAGE = 0, 1, 2
+DONE, REQUEST_FAILED = 0, 1
 NOT_WRITTEN = REQUEST_FAILED
 SCRIPT = "megatron-ext"
 GREETING = "the embedded model answers the shipped prompts; see --help"
@@ -63,20 +63,13 @@ def main(argv: Sequence[str] | None = None, interruption: Interruption | None = 
             return _run(argv, interruption, program)
     except Interrupted as interrupted:
         if is_first_rank():
-            _say(program, f"{interrupted.signal_name}: {interrupted}")
+            print_message(program, f"{interrupted.signal_name}: {interrupted}")
         return interrupted.exit_code
-    except ConfigError as error:
-        words = message_of_this_rank(error)
-        if words is not None:
-            _say(program, f"error: {words}")
-        return BAD_USAGE
+    except (ConfigError, RankError) as error:
+        return report_error(program, error)
     except OutputError as error:
-        _say(program, f"error: {error}")
+        print_message(program, f"error: {error}")
         return NOT_WRITTEN
-    except RankError as error:
-        if str(error):  # otherwise another rank reports it
-            _say(program, f"error: {error}")
-        return error.exit_code
 
 
 def run_process(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
@@ -137,15 +130,6 @@ def _import_heavy(interruption: Interruption) -> ModuleType:
         interruption.take_back()  # megatron-core prints a stack at each signal; one line is clearer
     interruption.release(NOTHING_YET)
     return module
-
-
-def _say(program: str, line: str) -> None:
-    """Print one line on standard error, escaped; drop it if standard error is closed."""
-    from megatron_ext.console.terminal import Output, printable
-
-    stream = Output(sys.stderr)
-    stream.write(f"{program}: {printable(line)}\n")
-    stream.flush()
 
 
 def print_next_steps() -> None:

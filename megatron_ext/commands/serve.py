@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import sys
 import warnings
 from collections.abc import Sequence
 
 from arguments import parse_server_arguments
 from megatron_ext.commands.early_checks import check_paths
 from megatron_ext.console.start import StartUp, limit_spinning
+from megatron_ext.console.terminal import report_error
 from megatron_ext.errors import ConfigError, MachineError, RankError
 from megatron_ext.memory.host_limits import check_address_space
-from megatron_ext.parallel.world import is_first_rank, message_of_this_rank
-from megatron_ext.server.log import printable, set_up_logging
+from megatron_ext.parallel.world import is_first_rank
+from megatron_ext.server.log import set_up_logging
 
 PROGRAM = "megatron-ext serve"
-STOPPED, BAD_USAGE = 0, 2
-LONGEST_ERROR = 4000  # characters
+STOPPED = 0
 PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 
@@ -45,20 +44,9 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
                 from megatron_ext.server.run import run_server
 
             run_server(settings, start_up)
-    except ConfigError as error:
-        words = message_of_this_rank(error)
-        if words is not None:
-            _say(program, words)
-        return BAD_USAGE
-    except RankError as error:
-        if str(error):  # otherwise another rank reports it
-            _say(program, str(error))
-        return error.exit_code
+    except (ConfigError, RankError) as error:
+        return report_error(program, error)
     return STOPPED
-
-
-def _say(program: str, words: str) -> None:
-    print(f"{program}: error: {printable(' '.join(words.split()), LONGEST_ERROR)}", file=sys.stderr)
 
 
 def _check_packages() -> None:

@@ -27,6 +27,7 @@ from arguments.removed import refuse_removed_words
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.batching import DEFAULT_OVERTAKE_TOKENS, SchedulePolicy
 from megatron_ext.config.costs import EntryCosts
+from megatron_ext.console.terminal import report_error
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 from megatron_ext.http_client import opened
@@ -36,7 +37,7 @@ from megatron_ext.simulation.settings import GIB, MODELS, Machine, Settings, lim
 from megatron_ext.simulation.trace import Turn, describe
 
 PROGRAM = "megatron-ext simulate"
-DONE, BAD_USAGE = 0, 2
+DONE = 0
 POLICIES = [policy.value for policy in EvictionPolicyName]
 MEMORIES = (0.5, 1.0, 2.0)  # times the server's, or `MEMORY_GIB`
 MEMORY_GIB = 8.0
@@ -113,8 +114,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
             known = {"costs": dataclasses.asdict(work.costs), "machine": dataclasses.asdict(Machine())}
             _write(arguments.output, {"trace": sizes, **known, "points": figures})
     except ConfigError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return BAD_USAGE
+        return report_error(program, error)
     return DONE
 
 

@@ -6,12 +6,17 @@ import contextlib
 import functools
 import io
 import os
+import sys
 import unicodedata
 from collections.abc import Callable
 from typing import TextIO
 
 from rich.cells import cell_len, get_character_cell_size
 
+from megatron_ext.errors import ConfigError, RankError
+from megatron_ext.parallel.world import message_of_this_rank
+
+_BAD_USAGE = 2  # exit code
 # Controls (terminals execute them), formats (they change text direction), surrogates, line separators.
 _UNSAFE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 _JOINERS = "\u200c\u200d"  # parts of words and of emoji; harmless
@@ -129,3 +134,18 @@ class Output(io.TextIOBase):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, number)
             os.close(null)
+
+
+def print_message(program: str, line: str) -> None:
+    """Print one line on standard error, escaped; drop it if standard error is closed."""
+    stream = Output(sys.stderr)
+    stream.write(f"{program}: {printable(line)}\n")
+    stream.flush()
+
+
+def report_error(program: str, error: ConfigError | RankError) -> int:
+    """Print a user's mistake or a rank's failure in one line, unless another rank does; return the exit code."""
+    line = message_of_this_rank(error) if isinstance(error, ConfigError) else str(error)
+    if line:
+        print_message(program, f"error: {line}")
+    return _BAD_USAGE if isinstance(error, ConfigError) else error.exit_code

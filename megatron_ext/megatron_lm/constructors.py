@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,8 +23,7 @@ from megatron_ext.apis.runtime import conversion_for
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import RequestedParams
-from megatron_ext.mcore.inference_request import DynamicInferenceRequestRecord
-from megatron_ext.models.llm_engine import LLMEngine
+from megatron_ext.mcore.inference_request import DynamicInferenceRequestRecord, RequestConversion
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import Tokenizer
 
@@ -67,20 +67,6 @@ class ContextArguments:
     logging_step_interval: int = 0
 
 
-def context_arguments(keywords: Mapping[str, object]) -> ContextArguments:
-    """Return the settings among the keywords of 0.16.1's context.
-
-    Raises:
-        TypeError: A keyword is not one of 0.16.1.
-    """
-    given = {name: value for name, value in keywords.items() if name not in _KNOWN_BY_THE_MODEL}
-    known = {field.name for field in dataclasses.fields(ContextArguments)}
-    unknown = sorted(given.keys() - known)
-    if unknown:
-        raise TypeError(f"DynamicInferenceContext has no argument {unknown[0]!r}")
-    return ContextArguments(**given)  # type: ignore[arg-type]  # of any type, as scripts may give them
-
-
 class Part:
     """Object that stands for a part of an engine constructed later, and passes on all attributes but its own."""
 
@@ -119,8 +105,10 @@ class ScriptContext(Part):
     """
 
     def __init__(self, model_config: object = None, inference_config: object = None, **keywords: object) -> None:
-        self.config = inference_config
-        self.arguments = context_arguments(keywords) if inference_config is None else inference_config
+        self.config = self.arguments = inference_config
+        if inference_config is None:
+            given = {name: value for name, value in keywords.items() if name not in _KNOWN_BY_THE_MODEL}
+            self.arguments = ContextArguments(**given)  # type: ignore[arg-type]  # of any type, as scripts give them
         batching = read_settings(read_inference_config(self.arguments).settings).batching
         self._planned = {
             "block_size_tokens": batching.block_size,
@@ -224,7 +212,7 @@ class ScriptEngine(Part):
         assert isinstance(attached, AttachedEngine), "a rank that is alone is the first"
         self.attached.append(attached)
         engine = attached.inference_engine
-        engine.present = Presenter(attached, has_pause_events=options.has_pause_events)
+        engine.present = partial(_presented, conversion_for(attached, has_pause_events=options.has_pause_events))
         found = engine.controller
         self.stand_for(engine)
         context.stand_for(engine.context)
@@ -242,14 +230,10 @@ def _check_alone() -> None:
         )
 
 
-class Presenter:
-    """Converter of an engine's records to Megatron's, with one request each, which `merge()` and the index 0 give."""
-
-    def __init__(self, engine: LLMEngine, *, has_pause_events: bool) -> None:
-        self._conversion = conversion_for(engine, has_pause_events=has_pause_events)
-
-    def __call__(self, record: RequestRecord, asked: RequestedParams) -> DynamicInferenceRequestRecord:
-        """Return Megatron's record of a request that has ended."""
-        given = asked.given if isinstance(asked.given, SamplingParams) else SamplingParams()
-        request = self._conversion.convert(record, given, asked.resolved.num_tokens_to_generate)
-        return DynamicInferenceRequestRecord(requests=[request], latency=record.latency)
+def _presented(
+    conversion: RequestConversion, record: RequestRecord, asked: RequestedParams
+) -> DynamicInferenceRequestRecord:
+    """Return Megatron's record of a request that has ended, with one request, which `merge()` and the index 0 give."""
+    given = asked.given if isinstance(asked.given, SamplingParams) else SamplingParams()
+    request = conversion.convert(record, given, asked.resolved.num_tokens_to_generate)
+    return DynamicInferenceRequestRecord(requests=[request], latency=record.latency)

@@ -12,11 +12,10 @@ import yaml
 
 from megatron_ext.api.loading import Setting
 from megatron_ext.console.start import limit_spinning
+from megatron_ext.console.terminal import report_error
 from megatron_ext.errors import ConfigError
-from megatron_ext.parallel.world import message_of_this_rank
 
 PROGRAM = "python -m megatron_ext.megatron_lm"
-BAD_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,10 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_script(given.script, given.arguments, dict(_setting(one) for one in given.setting))
     except ConfigError as error:
-        words = message_of_this_rank(error)
-        if words is not None:
-            print(f"{PROGRAM}: error: {words}", file=sys.stderr)
-        return BAD_USAGE
+        return report_error(PROGRAM, error)
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.commands.run import BAD_USAGE, DONE, NOT_WRITTEN, main
+from megatron_ext.commands.run import DONE, NOT_WRITTEN, main
 
 TINY = """
 --hybrid-override-pattern *- --hidden-size 32 --num-attention-heads 2 --tokenizer-type NullTokenizer --vocab-size 64
@@ -94,5 +94,5 @@ def test_no_control_character_reaches_a_terminal(capfd):
     out = capfd.readouterr().out
     assert r"a\x1b[2Jb\x9b" in out
     assert not set(out) & {"\x1b", "\x9b"}
-    assert main(["--load", "no\x1b[2Jwhere"]) == BAD_USAGE
+    assert main(["--load", "no\x1b[2Jwhere"]) == 2
     assert r"--load no\x1b[2Jwhere does not exist" in capfd.readouterr().err

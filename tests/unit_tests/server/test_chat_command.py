@@ -92,7 +92,7 @@ def test_an_answer_that_is_ended_early_is_kept(trained):
     ],
 )
 def test_a_server_that_is_not_there(argv, expected, capsys):
-    assert chat.main(argv) == chat.BAD_USAGE
+    assert chat.main(argv) == 2
     assert expected in capsys.readouterr().err
 
 

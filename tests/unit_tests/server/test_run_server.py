@@ -177,7 +177,7 @@ class TestMistakes:
     @pytest.fixture
     def error_line(self, capfd):
         def fail(*argv: str) -> str:
-            assert serve.main(argv) == serve.BAD_USAGE
+            assert serve.main(argv) == 2
             captured = capfd.readouterr()
             (line,) = captured.err.splitlines()
             assert captured.out == ""
