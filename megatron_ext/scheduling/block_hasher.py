@@ -1,42 +1,12 @@
-"""Block hashes of requests: their roots, and hashing before prompts are matched: on arrival, then a slice per step."""
+"""Hashing of prompts before they are matched: on arrival, then a slice per step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron_ext.prefix_cache.hash_chain import BlockHash, root_hash
 from megatron_ext.scheduling.request import Request
 
 HASH_SLICE = 32_768  # tokens; about a millisecond of hashing
-
-
-class CacheKeys:
-    """Roots of block hashes: everything except the tokens that KV and states depend on.
-
-    Args:
-        fingerprint: Fingerprint of the model and of how it computes.
-        block_size: Tokens of a block.
-    """
-
-    def __init__(self, fingerprint: bytes, block_size: int) -> None:
-        self._fingerprint = fingerprint
-        self._block_size = block_size
-        self._weights_version = 0
-
-    def weights_changed(self) -> None:
-        """Use new roots from now on, since the weights have changed."""
-        self._weights_version += 1
-
-    def root(self, salt: str | None) -> BlockHash:
-        """Return the root of the block hashes of sequences with a salt."""
-        return root_hash(
-            [
-                self._fingerprint,
-                self._weights_version.to_bytes(8, "little"),
-                self._block_size.to_bytes(8, "little"),
-                *([] if salt is None else [salt.encode("utf-8", "surrogatepass")]),  # JSON may contain lone surrogates
-            ]
-        )
 
 
 class BlockHasher:

@@ -7,13 +7,13 @@ from functools import partial
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain
+from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain, root_hash
 from megatron_ext.prefix_cache.kept_data import DataKind
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.async_planning import AsyncPlanner
 from megatron_ext.scheduling.audit import compare_with_cache
-from megatron_ext.scheduling.block_hasher import BlockHasher, CacheKeys
+from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters, count_hit, count_lost, note_use
 from megatron_ext.scheduling.disk_loads import DiskLoads
@@ -77,12 +77,11 @@ class Scheduler:
         self.holds_prefills = False
         self._hashing = BlockHasher()
         self.ranking = PrefixRanking(limits, self.queues, self.cache, self._hashing)
-        self._keys = CacheKeys(fingerprint, limits.block_size)
+        self._fingerprint, self._weights_version = fingerprint, 0
         # Called with each admission once its matched blocks are pinned, before anything is allocated for it.
         self.admission_observers: list[Callable[[Admission], None]] = []
         if limits.explains:
             self.admission_observers.append(partial(explain_admission, cache=self.cache, block_size=limits.block_size))
-        self.root_of = self._keys.root  # of the block hashes of requests with a salt
         self.async_planner = AsyncPlanner(self)
 
     @property
@@ -111,6 +110,14 @@ class Scheduler:
             keeps_log_probs = self.limits.keeps_log_probs and request.params.wants_prompt_log_probs
             kinds = {DataKind.LOG_PROBS: keeps_log_probs, DataKind.ROUTING: self.limits.keeps_routing}
             request.kept.kinds = tuple(kind for kind, is_kept in kinds.items() if is_kept)
+
+    def root_of(self, salt: str | None) -> BlockHash:
+        """Return the root of the block hashes of sequences with a salt: all that they depend on except the tokens."""
+        numbers = self._weights_version, self.limits.block_size
+        fields = [self._fingerprint, *(number.to_bytes(8, "little") for number in numbers)]
+        if salt is not None:
+            fields.append(salt.encode("utf-8", "surrogatepass"))  # JSON may contain lone surrogates
+        return root_hash(fields)
 
     def waits_for_disk(self, request: Request) -> bool:
         """Return whether a waiting request waits for entries on disk."""
@@ -357,7 +364,7 @@ class Scheduler:
 
     def weights_changed(self, *, restarts: bool) -> None:
         """Reset the cache and use new roots of block hashes; requests in the batch start again if `restarts`."""
-        self._keys.weights_changed()
+        self._weights_version += 1
         for request in self.queues.holding() if restarts else ():
             self._requeue(request, EventType.EVICT)
         self._reset_cache()

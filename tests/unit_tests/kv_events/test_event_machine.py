@@ -85,7 +85,7 @@ class Told:
         for name, block_hash in names.items():
             block = reader.blocks[name]
             assert block.parent is None or block.extra is None, "a salt is told with the first block only"
-            root = self.scheduler._keys.root(SALTS[block.extra])
+            root = self.scheduler.root_of(SALTS[block.extra])
             parent = root if block.parent is None else names[block.parent]
             assert hash_blocks(parent, block.tokens, len(block.tokens)) == [block_hash], "tokens or parent of another"
 

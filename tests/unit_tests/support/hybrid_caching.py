@@ -66,7 +66,7 @@ class HybridDriver(CachingDriver):
 
     def _hashes(self, tokens: Sequence[int], salt: str | None) -> Sequence[BlockHash]:
         """Block hashes of the complete blocks of `tokens`."""
-        chain = HashChain(self.scheduler._keys.root(salt), self.scheduler.limits.block_size)
+        chain = HashChain(self.scheduler.root_of(salt), self.scheduler.limits.block_size)
         return chain.extend(packed_tokens(tokens))
 
     def slot_of(self, tokens: Sequence[int], salt: str | None = None) -> SlotId | None:
