@@ -29,7 +29,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.opportunistic_plan import place_opportunistic, plan_opportunistic
 from megatron_ext.scheduling.snapshots.snapshot_planner import plan_snapshots
 from megatron_ext.scheduling.snapshots.snapshot_positions import cut_aligned, prefill_stops
-from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget, with_drafts
+from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS, TokensById, with_drafts
 from megatron_ext.scheduling.waiting_order import Line
 
 if TYPE_CHECKING:
@@ -64,10 +64,11 @@ def plan_step(
     limits: SchedulerLimits,
     cache: PrefixCache,
     pending_blocks: PendingBlocks,
-    draft_budget: DraftBudget = NO_DRAFT_BUDGET,
+    proposals: TokensById = NO_TOKENS,
     disk_loads: DiskLoads | None = None,
     leaving: Collection[Request] = (),
     *,
+    free_draft_states: int = 0,
     holds_prefills: bool = False,
 ) -> StepPlan:
     """Plan one step.
@@ -103,8 +104,8 @@ def plan_step(
     chunks = [*decodes, *continued, *[admission.chunk for admission in entry.admissions]]
     if limits.aligned_chunks and entry.deferrals:
         chunks = _cut_for_followers(chunks, entry.deferrals)
-    chunks = with_drafts(chunks, entry.admissions, draft_budget, limits, cache)
-    if continued or entry.admissions or draft_budget.proposals:  # not decodes alone
+    chunks = with_drafts(chunks, entry.admissions, proposals, free_draft_states, limits, cache)
+    if continued or entry.admissions or proposals:  # not decodes alone
         sources = [one.chunk.source for one in entry.admissions if one.chunk.source is not None]
         assert all(one in chunks for one in sources), "no boundary lies inside of the last chunk of a prompt"
         # A preempted request may have to compute a single generated token again: a decode as well to the layers.

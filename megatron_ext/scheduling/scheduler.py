@@ -143,8 +143,9 @@ class Scheduler:
             self.limits,
             self.cache,
             self.pending_blocks,
-            self.drafts.budget,
+            self.drafts.proposals,
             self.disk_loads,
+            free_draft_states=len(self.drafts.slots),
             holds_prefills=self.holds_prefills,
         )
         self.cache.note_changes_applied()

@@ -18,7 +18,6 @@ from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse
 from megatron_ext.scheduling.spec_decode.verification import (
     NO_TOKENS,
-    DraftBudget,
     DraftSlots,
     TokensById,
     accepted_tokens,
@@ -64,11 +63,6 @@ class Drafts:
         self.slots = DraftSlots(
             0 if cache.states is None else limits.first_apart_slot(cache.states.total), limits.draft_states
         )
-
-    @property
-    def budget(self) -> DraftBudget:
-        """Budget of drafts for the next step."""
-        return DraftBudget(self.proposals, len(self.slots))
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Reserve slots for the states after the tokens of the step's drafts.

@@ -31,22 +31,6 @@ NO_TOKENS: TokensById = {}
 _NAME_BYTES = 8  # of a state after a draft; shorter than a block hash, so that the two cannot be confused
 
 
-@dataclass(frozen=True)
-class DraftBudget:
-    """Budget of drafts for one step.
-
-    Attributes:
-        proposals: Proposed drafts by request id.
-        free_states: Free slots for the states after drafts.
-    """
-
-    proposals: TokensById
-    free_states: int = 0
-
-
-NO_DRAFT_BUDGET = DraftBudget({})
-
-
 class DraftSlots(Stack[SlotId]):
     """Slots for the states after drafts, until acceptance is known (SP-2).
 
@@ -113,7 +97,8 @@ class _Room:
 def with_drafts(
     chunks: Sequence[Chunk],
     admissions: Iterable[Admission],
-    draft_budget: DraftBudget,
+    proposals: TokensById,
+    free_states: int,
     limits: SchedulerLimits,
     cache: PrefixCache,
 ) -> list[Chunk]:
@@ -122,12 +107,12 @@ def with_drafts(
     Args:
         chunks: All chunks of the step.
         admissions: Admissions of the step, which take blocks.
-        draft_budget: Proposed drafts, of which at most `max_drafts` are used, and slots for their states, in addition
-            to slots that the requests hold from the step before.
+        proposals: Proposed drafts, of which at most `max_drafts` are used.
+        free_states: Free slots for their states, in addition to slots that the requests hold from the step before.
         limits: Limits of the engine.
         cache: Prefix cache, with the free blocks.
     """
-    if not draft_budget.proposals:
+    if not proposals:
         return list(chunks)
     taken = sum(limits.missing_blocks(chunk.request, chunk.end) for chunk in chunks if chunk.request.block_table)
     taken += sum(admission.new_blocks for admission in admissions)
@@ -135,11 +120,11 @@ def with_drafts(
     room = _Room(
         tokens=limits.max_tokens - sum(chunk.length for chunk in chunks),
         blocks=cache.pool.free_count - taken,
-        states=None if cache.states is None else draft_budget.free_states + held,
+        states=None if cache.states is None else free_states + held,
     )
     return [
-        _extended(chunk, draft_budget.proposals[chunk.request.request_id], limits, room)
-        if chunk.request.request_id in draft_budget.proposals and chunk.request.is_decoding
+        _extended(chunk, proposals[chunk.request.request_id], limits, room)
+        if chunk.request.request_id in proposals and chunk.request.is_decoding
         else chunk
         for chunk in chunks
     ]

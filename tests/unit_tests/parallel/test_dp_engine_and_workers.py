@@ -28,7 +28,7 @@ from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_inputs import RequestInputs
-from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget
+from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS, TokensById
 from tests.on_request import long_except
 from tests.unit_tests.parallel.led_world import World, mask_after
 from tests.unit_tests.support.planted import assert_found
@@ -53,15 +53,16 @@ def checked_plan(
     limits: SchedulerLimits,
     cache: PrefixCache,
     pending: PendingBlocks,
-    offer: DraftBudget,
+    proposals: TokensById,
     disk_loads: DiskLoads,
     *,
     holds_prefills: bool,
+    **others: int,
 ) -> StepPlan:
     """SP-5: no request pauses, is preempted, waits or computes less for drafts; no cached block is evicted for one."""
     plan, plain = (
-        planner.plan_step(queues, limits, cache, pending, one, disk_loads, holds_prefills=holds_prefills)
-        for one in (offer, NO_DRAFT_BUDGET)
+        planner.plan_step(queues, limits, cache, pending, one, disk_loads, holds_prefills=holds_prefills, **others)
+        for one in (proposals, NO_TOKENS)
     )
     cut = [dataclasses.replace(one, end=one.end - len(one.drafts), drafts=()) for one in plan.chunks]
     assert set(cut) == set(plain.chunks), "a rank computes other chunks"  # those with drafts come after decodes
