@@ -46,12 +46,10 @@ class SnapshotOrder:
 
     def __init__(self, clock: Iterator[int], reuse: Reuse | None = None) -> None:
         self._clock, self._reuse = clock, reuse
-        self._ranks: dict[BlockHash, Rank] = {}
         self._queues: dict[Rank, OrderedDict[BlockHash, int]] = {rank: OrderedDict() for rank in Rank}  # with times
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """Add a snapshot that has become visible, as the youngest of its rank."""
-        self._ranks[block_hash] = rank
         self._queues[rank][block_hash] = 0 if rank is Rank.OPPORTUNISTIC else next(self._clock)
 
     def use(self, block_hash: BlockHash) -> None:
@@ -61,11 +59,13 @@ class SnapshotOrder:
 
     def remove(self, block_hash: BlockHash) -> None:
         """Remove a snapshot."""
-        del self._queues[self._ranks.pop(block_hash)][block_hash]
+        rank = self.rank(block_hash)
+        assert rank is not None, "it is in the order"
+        del self._queues[rank][block_hash]
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""
-        return self._ranks.get(block_hash)
+        return next((rank for rank, queue in self._queues.items() if block_hash in queue), None)
 
     def count(self, rank: Rank) -> int:
         """Return the number of snapshots of a rank."""
@@ -88,26 +88,20 @@ class SnapshotOrder:
 
         Snapshots that are not ordinary have the lowest priority of all.
         """
-        rank = self._ranks[block_hash]
-        if rank is not Rank.ORDINARY:
-            return -math.inf
-        time = self._queues[rank][block_hash]
-        if self._reuse is None:
+        time = self._queues[Rank.ORDINARY].get(block_hash, -math.inf)
+        if self._reuse is None or time == -math.inf:
             return time
         now = next(self._clock)
         return now - (now - time) * self._reuse.snapshot_aging
 
     def clear(self) -> None:
         """Empty all queues."""
-        self._ranks.clear()
         for queue in self._queues.values():
             queue.clear()
 
     def check(self) -> None:
-        """Assert that each snapshot is in the queue of its rank, in order of time."""
-        queued = {block_hash: rank for rank, queue in self._queues.items() for block_hash in queue}
-        assert queued == self._ranks, "a snapshot is not in the queue of its rank"
-        assert sum(map(len, self._queues.values())) == len(self._ranks), "a snapshot is in two queues"
+        """Assert that each snapshot is in one queue, and that queues are in order of time."""
+        assert len(set(self)) == len(list(self)), "a snapshot is in two queues"
         for queue in self._queues.values():
             times = list(queue.values())
             assert times == sorted(times), "a queue is out of order"
