@@ -117,12 +117,12 @@ def test_requests_finish_first(new, fresh, load):
             while not engine.statistics().running:
                 pass
             update = threads.submit(engine.update_weights, new, in_flight="finish", weights_version=9)
-            while not engine.client._gate._calls:
+            while not engine.client._idle_calls:
                 pass
             late = threads.submit(outcomes, engine)
-            while not engine.client._gate._held and engine.statistics().running + engine.statistics().waiting <= 3:
+            while not engine.client._held and engine.statistics().running + engine.statistics().waiting <= 3:
                 pass
-            assert engine.client._gate._held
+            assert engine.client._held
             assert not update.done()
         assert [record.weights_version for record in running.result()] == [((0, 40),)] * 3
         update.result()

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.scheduling import block_hasher, planner
+from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission
@@ -78,15 +78,15 @@ def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def stretch(self: PrefixCache, block_hashes: Sequence[bytes]) -> list[BlockId]:
         blocks = match(self, block_hashes)
-        stranger = next((block for block in self._unused if block not in blocks), None)
+        stranger = next((block for block in self.unused if block not in blocks), None)
         return [*blocks, stranger] if stranger is not None and len(blocks) < len(block_hashes) else blocks
 
     monkeypatch.setattr(PrefixCache, "match", stretch)
 
 
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = block_hasher.root_hash
-    monkeypatch.setattr(block_hasher, "root_hash", lambda fields: root(fields[:3]))
+    root = scheduler.root_hash
+    monkeypatch.setattr(scheduler, "root_hash", lambda fields: root(fields[:3]))
 
 
 def skips_tokens_whose_scores_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
