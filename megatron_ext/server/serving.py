@@ -32,7 +32,6 @@ from megatron_ext.server.http.body import handed_on_to
 from megatron_ext.server.log import printable
 from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.metrics import History, Metrics
-from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.chat_prompt import (
     AnsweredChat,
@@ -50,6 +49,7 @@ from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import ASSISTANT
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, tokenize_prompt
+from megatron_ext.text.tool_calls.formats import AnswerFormat
 
 if TYPE_CHECKING:
     from megatron_ext.server.routes.tokens import TokenizeRequest

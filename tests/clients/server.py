@@ -14,13 +14,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_ext.config.request import LARK, ResponseFormat
 from megatron_ext.server.openai import structured_output_checks
-from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, Message, ToolChoice
-from megatron_ext.text.tool_calls.formats import Guidance, ToolCallFormat, grammar_of
+from megatron_ext.text.tool_calls.formats import AnswerFormat, grammar_of
 from megatron_ext.text.tool_calls.functions import GrammarRules
 from tests.clients.expected import TEXT
 
@@ -57,12 +57,14 @@ def prescribed_form(body: ChatRequest, form: AnswerFormat, chat: ChatFormat) -> 
     return constrained_format(body, replace(form, functions=functions), chat)
 
 
-def prescribed_grammar(guidance: Guidance, form: ToolCallFormat, token_of: Callable[[str], int | None]) -> str:
+def prescribed_grammar(
+    answer: AnswerFormat, token_of: Callable[[str], int | None], *, must_call: bool = False, **options: Any
+) -> str:
     """Return a grammar that calls each function once, or the first one where calls are not parallel."""
-    if not guidance.must_call:
-        return grammar_of(guidance, form, token_of)
-    rules = GrammarRules(token_of)
-    functions = guidance.functions if guidance.is_parallel else guidance.functions[:1]
+    if not must_call:
+        return grammar_of(answer, token_of, **options)
+    rules, form = GrammarRules(token_of), answer.calls
+    functions = answer.functions if answer.max_calls > 1 else answer.functions[:1]
     opening, closing = rules.marker(form.opening), rules.marker(form.closing)
     calls = [form.syntax.grammar([one], rules, is_parallel=False) for one in functions]
     return rules.text(' "\\n" '.join(f"{opening} {call} {closing}" for call in calls))

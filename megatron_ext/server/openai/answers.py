@@ -12,33 +12,13 @@ from typing import TypeAlias
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import LEAST_LOG_PROB, RequestRecord
 from megatron_ext.text.chat_template import INVALID_JSON
-from megatron_ext.text.reasoning import ReasoningFormat, ReasoningReader
-from megatron_ext.text.tool_calls.formats import HERMES, ToolCallFormat
-from megatron_ext.text.tool_calls.functions import Function
+from megatron_ext.text.reasoning import ReasoningReader
+from megatron_ext.text.tool_calls.formats import AnswerFormat
 from megatron_ext.text.tool_calls.reader import ToolCallReader
 from megatron_ext.text.tool_calls.source import Arguments, CallBegun, Content
 from megatron_ext.text.vocabulary import Vocabulary, bytes_in_text
 
 STOP = "stop"  # finish reason of an answer that the model has ended
-
-
-@dataclass(frozen=True)
-class AnswerFormat:
-    """Format of an answer.
-
-    Attributes:
-        calls: Format of tool calls.
-        functions: Functions that may be called.
-        max_calls: Maximum number of calls that are read; 0 for no calls.
-        reasoning: Markers of thinking; None if thinking is not separated.
-        begins_inside: Whether the answer begins inside of thinking.
-    """
-
-    calls: ToolCallFormat = HERMES
-    functions: tuple[Function, ...] = ()
-    max_calls: int = 0
-    reasoning: ReasoningFormat | None = None
-    begins_inside: bool = False
 
 
 PLAIN = AnswerFormat()

@@ -27,12 +27,13 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, Piece, arguments_of
+from megatron_ext.server.openai.answers import AnswerReader, Piece, arguments_of
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import MAX_CALLS
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import ASSISTANT, RenderedChat
 from megatron_ext.text.tokenizer import begin_once
+from megatron_ext.text.tool_calls.formats import AnswerFormat
 from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function
 
 _OVERHEAD = 512  # bytes of an entry beside its ids

@@ -18,7 +18,6 @@ from megatron_ext.scheduling.token_versions import part_of
 from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError, aborted
 from megatron_ext.server.openai.answers import (
     PLAIN,
-    AnswerFormat,
     AnswerPart,
     AnswerPiece,
     AnswerReader,
@@ -34,6 +33,7 @@ from megatron_ext.server.openai.answers import (
 )
 from megatron_ext.server.request_manager import RequestHandle
 from megatron_ext.text.detokenizer import excerpt
+from megatron_ext.text.tool_calls.formats import AnswerFormat
 from megatron_ext.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:

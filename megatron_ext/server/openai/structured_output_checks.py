@@ -15,12 +15,11 @@ from megatron_ext.config import ServerLimits
 from megatron_ext.config.request import JSON_OBJECT, JSON_SCHEMA, LARK, ResponseFormat, ThinkingBudget
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_errors import ApiError
-from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.protocol import MAX_CALLS, ChatRequest
+from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.server.openai.request_fields import note_ignored
 from megatron_ext.text.grammars import Grammars, supported_part
-from megatron_ext.text.tool_calls.formats import Guidance, grammar_of
+from megatron_ext.text.tool_calls.formats import AnswerFormat, grammar_of
 from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function
 
 Result = TypeVar("Result")
@@ -152,17 +151,8 @@ def constrained_format(body: ChatRequest, answer_format: AnswerFormat, chat: Cha
             f"{answer_format.calls.name}: both are bare JSON; leave one of them out"
         )
     schema = None if given is None else json.loads(given.source) if given.source else ANY_OBJECT
-    reasoning = answer_format.reasoning
-    guidance = Guidance(
-        functions=answer_format.functions,
-        must_call=must_call,
-        is_parallel=answer_format.max_calls == MAX_CALLS,
-        answer=schema,
-        thinking=None if reasoning is None else reasoning.closing,
-        thinking_opening="" if reasoning is None else reasoning.opening,
-        has_begun_thinking=answer_format.begins_inside,
-    )
-    budget = None
+    reasoning, budget = answer_format.reasoning, None
     if limit is not None and reasoning is not None:
         budget = ThinkingBudget(limit, reasoning.closing, None if answer_format.begins_inside else reasoning.opening)
-    return ResponseFormat(LARK, grammar_of(guidance, answer_format.calls, chat.token_of), budget)
+    grammar = grammar_of(answer_format, chat.token_of, must_call=must_call, schema=schema)
+    return ResponseFormat(LARK, grammar, budget)

@@ -28,7 +28,6 @@ from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute, ShortPath, handed_on_to, only_queries, sender_of
 from megatron_ext.server.http.description import ERRORS, MESSAGES_ERRORS, STREAMS
 from megatron_ext.server.log import printable
-from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.engine_requests import chat_inputs, check_count, completion_inputs
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest, note_ignored
@@ -55,6 +54,7 @@ from megatron_ext.server.openai.streaming import (
 from megatron_ext.server.openai.structured_output_checks import answer_format_of, constrained_format
 from megatron_ext.server.request_manager import RequestGroup
 from megatron_ext.server.serving import ServerDependency, Serving
+from megatron_ext.text.tool_calls.formats import AnswerFormat
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 

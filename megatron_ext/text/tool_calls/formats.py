@@ -5,11 +5,12 @@ Grammars are in llguidance's form of Lark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function, GrammarRules
+from megatron_ext.text.reasoning import ReasoningFormat
+from megatron_ext.text.tool_calls.functions import Function, GrammarRules
 from megatron_ext.text.tool_calls.json_calls import JsonCalls, MistralCalls
 from megatron_ext.text.tool_calls.pythonic_calls import PythonicCalls
 from megatron_ext.text.tool_calls.xml_calls import XmlCalls
@@ -61,6 +62,7 @@ FORMATS = (
     ToolCallFormat("pythonic", PythonicCalls(), "<|python_start|>", "<|python_end|>", bare="[", template="[func_name"),
 )
 NAMES = tuple(dict.fromkeys(one.name for one in FORMATS))
+_ANY_TEXT = "TEXT?"  # in a grammar
 
 
 def format_named(name: str, template: str | None = None) -> ToolCallFormat:
@@ -85,76 +87,76 @@ def _shown(given: Iterable[ToolCallFormat], template: str | None) -> ToolCallFor
 
 
 @dataclass(frozen=True)
-class Guidance:
-    """Demands on an answer.
+class AnswerFormat:
+    """Format of an answer.
 
     Attributes:
-        functions: Functions that may be called; empty if none may.
-        must_call: Whether the answer is at least one call; it may be text otherwise.
-        is_parallel: Whether there may be several calls.
-        answer: JSON schema of an answer without calls; None for any text.
-        thinking: Marker that ends thinking, which precedes the answer; None without thinking.
-        has_begun_thinking: Whether the prompt ends inside of thinking.
-        thinking_opening: Marker that begins thinking.
+        calls: Format of tool calls.
+        functions: Functions that may be called.
+        max_calls: Maximum number of calls that are read; 0 for no calls.
+        reasoning: Markers of thinking; None if thinking is not separated.
+        begins_inside: Whether the answer begins inside of thinking.
     """
 
-    functions: Sequence[Function] = ()
-    must_call: bool = False
-    is_parallel: bool = True
-    answer: Mapping[str, object] | None = None
-    thinking: str | None = None
-    has_begun_thinking: bool = False
-    thinking_opening: str = ""
+    calls: ToolCallFormat = HERMES
+    functions: tuple[Function, ...] = ()
+    max_calls: int = 0
+    reasoning: ReasoningFormat | None = None
+    begins_inside: bool = False
 
 
-def grammar_of(guidance: Guidance, call_format: ToolCallFormat, token_of: Callable[[str], int | None]) -> str:
+def grammar_of(
+    answer_format: AnswerFormat,
+    token_of: Callable[[str], int | None],
+    *,
+    must_call: bool = False,
+    schema: Mapping[str, object] | None = None,
+) -> str:
     """Return the grammar of an answer.
 
     Args:
-        guidance: Demands on the answer.
-        call_format: Format of the calls.
+        answer_format: Format of the answer.
         token_of: See `GrammarRules`.
+        must_call: Whether the answer is at least one call; it may be text otherwise.
+        schema: JSON schema of an answer without calls; None for any text.
     """
     rules = GrammarRules(token_of)
-    answer = _answer(guidance, call_format, rules)
-    return rules.text(f"{_thinking(guidance, rules)} {answer}".strip())
+    text = _ANY_TEXT if schema is None else rules.json(schema)
+    answer = _calls(answer_format, rules, text, must_call=must_call) if answer_format.functions else text
+    return rules.text(f"{_thinking(answer_format, rules)} {answer}".strip())
 
 
-def _thinking(guidance: Guidance, rules: GrammarRules) -> str:
-    if guidance.thinking is None:
+def _thinking(answer_format: AnswerFormat, rules: GrammarRules) -> str:
+    reasoning = answer_format.reasoning
+    if reasoning is None:
         return ""
-    rest = rules.up_to(guidance.thinking)
+    rest = rules.up_to(reasoning.closing)
     space = rules.add("/\\s*/")
-    if guidance.has_begun_thinking:
+    if answer_format.begins_inside:
         return f"{rest} {space}"
     # Without thinking there is no space, since the template writes none: the next prompt has the answer's blocks.
-    return f"({space} {rules.marker(guidance.thinking_opening)} {rest} {space})?"
+    return f"({space} {rules.marker(reasoning.opening)} {rest} {space})?"
 
 
-def _answer(guidance: Guidance, call_format: ToolCallFormat, rules: GrammarRules) -> str:
-    text = "TEXT?" if guidance.answer is None else rules.json(guidance.answer)
-    if not guidance.functions:
-        return text
-    functions = [_guided(one, guidance) for one in guidance.functions]
-    calls = call_format.syntax.grammar(functions, rules, is_parallel=guidance.is_parallel)
+def _calls(answer_format: AnswerFormat, rules: GrammarRules, text: str, *, must_call: bool) -> str:
+    """Return the expression of an answer of calls, or else of a text."""
+    call_format, is_parallel = answer_format.calls, answer_format.max_calls > 1
+    # Of a function that is neither strict nor must be called, the arguments are any object.
+    functions = [one if must_call or one.is_strict else Function(one.name) for one in answer_format.functions]
+    calls = call_format.syntax.grammar(functions, rules, is_parallel=is_parallel)
     closing = rules.marker(call_format.closing) if call_format.closing and not call_format.bare else ""
     rest = rules.add(f"({calls}) {closing}")
     opened = rest if call_format.bare else f"{rules.marker(call_format.opening)} {rest}"
-    repeats = call_format.between is not None and guidance.is_parallel
+    repeats = call_format.between is not None and is_parallel
     block = rules.add(opened)
     several = f"{block} ({rules.literal(call_format.between or '')} {block})*" if repeats else block
-    if guidance.must_call:
+    if must_call:
         return several
-    if guidance.answer is not None:
+    if text != _ANY_TEXT:
         return f"({several} | {text})"
     if call_format.bare:
         bare = "\\" + call_format.bare
         other = rules.add(f"/[^{bare}\\s](.|\\n)*/")
         return f"({several} | {other})?"
     guided = f"{rules.up_to(call_format.opening)} {rest}"
-    return f"({guided})* TEXT?" if repeats else f"({guided})? TEXT?"
-
-
-def _guided(function: Function, guidance: Guidance) -> Function:
-    """Return the function with the schema that its arguments have to follow."""
-    return function if guidance.must_call or function.is_strict else Function(function.name, ANY_OBJECT)
+    return f"({guided})* {text}" if repeats else f"({guided})? {text}"

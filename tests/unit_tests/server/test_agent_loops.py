@@ -10,13 +10,13 @@ import pytest
 
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.anthropic.message_builder import MessageBuilder
-from megatron_ext.server.openai.answers import AnswerFormat, Piece
+from megatron_ext.server.openai.answers import Piece
 from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.server.openai.responses import ChatResponseBuilder
 from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
 from megatron_ext.text import reasoning
 from megatron_ext.text.tokenizer_files import ChatTemplates
-from megatron_ext.text.tool_calls.formats import format_named
+from megatron_ext.text.tool_calls.formats import AnswerFormat, format_named
 from megatron_ext.text.tool_calls.functions import Function
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.on_request import long_except

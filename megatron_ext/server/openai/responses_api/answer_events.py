@@ -14,9 +14,10 @@ from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
-from megatron_ext.server.openai.answers import AnswerFormat, AnswerPart, CallPart, ScoredPart, Thinking
+from megatron_ext.server.openai.answers import AnswerPart, CallPart, ScoredPart, Thinking
 from megatron_ext.server.openai.responses import Event, EventBuilder, explained, usage
 from megatron_ext.server.openai.responses_api.response_store import new_id
+from megatron_ext.text.tool_calls.formats import AnswerFormat
 from megatron_ext.text.tool_calls.source import Content
 from megatron_ext.text.vocabulary import Vocabulary
 

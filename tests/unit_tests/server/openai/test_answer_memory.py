@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.chat_prompt import AnsweredChat, AnswerMemory, ChatPrompt, Conversation
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.tokenizer_files import ChatTemplates
-from megatron_ext.text.tool_calls.formats import HERMES
+from megatron_ext.text.tool_calls.formats import HERMES, AnswerFormat
 from megatron_ext.text.tool_calls.functions import Function
 from tests.on_request import long_except
 from tests.unit_tests.support.agent_loop import TOOLS, WITHOUT_TOOLS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,7 @@ from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.template_worker import Rendering
 from megatron_ext.text.tokenizer import TextTokenizer
 from megatron_ext.text.tool_calls import formats
-from megatron_ext.text.tool_calls.formats import Guidance, grammar_of
+from megatron_ext.text.tool_calls.formats import AnswerFormat, grammar_of
 from megatron_ext.text.tool_calls.functions import Function
 from megatron_ext.text.tool_calls.reader import ToolCallReader
 from megatron_ext.text.tool_calls.source import Arguments, CallBegun, Content
@@ -297,9 +298,17 @@ def grammars() -> Grammars:
     return Grammars(tokenizer, tokenizer.vocab_size)
 
 
-def is_accepted(grammars: Grammars, guidance: Guidance, name: str, text: str) -> bool:
+THINK = reasoning.format_named("think")
+
+
+def grammar(name: str, functions: tuple = (), calls: int = 9, thinking: tuple = (), **asked: object) -> str:
+    """Return the grammar of answers in a format."""
+    return grammar_of(AnswerFormat(form_of(name), functions, calls, *thinking), lambda _: None, **asked)
+
+
+def is_accepted(grammars: Grammars, guidance: Callable[[str], str], name: str, text: str) -> bool:
     """Return whether a grammar accepts a whole text."""
-    form = ResponseFormat(LARK, grammar_of(guidance, form_of(name), lambda _: None))
+    form = ResponseFormat(LARK, guidance(name))
     matcher, tokenizer = grammars.matcher(form), grammars._given
     try:
         matcher.take(tokenizer.tokenize_plain(text))
@@ -313,12 +322,12 @@ def is_accepted(grammars: Grammars, guidance: Guidance, name: str, text: str) ->
 class TestGrammars:
     @pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
     def test_calls_that_are_required(self, grammars, name, arguments):
-        guidance = Guidance((WEATHER, TIME), must_call=True)
+        guidance = partial(grammar, functions=(WEATHER, TIME), must_call=True)
         for calls in ([("weather", arguments)], [("weather", arguments), ("time-now", {})]):
             assert is_accepted(grammars, guidance, name, written(name, calls))
 
     def test_what_is_required_is_enforced(self, grammars, name):
-        must = Guidance((WEATHER, TIME), must_call=True)
+        must = partial(grammar, functions=(WEATHER, TIME), must_call=True)
         good = [("weather", {"city": "Oslo", "days": 3})]
         wrong = [
             written(name, [("weather", {"days": 3})]),
@@ -331,13 +340,13 @@ class TestGrammars:
         ]
         assert is_accepted(grammars, must, name, written(name, good))
         assert [text for text in wrong if is_accepted(grammars, must, name, text)] == []
-        one = Guidance((TIME,), must_call=True, is_parallel=False)
+        one = partial(grammar, functions=(TIME,), must_call=True, calls=1)
         assert is_accepted(grammars, one, name, written(name, [("time-now", {})]))
         assert not is_accepted(grammars, one, name, written(name, good))
         assert not is_accepted(grammars, one, name, written(name, [("time-now", {}), ("time-now", {})]))
 
     def test_free_text_or_strict_calls(self, grammars, name):
-        auto = Guidance((WEATHER, TIME))
+        auto = partial(grammar, functions=(WEATHER, TIME))
         text = "" if name in BARE else "I look it up. "
         good = written(name, [("weather", {"city": "Oslo"})], text)
         assert is_accepted(grammars, auto, name, good)
@@ -349,7 +358,7 @@ class TestGrammars:
         if name == "llama3_json":  # refused by `constrained_format`: both are bare JSON
             return
         schema = {"type": "object", "properties": {"degrees": {"type": "integer"}}, "required": ["degrees"]}
-        either = Guidance((WEATHER,), answer=schema)
+        either = partial(grammar, functions=(WEATHER,), schema=schema)
         assert is_accepted(grammars, either, name, '{"degrees": 12}')
         assert is_accepted(grammars, either, name, written(name, [("weather", {"city": "Oslo"})]))
         assert not is_accepted(grammars, either, name, '{"degrees": "x"}')
@@ -359,9 +368,7 @@ class TestGrammars:
         call = written(name, [("weather", {"city": "Oslo"})])
         for inside in (True, False):
             opening = "" if inside else "<think>"
-            must = Guidance(
-                (WEATHER,), must_call=True, thinking="</think>", thinking_opening="<think>", has_begun_thinking=inside
-            )
+            must = partial(grammar, functions=(WEATHER,), must_call=True, thinking=(THINK, inside))
             assert is_accepted(grammars, must, name, f"{opening}\nWhich city?\n</think>\n\n{call}")
             assert not is_accepted(grammars, must, name, f"{opening}\nWhich city?\n</think>\n\nOslo")
             assert is_accepted(grammars, must, name, call) is not inside
@@ -370,9 +377,8 @@ class TestGrammars:
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "before"])
 def test_thinking_within_a_budget(grammars, inside):
     """Only the closing marker is allowed at the budget, token by token; then the answer is free."""
-    guidance = Guidance(thinking="</think>", thinking_opening="<think>", has_begun_thinking=inside)
     budget = ThinkingBudget(6, "</think>", None if inside else "<think>")
-    source = grammar_of(guidance, formats.HERMES, lambda _: None)
+    source = grammar("hermes", thinking=(THINK, inside))
     tokenizer = grammars._given
     thought = tokenizer.tokenize_plain("" if inside else "<think>")
     thought += tokenizer.tokenize_plain("a b c d e f g h i j k l m n")[: 6 - len(thought)]
@@ -404,8 +410,7 @@ def test_thinking_within_a_budget(grammars, inside):
 def test_prescribed_text_has_the_tokens_of_the_next_prompt(grammars, name):
     """Prescribed text can be generated in the tokenizer's own tokens only."""
     schema = {"type": "object", "properties": {"level": {"enum": ["low", "high"]}}, "required": ["level"]}
-    guidance = Guidance((Function("note", schema),), must_call=True, is_parallel=False)
-    source = grammar_of(guidance, form_of(name), lambda _: None)
+    source = grammar(name, (Function("note", schema),), must_call=True, calls=1)
     tokenizer, matcher = grammars._given, grammars.matcher(ResponseFormat(LARK, source))
     expected = tokenizer.tokenize_plain(written(name, [("note", {"level": "low"})]))
     choices = 0
@@ -425,7 +430,7 @@ def test_arguments_that_refer_to_definitions(grammars):
         "required": ["at"],
         "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
     }
-    guidance = Guidance((Function("go", schema),), must_call=True)
+    guidance = partial(grammar, functions=(Function("go", schema),), must_call=True)
     for name in TEMPLATES:
         assert is_accepted(grammars, guidance, name, written(name, [("go", {"at": {"x": 1}})])), name
         assert not is_accepted(grammars, guidance, name, written(name, [("go", {"at": {"x": "1"}})])), name
@@ -464,7 +469,7 @@ PATTERNS = [
 def test_patterns(grammars, name, pattern, good, bad):
     """A pattern is searched and not translated to another: in JSON, and in texts that no quotes surround."""
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
-    guidance = Guidance((Function("f", schema, is_strict=True),), must_call=True)
+    guidance = partial(grammar, functions=(Function("f", schema, is_strict=True),), must_call=True)
     for text in (*good, *bad):
         call = written(name, [("f", {"a": text})])
         assert is_accepted(grammars, guidance, name, call) == (text in good), text
@@ -495,7 +500,7 @@ def test_a_schema_guides_as_far_as_it_is_supported(grammars, schema, reason, kep
     assert reason in found
     if kept == {} or not reason:
         return
-    guidance = Guidance((Function("f", part),), must_call=True)
+    guidance = partial(grammar, functions=(Function("f", part),), must_call=True)
     value = ["x"] if schema.get("type") == "array" else "xy"
     for other, is_good in ((1, True), ("1", False)):
         call = written("hermes", [("f", {"a": value, "b": {"not": other}})])
