@@ -172,7 +172,7 @@ class Ours(Balancer):
     def stored(self, replica: int, keys: Sequence[int], parent: int | None, ids: Sequence[int], salt: str) -> None:
         """Report stored blocks to the router."""
         extra = [[salt], *[None] * (len(keys) - 1)] if parent is None else None
-        assert self.router.members[self._names[replica]].stored(keys, parent, ids, extra)
+        self.router.members[self._names[replica]].stored(keys, parent, ids, extra)
 
     def removed(self, replica: int, keys: Sequence[int]) -> None:
         """Report removed blocks to the router."""

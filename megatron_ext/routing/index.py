@@ -294,17 +294,14 @@ class Replica:
         parent: Hash | None,
         tokens: Iterable[int],
         extras: ExtraKeys | None = None,
-    ) -> bool:
-        """Handle `BlockStored`: the replica holds a run of blocks.
+    ) -> None:
+        """Handle `BlockStored`: the replica holds a run of blocks; a run after an unknown block is ignored.
 
         Args:
             hashes: The replica's hashes of the blocks, in order; some may be known already.
             parent: Hash of the block before the run; None at the start of a sequence.
             tokens: Token ids of all blocks.
             extras: Extra keys of the blocks besides their tokens, None for a block without: `[[salt], None, ...]`.
-
-        Returns:
-            Whether the parent is known. If not, events were lost, and the run is ignored.
 
         Raises:
             ValueError: The number of tokens does not match the blocks, or a token id is invalid.
@@ -314,7 +311,7 @@ class Replica:
             raise ValueError(f"{len(hashes)} blocks of {size} tokens come with {len(ids)} token ids")
         before = ROOT if parent is None else self.blocks.get(parent)
         if before is None:
-            return False
+            return
         for one, key in zip(hashes, chained_keys(before, ids, size, frozen_extras(extras)), strict=True):
             if one in self.blocks:
                 if self.blocks[one] == key:
@@ -322,7 +319,6 @@ class Replica:
                 self.removed([one])
             self.blocks[one] = key
             self.index.stored.add(self.bit, [key])
-        return True
 
     def removed(self, hashes: Iterable[Hash]) -> None:
         """Handle `BlockRemoved`: blocks and the snapshots at their ends are gone; unknown hashes are ignored."""
@@ -330,17 +326,11 @@ class Replica:
         self.state_removed(removed)
         self.index.stored.discard(self.bit, [self.blocks.pop(one) for one in dict.fromkeys(removed)])
 
-    def state_stored(self, hashes: Iterable[Hash]) -> bool:
-        """Handle `StateStored`: requests can resume from snapshots at the ends of these blocks.
-
-        Returns:
-            Whether all of these blocks are known; see `stored`.
-        """
-        new = [one for one in dict.fromkeys(hashes) if one not in self.states]
-        known = {one: self.blocks[one] for one in new if one in self.blocks}
-        self.states.update(known)
-        self.index.states.add(self.bit, known.values())
-        return len(known) == len(new)
+    def state_stored(self, hashes: Iterable[Hash]) -> None:
+        """Handle `StateStored`: requests can resume from snapshots at the ends of these blocks; unknown are ignored."""
+        new = {one: self.blocks[one] for one in hashes if one in self.blocks and one not in self.states}
+        self.states.update(new)
+        self.index.states.add(self.bit, new.values())
 
     def state_removed(self, hashes: Iterable[Hash]) -> None:
         """Handle `StateRemoved`: the snapshots at the ends of these blocks are gone."""

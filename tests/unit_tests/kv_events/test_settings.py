@@ -20,7 +20,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.prefix_cache.public_hash import event_salt
-from megatron_ext.server.run import CacheEvents
+from megatron_ext.server.run import KvEventPublishers
 from tests.unit_tests.support.kv_events import Worker, until
 from tests.unit_tests.support.server import tiny_engine
 
@@ -29,7 +29,7 @@ def test_events_are_off_by_default():
     """RP-1: no socket, no observer."""
     settings = parse_server_arguments([]).server.kv_events
     assert settings == KvEventsConfig()
-    assert CacheEvents(settings).publishers == []
+    assert KvEventPublishers(settings).publishers == []
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_contradictions(words, message):
 
 def test_warns_of_addresses_of_other_machines(caplog):
     """RP-1: token ids leave the process."""
-    with caplog.at_level(logging.WARNING), closing(CacheEvents(KvEventsConfig("tcp://*:0"), 2)) as events:
+    with caplog.at_level(logging.WARNING), closing(KvEventPublishers(KvEventsConfig("tcp://*:0"), 2)) as events:
         assert "token ids of all cached prompts" in caplog.text
         assert "tcp://*:* is reachable from other machines" in caplog.text
         assert len({publisher.blocks.endpoint for publisher in events.publishers}) == 2
@@ -123,7 +123,7 @@ def test_warns_of_addresses_of_other_machines(caplog):
 def test_warns_of_endpoints_that_other_users_can_read(short_path, caplog, mode, endpoint, said):
     """SE-8: the loopback address is every user's; a socket file belongs to the users that can enter its directory."""
     short_path.chmod(mode)
-    with caplog.at_level(logging.WARNING), closing(CacheEvents(KvEventsConfig(endpoint.format(short_path)))):
+    with caplog.at_level(logging.WARNING), closing(KvEventPublishers(KvEventsConfig(endpoint.format(short_path)))):
         assert (said in caplog.text) if said else (caplog.text == "")
 
 
@@ -142,7 +142,7 @@ def test_an_engine_computes_the_same_with_events():
     silent = answers(tiny_engine())
     host = "tcp://127.0.0.1:0"
     config = KvEventsConfig(host, "t", host, 100, host, host)
-    with closing(CacheEvents(config)) as events:
+    with closing(KvEventPublishers(config)) as events:
         engine = tiny_engine()
         events.attach(LLMEngine(engine))
         assert answers(engine) == silent

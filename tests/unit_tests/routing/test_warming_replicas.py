@@ -37,7 +37,7 @@ def join(router: Router, name: str) -> None:
 
 def fill(router: Router, name: str, tokens: list[int]) -> None:
     hashes = [hash((name, tuple(tokens[:end]))) for end in range(SIZE, len(tokens) + 1, SIZE)]
-    assert router.members[name].stored(hashes, None, tokens[: len(hashes) * SIZE])
+    router.members[name].stored(hashes, None, tokens[: len(hashes) * SIZE])
 
 
 def conversation(number: int) -> list[int]:
