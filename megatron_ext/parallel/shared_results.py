@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pickle
 from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, ReduceOp, all_reduce, broadcast, recv, send
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce, broadcast
 
 from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.result import StepResult
@@ -121,18 +120,13 @@ class SharedExecutor(Executor):
         return dict(zip(names, tokens, strict=True)), {n: tuple(itertools.islice(rest, k)) for n, k in drafted}
 
     def _hand_over(self, given: StepResult) -> StepResult:
-        """Send a result with scores from the source to rank 0: 8 bytes with the length, then the pickled result."""
+        """Send a result with scores from the source to rank 0."""
+        results = [given]
         if self._rank == self._source:
-            body = pickle.dumps(given, pickle.HIGHEST_PROTOCOL)
-            send(torch.tensor([len(body)]), _LEADER, group=self._group)
-            send(torch.frombuffer(bytearray(body), dtype=torch.uint8), _LEADER, group=self._group)
+            dist.send_object_list(results, _LEADER, group=self._group)
         elif self._rank == _LEADER:
-            length = torch.empty(1, dtype=torch.int64)
-            recv(length, self._source, group=self._group)
-            received = torch.empty(int(length), dtype=torch.uint8)
-            recv(received, self._source, group=self._group)
-            given = pickle.loads(received.numpy().tobytes())
-        return given
+            dist.recv_object_list(results, self._source, group=self._group)
+        return results[0]
 
     def _compare(self, step: ScheduledStep | None) -> None:
         if not self._checks:
