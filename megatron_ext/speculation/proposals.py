@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron_ext.scheduling.request import Request
@@ -11,9 +10,6 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode.drafts import SpecDecodeResult
 from megatron_ext.scheduling.spec_decode.verification import max_drafts
 from megatron_ext.speculation.drafter import Drafter, DraftRequest
-
-PATIENCE = 10.0  # seconds that a drafter may take per step; a model that reads a long prompt takes some
-FIRST_PAUSE, LONGEST_PAUSE = 16, 4096  # steps without a call after one that took longer
 
 
 class DraftError(ValueError):
@@ -26,20 +22,12 @@ class Proposals:
     Args:
         drafter: Drafter; may raise, and return anything.
         has_tokens: Returns whether all of these ids, plain integers, are tokens of the model.
-        clock: Returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        has_tokens: Callable[[Sequence[int]], bool],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, drafter: Drafter, has_tokens: Callable[[Sequence[int]], bool]) -> None:
         self._drafter = drafter
         self._has_tokens = has_tokens
-        self._clock = clock
-        self._paused_steps = 0  # steps left without a call of the drafter
-        self._next_pause = FIRST_PAUSE
+        self._idle_steps = 0  # steps left without a call of the drafter
 
     def propose(self, scheduler: Scheduler) -> tuple[dict[int, tuple[int, ...]], list[DraftError]]:
         """Request drafts for the requests that decode in the next step.
@@ -47,23 +35,15 @@ class Proposals:
         Returns:
             Valid drafts by request id, and the errors of invalid ones.
         """
-        if self._paused_steps:
-            self._paused_steps -= 1
+        if self._idle_steps:
+            self._idle_steps -= 1
             return {}, []
         requests = _draft_requests(scheduler)
         if not requests:
             return {}, []
-        errors: list[DraftError] = []
-        started = self._clock()
         answers = self._drafter.propose(requests)
-        seconds = self._clock() - started
-        self._paused_steps = self._drafter.idle_steps
-        if seconds > PATIENCE:
-            self._paused_steps, self._next_pause = self._next_pause, min(LONGEST_PAUSE, 2 * self._next_pause)
-            late = (
-                f"drafting took {seconds:.1f} seconds; no drafts are requested in the next {self._paused_steps} steps"
-            )
-            errors.append(DraftError(late))
+        self._idle_steps = self._drafter.idle_steps
+        errors: list[DraftError] = []
         drafts = {}
         # Any drafter may be plugged in, so its answer may have any type: compare it instead of testing its truth.
         for request in requests if answers != {} else ():

@@ -28,22 +28,6 @@ class TestProposals:
         assert drafts == {}
         assert [type(error) for error in errors] == [DraftError]
 
-    def test_one_that_stalls_is_left_alone_for_a_while(self):
-        """A stalling drafter costs the drafts of some steps, twice as many each time; late ones are used."""
-        scheduler, _ = decoding()
-        times, asked = iter(range(0, 10_000, 11)), []
-        saying = Saying((1,))
-        saying.propose = lambda asks: asked.append(step) or {7: (1,)}
-        proposals = Proposals(saying, lambda ids: True, clock=lambda: next(times))
-        said = []
-        for step in range(120):
-            drafts, errors = proposals.propose(scheduler)
-            assert drafts == ({7: (1,)} if asked[-1] == step else {})
-            said += [(step, str(error)) for error in errors]
-        assert asked == [0, 17, 50, 115]
-        assert [step for step, _ in said] == asked
-        assert "took 11.0 seconds; no drafts are requested in the next 16 steps" in said[0][1]
-
     def test_idle_steps_have_no_call(self):
         """SP-6: a drafter is not called in the steps that it declares idle, and is called after them."""
         scheduler, _ = decoding()
