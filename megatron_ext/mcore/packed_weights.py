@@ -23,14 +23,13 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import samples_of, weights_version
+from megatron_ext.memory.budget import GIB
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.linear import INT8, LINEAR, LinearBackend, Packable, choice_identity, choose
 from megatron_ext.parallel.parallel_context import ParallelContext
 
 logger = logging.getLogger(__name__)
-
-GIB = 1024**3
 
 
 class _Slot(NamedTuple):

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_ext.config import CacheConfig
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.memory.budget import GIB
 from megatron_ext.memory.entry_memory import PoolEntries
 from megatron_ext.parallel.cache_ranks import open_beside_others
 from megatron_ext.parallel.parallel_context import ParallelContext
@@ -19,8 +20,6 @@ from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.hash_chain import root_hash
 
 logger = logging.getLogger(__name__)
-
-GIB = 1024**3
 
 
 def open_disk_cache(

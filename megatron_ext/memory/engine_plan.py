@@ -16,6 +16,7 @@ from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.activations import FullStep, LayerWidths, activation_bytes
 from megatron_ext.memory.budget import (
+    GIB,
     NO_DRAFT_LAYERS,
     DraftMemory,
     KVCacheConfig,
@@ -240,7 +241,7 @@ def _capacity(
     """Return the capacity of this rank; see `plan_within` for the errors."""
     geometry = plan_within(memory, batching, cache, device_type, available_bytes)
     block_bytes, paused_gb = geometry.block_bytes, batching.paused_buffer_size_gb
-    paused_blocks = None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes
+    paused_blocks = None if paused_gb is None or block_bytes == 0 else int(paused_gb * GIB) // block_bytes
     arena = arena_budget(memory, geometry, batching) if shares_memory(batching, cache) else None
     return Capacity(geometry, paused_blocks, arena)
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import logging
 import os
 import platform
 from functools import cache
 
 import torch
-
-logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 1 << 30  # kept at the end of the heap; tensors larger than that are still mapped separately
 # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc's malloc.h.
@@ -29,20 +26,13 @@ _CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX
 def keep_freed_memory() -> bool:
     """Make the C library keep freed memory for later allocations of this process; return whether it does.
 
-    Does nothing but log a line at debug level if the library is not glibc, or if the environment sets the allocator's
-    options. Calling it again changes nothing; threads that have a heap of their own keep it.
+    Does nothing if the library is not glibc, or if the environment sets the allocator's options. Calling it again
+    changes nothing; threads that have a heap of their own keep it.
     """
     library = _glibc()
-    if library is None:
-        logger.debug("the C library is not glibc: freed memory is handled by its defaults")
-        return False
-    chosen = [name for name in _CHOSEN if name in os.environ]
-    if chosen:
-        logger.debug("heap settings are unchanged: the environment sets %s", ", ".join(chosen))
+    if library is None or any(name in os.environ for name in _CHOSEN):
         return False
     done = [library.mallopt(option, value) for option, value in _OPTIONS]
-    if not all(done):
-        logger.debug("glibc refused to keep freed memory")
     return all(done)
 
 

@@ -73,16 +73,12 @@ class PagedSelfAttention(SelfAttention):
         query = context.append_rotated(layer, heads, rotation)
         key_cache, value_cache = context.key_value_cache(layer)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
+        sinks = self.core_attention.softmax_offset  # of each query head of this rank, or None
         output = paged_attention(
-            query, key_cache, value_cache, context.paged_batch, scale=scale, window=self.window, sinks=self.sinks
+            query, key_cache, value_cache, context.paged_batch, scale=scale, window=self.window, sinks=sinks
         )
         output = output.flatten(1).unsqueeze(1)
         return self.linear_proj(output if gate is None else self._apply_output_gate(output, gate))
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """Sink of each query head of this rank, or None."""
-        return self.core_attention.softmax_offset
 
     def _heads(self, hidden_states: Tensor) -> tuple[Heads, Tensor | None]:
         """Return queries, keys and values of [T, 1, h], and the output gate, [T, 1, heads, D], if there is one.

@@ -36,24 +36,19 @@ class LayerNormFromConfig:
 class PlainRMSNorm(torch.nn.RMSNorm, NamedNorm):
     """`torch.nn.RMSNorm`; at inference in two passes over memory instead of five if torch has no kernel for it."""
 
+    eps: float
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., channels] -> [..., channels]."""
-        if torch.is_inference_mode_enabled() and x.dtype is torch.float32 and x.device.type == "cpu":
-            return rms_norm(x, self.weight, self.eps)
-        return super().forward(x)
+        if not torch.is_inference_mode_enabled() or x.dtype is not torch.float32 or x.device.type != "cpu":
+            return super().forward(x)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # |x|^2 / channels is the mean square
+        return (x * length.square_().mul_(1 / x.shape[-1]).add_(self.eps).rsqrt_()).mul_(self.weight)
 
     @property
     def row_norm(self) -> RowNorm:
         """Weight and epsilon; see `NamedNorm`."""
-        return RowNorm(self.weight, torch.finfo(self.weight.dtype).eps if self.eps is None else self.eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
-    """Apply RMSNorm over the last axis by vector norm, |x|^2 / channels being the mean square; x is fp32."""
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    normed = x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return normed if weight is None else normed.mul_(weight)
+        return RowNorm(self.weight, self.eps)
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module, NamedNorm):
