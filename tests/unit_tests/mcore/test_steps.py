@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 
+from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.ssd import SSD
+from megatron_ext.ops.state_slots import PrefillStates
 from tests.on_request import long_except
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 
@@ -16,15 +18,16 @@ MAMBA_LAYERS = 2
 def test_all_prefill_of_a_step_is_one_varlen_call_per_layer(get_driver, get_oracle, monkeypatch):
     """HY-7, HY-11: fresh and continuing sequences together, each with its own initial states; none for decodes."""
     calls: list[tuple[int, ...]] = []
-    prefill = SSD.prefill
+    prefill = Recurrence.prefill
 
-    def count(*args: object, **kwargs: object) -> object:
-        chunks = kwargs["chunks"]
-        calls.append(chunks.sequences.lengths)
-        assert kwargs["slots"].has_initial_state.shape[0] == len(chunks.sequences.lengths)
-        return prefill(*args, **kwargs)
+    def count(operator: Recurrence, *inputs: object, states: PrefillStates, **options: object) -> object:
+        if operator is SSD:
+            lengths = states.chunks.sequences.lengths
+            calls.append(lengths)
+            assert states.slots.has_initial_state.shape[0] == len(lengths)
+        return prefill(operator, *inputs, states=states, **options)
 
-    monkeypatch.setattr(SSD, "prefill", count)
+    monkeypatch.setattr(Recurrence, "prefill", count)
     driver = get_driver(max_tokens=100)
     for request_id, length in enumerate((3, 1, 129, 20, 64)):
         driver.add(request_id, make_prompt(length))

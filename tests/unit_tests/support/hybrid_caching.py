@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import pytest
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain, packed_tokens
 from megatron_ext.prefix_cache.state_index import SlotId
@@ -134,16 +135,16 @@ def failing_scan(call: int = 1) -> Iterator[None]:
     """Within it the `call`-th recurrent layer raises, when those before it have written states and snapshots; once."""
     calls = itertools.count()
 
-    def broken(operator: Callable) -> Callable:
-        def run(*args: object, **kwargs: object) -> object:
-            if next(calls) == call:
+    def broken(entry: Callable) -> Callable:
+        def run(operator: Recurrence, *args: object, **kwargs: object) -> object:
+            if operator is SSD and next(calls) == call:
                 raise Broken("the device is gone")
-            return operator(*args, **kwargs)
+            return entry(operator, *args, **kwargs)
 
         return run
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("prefill", "decode"):
-            patch.setattr(SSD, name, broken(getattr(SSD, name)))
+            patch.setattr(Recurrence, name, broken(getattr(Recurrence, name)))
         patch.setattr(RecordedSteps, "stage", lambda *_: None)  # the model's Python code runs
         yield
