@@ -42,9 +42,6 @@ class RankInfo:
     replica: int
     samples: bool
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} (replica {self.replica}, pipeline stage {self.pipeline}, tensor rank {self.tensor})"
-
 
 class ParallelContext:
     """Parallel context of one rank. All ranks construct it together, since it creates process groups.

@@ -66,10 +66,6 @@ class Bucket:
         """Maximum number of running states copied into snapshots."""
         return min(self.decodes, COPIES) + self.prefills
 
-    def __str__(self) -> str:
-        prefills = f" + {self.prefills} prefills of {self.tokens} tokens" if self.prefills else ""
-        return f"{self.decodes} decodes{prefills}, {self.blocks} blocks each"
-
 
 class Buckets:
     """Buckets of an engine.
