@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 ANY_HOST = "*"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _LONGEST_PORT = 5  # digits
-_USUAL_PORTS = {"http": 80, "https": 443}
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,6 @@ class Origin:
     scheme: str
     host: HostName  # with its port
 
-    @property
-    def usual_port(self) -> int:
-        """Default port of the scheme."""
-        return _USUAL_PORTS[self.scheme]
-
-    @property
-    def has_usual_port(self) -> bool:
-        """True if the port is the scheme's default port."""
-        return self.host.port == self.usual_port
-
 
 def parse_origin(text: str) -> Origin | None:
     """Parse an origin such as `https://app.example` or `http://[::1]:3000`; return None if invalid or `null`."""
@@ -65,9 +55,9 @@ def parse_origin(text: str) -> Origin | None:
     except ValueError:
         return None
     host = parse_host(rest)
-    if not mark or scheme not in _USUAL_PORTS or host is None or parts.netloc.lower() != rest:
+    if not mark or scheme not in DEFAULT_PORTS or host is None or parts.netloc.lower() != rest:
         return None
-    return Origin(scheme, HostName(host.name, host.port or _USUAL_PORTS[scheme]))
+    return Origin(scheme, HostName(host.name, host.port or DEFAULT_PORTS[scheme]))
 
 
 def _split(text: str) -> tuple[str, str | None]:

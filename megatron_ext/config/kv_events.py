@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megatron_ext.config.hosts import is_loopback, is_port, parse_host
-from megatron_ext.config.options import option, require, require_options
+from megatron_ext.config.options import flag_of, option, require, require_options
+from megatron_ext.errors import ConfigError
 
 # Sent
 BATCH_BYTES = 2**18  # of a message with several events
@@ -133,70 +134,54 @@ class KvEventsConfig:
 
     def __post_init__(self) -> None:
         require_options(self)
-        texts = self._texts()
-        for flag, text in texts.items():
-            _check(flag, text)
-        blocks, replay, states, states_replay = texts.values()
+        endpoints = self.endpoints()
+        for name, needed in _NEEDED.items():
+            given = getattr(self, name)
+            satisfied = given is None or getattr(self, needed) is not None
+            require(satisfied, f"{flag_of(name)} {given} needs {flag_of(needed)}; give both")
+        states, replays = self.kv_events_states_endpoint, [flag for flag in endpoints if "replay" in flag]
         require(
-            blocks is not None or replay is None,
-            f"--kv-events-replay-endpoint {replay} needs --kv-events-endpoint; give both",
-        )
-        require(
-            blocks is not None or states is None,
-            f"--kv-events-states-endpoint {states} needs --kv-events-endpoint; give both",
-        )
-        require(
-            states is not None or states_replay is None,
-            f"--kv-events-states-replay-endpoint {states_replay} needs --kv-events-states-endpoint; give both",
-        )
-        require(
-            states is None or (replay is None) == (states_replay is None),
+            states is None or len(replays) != 1,
             f"--kv-events-states-endpoint {states}: blocks and states are either both replayed or neither is; give "
             "both --kv-events-replay-endpoint and --kv-events-states-replay-endpoint, or none of them",
         )
-        for flag in ("--kv-events-replay-endpoint", "--kv-events-states-replay-endpoint"):
-            address = _parsed(texts[flag])
-            bound = address is None or address.is_bound
-            require(bound, f"{flag} {texts[flag]} must be this machine's: a loopback address, * or ipc://")
+        for flag in replays:
+            address = endpoints[flag]
+            require(
+                address.is_bound,
+                f"{flag} {address.of_replica(0)} must be this machine's: a loopback address, * or ipc://",
+            )
         length = len(os.fsencode(self.kv_events_topic))
         require(
             length <= MAX_TOPIC_BYTES, f"--kv-events-topic has {length} bytes and must have at most {MAX_TOPIC_BYTES}"
         )
 
-    def _texts(self) -> dict[str, str | None]:
-        return {
-            "--kv-events-endpoint": self.kv_events_endpoint,
-            "--kv-events-replay-endpoint": self.kv_events_replay_endpoint,
-            "--kv-events-states-endpoint": self.kv_events_states_endpoint,
-            "--kv-events-states-replay-endpoint": self.kv_events_states_replay_endpoint,
-        }
-
     def endpoints(self) -> dict[str, Endpoint]:
-        """Return the endpoints that are given, by flag."""
-        parsed = {flag: _parsed(text) for flag, text in self._texts().items()}
-        return {flag: endpoint for flag, endpoint in parsed.items() if endpoint is not None}
+        """Return the endpoints that are given, by flag.
 
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """Endpoint where events of blocks are published; None if KV events are off."""
-        return _parsed(self.kv_events_endpoint)
-
-    @property
-    def states_endpoint(self) -> Endpoint | None:
-        """Endpoint where events of states are published; None if they are not."""
-        return _parsed(self.kv_events_states_endpoint)
+        Raises:
+            ConfigError: Events cannot be published at one of them.
+        """
+        texts = {name: getattr(self, name) for name in ("kv_events_endpoint", *_NEEDED)}
+        return {flag_of(name): _parsed(flag_of(name), text) for name, text in texts.items() if text is not None}
 
 
-def _parsed(text: str | None) -> Endpoint | None:
-    return None if text is None else parse_endpoint(text)
+# Endpoints that need another one.
+_NEEDED = {
+    "kv_events_replay_endpoint": "kv_events_endpoint",
+    "kv_events_states_endpoint": "kv_events_endpoint",
+    "kv_events_states_replay_endpoint": "kv_events_states_endpoint",
+}
 
 
-def _check(flag: str, text: str | None) -> None:
-    """Require an address, whose path is not too long, as the value of a flag."""
-    parsed = _parsed(text)
-    require(text is None or parsed is not None, f"{flag} {text!r} must be {_EXAMPLES}")
+def _parsed(flag: str, text: str) -> Endpoint:
+    """Return the address in the value of a flag, whose path must not be too long."""
+    parsed = parse_endpoint(text)
+    if parsed is None:
+        raise ConfigError(f"{flag} {text!r} must be {_EXAMPLES}")
     length = len(os.fsencode(parsed.path)) if isinstance(parsed, IpcEndpoint) else 0
     require(
         length <= LONGEST_IPC_PATH,
         f"{flag} {text!r}: the path has {length} bytes and must have at most {LONGEST_IPC_PATH}",
     )
+    return parsed

@@ -52,16 +52,6 @@ class ServerLimits:
         require_options(self)
 
     @property
-    def schema_bytes(self) -> int:
-        """Maximum bytes of a schema or a regular expression."""
-        return int(self.max_schema_kb * KB)
-
-    @property
-    def store_bytes(self) -> int:
-        """Maximum bytes of stored responses."""
-        return int(self.responses_store_mb * MB)
-
-    @property
     def answers_bytes(self) -> int:
         """Maximum bytes of remembered answers."""
         return int(self.answers_memory_mb * MB)

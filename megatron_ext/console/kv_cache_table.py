@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console
@@ -39,20 +39,16 @@ def print_kv_cache_config(
     model: str,
     console: Console,
     request_state_bytes: int = 0,
-    operators: Mapping[str, Sequence[str]] | None = None,
-    bytes_held_twice: int = 0,
     positions: int | None = None,
-    draft_exactness: str = "",
+    others: Mapping[str, str] | None = None,
 ) -> None:
     """Print the engine's capacity (EX-6), and the maximum state memory of the longest request (LA-4).
 
     Args:
         geometry: KV cache config of the engine.
         request_state_bytes: State bytes of the longest request; 0 is not shown.
-        operators: Operators by backend (CU-3); None is not shown.
-        bytes_held_twice: Bytes of weights that are held as they are and packed (SC-12); 0 is not shown.
         positions: Positions that the model has; None if no layer depends on them.
-        draft_exactness: How results with drafts relate to those without (SP-3); an empty text is not shown.
+        others: Further rows; those with an empty text are not shown.
     """
     table = Table("engine", escape(printable(model)), show_lines=False)
     blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
@@ -83,29 +79,21 @@ def print_kv_cache_config(
     shortest = geometry.shortest_prompt_that_can_hit
     hits = "nothing is skipped" if shortest is None else f"prompts of at least {shortest} tokens can hit"
     table.add_row("prefix cache", hits)
-    if operators:
-        usual, *others = operators
-        rest = "".join(f"; {name} for {', '.join(operators[name])}" for name in others)
-        table.add_row("operators", f"{usual}{rest}")
-    packed = f"{bytes_held_twice:,} bytes beside the originals" if bytes_held_twice else ""
-    _add_present(table, {"packed weights": packed, "drafts": draft_exactness})
+    for name, text in (others or {}).items():
+        if text:
+            table.add_row(name, text)
     if isinstance(geometry, WorldKVCacheConfig):
         _add_ranks(table, geometry)
     console.print(table)
 
 
 def print_engine(engine: LLMEngine, model: str, console: Console) -> None:
-    """Print the capacity of an engine that has started."""
-    print_kv_cache_config(
-        engine.geometry,
-        model,
-        console,
-        engine.request_state_bytes,
-        engine.operators,
-        engine.bytes_held_twice,
-        engine.positions,
-        engine.draft_exactness,
-    )
+    """Print the capacity of an engine that has started, its operators by backend (CU-3), and facts about weights."""
+    usual, *others = engine.operators
+    rest = "".join(f"; {name} for {', '.join(engine.operators[name])}" for name in others)
+    packed = f"{engine.bytes_held_twice:,} bytes beside the originals" if engine.bytes_held_twice else ""
+    rows = {"operators": f"{usual}{rest}", "packed weights": packed, "drafts": engine.draft_exactness}
+    print_kv_cache_config(engine.geometry, model, console, engine.request_state_bytes, engine.positions, rows)
 
 
 def print_dry_run(dry: DryRun, console: Console) -> None:
@@ -122,13 +110,6 @@ def print_dry_run(dry: DryRun, console: Console) -> None:
         fit = dry.requests_at_once(tokens)
         table.add_row(f"at once, {tokens:,} tokens", counted(fit, "request") if fit else "too long for one")
     console.print(table)
-
-
-def _add_present(table: Table, rows: Mapping[str, str]) -> None:
-    """Add the rows that have a text."""
-    for name, text in rows.items():
-        if text:
-            table.add_row(name, text)
 
 
 def _add_ranks(table: Table, geometry: WorldKVCacheConfig) -> None:

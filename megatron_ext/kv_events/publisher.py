@@ -42,7 +42,7 @@ class Publisher:
     """
 
     def __init__(self, config: KvEventsConfig, rank: int = 0) -> None:
-        assert config.endpoint is not None, "events are off"
+        assert config.kv_events_endpoint is not None, "events are off"
         self._rank = rank
         self._bell, self._ear = socket.socketpair()
         self._bell.setblocking(False)
@@ -52,7 +52,7 @@ class Publisher:
         try:
             self.blocks = self._channel(config, "--kv-events-endpoint", "--kv-events-replay-endpoint")
             self.states = None
-            if config.states_endpoint is not None:
+            if config.kv_events_states_endpoint is not None:
                 flags = "--kv-events-states-endpoint", "--kv-events-states-replay-endpoint"
                 self.states = self._channel(config, *flags)
         except ConfigError:

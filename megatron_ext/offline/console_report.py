@@ -9,7 +9,7 @@ from rich.console import Console
 
 from megatron_ext.console.terminal import beginning, end, printable, wrapped
 from megatron_ext.offline.passes import Pass
-from megatron_ext.offline.results import PromptText, submitted_text
+from megatron_ext.offline.results import PromptText
 from megatron_ext.scheduling.record import RequestRecord, Status
 
 AT_EACH_END = 5
@@ -22,7 +22,7 @@ _MAX_READ = 4000  # characters of a text that are read
 
 
 def print_requests(
-    records: Sequence[RequestRecord], console: Console, where: str | None, prompt_text: PromptText = submitted_text
+    records: Sequence[RequestRecord], console: Console, where: str | None, prompt_text: PromptText
 ) -> None:
     """Print the table.
 
@@ -89,8 +89,8 @@ def _print(console: Console, line: str, style: str) -> None:
 def print_report(
     passes: Sequence[Pass],
     console: Console,
-    where: str | None = None,
-    prompt_text: PromptText = submitted_text,
+    where: str | None,
+    prompt_text: PromptText,
     lost: Mapping[str, int] | None = None,
 ) -> None:
     """Print the requests, or the first and last few of many, and the totals of all.

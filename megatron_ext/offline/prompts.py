@@ -43,24 +43,6 @@ class RandomTokens:
         return tuple(random.Random(self.seed).choices(ids, k=self.count))
 
 
-def synthetic_contents(run: RunConfig, seed: int) -> list[RandomTokens]:
-    """Return random prompt contents, with lengths uniform between the minimum and the maximum."""
-    shortest, longest = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
-    lengths = random.Random(seed)
-    return [
-        RandomTokens(lengths.randint(shortest, longest), seed=f"{seed} {index}") for index in range(run.synthetic_count)
-    ]
-
-
-def described(run: RunConfig, params: RequestParams) -> str:
-    """Return a one-line description of the prompts."""
-    shortest, longest = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
-    return (
-        f"{run.synthetic_count} synthetic prompts of {shortest} to {longest} random tokens, "
-        f"{params.num_tokens_to_generate} to generate each"
-    )
-
-
 @dataclass(frozen=True)
 class Prompt:
     """Prompt to submit: text, token ids or a number of random ones, the request's settings, and its source."""
@@ -93,9 +75,7 @@ def read_prompts(
                 raise ConfigError(f"{prompt.source}: {_shown(prompt.content)} is not a text in UTF-8")
         return prompts
     if run.is_synthetic:
-        logger.info("%s", described(run, defaults))
-        contents = synthetic_contents(run, seed)
-        return [Prompt(content, defaults, f"synthetic prompt {i}") for i, content in enumerate(contents, start=1)]
+        return _synthetic_prompts(run, defaults, seed)
     if run.prompt_file is None:
         return example_prompts(defaults)
     if run.prompt_file == STANDARD_INPUT:
@@ -105,6 +85,16 @@ def read_prompts(
             return parse_lines(file, run.prompt_file, run, defaults)
     except OSError as error:
         raise ConfigError(f"--prompt-file {run.prompt_file}: {error.strerror}") from None
+
+
+def _synthetic_prompts(run: RunConfig, defaults: RequestParams, seed: int) -> list[Prompt]:
+    """Return prompts of random tokens, with lengths uniform between the minimum and the maximum."""
+    count, (shortest, longest) = run.synthetic_count, run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
+    words = "%d synthetic prompts of %d to %d random tokens, %d to generate each"
+    logger.info(words, count, shortest, longest, defaults.num_tokens_to_generate)
+    lengths = random.Random(seed)
+    contents = [RandomTokens(lengths.randint(shortest, longest), f"{seed} {index}") for index in range(count)]
+    return [Prompt(content, defaults, f"synthetic prompt {i}") for i, content in enumerate(contents, start=1)]
 
 
 def check_prompt_file(run: RunConfig) -> None:

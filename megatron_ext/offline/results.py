@@ -48,11 +48,6 @@ RUN_KEYS = (
 )
 
 
-def submitted_text(record: RequestRecord) -> str | None:
-    """Return the text that was submitted, if the prompt was a text."""
-    return record.prompt_text
-
-
 class PromptTexts:
     """Cache of prompt texts: the submitted text, or the decoded ids, decoded on first use, once for equal prompts."""
 

@@ -215,7 +215,7 @@ class _Offline:
         where = self._where(problem)
         if self._interruption.is_asked:
             if where is None:
-                print_report(passes, self._console, prompt_text=self._prompt_text)
+                print_report(passes, self._console, None, self._prompt_text)
             counts = Counter(record.status for record in _records(passes))
             ends = ", ".join(f"{counts[status]} {status.name.lower()}" for status in Status if counts[status])
             place = where or problem or "without --output-path they are printed only"

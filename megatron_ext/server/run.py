@@ -71,7 +71,7 @@ class KvEventPublishers:
     def __init__(self, config: KvEventsConfig, replicas: int = 1) -> None:
         self.publishers: list[Publisher] = []
         self._config = config
-        if config.endpoint is None:
+        if config.kv_events_endpoint is None:
             return
         try:
             for rank in range(replicas):
@@ -95,7 +95,7 @@ class KvEventPublishers:
                 if channel is not None:
                     replay = channel.replay_endpoint or "no address"
                     logger.info("KV events of %s at %s, replayed at %s", what, channel.endpoint, replay)
-        if engine.is_hybrid and self._config.states_endpoint is None:
+        if engine.is_hybrid and self._config.kv_events_states_endpoint is None:
             logger.info(
                 "the positions at which requests can resume are not published: there is no --kv-events-states-endpoint"
             )

@@ -19,6 +19,7 @@ from fastapi import Depends, Request
 from megatron_ext.config import ServerConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.in_flight import InFlight
+from megatron_ext.config.server import MB
 from megatron_ext.console.profiling import StepTracer
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.identity import weights_hash
@@ -195,9 +196,8 @@ class Serving:
             tool_calls=self.settings.tool_call_parser,
             reasoning_name=self.settings.reasoning_parser,
         )
-        self.response_store = ResponseStore(
-            self.settings.limits.store_bytes, max_conversation=self.settings.limits.body_bytes
-        )
+        sizes = self.settings.limits
+        self.response_store = ResponseStore(int(sizes.responses_store_mb * MB), max_conversation=sizes.body_bytes)
         self.limits = self.engine.limits
         self.answers = AnswerMemory(self.settings.limits.answers_bytes)
         self.structured_outputs = StructuredOutputChecks(self.engine.grammars, self.settings.limits)

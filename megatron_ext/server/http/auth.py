@@ -11,7 +11,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_ext.config import ServerConfig
-from megatron_ext.config.hosts import ANY_HOST, LOOPBACK_HOSTS, HostName, parse_host, parse_origin
+from megatron_ext.config.hosts import ANY_HOST, DEFAULT_PORTS, LOOPBACK_HOSTS, HostName, parse_host, parse_origin
 from megatron_ext.server.api_errors import UNAUTHORIZED, ApiError
 from megatron_ext.server.api_keys import Caller, Keys
 from megatron_ext.server.http.body import route_path
@@ -112,9 +112,10 @@ class AuthMiddleware:
             return False
         if page in self._origins:
             return True
-        if host is not None and (host.name == page.host.name and (host.port or page.usual_port) == page.host.port):
+        port = DEFAULT_PORTS[page.scheme]
+        if host is not None and (host.name == page.host.name and (host.port or port) == page.host.port):
             return True
-        is_named = page.has_usual_port and HostName(page.host.name) in self._trusted
+        is_named = page.host.port == port and HostName(page.host.name) in self._trusted
         return is_named or page.host in self._trusted
 
     def _admit(self, scope: Scope) -> Caller:

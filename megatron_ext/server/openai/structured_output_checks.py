@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from megatron_ext.config import ServerLimits
 from megatron_ext.config.request import JSON_OBJECT, JSON_SCHEMA, LARK, ResponseFormat, ThinkingBudget
+from megatron_ext.config.server import KB
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.openai.chat import ChatFormat
@@ -70,7 +71,7 @@ class StructuredOutputChecks:
         return tuple(found.get(one.name, one) for one in functions)
 
     def _check_size(self, size: int, kind: str, param: str) -> None:
-        limit = self._limits.schema_bytes
+        limit = int(self._limits.max_schema_kb * KB)
         if size > limit:
             message = f"the {kind} has {size} bytes; this server accepts at most {limit} (--max-schema-kb)"
             raise ApiError(400, message, param=param, code="schema_too_long")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from operator import attrgetter
+from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from megatron_ext.console.kv_cache_table import print_kv_cache_config
+from megatron_ext.console.kv_cache_table import print_engine, print_kv_cache_config
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.capacity import world_kv_cache_config
 from megatron_ext.offline.console_report import loss_lines, print_requests, summary
@@ -65,8 +67,9 @@ def test_geometry():
     text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, 1_234_567))
     assert "a model" in text
     assert "at most 1,234,567 bytes" in text
+    known = {"geometry": HYBRID, "request_state_bytes": 0, "positions": None, "bytes_held_twice": 0}
     operators = {"triton": ("ssd", "paged_attention"), "reference": ("sampling",)}
-    text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, operators=operators))
+    text = printed(print_engine, SimpleNamespace(**known, operators=operators, draft_exactness=""), "a model")
     assert "triton; reference for sampling" in text, "CU-3"
 
 
@@ -107,7 +110,7 @@ FAILED = {"status": Status.FAILED, "error": "too long", "finish_reason": None, "
 
 def table(records, width: int = 80, where: str | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    print_requests(records, console, where)
+    print_requests(records, console, where, attrgetter("prompt_text"))
     return console.file.getvalue().splitlines()
 
 

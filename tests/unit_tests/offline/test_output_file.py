@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ import pytest
 from megatron_ext.config import RunConfig
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.offline.output_file import PartialResults, check_output_path, check_output_paths, write_results
-from megatron_ext.offline.results import RequestEntries, submitted_text
+from megatron_ext.offline.results import RequestEntries
 from megatron_ext.scheduling.record import Status
 
-ENTRIES = RequestEntries(submitted_text, lambda tokens, **_: str(tokens))
+ENTRIES = RequestEntries(attrgetter("prompt_text"), lambda tokens, **_: str(tokens))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections import Counter
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,6 @@ from megatron_ext.offline.results import (
     full_results,
     megatron_results,
     run_results,
-    submitted_text,
 )
 from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.request_events import Event, EventType
@@ -45,7 +45,7 @@ shortest_prompt_that_can_hit max_model_len
 RUN = ["--prompts", "What does a generator do?", "The import statement", "def", "--num-tokens-to-generate", "8"]
 RUN += ["--return-log-probs", f"{BATCHING}-block-count", "64", f"{BATCHING}-prefix-caching-mamba-slots", "4"]
 FULL = ("--output-format", "full")
-ENTRIES = RequestEntries(submitted_text, lambda tokens, **_: "".join("ab"[token // 7] for token in tokens))
+ENTRIES = RequestEntries(attrgetter("prompt_text"), lambda tokens, **_: "".join("ab"[token // 7] for token in tokens))
 
 
 @pytest.fixture
@@ -94,7 +94,11 @@ class TestKeys:
     def test_of_a_request(self, record):
         assert list(ENTRIES.entry(record())) == [*MEGATRONS, *OURS]
         assert (
-            list(RequestEntries(submitted_text, lambda tokens, **_: str(tokens), with_events=True).entry(record()))[-1]
+            list(
+                RequestEntries(attrgetter("prompt_text"), lambda tokens, **_: str(tokens), with_events=True).entry(
+                    record()
+                )
+            )[-1]
             == "events"
         )
         with_log_probs = ENTRIES.entry(record(generated_log_probs=(-0.5, -1.0)))
@@ -116,7 +120,7 @@ class TestValues:
 
     def test_of_the_last_pass(self, passes):
         results = megatron_results(
-            passes, RequestEntries(submitted_text, lambda tokens, **_: str(tokens), with_graphs=True)
+            passes, RequestEntries(attrgetter("prompt_text"), lambda tokens, **_: str(tokens), with_graphs=True)
         )
         assert results["lifetime_prefill_token_count"] == 6
         assert (results["async_sched_step_count"], results["async_sched_compaction_step_count"]) == (2, 1)
@@ -135,7 +139,9 @@ class TestValues:
         assert [results[key]["step_count"] for key in "0123"] == [5, 5, 7, 7]
 
     def test_of_a_request(self, record):
-        entry = RequestEntries(submitted_text, lambda tokens, **_: str(tokens), with_events=True).entry(record())
+        entry = RequestEntries(attrgetter("prompt_text"), lambda tokens, **_: str(tokens), with_events=True).entry(
+            record()
+        )
         assert entry["generated_tokens"] == [7, 8]
         assert entry["status"] == "COMPLETED"
         assert entry["prompt_token_count"] == 3
