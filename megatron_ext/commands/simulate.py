@@ -209,7 +209,8 @@ def _above(kind: type[Number], bound: int) -> Callable[[str], Number]:
     def number(text: str) -> Number:
         value = kind(text)
         if not bound < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} must be more than {bound}")
+            limit = f"more than {bound}" if kind is float else f"at least {bound + 1}"
+            raise argparse.ArgumentTypeError(f"{text} must be {limit}")
         return value
 
     return number

@@ -39,6 +39,7 @@ from megatron_ext.server.openai.request_fields import (
 )
 from megatron_ext.text.chat_template import ENABLE_THINKING
 
+_MAX_BETAS = 32  # of a header that are logged
 Mark = JsonObject | None  # as in {"type": "ephemeral", "ttl": "5m"}
 Fields = dict[str, Any]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -293,6 +294,13 @@ class MessagesRequest(BasicSamplingFields, CountTokensRequest):
         if budget is not None and budget >= self.max_tokens:
             raise ValueError(f"max_tokens {self.max_tokens} must be greater than thinking.budget_tokens {budget}")
         return self
+
+
+def note_betas(header: str) -> None:
+    """Log once for each feature of an `anthropic-beta` header that it has no effect."""
+    for one in map(str.strip, header.split(",", _MAX_BETAS)[:_MAX_BETAS]):
+        if one:
+            note_ignored(f"the beta {one} of the Messages API")
 
 
 def as_chat(body: CountTokensRequest, *, can_think: bool = True) -> ChatRequest:

@@ -22,6 +22,7 @@ from megatron_ext.server.anthropic.message_fields import (
     CountTokensRequest,
     MessagesRequest,
     as_chat,
+    note_betas,
 )
 from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
 from megatron_ext.server.http.auth import CALLER
@@ -204,6 +205,7 @@ async def whole_answer(events: AsyncIterator[Event], answer: Event) -> Response:
 @router.post(MESSAGES_PATH, responses=MESSAGES_ERRORS | STREAMS)
 async def create_message(body: MessagesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, in the form of Anthropic's Messages API."""
+    note_betas(request.headers.get("anthropic-beta", ""))
     chat = as_chat(body, can_think=serving.chat_format.reasoning is not None)
     inputs, answer_format, remember = await prepare_chat(chat, request, serving)
     builder = MessageBuilder(serving.answered_name(body.model), serving.vocabulary, answer_format)

@@ -392,7 +392,7 @@ def _stub_of(core: EngineCore, limits: object) -> SimpleNamespace:
     plan = SimpleNamespace(limits=limits, world=None, policy=None, is_hybrid=True, positions=None)
     plan.request_state_bytes = lambda tokens: 0
     model = SimpleNamespace(**dict.fromkeys(("tokenizer", "vocabulary", "grammars", "bytes_held_twice")))
-    model.chosen_operators, model.draft_exactness = dict, lambda plan: ""
+    model.chosen_operators, model.draft_exactness = dict, str
     return SimpleNamespace(core=core, controller=model, plan=plan)
 
 

@@ -434,13 +434,14 @@ class TestWithoutEffect:
         monkeypatch.setattr(request_fields, "_noted", set())
         fields = {"inference_geo": "eu", "context_management": {"edits": []}, "metadata": {"user_id": "u"}}
         fields["service_tier"] = "auto"
+        beta = {"anthropic-beta": "interleaved-thinking-2025-05-14, files-api-2025-04-14"}
         plain = create(embedded, messages=contents(QUESTION))
         with caplog.at_level("INFO"):
             for _ in range(2):
-                answer = create(embedded, messages=contents(QUESTION), **fields)
+                answer = create(embedded, messages=contents(QUESTION), headers=beta, **fields)
         assert text_of(answer) == text_of(plain)
         said = [one for one in caplog.messages if "is ignored" in one]
-        for name in ("inference_geo", "context_management"):
+        for name in ("inference_geo", "context_management", "interleaved-thinking-2025-05-14", "files-api-2025-04-14"):
             assert len([one for one in said if name in one]) == 1
         assert not [one for one in said if "metadata" in one or "service_tier" in one]
 
