@@ -8,6 +8,8 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from megatron_ext.config import ParallelConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from tests.forked import fork
 
@@ -74,3 +76,13 @@ def test_importing_starts_nothing_and_initialising_twice_is_fine():
     process = fork(initialise_twice)
     process.join()
     assert process.exitcode == 0
+
+
+def test_settings_that_contradict_the_groups_are_refused(monkeypatch):
+    platform.initialize()
+    assert platform.group_sizes(ParallelConfig(check_ranks=True)).check_ranks
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    with pytest.raises(
+        ConfigError, match="tensor_model_parallel_size 1 contradicts Megatron's groups of size 2; give 2"
+    ):
+        platform.group_sizes(ParallelConfig())

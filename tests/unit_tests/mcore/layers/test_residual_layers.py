@@ -170,6 +170,16 @@ def test_a_layer_with_hooks_is_called():
     assert torch.equal(found, expected)
 
 
+def test_layers_beside_parallel_ones_train_as_upstreams():
+    """Our stack computes patterns with parallel layers in training, too; no layer of it is a branch then."""
+    model = build_slow_decay(dataclasses.replace(HYBRID, hybrid_override_pattern="P-*M")).train()
+    for kind in (own_layers.FeedForwardLayer, own_layers.AttentionLayer, own_layers.RecurrentLayer):
+        assert any(isinstance(layer, kind) for layer in model.decoder.layers)
+    with mock.patch.object(own_layers, "ResidualBranch", side_effect=AssertionError("a branch")):
+        forward(model).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_hooks_before_and_after_a_forward_are_found():
     module, before, after = nn.Linear(2, 2), lambda *_: None, lambda *_: None
     module.register_forward_pre_hook(before)
