@@ -19,6 +19,14 @@ inline at::Tensor as_type(const at::Tensor& t, at::ScalarType type) {
   return t.scalar_type() == type ? t : t.to(type);
 }
 
+// f(number) with a number of this type: fp32, bf16, or else fp16.
+template <typename F>
+void with_type(at::ScalarType type, const F& f) {
+  if (type == at::kFloat) return f(float());
+  if (type == at::kBFloat16) return f(c10::BFloat16());
+  f(c10::Half());
+}
+
 // In fp32, the last dimension dense.
 inline at::Tensor rows(const at::Tensor& t) {
   const at::Tensor wide = as_type(t, at::kFloat);
@@ -28,7 +36,6 @@ inline at::Tensor rows(const at::Tensor& t) {
 // Numbers in fp32, dense; none if there is no tensor.
 class Dense {
  public:
-  Dense() = default;
   explicit Dense(const std::optional<at::Tensor>& t) {
     if (!t) return;
     held_ = as_type(*t, at::kFloat).contiguous();

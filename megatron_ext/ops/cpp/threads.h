@@ -27,7 +27,6 @@ class Buffer {
   explicit Buffer(int64_t count) : held_(count + LINE), data_(aligned(held_.data())) {}
   Buffer(Buffer&&) = default;
   Buffer& operator=(Buffer&&) = default;
-  Buffer(const Buffer&) = delete;
 
   float* data() {
     return data_;
@@ -38,10 +37,6 @@ class Buffer {
   }
 
   float& operator[](int64_t i) {
-    return data_[i];
-  }
-
-  float operator[](int64_t i) const {
     return data_[i];
   }
 

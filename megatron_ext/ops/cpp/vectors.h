@@ -4,8 +4,12 @@
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 namespace megatron_ext {
 
@@ -21,12 +25,37 @@ inline int64_t padded(int64_t count) {
   return (count + W - 1) / W * W;
 }
 
-// Lanes behind `count` are zero.
-inline Vec load(const float* from, int64_t count) {
-  if (count >= W) return Vec::loadu(from);
-  alignas(64) float lane[W] = {};
-  for (int64_t i = 0; i < count; ++i) lane[i] = from[i];
+// W numbers of any type in fp32.
+template <typename T>
+Vec widened(const T* from) {
+  if constexpr (std::is_same_v<T, float>) {
+    return Vec::loadu(from);
+  } else {
+    Vec wide;
+    at::vec::load_to_float<T>(from, wide);
+    return wide;
+  }
+}
+
+inline Vec widened(const int8_t* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  alignas(64) float lane[W];
+  for (int64_t i = 0; i < W; ++i) lane[i] = static_cast<float>(from[i]);
   return Vec::loadu(lane);
+#endif
+}
+
+// Lanes behind `count` are zero.
+template <typename T>
+Vec load(const T* from, int64_t count) {
+  if (count >= W) return widened(from);
+  alignas(64) T lane[W] = {};
+  std::copy_n(from, count, lane);
+  return widened(lane);
 }
 
 inline void store(float* to, Vec v, int64_t count) {

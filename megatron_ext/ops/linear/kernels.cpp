@@ -31,34 +31,6 @@ constexpr int64_t RANGE = 32 * MOST;        // rows whose inputs stay in the cac
 constexpr int64_t WIDENED = 4;              // tiles for which a block is widened in memory
 constexpr int64_t WORK = 65536;             // products that are worth a thread
 
-inline Vec wide(const float* from) {
-  return Vec::loadu(from);
-}
-
-inline Vec wide(const c10::BFloat16* from) {
-  Vec v;
-  at::vec::load_fp32_from_bf16(from, v);
-  return v;
-}
-
-inline Vec wide(const c10::Half* from) {
-  Vec v;
-  at::vec::load_fp32_from_fp16(from, v);
-  return v;
-}
-
-inline Vec wide(const int8_t* from) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(CPU_CAPABILITY_AVX2)
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-  alignas(64) float lane[W];
-  for (int64_t i = 0; i < W; ++i) lane[i] = static_cast<float>(from[i]);
-  return Vec::loadu(lane);
-#endif
-}
-
 // A weight in panels of T, and the scale of each block, [O / P, blocks, P]; none if they are all 1.
 template <typename T>
 struct Panels {
@@ -124,7 +96,7 @@ void add_block(const T* weight, int64_t apart, const float* x, int64_t count, co
     for (int v = 0; v < V; ++v) sum[r][v] = Vec(0.0f);
   for (int64_t i = 0; i < count; ++i, x += R, weight += P) {
     Vec w[V];
-    for (int v = 0; v < V; ++v) w[v] = wide(weight + (v / VECTORS) * apart + (v % VECTORS) * W);
+    for (int v = 0; v < V; ++v) w[v] = widened(weight + (v / VECTORS) * apart + (v % VECTORS) * W);
     for (int r = 0; r < R; ++r) {
       const Vec input(x[r]);
       for (int v = 0; v < V; ++v) sum[r][v] = at::vec::fmadd(w[v], input, sum[r][v]);
@@ -188,7 +160,7 @@ void multiply_panels(const Panels<T>& panels, int64_t panel, int64_t count, cons
   for (int64_t b = 0; b < panels.blocks(); ++b) {
     const int64_t i = b * BLOCK, size = std::min(BLOCK, panels.inputs - i);
     const T* from = panels.at(panel, i);
-    for (int64_t w = 0; is_widened && w < size * P; w += W) wide(from + w).store(weight + w);
+    for (int64_t w = 0; is_widened && w < size * P; w += W) widened(from + w).store(weight + w);
     for (int64_t tile = 0; tile < x.count(); ++tile) {
       const int64_t row = x.begin(tile), rows = x.begin(tile + 1) - row;
       const auto add = [&](const auto* read) {
@@ -222,12 +194,7 @@ void multiply(const Panels<T>& panels, const at::Tensor& x, const Output& out) {
   const at::Tensor memory = at::empty({std::min(rows, RANGE) * panels.inputs}, at::kFloat);
   for (int64_t first = 0; first < rows; first += RANGE) {
     const Tiles tiles{panels.inputs, first, std::min(RANGE, rows - first), memory.mutable_data_ptr<float>()};
-    if (x.scalar_type() == at::kBFloat16)
-      tiles.fill(x.const_data_ptr<c10::BFloat16>(), x.stride(0));
-    else if (x.scalar_type() == at::kHalf)
-      tiles.fill(x.const_data_ptr<c10::Half>(), x.stride(0));
-    else
-      tiles.fill(x.const_data_ptr<float>(), x.stride(0));
+    with_type(x.scalar_type(), [&](auto number) { tiles.fill(x.const_data_ptr<decltype(number)>(), x.stride(0)); });
     multiply_range(panels, tiles, out);
   }
 }

@@ -57,7 +57,7 @@ void turn(const T* const* keys, int64_t count, int64_t head_size, float* to) {
         continue;
       }
     }
-    for (int64_t i = 0; i < W; ++i) (i < count ? widened(keys[i] + d, width) : Vec(0.0f)).store(square + i * W);
+    for (int64_t i = 0; i < W; ++i) (i < count ? load(keys[i] + d, width) : Vec(0.0f)).store(square + i * W);
     at::vec::transpose_mxn<float, W, W>(square, W, to + d * GROUP, GROUP);
   }
 }
@@ -154,7 +154,7 @@ void add_rest(const Tile<T>& tile, const T* const* ahead, int64_t m, int64_t d, 
     Vec sum = load(to, width) * Vec(faded[m + r]);
     float total = rows.sums.weights[m + r] * faded[m + r];
     for (int64_t k = 0; k < tile.count; ++k) {
-      sum = at::vec::fmadd(widened(tile.values[k] + d, width), Vec(weights[k]), sum);
+      sum = at::vec::fmadd(load(tile.values[k] + d, width), Vec(weights[k]), sum);
       total += weights[k];
       if (r == 0) fetch(ahead[k] + d);
     }

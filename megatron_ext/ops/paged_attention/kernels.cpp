@@ -117,14 +117,6 @@ struct Many {
   }
 };
 
-// f(number) with a number of a cache's type.
-template <typename F>
-void with_type(at::ScalarType type, const F& f) {
-  if (type == at::kFloat) return f(float());
-  if (type == at::kBFloat16) return f(c10::BFloat16());
-  f(c10::Half());
-}
-
 // f(way) with the way that suits so many rows.
 template <int NV = 1, typename F>
 void with_way(const Step& step, int64_t rows, const F& f) {
@@ -166,7 +158,7 @@ void widen_rows(const T* const* from, int64_t count, int64_t head_size, float* c
   for (int64_t k = 0; k < count; ++k, copies += head_size) {
     int64_t d = 0;
     for (; d + W <= head_size; d += W) widened(from[k] + d).store(copies + d);
-    if (d < head_size) store(copies + d, widened(from[k] + d, head_size - d), head_size - d);
+    if (d < head_size) store(copies + d, load(from[k] + d, head_size - d), head_size - d);
     to[k] = copies;
   }
 }

@@ -7,9 +7,6 @@
 // D head size, M rows, T the type of keys and values.
 #pragma once
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -28,27 +25,6 @@ template <int R, typename F>
 void for_some(int64_t i, int64_t count, const F& f) {
   for (; i + R <= count; i += R) f(std::integral_constant<int, R>(), i);
   if constexpr (R > 1) for_some<R == 6 ? 4 : R / 2>(i, count, f);
-}
-
-// Numbers of a cache in fp32.
-template <typename T>
-Vec widened(const T* from) {
-  if constexpr (std::is_same_v<T, float>) {
-    return Vec::loadu(from);
-  } else {
-    Vec wide;
-    at::vec::load_to_float<T>(from, wide);
-    return wide;
-  }
-}
-
-// Lanes behind `count` are zero.
-template <typename T>
-Vec widened(const T* from, int64_t count) {
-  if (count >= W) return widened(from);
-  T lane[W] = {};
-  std::copy(from, from + count, lane);
-  return widened(lane);
 }
 
 // Sums so far of rows: of weights times values, of weights, and the greatest score. Zeros, and LOWEST, to begin with.
