@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -130,7 +130,6 @@ def cut_evenly(length: int, longest: int) -> list[int]:
 
 
 def _place_arrays(chunk_lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the arrays of PaddedPlaces."""
     offsets = np.arange(chunk_lengths.max())
     is_padding = offsets >= chunk_lengths[:, None]  # [n, C]
     first = starts(chunk_lengths)[:-1, None]
@@ -142,7 +141,6 @@ def _place_arrays(chunk_lengths: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _rank_arrays(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the arrays of RankOrder."""
     num_sequences, num_chunks = len(counts), int(counts.sum())
     sequences = np.argsort(-counts, kind="stable")
     rank = np.arange(num_chunks) - np.repeat(np.cumsum(counts) - counts, counts)  # [n] rank within its sequence
@@ -181,9 +179,7 @@ def static_chunks(
     cu_seqlens: Tensor,
     seq_idx: Tensor,
     cu_chunk_seqlens: Tensor,
-    tokens: Tensor,
-    is_padding: Tensor,
-    place_of_token: Tensor,
+    places: PaddedPlaces,
     resumes: Resumes | None = None,
 ) -> PackedChunks:
     """Return prefill metadata over static tensors, which the caller refills for each step.
@@ -193,9 +189,7 @@ def static_chunks(
         cu_seqlens: [S+1] int64, first token of each sequence, and the end of the last one.
         seq_idx: [T] int64, the sequence of each token; arbitrary after the last sequence.
         cu_chunk_seqlens: [n+1] int64, first token of each chunk; an empty chunk begins at the start of the next one.
-        tokens: [n*C] int64, the token at each place; any token of the same sequence at places without one.
-        is_padding: [n*C] bool, True at places without a token.
-        place_of_token: [T] int64, the place of each token; arbitrary after the last sequence.
+        places: Any token of the same sequence at places without one; arbitrary places after the last sequence.
         resumes: See `PackedChunks`.
     """
     device, count = cu_seqlens.device, grid.count
@@ -210,16 +204,16 @@ def static_chunks(
         last_chunk_indices=numbers[grid.chunks - 1 :: grid.chunks],
         resumes=resumes,
     )
-    chunks.provide(pad_chunks, _padding(grid.places, tokens, is_padding, place_of_token))
+    chunks.provide(pad_chunks, _padding(grid.places, places))
     width = PIECE if grid.places % PIECE == 0 else grid.places
     pieces = _pieces(chunks, grid, width)
-    pieces.packed.provide(pad_chunks, _padding(width, tokens, is_padding, place_of_token))
+    pieces.packed.provide(pad_chunks, _padding(width, places))
     chunks.provide(cut_into_pieces, pieces)
     return chunks
 
 
-def _padding(width: int, tokens: Tensor, is_padding: Tensor, place_of_token: Tensor) -> PaddedChunks:
-    return PaddedChunks(width, PaddedPlaces(tokens, is_padding.view(-1, width), place_of_token), None)
+def _padding(width: int, places: PaddedPlaces) -> PaddedChunks:
+    return PaddedChunks(width, replace(places, is_padding=places.is_padding.view(-1, width)), None)
 
 
 def _pieces(chunks: PackedChunks, grid: ChunkGrid, width: int) -> Pieces:

@@ -72,7 +72,7 @@ def recording() -> Iterator[list[Recorded]]:
     launches: list[Recorded] = []
 
     def launch(kernel: Kernel, grid: tuple[int, ...], config: Config, **arguments: Tensor | int | float) -> None:
-        kernel._note(config, arguments)
+        kernel.described(config, arguments)
         if 0 not in grid:
             launches.append(Recorded(kernel, grid, config, arguments))
 

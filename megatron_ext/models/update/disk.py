@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,22 +128,17 @@ class WeightsRoot:
         return iteration
 
     def _require_no_way_out(self, directory: Path, asked: str) -> None:
-        for entry in _entries(directory):
-            self._inside(Path(entry), f"{asked}/{os.path.basename(entry)}")
+        with os.scandir(directory) as entries:
+            for count, entry in enumerate(entries):
+                if count >= _MAX_FILES:
+                    raise ConfigError(f"{directory.name!r} has more than {_MAX_FILES} files, so it is not a checkpoint")
+                self._inside(Path(entry.path), f"{asked}/{entry.name}")
 
     def _inside(self, path: Path, asked: str) -> Path:
         resolved = Path(os.path.realpath(path))
         if resolved != self.path and self.path not in resolved.parents:
             raise ConfigError(f"{asked!r} is not below --weights-root; give a path inside it, without links out of it")
         return resolved
-
-
-def _entries(directory: Path) -> Iterator[str]:
-    with os.scandir(directory) as entries:
-        for count, entry in enumerate(entries):
-            if count >= _MAX_FILES:
-                raise ConfigError(f"{directory.name!r} has more than {_MAX_FILES} files, so it is not a checkpoint")
-            yield entry.path
 
 
 @dataclass

@@ -32,8 +32,13 @@ def read_named_tensors(given: NamedTensors) -> dict[str, object]:
     Raises:
         ConfigError: Neither a mapping nor pairs, a name twice, or no tensors.
     """
+    pairs: object = given.items() if isinstance(given, Mapping) else given
+    if not isinstance(pairs, Iterable):
+        raise ConfigError(f"named tensors are of type {type(given).__name__}; give a dict, or pairs of name and tensor")
     named: dict[str, object] = {}
-    for pair in given.items() if isinstance(given, Mapping) else _pairs(given):
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ConfigError(f"{type(pair).__name__} is not a pair of name and tensor; give such pairs, or a dict")
         name, tensor = pair
         if not isinstance(name, str):
             raise ConfigError(f"the name {name!r} is of type {type(name).__name__}; give a text")
@@ -43,15 +48,6 @@ def read_named_tensors(given: NamedTensors) -> dict[str, object]:
     if not named:
         raise ConfigError("no tensor is given; give all of the model's, or some with partial=True")
     return named
-
-
-def _pairs(given: object) -> Iterable[tuple[object, object]]:
-    if not isinstance(given, Iterable):
-        raise ConfigError(f"named tensors are of type {type(given).__name__}; give a dict, or pairs of name and tensor")
-    for pair in given:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ConfigError(f"{type(pair).__name__} is not a pair of name and tensor; give such pairs, or a dict")
-        yield pair
 
 
 def require_weight(name: str, tensor: object) -> Tensor:

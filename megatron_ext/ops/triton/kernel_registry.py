@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -199,10 +199,8 @@ class Kernel:
         assert config in self.configs, f"{config.name} is not a registered configuration of {self.name}"
         if 0 in grid:
             return
-        if _watching:
-            self._note(config, arguments)
         for observe in _observers:
-            observe(arguments.values())
+            observe(self, config, arguments)
         with _on_device_of(arguments.values()):
             self.function[grid](**arguments, **dict(config.constants), **config.options)
 
@@ -211,8 +209,8 @@ class Kernel:
         taken = (*self.pointers, *self.strides, *self.counts, *self.scalars)
         self.launch(grid, config, **{name: given[name] for name in taken})
 
-    def _note(self, config: Config, arguments: Mapping[str, Argument]) -> None:
-        """Record the launch for `watch`, and check that its arguments match a compiled variant."""
+    def described(self, config: Config, arguments: Mapping[str, Argument]) -> Launch:
+        """Return the launch of these arguments, which must match a compiled variant."""
         letters: dict[str, str] = {}
         for name, type_name in self.pointers.items():
             given = arguments[name]
@@ -224,9 +222,7 @@ class Kernel:
                 assert letters.setdefault(type_name, found) == found, f"{name} of {self.name} is of {found}"
         variants = [dict(types) for one, types in self.variants() if one == config]
         assert letters in variants, f"{self.name} ({config.name}) is not compiled for {letters}"
-        specialization = self.specialization(arguments)
-        for watcher in _watching:
-            watcher.append(Launch(self.name, config, tuple(sorted(letters.items())), specialization))
+        return Launch(self.name, config, tuple(sorted(letters.items())), self.specialization(arguments))
 
 
 def _on_device_of(arguments: Iterable[Argument]) -> AbstractContextManager[object]:
@@ -236,8 +232,8 @@ def _on_device_of(arguments: Iterable[Argument]) -> AbstractContextManager[objec
 
 
 _KERNELS: dict[str, Kernel] = {}
-_watching: list[list[Launch]] = []
-_observers: list[Callable[[Iterable[Argument]], None]] = []
+Observer: TypeAlias = Callable[[Kernel, Config, Mapping[str, Argument]], None]
+_observers: list[Observer] = []
 
 
 def kernel(
@@ -306,16 +302,13 @@ def all_kernels() -> list[Kernel]:
 def watch() -> Iterator[list[Launch]]:
     """Record launches within the context, in order, and check their types against the declared ones. For tests."""
     launches: list[Launch] = []
-    _watching.append(launches)
-    try:
+    with observing(lambda kernel, config, arguments: launches.append(kernel.described(config, arguments))):
         yield launches
-    finally:
-        _watching.remove(launches)
 
 
 @contextmanager
-def observing_arguments(observe: Callable[[Iterable[Argument]], None]) -> Iterator[None]:
-    """Call `observe` with the arguments of each launch within the context, before it."""
+def observing(observe: Observer) -> Iterator[None]:
+    """Call `observe` with the kernel, the configuration and the arguments of each launch within the context, first."""
     _observers.append(observe)
     try:
         yield

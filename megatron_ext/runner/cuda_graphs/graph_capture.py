@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ext.ops.triton.kernel_registry import observing_arguments
+from megatron_ext.ops.triton.kernel_registry import observing
 
 Graph = Callable[[], None]
 _WARM_UPS = 2
@@ -147,7 +147,7 @@ class HoldingCapture(Capture):
         def watched() -> None:
             nonlocal last
             last = CapturedReads()  # a warm-up may make what the captured run, which is the last one, then reads
-            with last, observing_arguments(last.note):
+            with last, observing(lambda kernel, config, arguments: last.note(arguments.values())):
                 run()
 
         replay = self._graphs.capture(watched)

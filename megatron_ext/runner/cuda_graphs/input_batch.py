@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.step_states import RowPairs
 from megatron_ext.mixers.recurrent import RecurrentStep
-from megatron_ext.ops.chunked import ChunkGrid, static_chunks
+from megatron_ext.ops.chunked import ChunkGrid, PaddedPlaces, static_chunks
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import Resumes, starts
@@ -219,9 +219,7 @@ def _recurrent(bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules)
         parts["cu_seqlens"],
         parts["seq_idx"],
         parts["cu_chunk_seqlens"],
-        parts["place_tokens"],
-        parts["place_is_padding"].bool(),
-        parts["place_of_token"],
+        PaddedPlaces(parts["place_tokens"], parts["place_is_padding"].bool(), parts["place_of_token"]),
         Resumes(rules.block_size, parts["seqlens_k"][bucket.decodes :]),
     )
     kept = SnapshotPlaces(*(parts[name] for name in KEPT))

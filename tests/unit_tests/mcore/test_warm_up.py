@@ -20,7 +20,7 @@ from megatron_ext.memory import budget, state_pool
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
-from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel, Launch, watch
+from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel, Launch, _observers, watch
 from megatron_ext.runner import warm_up as steps
 from megatron_ext.runner.warm_up import StepClass
 from tests.unit_tests.support.driver import SETTINGS
@@ -129,7 +129,8 @@ def build(monkeypatch):
 def _note_only(kernel: Kernel, grid: tuple[int, ...], config: Config, **arguments: Argument) -> None:
     """Launch nothing; sampled tokens, and those that experts get, are token 0."""
     if 0 not in grid:
-        kernel._note(config, arguments)
+        for observe in _observers:
+            observe(kernel, config, arguments)
         for name in {"draw_rows": ["tokens"], "sort_by_expert": ["tokens", "offsets"]}.get(kernel.name, ()):
             arguments[name].zero_()
 

@@ -46,9 +46,7 @@ def padded_chunks():
         torch.tensor([0, 100, 103, 104]),
         torch.tensor([0] * 100 + [1] * 3 + [2] * 47),
         torch.from_numpy(starts(cuts.ravel())),
-        staged["place_tokens"],
-        staged["place_is_padding"].bool(),
-        staged["place_of_token"],
+        in_grids.PaddedPlaces(staged["place_tokens"], staged["place_is_padding"].bool(), staged["place_of_token"]),
     )
 
 
