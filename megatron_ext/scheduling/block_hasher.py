@@ -29,7 +29,7 @@ class BlockHasher:
         """Return whether a later step hashes the rest of `request`."""
         return request in self._unfinished
 
-    def go_on(self) -> None:
+    def hash_slice(self) -> None:
         """Hash one slice, in whole blocks; requests that are already hashed or have ended cost nothing."""
         left = HASH_SLICE
         while self._unfinished:

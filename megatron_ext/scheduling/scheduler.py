@@ -179,7 +179,7 @@ class Scheduler:
 
     def prepare(self) -> None:
         """Hash and rank waiting requests before each plan, which depends on it."""
-        self._hashing.go_on()
+        self._hashing.hash_slice()
         self.ranking.refresh()
 
     def describe(self, plan: StepPlan) -> ScheduledStep:
