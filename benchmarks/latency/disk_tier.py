@@ -152,7 +152,7 @@ def decode_beside_load(run: Run, rounds: int = 6, length: int = 1024, sizes: tup
             )
             chain = driver.core.add(10**6, RequestInputs(tuple(prompt), RequestParams(1)))
             load = EndlessLoad(disk.tier, list(chain.block_hashes), prompt, engine.core.scheduler.limits.block_size)
-            driver.core.abort(chain)
+            driver.core.output.abort(chain)
             found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
             for number in range(rounds + 1):
                 for is_loading in (False, True):

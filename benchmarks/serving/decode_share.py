@@ -68,6 +68,6 @@ def _beside(built: Engine, prompt: Sequence[int], *, has_stream: bool) -> tuple[
     while not asked.is_ended:
         steps.append(timed(built.step, own_time))
     if stream is not None:
-        built.core.abort(stream)
+        built.core.output.abort(stream)
         built.drain()
     return sum(steps), max(steps), own * len(steps) / sum(steps)

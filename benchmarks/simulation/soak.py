@@ -117,7 +117,7 @@ def serve(built: Engine, count: int, seed: int) -> tuple[Served, Counter[str]]:
             live[request.request_id] = request
             submitted += 1
         if live and source.random() < 0.02:
-            core.abort(live[source.choice(list(live))])
+            core.output.abort(live[source.choice(list(live))])
             events["aborted"] += 1
         if source.random() < 0.001:
             core.reset_prefix_cache()

@@ -169,7 +169,7 @@ def broadcast_bytes(parallel: ParallelConfig) -> Rows | None:
         _add(built, DECODING - 2, 10, 30, "short")
         found[f"{DECODING - 2} requests of 10 tokens"] = step()
         found[f"nothing, {DECODING} requests decode"] = step()
-        built.core.abort(next(iter(built.core.scheduler.queues.running)))
+        built.core.output.abort(next(iter(built.core.scheduler.queues.running)))
         found["an abort"] = step()
         built.drain()
         return found

@@ -254,7 +254,7 @@ class EngineClient:
             if one.request is None:
                 continue
             try:
-                self._core.abort(one.request)
+                self._core.output.abort(one.request)
             except Exception as error:
                 self._core.error_isolation.note(f"the end of request {one.request.request_id}", error)
 
@@ -282,7 +282,9 @@ class EngineClient:
         self._core.synchronize()
         if pause.mode == "keep":
             return 0
-        return sum([self._core.abort(one.request, ABORT) for one in self._pending.values() if one.request is not None])
+        return sum(
+            [self._core.output.abort(one.request, ABORT) for one in self._pending.values() if one.request is not None]
+        )
 
     def _unpause(self) -> None:
         if self.pausing is not None:

@@ -147,16 +147,8 @@ class EngineCore:
             return self.replicas[0]
         return self.replicas[self._choice.choose(request, None if index is None else index % len(self.replicas))]
 
-    def abort(self, request: Request, finish_reason: str | None = None) -> bool:
-        """End a request as ABORTED and free its blocks and its running state slot at once (EX-8).
-
-        Returns:
-            True if the request was alive.
-        """
-        return self.output.abort(request, finish_reason)
-
     def abort_all(self) -> None:
-        """Abort all requests; see `abort`."""
+        """Abort all requests; see `OutputProcessor.abort`."""
         for request in self.output.requests():
             self.output.abort(request)
 

@@ -108,7 +108,7 @@ class OutputProcessor:
         self._end(request, Outcome(Status.FAILED, error=f"the output cannot satisfy response_format: {error}"))
 
     def abort(self, request: Request, finish_reason: str | None = None) -> bool:
-        """End a request as ABORTED unless it has ended; return whether it was alive."""
+        """End a request as ABORTED, unless it has ended, and free its memory at once; return whether it was alive."""
         if request.is_ended:
             return False
         self._end(request, Outcome(Status.ABORTED, finish_reason))

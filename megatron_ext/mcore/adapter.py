@@ -219,7 +219,7 @@ class InferenceEngine(Engine):
         Raises:
             KeyError: No living request has this id.
         """
-        if self.core.abort(self.core.output.get(request_id)):
+        if self.core.output.abort(self.core.output.get(request_id)):
             self._wake_up()
 
     def has_unfinished_requests(self) -> bool:

@@ -111,7 +111,7 @@ def tell(paper: Paper, call: tuple[object, ...]) -> None:
         paper.records.pop(call[1], None)
         paper.add(call[1], call[2], num_tokens_to_generate=12, seed=1, ignore_eos=True)
     elif call[0] == "abort":
-        paper.engine.abort(paper.engine.output.get(call[1]))
+        paper.engine.output.abort(paper.engine.output.get(call[1]))
     elif call[0] == "suspend":
         paper.suspend()
     else:

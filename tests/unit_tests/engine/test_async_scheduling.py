@@ -22,7 +22,7 @@ def test_the_row_of_an_ended_request_is_discarded():
     for request_id, length in ((0, 40), (1, 12)):
         paper.add(request_id, (request_id, 2, 3, 4, 5), num_tokens_to_generate=length, ignore_eos=True)
     paper.step()
-    paper.engine.abort(paper.engine.output.get(0))
+    paper.engine.output.abort(paper.engine.output.get(0))
     last = paper.device.steps[-1]
     assert [chunk.request_id for chunk in last.chunks] == [0, 1], "it is under way"
     computed = paper.step()

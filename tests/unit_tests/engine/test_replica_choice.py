@@ -150,7 +150,7 @@ class TestKnowledge:
         world.add(range(3000), 500)
         request = world.core.output.get(0)
         assert world.add(range(100, 200), 1) == 1
-        world.core.abort(request)
+        world.core.output.abort(request)
         assert world.add(range(world.limits.max_sequence_length + 1), 1) == -1
         world.run()
         assert not any(map(world.core._choice._router.load, "01"))

@@ -124,7 +124,7 @@ class TestSources:
         driver, oracle = start(max_tokens=20)
         add_samples(driver, range(4))
         driver.step()
-        driver.engine.core.abort(driver.engine.core.output.get(0))
+        driver.engine.core.output.abort(driver.engine.core.output.get(0))
         check(driver, oracle, range(1, 4))
         assert driver.records[0].status is Status.ABORTED
         assert [driver.records[i].computed_prefill_token_count for i in range(1, 4)] == [55, 0, 0]

@@ -169,7 +169,7 @@ class LedMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.living())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.core.abort(self.core.output.get(data.draw(st.sampled_from(self.living()), "aborted")))
+        self.core.output.abort(self.core.output.get(data.draw(st.sampled_from(self.living()), "aborted")))
 
     @precondition(lambda self: self.living())
     @rule(data=st.data())

@@ -85,7 +85,7 @@ class Life:
 
     def abort(self) -> None:
         if alive := list(self.core.output.requests()):
-            self.core.abort(self.rng.choice(alive))
+            self.core.output.abort(self.rng.choice(alive))
 
     # Steps
 
