@@ -151,7 +151,8 @@ class PrefixRouting:
             if self._members[replica].facts == facts:
                 return
             self.leave(replica)
-        self._router.join(replica, facts.block_size, has_states=facts.has_states)
+        blocks = facts.blocks * facts.caches
+        self._router.join(replica, facts.block_size, has_states=facts.has_states, blocks=blocks)
         contents = self._router.members[replica]
         caches = [KnownCache(contents, rank, facts.blocks) for rank in range(facts.caches)]
         self._members[replica] = _Member(facts, caches)

@@ -15,7 +15,7 @@ from tests.ray.conftest import FLEET
 pytestmark = pytest.mark.ray
 
 CHATS, TURNS = 8, 4
-RECORDED = 1856  # of 3,392 prompt tokens, skipped by two replicas (docs/ray.md)
+RECORDED = 1920  # of 3,392 prompt tokens, skipped by two replicas (docs/ray.md)
 SHARE = 0.98  # of them
 UPDATED = FLEET | {"num_ingress_replicas": 2, "served_model_name": "other"}
 

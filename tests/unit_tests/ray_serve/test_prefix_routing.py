@@ -57,6 +57,15 @@ def test_the_candidate_that_reports_the_prefix_is_chosen():
     made.check()
 
 
+@pytest.mark.parametrize(("blocks", "expected"), [(POOL, ("a", 0)), (1000, ("b", 16))])
+def test_a_short_match_costs_by_the_share_of_the_pool(blocks: int, expected: tuple[str, int]):
+    """RP-2: 16 tokens more than the other replica holds are half of a pool of 8 blocks, and nothing of a large one."""
+    made = routing("a", "b", facts=dataclasses.replace(FACTS, blocks=blocks))
+    report(made, "b", whole(run(16)))
+    decision = made.choose(made.prompt([*range(16), *range(100, 117)]), ["a", "b"])
+    assert (decision.replica, decision.skipped) == expected
+
+
 def test_reports_follow_each_other():
     """RP-1: a report continues the last one; the position to ask from is the one after it."""
     made = routing("a")
