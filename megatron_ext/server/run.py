@@ -106,10 +106,8 @@ class KvEventPublishers:
             publisher.close()
 
 
-def _warn(endpoint: Endpoint | None) -> None:
+def _warn(endpoint: Endpoint) -> None:
     """Warn about the other users and machines that can read an address."""
-    if endpoint is None:
-        return
     address = endpoint.of_replica(0)
     if isinstance(endpoint, IpcEndpoint):
         directory = os.path.dirname(endpoint.path)

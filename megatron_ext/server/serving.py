@@ -43,7 +43,7 @@ from megatron_ext.server.openai.chat_prompt import (
     common_length,
     read_answer,
 )
-from megatron_ext.server.openai.protocol import ChatRequest, Message
+from megatron_ext.server.openai.protocol import ChatRequest, Message, dicts_of
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
 from megatron_ext.server.request_manager import RequestManager
@@ -257,7 +257,7 @@ class Serving:
             self.vocabulary.check_prompt(own)
 
         def read() -> Conversation:
-            dicts = self.chat_format.dicts_of(messages)
+            dicts = dicts_of(messages)
             found = Conversation(dicts, scope, self.chat_format, options, sent)
             if renders_answered or not found.places:
                 found.chat  # noqa: B018  # rendered here, in a thread

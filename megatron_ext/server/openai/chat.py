@@ -8,8 +8,6 @@ from contextlib import suppress
 from functools import cached_property
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.http.body import JsonReader
-from megatron_ext.server.openai.protocol import Message
 from megatron_ext.text import reasoning
 from megatron_ext.text.chat_template import ChatOptions, takes_tools
 from megatron_ext.text.chat_tokens import RenderedChat
@@ -70,15 +68,6 @@ class ChatFormat:
             self.reasoning = reasoning.format_named(reasoning_name)
         if isinstance(tokenizer, TextTokenizer):
             tokenizer.prepare_chat()
-
-    def dicts_of(self, messages: Sequence[Message]) -> list[dict[str, object]]:
-        """Return messages in the form of chat templates.
-
-        Raises:
-            ApiError: Arguments of tool calls exceed the limits of one request, or are not JSON.
-        """
-        arguments = JsonReader("the JSON text of tool calls", "messages")
-        return [message.to_dict(arguments) for message in messages]
 
     def render_dicts(self, messages: Sequence[dict[str, object]], options: ChatOptions | None = None) -> RenderedChat:
         """Return the prompt of messages in the form of chat templates.

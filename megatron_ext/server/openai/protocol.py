@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -157,6 +157,12 @@ class Message(LenientObject):
             fields["role"] = "tool"
         thinking = fields.pop("reasoning", None)  # templates know the older name
         return fields if thinking is None else {"reasoning_content": thinking} | fields
+
+
+def dicts_of(messages: Iterable[Message]) -> list[dict[str, object]]:
+    """Return messages for chat templates; errors as of `Message.to_dict`."""
+    arguments = JsonReader("the JSON text of tool calls", "messages")
+    return [message.to_dict(arguments) for message in messages]
 
 
 def _with_object(call: dict[str, object], reader: JsonReader) -> dict[str, object]:

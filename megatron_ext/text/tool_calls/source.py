@@ -53,16 +53,14 @@ class BrokenArguments(NotACall):
 class Source:
     """Text so far, and the position of the parser in it.
 
-    Args:
-        names: Names that a call may have; None for any.
-
     Attributes:
+        names: Names that a call may have; None for any.
         has_ended: Whether the parser needed more text than there is.
         settled: Position after the latest whole call.
     """
 
-    def __init__(self, names: Container[str] | None = None) -> None:
-        self.names = names
+    def __init__(self) -> None:
+        self.names: Container[str] | None = None
         self.text = ""
         self.position = 0
         self.settled = 0

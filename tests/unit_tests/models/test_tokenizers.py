@@ -16,7 +16,7 @@ from megatron_ext.models import load
 from megatron_ext.models.megatron.training_args import TrainingFacts
 from megatron_ext.models.tokenizers import VocabularySizes, choose_tokenizer
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.protocol import Message
+from megatron_ext.server.openai.protocol import Message, dicts_of
 from megatron_ext.text.library_tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, TikTokenizer
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 from tests.unit_tests.support.vocabularies import write_gpt2, write_sentencepiece, write_tiktoken
@@ -189,7 +189,7 @@ def test_a_published_folder_without_a_tokenizer(files, caplog):
         assert str(caught.value) == problem
     chat = ChatFormat(found)
     with pytest.raises(ConfigError) as caught:
-        chat.render_dicts(chat.dicts_of([Message(role="user", content="1")]))
+        chat.render_dicts(dicts_of([Message(role="user", content="1")]))
     assert str(caught.value) == problem
     assert (found.vocab_size, found.detokenize([17, 4])) == (2000, "17 4")
     caplog.clear()

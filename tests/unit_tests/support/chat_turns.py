@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.protocol import Message
+from megatron_ext.server.openai.protocol import Message, dicts_of
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenderedChat
 from tests.unit_tests.support.agent_loop import TOOLS
@@ -121,4 +121,4 @@ def play_all(server: LiveServer, seeds: range, together: int = 1, fields: Sequen
 
 def rendered(chat_format: ChatFormat, messages: Sequence[Message], options: ChatOptions | None = None) -> RenderedChat:
     """Prompt of messages."""
-    return chat_format.render_dicts(chat_format.dicts_of(messages), options)
+    return chat_format.render_dicts(dicts_of(messages), options)
