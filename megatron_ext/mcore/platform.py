@@ -121,8 +121,9 @@ def initialize(parallel: ParallelConfig | None = None) -> None:
     from megatron.core import tensor_parallel
 
     given = parallel or ParallelConfig()
-    backend, timeout = _backend(given.distributed_backend), timedelta(minutes=given.distributed_timeout_minutes)
+    backend, timeout = given.distributed_backend or "nccl", timedelta(minutes=given.distributed_timeout_minutes)
     if not torch.cuda.is_available():
+        backend = "gloo"  # whatever was asked for, as `console.start` reports
         keep_freed_memory()
     with sharing_one_device(_THREADS if "RANK" in os.environ else 1):
         _make_groups(given, backend, timeout)
@@ -186,13 +187,6 @@ def _start_distributed(backend: str, timeout: timedelta) -> None:
         else:
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-
-
-def _backend(asked: str | None) -> str:
-    """Return the requested backend; always gloo without CUDA, as `console.start` reports."""
-    if not torch.cuda.is_available():
-        return "gloo"
-    return asked or "nccl"
 
 
 def shut_down() -> None:

@@ -142,17 +142,19 @@ class LocalMoELayer(MoELayer):
         name: str | None = None,
     ) -> None:
         latent_size = config.moe_latent_size
-        super().__init__(
-            _with_latent_size(config, None),
-            submodules=_submodules(latent_size),
-            layer_number=layer_number,
-            pg_collection=pg_collection,
+        mlp = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        submodules = MoESubmodules(
+            experts=builder(LocalExperts, mlp, latent_size=latent_size),
+            shared_experts=builder(SharedExpertMLP, mlp),
+            router=EagerRouter,
         )
+        plain = _with_latent_size(config, None)
+        super().__init__(plain, submodules=submodules, layer_number=layer_number, pg_collection=pg_collection)
         self.config = config
         self.groups = pg_collection or get_default_pg_collection()
         if not is_alone(self.groups):
             self.token_dispatcher = SharedTokensDispatcher(
-                self.num_local_experts, self.local_expert_indices, _with_latent_size(config, None), self.groups
+                self.num_local_experts, self.local_expert_indices, plain, self.groups
             )
         if latent_size is not None:
             hidden = config.hidden_size
@@ -207,15 +209,6 @@ def check_routing_is_recorded(model: MegatronModule) -> None:
     others = [type(router).__name__ for router in routers if not isinstance(router, EagerRouter)]
     if others:
         raise ConfigError(f"{flag} is not supported with routers of class {others[0]}; leave it or --spec out")
-
-
-def _submodules(latent_size: int | None) -> MoESubmodules:
-    mlp = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
-    return MoESubmodules(
-        experts=builder(LocalExperts, mlp, latent_size=latent_size),
-        shared_experts=builder(SharedExpertMLP, mlp),
-        router=EagerRouter,
-    )
 
 
 def _with_latent_size(config: TransformerConfig, latent_size: int | None) -> TransformerConfig:
