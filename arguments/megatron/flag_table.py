@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import yaml
 
@@ -19,11 +18,7 @@ _COUNTS: Mapping[str, int | None] = {"none": 0, "one": 1, "many": None}
 _NOTHING: Mapping[str, str] = {}
 
 
-class Kind(enum.Enum):
-    """Effect of a flag that is given."""
-
-    ACCEPTED = "accepted"  # and has no effect
-    REFUSED = "refused"
+Kind: TypeAlias = Literal["accepted", "refused"]  # an accepted flag has no effect
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class MegatronFlag:
     @property
     def is_refused(self) -> bool:
         """True if the flag is refused whatever else is given."""
-        return self.kind is Kind.REFUSED and self.unless is None
+        return self.kind == "refused" and self.unless is None
 
     def covers(self, option: str) -> bool:
         """Return whether the record applies to a flag."""
@@ -91,7 +86,7 @@ class MegatronGroup:
     def heading(self) -> str:
         """Title of the section."""
         first = self.flags[0]
-        effect = "accepted without effect" if first.kind is Kind.ACCEPTED else "refused"
+        effect = "accepted without effect" if first.kind == "accepted" else "refused"
         if first.unless or first.only:
             effect = f"refused without {first.unless}" if first.unless else f"accepted with {first.only} only"
         return f"Megatron's, {effect}: {self.title}"
@@ -99,7 +94,7 @@ class MegatronGroup:
 
 def _group(
     title: str,
-    kind: str,
+    kind: Kind,
     why: str,
     only: str | None = None,
     unless: str | None = None,
@@ -108,7 +103,7 @@ def _group(
     **names: Sequence[str],
 ) -> MegatronGroup:
     flags = tuple(
-        MegatronFlag(name, Kind(kind), why, count, only, unless, refused_values, warned_values)
+        MegatronFlag(name, kind, why, count, only, unless, refused_values, warned_values)
         for key, count in _COUNTS.items()
         for name in names.pop(key, ())
     )
@@ -120,7 +115,7 @@ def _of_requests(group: FlagGroup) -> MegatronGroup:
     """Return records of a run's request flags, which the server ignores: there, each request has its own values."""
     why = "each request says that for itself"
     counts = {flag: 0 if flag.kind.item is bool else None if flag.kind.is_tuple else 1 for flag in group.flags}
-    flags = (MegatronFlag(name, Kind.ACCEPTED, why, count) for flag, count in counts.items() for name in flag.words)
+    flags = (MegatronFlag(name, "accepted", why, count) for flag, count in counts.items() for name in flag.words)
     return MegatronGroup("requests", tuple(flags))
 
 

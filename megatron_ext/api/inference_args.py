@@ -9,7 +9,7 @@ from typing import Any
 
 from arguments.flags import Flag, FlagGroup
 from arguments.groups import GROUPS, MODEL, SOURCE, TOKENIZER
-from arguments.megatron.flag_table import Kind, MegatronFlag, WithoutEffect, records
+from arguments.megatron.flag_table import MegatronFlag, WithoutEffect, records
 from arguments.megatron.synonyms import SYNONYMS, require_16_bits
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.api.loading import Setting, is_of_the_engine, read_settings
@@ -44,7 +44,7 @@ _ATTRIBUTES: Mapping[str, tuple[str, bool]] = {
 _MEGATRONS = [
     flag
     for flag in records()
-    if flag.kind is Kind.REFUSED or flag.only or flag.refused_values or flag.name.startswith("--inference")
+    if flag.kind == "refused" or flag.only or flag.refused_values or flag.name.startswith("--inference")
 ]
 _DTYPES = dict(zip(("torch.float32", "torch.bfloat16", "torch.float16"), DTYPES, strict=True))
 

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 
 from megatron_ext.api.engine import LoadedEngine
 from megatron_ext.config import ServerConfig
-from megatron_ext.config.hosts import ANY_HOST
+from megatron_ext.config.hosts import ANY_HOST, is_loopback
 from megatron_ext.config.server import from_megatrons_parsers
 from megatron_ext.errors import ConfigError, RankError
 from megatron_ext.server.run import announce, bind, build_server
 from megatron_ext.server.serving import Serving
-
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass
@@ -46,7 +44,7 @@ class ServeConfig:
         if self.frontend_replicas < 1:
             raise ConfigError(f"frontend_replicas {self.frontend_replicas} must be at least 1")
         # As in Megatron, an address that other machines reach admits any host name.
-        hosts = () if self.host in _LOOPBACK else (ANY_HOST,)
+        hosts = () if is_loopback(self.host) else (ANY_HOST,)
         return ServerConfig(host=self.host, port=self.port, access_log=self.verbose, allowed_hosts=hosts, **parsers)
 
 

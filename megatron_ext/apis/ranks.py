@@ -20,7 +20,6 @@ from megatron_ext.api.engine import EngineFollower
 from megatron_ext.apis.http_frontend import ServeConfig
 from megatron_ext.apis.runtime import EngineView, Prompt
 from megatron_ext.apis.state_log import Change, State, StateLog, StateReader, wait_for
-from megatron_ext.engine.statistics import StepCounts
 from megatron_ext.errors import ConfigError, EngineClosed, RankError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.inference_request import DynamicInferenceRequest
@@ -52,7 +51,7 @@ class FollowingRuntime:
         facts = wait_for(log.published, self.ended.done)
         if facts is None:
             raise RankError("the first rank could not start the engine")
-        self.engine = EngineView(facts, tokenizer, self)
+        self.engine = EngineView(facts, tokenizer, None)
 
     def _run(self, device: torch.device) -> None:
         """Follow the first rank, with breaks while the engine is suspended."""
@@ -97,13 +96,6 @@ class FollowingRuntime:
             RankError: A rank has failed.
         """
         self.ended.result()
-
-    def progress(self) -> StepCounts:
-        """Return zero: the first rank counts."""
-        return StepCounts()
-
-    def reset(self) -> None:
-        """Do nothing: the first rank resets the engine of all ranks."""
 
 
 def _never() -> bool:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from megatron.core.inference.sampling_params import SamplingParams
 
@@ -29,9 +29,6 @@ from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
 from megatron_ext.text.tokenizer import Tokenizer, tokenize_prompt
-
-if TYPE_CHECKING:
-    from megatron_ext.apis.ranks import FollowingRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -96,13 +93,13 @@ class ContextView:
 
     Args:
         facts: See `context_facts`.
-        counted: The engine's counts; all stay zero on a rank without requests.
+        counted: The engine's counts; None on a rank without requests, where all stay zero.
     """
 
     unified_memory_level = 0
     cuda_graph_batch_dimensions_list = ()
 
-    def __init__(self, facts: Mapping[str, int], counted: EngineRuntime | FollowingRuntime) -> None:
+    def __init__(self, facts: Mapping[str, int], counted: EngineRuntime | None) -> None:
         self._counted = counted
         self.max_requests, self.max_tokens = facts["max_requests"], facts["max_tokens"]
         self.max_sequence_length = facts["max_sequence_length"]
@@ -111,25 +108,28 @@ class ContextView:
         self.is_hybrid_model = facts["is_hybrid_model"]
         self.kv_block_allocator = BlockCounts(facts["blocks"], facts["blocks"], facts["blocks"] + 1)
 
+    def _progress(self) -> StepCounts:
+        return StepCounts() if self._counted is None else self._counted.progress()
+
     @property
     def step_count(self) -> int:
         """Steps since the last reset."""
-        return self._counted.progress().steps
+        return self._progress().steps
 
     @property
     def lifetime_prefill_token_count(self) -> int:
         """Prefill tokens computed since the last reset."""
-        return self._counted.progress().prefill_tokens
+        return self._progress().prefill_tokens
 
     @property
     def async_sched_step_count(self) -> int:
         """Steps launched before the tokens of the previous step were known."""
-        return self._counted.progress().asynchronous
+        return self._progress().asynchronous
 
     @property
     def async_sched_compaction_step_count(self) -> int:
         """Steps launched so of which rows were discarded."""
-        return self._counted.progress().discarding
+        return self._progress().discarding
 
 
 class ControllerView:
@@ -157,7 +157,7 @@ class EngineView:
         self,
         facts: Mapping[str, int],
         tokenizer: Tokenizer,
-        counted: EngineRuntime | FollowingRuntime,
+        counted: EngineRuntime | None,
         capture_stats: object = None,
     ) -> None:
         self.context, self.controller = ContextView(facts, counted), ControllerView(tokenizer)
@@ -170,8 +170,9 @@ class EngineView:
         return self.context.step_count
 
     def reset(self) -> None:
-        """Abort all requests, empty the prefix cache, and count from zero."""
-        self._counted.reset()
+        """Abort all requests, empty the prefix cache, and count from zero; on the first rank, for all."""
+        if self._counted is not None:
+            self._counted.reset()
 
 
 class EngineRuntime:

@@ -57,24 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="COMMAND --help lists its flags")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="flags of the command")
     words = sys.argv[1:] if argv is None else argv
-    if words and _is_removed(words[0]):
-        return 2
+    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        from arguments.removed import refuse_removed_command  # imports all flags, which `--version` does without
+        from megatron_ext.console.terminal import report_error
+        from megatron_ext.errors import ConfigError
+
+        try:
+            refuse_removed_command(words[0])
+        except ConfigError as error:
+            return report_error(PROGRAM, error)
     parsed = parser.parse_args(words)
     command = COMMANDS[parsed.command]
     function = cast("Callable[..., int]", getattr(importlib.import_module(command.module), command.function))
     return function(parsed.arguments, program=f"{PROGRAM} {parsed.command}")
-
-
-def _is_removed(name: str) -> bool:
-    """Return whether the word is a command of an earlier version, after an error that says what to use."""
-    if name in COMMANDS or name.startswith("-"):
-        return False
-    from arguments.removed import refuse_removed_command  # imports all flags, which `--version` does without
-    from megatron_ext.errors import ConfigError
-
-    try:
-        refuse_removed_command(name)
-    except ConfigError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return True
-    return False

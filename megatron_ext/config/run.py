@@ -161,7 +161,7 @@ class EngineSettings:
     Attributes:
         model_overrides: Given fields of `ModelConfig`; the others come from the checkpoint's configuration, else from
             the dataclass's defaults.
-        start: Messages and environment variables for the start.
+        start_notes: Lines about accepted flags, for the log of the start.
     """
 
     source: SourceConfig = field(default_factory=SourceConfig)

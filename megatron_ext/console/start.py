@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,19 +34,15 @@ PHASES = ("import", "read", "compile", "plan")
 _FORMAT = "start: {desc} |{bar}|"
 
 
-def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:
+def limit_spinning() -> None:
     """Let idle OpenMP threads sleep almost at once, unless the user has set a policy.
 
     By default a thread of GNU's OpenMP spins for about a millisecond before it sleeps. On cores shared with other work,
     spinning takes time from the thread that it waits for (docs/batching.md has figures). OpenMP reads its variables
     when it is loaded, so call this before torch is imported; later calls have no effect.
-
-    Args:
-        environment: Variables to change; None for the process's own.
     """
-    variables = os.environ if environment is None else environment
-    if "torch" not in sys.modules and not any(name in variables for name in OPENMP_WAIT_VARIABLES):
-        variables.update(_DEFAULTS)
+    if "torch" not in sys.modules and not any(name in os.environ for name in OPENMP_WAIT_VARIABLES):
+        os.environ.update(_DEFAULTS)
 
 
 def check_machine(parallel: ParallelConfig) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.config.annotations import FieldType, FieldValues, MismatchError, field_types
@@ -52,15 +52,12 @@ class Prompt:
     source: str  # "prompts.jsonl, line 3"
 
 
-def read_prompts(
-    run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None = None, *, seed: int = 0
-) -> list[Prompt]:
+def read_prompts(run: RunConfig, defaults: RequestParams, *, seed: int = 0) -> list[Prompt]:
     """Return the prompts of a run: `--prompts`, else `--prompt-file`, else synthetic or the shipped ones.
 
     Args:
         run: Settings that name the prompts.
         defaults: Settings of a prompt without its own.
-        stdin: Stream that "-" reads; the process's standard input if None.
         seed: Seed of synthetic prompts.
 
     Raises:
@@ -79,7 +76,7 @@ def read_prompts(
     if run.prompt_file is None:
         return example_prompts(defaults)
     if run.prompt_file == STANDARD_INPUT:
-        return parse_lines(stdin or sys.stdin.buffer, "standard input", run, defaults)
+        return parse_lines(sys.stdin.buffer, "standard input", run, defaults)
     try:
         with open(run.prompt_file, "rb") as file:
             return parse_lines(file, run.prompt_file, run, defaults)

@@ -41,11 +41,13 @@ class TestVariables:
     def test_each_of_them_decides(self, monkeypatch, name):
         monkeypatch.delitem(sys.modules, "torch")
         environment = {name: "1"}
-        limit_spinning(environment)
+        monkeypatch.setattr(os, "environ", environment)
+        limit_spinning()
         assert environment == {name: "1"}
 
     def test_none_is_set(self, monkeypatch):
         monkeypatch.delitem(sys.modules, "torch")
         environment = {"OMP_NUM_THREADS": "4"}
-        limit_spinning(environment)
+        monkeypatch.setattr(os, "environ", environment)
+        limit_spinning()
         assert environment == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}

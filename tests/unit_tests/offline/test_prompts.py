@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 
 import pytest
 
@@ -168,8 +169,9 @@ def test_a_flag_in_another_encoding():
         read_prompts(RunConfig(prompts=(b"gr\xf6sser".decode(errors="surrogateescape"),)), DEFAULTS)
 
 
-def test_prompts_from_standard_input():
-    (prompt,) = read_prompts(RunConfig(prompt_file="-"), DEFAULTS, io.BytesIO(b'{"token_ids": [5]}\n'))
+def test_prompts_from_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"token_ids": [5]}\n')))
+    (prompt,) = read_prompts(RunConfig(prompt_file="-"), DEFAULTS)
     assert prompt == Prompt((5,), DEFAULTS, "standard input, line 1")
 
 
