@@ -342,5 +342,4 @@ def takes_the_most_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_machine_sees_planted_mistakes(plant, monkeypatch):
     """The comparison can fail."""
     plant(monkeypatch)
-    quick = settings(max_examples=600, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False, **COMMON)
-    assert_found(RouterMachine, quick, ValueError)
+    assert_found(RouterMachine, ValueError)
