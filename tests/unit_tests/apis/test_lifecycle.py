@@ -188,6 +188,11 @@ class TestCounts:
 
 
 class TestServer:
+    @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "::1", "localhost", "0.0.0.0", "10.1.2.3"])
+    def test_only_an_address_that_others_reach_admits_any_host_name(self, host):
+        is_reached = host in ("0.0.0.0", "10.1.2.3")
+        assert ServeConfig(host=host).server_config().allowed_hosts == (("*",) if is_reached else ())
+
     def body(self) -> dict:
         return {"prompt": PROMPT, "max_tokens": 6, "temperature": 0}
 
