@@ -185,13 +185,14 @@ def supported_part(schema: Mapping[str, object]) -> tuple[Mapping[str, object], 
     """Return a schema that the library can follow, and its reason against the whole; empty if it can follow that.
 
     The library ignores keywords that it does not have. An argument whose schema it refuses may have any value.
+    A schema without a type is of an object, as all arguments are.
     """
     return _supported_part(json.dumps(schema))
 
 
 @lru_cache(MAX_COMPILED)
 def _supported_part(source: str) -> tuple[Mapping[str, Any], str]:
-    schema = json.loads(source)
+    schema = {"type": "object", **json.loads(source)}
     reason = _schema_error(schema)
     if not reason or not _schema_error(schema, is_lenient=True):
         return schema, reason

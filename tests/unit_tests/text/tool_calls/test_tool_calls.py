@@ -505,3 +505,12 @@ def test_a_schema_guides_as_far_as_it_is_supported(grammars, schema, reason, kep
     for other, is_good in ((1, True), ("1", False)):
         call = written("hermes", [("f", {"a": value, "b": {"not": other}})])
         assert is_accepted(grammars, guidance, "hermes", call) == is_good
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"not": {}}], ids=["supported", "in part"])
+def test_arguments_of_a_schema_without_a_type_are_an_object(grammars, schema):
+    """S19: clients leave the type of the parameters out."""
+    part, _ = supported_part({"properties": {"a": schema}})
+    guidance = partial(grammar, functions=(Function("f", part),), must_call=True)
+    calls = [written("hermes", [("f", arguments)]) for arguments in ({"a": 1}, 1)]
+    assert [is_accepted(grammars, guidance, "hermes", call) for call in calls] == [True, False]
