@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Discriminator,
     Field,
     PlainValidator,
@@ -53,9 +54,21 @@ from megatron_ext.server.openai.responses_api.conversation import (
 )
 from megatron_ext.server.openai.responses_api.response_store import ResponseStore, StoredResponse
 
+MAX_METADATA = 16
+
+
+def _few(value: object) -> object:
+    """Refuse many metadata before pydantic looks at each: it would keep an error of each, and count them last."""
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"has {len(value)} items and may have at most {MAX_METADATA} items")
+    return value
+
+
 # OpenAI's limits: responses repeat metadata, and stores keep them.
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+    BeforeValidator(_few),
 ]
 LOGPROBS = "message.output_text.logprobs"
 # Items that the other values ask about never occur here.

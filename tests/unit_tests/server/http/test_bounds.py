@@ -106,6 +106,7 @@ LONG = "a" * (LONGEST_CLIENT_NAME + 1)
         (MESSAGES, {"cache_salt": LONG}, None, "512"),
         (RESPONSES, {"user": LONG}, "user", "512"),
         (RESPONSES, {"metadata": {str(i): "a" for i in range(17)}}, "metadata", "at most 16 items"),
+        (RESPONSES, {"metadata": {str(i): 1 for i in range(17)}}, "metadata", "at most 16 items"),
         (RESPONSES, {"metadata": {"a" * 65: "a"}}, "metadata", "at most 64 characters"),
         (RESPONSES, {"metadata": {"a": "b" * 513}}, "metadata", "at most 512 characters"),
         (RESPONSES, {"metadata": {"a": 1}}, "metadata", "valid string"),
