@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron_ext.config import ServerLimits
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.access import new_request_id
-from megatron_ext.server.api_errors import OVERLOADED, ApiError, shutting_down
+from megatron_ext.server.api_errors import OVERLOADED, ApiError, openai_form, shutting_down
 from megatron_ext.server.log import RateLimitFilter
 
 BEGINNING = b"HTTP/1.1 "  # of every answer
@@ -341,7 +341,7 @@ class GuardedProtocol(H11Protocol):
         """Send the error and close; writes raw bytes, since uvicorn's state may not allow a response."""
         self._is_refused = drains
         error.log_reason()
-        body = json.dumps(error.to_dict()).encode()
+        body = json.dumps(openai_form(error)).encode()  # a timer may have the context of an earlier request
         fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
         fields |= {"X-Request-Id": new_request_id(), **error.headers}
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())

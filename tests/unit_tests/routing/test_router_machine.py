@@ -158,7 +158,7 @@ class RouterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.copies)
     @rule(data=st.data())
     def lose_events(self, data: st.DataObject) -> None:
-        """A run that continues what was never told is left out, and that is said."""
+        """A run that continues what was never told is left out."""
         name, copy = self.a_replica(data)
         self.router.members[name].stored([1], 999, [0] * copy.size)
         self.router.members[name].state_stored([999])

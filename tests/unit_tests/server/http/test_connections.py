@@ -183,6 +183,15 @@ class TestTimeOuts:
         with sockets(quick, 1, request) as (client,):
             assert b"HTTP/1.1 408 " not in read_all(client)
 
+    def test_errors_of_a_connection_are_not_in_the_form_of_an_earlier_request(self, quick):
+        """Two requests come at once, the second one only in part."""
+        whole = b"GET /v1/messages HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        with sockets(quick, 1, whole + begun) as (client,):
+            first, _, late = read_all(client).partition(b"HTTP/1.1 408 ")
+        assert b'"type": "error"' in first
+        assert b'"param": null' in late
+
     def test_an_answer_may_take_longer_than_all_of_them(self, quick, monkeypatch):
         step = quick.engine.core.step
 
