@@ -70,7 +70,7 @@ def build_engine(
         tokenizer: Needs tokenize, detokenize, eod and bos.
         dtype: Type of the parameters and of the KV cache.
         parallel_context: All ranks; None for a world of one.
-        drafter: Replaces the drafter that `speculation` selects; on rank 0 only.
+        drafter: Replaces the drafter that `speculation` selects, without a measurement of costs; on rank 0 only.
         speculation: Speculation settings, the same on all ranks.
         packs_weights: Let packed weights replace the weights of linear layers, see `packed_weights`.
         routing: Policy that chooses among replicas; on rank 0 only.
@@ -100,8 +100,9 @@ def build_engine(
         )
     warm_up(_parts_to_warm_up(controller, layers, parallel_context), phase)
     if speculation.measures_costs:
-        with phase("draft costs"):
-            measure_costs(engine, drafting)
+        if drafter is None:
+            with phase("draft costs"):
+                measure_costs(engine, drafting)
         engine.core.workers.release()
     return engine
 

@@ -12,6 +12,7 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.draft_cost_measurement import measure_costs
 from megatron_ext.speculation.adaptive import ASSUMED_COST, CostRow, DraftCosts
+from megatron_ext.speculation.drafter import Drafter
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.multi_token import predicting
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -40,7 +41,12 @@ class StepClock:
         return self.now
 
 
-def engine_of(method: str = "ngram", **batching: object) -> InferenceEngine:
+def engine_of(
+    method: str = "ngram",
+    speculation: SpeculationConfig | None = None,
+    drafter: Drafter | None = None,
+    **batching: object,
+) -> InferenceEngine:
     """Engine whose costs are given, and so have not been measured."""
     settings = {"block_size": 16, "block_count": 100, "max_requests": 4} | batching
     return build_engine(
@@ -49,8 +55,17 @@ def engine_of(method: str = "ngram", **batching: object) -> InferenceEngine:
         PieceTokenizer(CONFIGS[KIND].vocab_size),
         BatchingConfig(**settings),
         dtype=torch.float32,
-        speculation=SpeculationConfig(method, DRAFTS, speculative_draft_cost=ASSUMED_COST),
+        speculation=speculation or SpeculationConfig(method, DRAFTS, speculative_draft_cost=ASSUMED_COST),
+        drafter=drafter,
     )
+
+
+def test_costs_of_another_drafter_are_not_measured():
+    """A drafter that replaces the settings' own decides itself on its numbers of drafts."""
+    adaptive = SpeculationConfig("ngram", DRAFTS)
+    assert adaptive.measures_costs
+    engine = engine_of(speculation=adaptive, drafter=Drafter())
+    assert (engine.context.drafting, engine.step_count) == (None, 0)
 
 
 def test_each_number_of_requests_has_its_costs(monkeypatch):
