@@ -121,11 +121,12 @@ class PrefixLeaders:
         `admitted` may be of more or less use to a follower than its leader's states.
         """
         found = []
-        for leader in map(self.running.__getitem__, leaders):
+        for request_id in leaders:
+            leader = self.running[request_id]
             following = slice(leader.published_blocks, leader.published_blocks + 1)
             block_hashes = leader.block_hashes[following]
             if len(block_hashes) == 1 and admitted.block_hashes[following] == block_hashes:
-                found.append(leader.request_id)
+                found.append(request_id)
         return found
 
 

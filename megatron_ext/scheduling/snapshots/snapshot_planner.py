@@ -77,7 +77,7 @@ def _of_prefill(chunk: Chunk, cached_end: int, limits: SchedulerLimits) -> Itera
 
 
 def reserve_snapshots(wanted: Iterable[SnapshotRequest], states: StateIndex, place: Placing | None = None) -> None:
-    """Reserve slots for the snapshots of a step, all at once; snapshots without a slot are left out.
+    """Reserve slots for the snapshots of a step, in order; snapshots without a slot are left out.
 
     Args:
         wanted: Snapshots in order of priority.
