@@ -123,7 +123,7 @@ def _in_buckets(loaded: LoadedEngine, weights: dict[str, torch.Tensor]) -> None:
 
 def _from_directory(loaded: LoadedEngine, directory: Path) -> None:
     """Do what the server's route does: read a second copy, write it between two steps, empty the cache."""
-    found = read_new_weights(loaded._loaded, SourceConfig(), {}, directory)
+    found = read_new_weights(loaded._weight_writer.loaded, SourceConfig(), {}, directory)
     loaded.client.call(found.write).result()
     loaded.weights_changed()
 
