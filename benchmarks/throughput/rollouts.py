@@ -23,7 +23,6 @@ from megatron_ext.mcore import platform
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
-from megatron_ext.models.update.disk import read_new_weights
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request_inputs import RequestInputs
 
@@ -123,9 +122,7 @@ def _in_buckets(loaded: LoadedEngine, weights: dict[str, torch.Tensor]) -> None:
 
 def _from_directory(loaded: LoadedEngine, directory: Path) -> None:
     """Do what the server's route does: read a second copy, write it between two steps, empty the cache."""
-    found = read_new_weights(loaded._weight_writer.loaded, SourceConfig(), {}, directory)
-    loaded.client.call(found.write).result()
-    loaded.weights_changed()
+    loaded.change_weights(loaded.weight_writer.read_checkpoint(directory)).result()
 
 
 def _cost(engine: LoadedEngine, update: Callable[[], None], rounds: int, total: int) -> dict[str, Figure]:
