@@ -13,6 +13,7 @@ from benchmarks.cases import Run, case, token_ids
 from benchmarks.latency.restart import MIB, MODELS, started
 from benchmarks.models import Engine
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
+from megatron_ext.engine.cache_audit import AuditCounts
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.warm_restart_setup import open_disk_cache
@@ -200,7 +201,8 @@ def audits(run: Run, requests: int = 1600, intervals: tuple = (1000, 100)) -> No
     totals = {n: [sum(column) for column in zip(*one.turns, strict=True)] for n, one in costs.items()}
     for n, engine in engines.items():
         (replica,), counters = engine.core.replicas, engine.core.counters
-        counts, (cpu, _, wall) = replica.audit.counts, totals[n]
+        counts = AuditCounts() if replica.audit is None else replica.audit.counts
+        cpu, _, wall = totals[n]
         run.row(
             f"{requests:,} requests, {f'every {n:,}th hit' if n else 'no audits'}",
             {
