@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.commands import simulate as command
-from megatron_ext.config import EvictionPolicyName
-from megatron_ext.config.costs import EntryCosts
+from megatron_ext.config import EvictionPolicyName, ModelConfig
+from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.simulation.formats import BLOCK_SIZE, read_trace
@@ -19,6 +19,34 @@ from megatron_ext.simulation.trace import Ids, Turn
 from tests.unit_tests.scheduling.builders import make_request
 
 HYBRID, ATTENTION = MODELS["nemotron-h-8b"], MODELS["llama-3-8b"]
+
+SHAPE = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128}
+LAYERS = {
+    "nemotron-h-8b": ModelConfig(
+        hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        ffn_hidden_size=21504,
+        mamba_state_dim=128,
+        mamba_head_dim=64,
+        mamba_num_heads=128,
+        mamba_num_groups=8,
+        squared_relu=True,
+        **SHAPE,
+    ),
+    "llama-3-8b": ModelConfig(hybrid_override_pattern="*-" * 32, ffn_hidden_size=14336, swiglu=True, **SHAPE),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_costs_of_a_model_follow_from_its_layers(name):
+    """Keys, values and convolution states of 16 bits; recurrent states of 32."""
+    config = LAYERS[name]
+    pattern = config.hybrid_override_pattern
+    channels = config.mamba_heads * config.mamba_head_dim + 2 * config.mamba_num_groups * config.mamba_state_dim
+    state = 4 * config.recurrent.state_size(config) + 2 * channels * (config.mamba_conv_kernel - 1)
+    kv = 2 * 2 * pattern.count("*") * config.query_groups * config.head_channels
+    assert MODELS[name] == entry_costs(config, 64, 64 * kv, pattern.count("M") * state)
+
+
 ROOMY = Settings(64.0, 0.5)
 
 
