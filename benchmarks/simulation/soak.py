@@ -104,7 +104,7 @@ Served = list[tuple[RequestRecord, RequestParams]]
 
 
 def serve(built: Engine, count: int, seed: int) -> tuple[Served, Counter[str]]:
-    """Serve `count` requests; return their records, and what was done to them."""
+    """Serve `count` requests; return their records and parameters, and counts of the actions."""
     source, traffic, core = random.Random(seed), Traffic(random.Random(seed + 1)), built.core
     live: dict[int, Request] = {}
     done: Served = []
@@ -156,7 +156,7 @@ def _was_close(model: torch.nn.Module, record: RequestRecord, expected: tuple[in
 
 
 def leaks(built: Engine) -> dict[str, int]:
-    """Return what is neither free nor evictable without requests."""
+    """Return counts of blocks and slots that are neither free nor evictable although no request runs."""
     scheduler = built.core.scheduler
     found = {
         "blocks in use": scheduler.cache.use().blocks_in_use,

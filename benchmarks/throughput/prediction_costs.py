@@ -2,8 +2,8 @@
 
 A step with drafts pays if it gives more tokens than it costs plain steps; that number is 1 + the sum of the
 probabilities that its drafts are accepted. Sizes: the embedded model's, and random models of the standard shapes with a
-drafting layer of the same kind as their attention layers. Texts are those of `throughput.prediction`; their acceptance
-does not matter here, but rejected drafts cost a restored state, as they do there.
+drafting layer of the same kind as their attention layers. Texts are the same as in `throughput.prediction`; their
+acceptance does not matter here, but rejected drafts cost a restored state, as they do there.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class TraceReader:
     def __init__(self, rate: float) -> None:
         self._rate, self._random = rate, random.Random(0)
         self._ids = Ids(FIRST_SYNTHETIC_ID)
-        self._blocks = BlockTokens(self._ids)  # without those of sessions of agents
+        self._blocks = BlockTokens(self._ids)  # not of agents' sessions
         self._sessions: dict[object, int] = {}  # by the names of this package's format
         self._numbers = itertools.count()  # of sessions
         self._now = 0.0

@@ -177,7 +177,7 @@ def test_an_evicted_request_finds_its_own_blocks():
 
 
 def test_a_cached_prefix_is_skipped_in_one_go():
-    """FX-3: prefill takes as many steps as what is not cached needs, however long the prompt is."""
+    """FX-3: prefill takes as many steps as the uncached tokens need, however long the prompt is."""
     for entry in entries("gpt/chunked_warm")[:4]:  # the last two share a step's tokens
         prefill_steps = -(-entry["computed_prefill_token_count"] // 20)
         assert entry["request_step_count"] == prefill_steps + len(entry["generated_tokens"]) - 1

@@ -10,7 +10,7 @@ from megatron_ext.text.grammars import DEFINITIONS, JSON_OPTIONS
 from megatron_ext.text.patterns import ANY, literal, searched, with_patterns
 
 # Arguments are spelled as `json.dumps` and the filter `tojson` of templates do, so that the next turn's prompt repeats
-# the answer to the letter, and its tokens are found in the cache. What must be supported has been checked before.
+# the answer to the letter, and its tokens are found in the cache. Schemas of strict tools have been checked before.
 _SPELLING = {"whitespace_pattern": "", "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = {**JSON_OPTIONS, **_SPELLING, "lenient": True}
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}

@@ -1,4 +1,4 @@
-"""PY-6: new weights in an engine that runs: what it gives then is what an engine gives that was loaded with them."""
+"""PY-6: new weights in a running engine: its outputs equal the outputs of an engine that was loaded with them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def are_packed(engine: LoadedEngine) -> bool:
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("onednn", marks=needs_onednn)])
 def test_equal_to_a_fresh_engine(new, fresh, load, backend):
-    """PY-6: tokens and log-probs are those of the new weights; those of the old ones are others."""
+    """PY-6: tokens and log-probs equal a fresh engine's with the new weights, and differ from the old ones."""
     engine = load(operator_backend=backend)
     assert are_packed(engine) is (backend == "onednn")
     old = outcomes(engine)
@@ -76,7 +76,7 @@ def test_equal_to_a_fresh_engine(new, fresh, load, backend):
 
 
 def test_refused_whole(new, load):
-    """PY-6: the engine goes on with the old weights, and with what it had cached."""
+    """PY-6: the engine goes on with the old weights and its cached entries."""
     engine = load()
     old = outcomes(engine)
     with pytest.raises(ConfigError, match=r"^decoder.final_norm.weight has shape \(3,\); the model's has \(192,\)"):
@@ -109,7 +109,7 @@ def test_while_requests_run(new, fresh, load, in_flight):
 
 
 def test_requests_finish_first(new, fresh, load):
-    """RL-3: the update waits for the requests before it; those that come meanwhile wait for the new weights."""
+    """RL-3: the update waits for earlier requests; requests that arrive meanwhile wait for the new weights."""
     engine = load()
     with ThreadPoolExecutor(3) as threads:
         with held_steps(engine.client, tokens=5):
