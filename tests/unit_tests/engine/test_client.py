@@ -195,8 +195,8 @@ def test_nothing_waits_for_an_engine_that_fails_to_close(paper, monkeypatch):
         raise ZeroDivisionError("planted")
 
     client = EngineClient(paper.engine)
+    client.pause()  # first, so that the request cannot end before
     submit(client)
-    client.pause()
     called = client.call_when_idle(lambda: None)
     held = client.submit([EngineRequest(RequestInputs((1, 2), RequestParams(num_tokens_to_generate=1)))])
     monkeypatch.setattr(paper.engine, "close", fail)
