@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import tempfile
@@ -57,9 +58,11 @@ def faults(store: DiskStore) -> dict[str, int]:
 
 
 def stored_in(slot: Path) -> list[StoredEntry]:
-    """The entries of all files of a slot."""
-    files = [(path.name, path.stat()) for path in slot.iterdir()]
-    found = (from_file(name, status.st_mtime, status.st_size) for name, status in files)
+    """The entries of all files of a slot, which another process may be writing."""
+    found = []
+    for path in slot.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # renamed or removed since it was listed
+            found.append(from_file(path.name, (status := path.stat()).st_mtime, status.st_size))
     return [entry for entry in found if entry is not None]
 
 
