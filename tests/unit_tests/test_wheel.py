@@ -115,7 +115,7 @@ def test_the_main_job(scripts: Path, environment: dict[str, str], tmp_path: Path
 def test_the_server(server: str):
     """A completion, from another process."""
     body = {"model": "embedded", "prompt": "The import statement", "max_tokens": 3, "temperature": 0}
-    assert httpx.post(f"{server}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
+    assert httpx.post(f"{server}/v1/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
