@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from megatron_ext.config import ServerConfig, ServerLimits
+from megatron_ext.config import ServerConfig
 from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.server.openai.test_answer_memory import (  # noqa: F401  # tests that run here, too
@@ -23,14 +24,14 @@ from tests.unit_tests.server.openai.test_answer_memory import (  # noqa: F401  #
 )
 from tests.unit_tests.support.chat_turns import ask, post, sent_back
 from tests.unit_tests.support.fleet import Fleet
-from tests.unit_tests.support.server import embedded_engine
+from tests.unit_tests.support.server import PATIENT, embedded_engine
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     engines = (LLMEngine(embedded_engine(explain_prefix_cache=True)) for _ in range(2))
     fleet = Fleet(
-        *(Serving(one, "embedded", ServerConfig(limits=ServerLimits(responses_store_mb=1))) for one in engines)
+        *(Serving(one, "embedded", ServerConfig(limits=replace(PATIENT, responses_store_mb=1))) for one in engines)
     )
     yield fleet
     fleet.stop()

@@ -15,7 +15,7 @@ from megatron_ext.models.llm_engine import LLMEngine
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.unit_tests.support.agent_loop import THINKING_TEMPLATE
-from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engine, tiny_engine
+from tests.unit_tests.support.server import PATIENCE, PATIENT, LiveServer, embedded_engine, tiny_engine
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,8 @@ def serve() -> Iterator[Callable[..., LiveServer]]:
 
     def start(engine: InferenceEngine | LLMEngine, model: str = "tiny", **settings: object) -> LiveServer:
         engine = engine if isinstance(engine, LLMEngine) else LLMEngine(engine)
-        servers.append(LiveServer(Serving(engine, model, ServerConfig(**({"shutdown_timeout": 5.0} | settings)))))
+        config = ServerConfig(**({"shutdown_timeout": 5.0, "limits": PATIENT} | settings))
+        servers.append(LiveServer(Serving(engine, model, config)))
         return servers[-1]
 
     yield start

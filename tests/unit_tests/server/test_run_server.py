@@ -91,7 +91,8 @@ def test_tokens_are_those_of_a_run(both, stream):
 @contextlib.contextmanager
 def started(folder: Path, requests: int | None = None) -> Iterator[tuple[HeldServer, str]]:
     """The tool in a process of its own, and its URL; see `held_server`."""
-    server = HeldServer(folder, [*TINY, "--port", "0", "--shutdown-timeout", str(PATIENCE)], requests)
+    patient = ["--shutdown-timeout", str(PATIENCE), "--header-timeout", str(PATIENCE)]
+    server = HeldServer(folder, [*TINY, "--port", "0", *patient], requests)
     try:
         yield server, server.printed(r"\nready: (\S+)\n")[1]
     finally:

@@ -18,7 +18,7 @@ import openai
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_ext.config import BatchingConfig, CacheConfig, SourceConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, ServerLimits, SourceConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
@@ -37,6 +37,7 @@ for name in ("httpx", "httpx2"):  # openai's client has the one or the other
 
 TWO_LAYERS = dataclasses.replace(HYBRID, hybrid_override_pattern="M*")
 TALKING = dataclasses.replace(TWO_LAYERS, vocab_size=4096, max_position_embeddings=4096)
+PATIENT = ServerLimits(header_timeout=PATIENCE, grammar_timeout=PATIENCE)  # the defaults are 10 s and 5 s
 
 
 @dataclass

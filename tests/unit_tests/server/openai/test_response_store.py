@@ -8,7 +8,6 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from megatron_ext.config import ServerLimits
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, PromptRequest, ReadPrompt
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.server.api_errors import ApiError
@@ -21,9 +20,9 @@ from megatron_ext.server.openai.responses_api.response_store import (
 from tests.on_request import long_except
 from tests.unit_tests.server.openai.test_responses import BASE, FLAT, QUESTION, RESPONSES, create
 from tests.unit_tests.server.test_errors import check_error
-from tests.unit_tests.support.server import LiveServer, embedded_engine
+from tests.unit_tests.support.server import PATIENT, LiveServer, embedded_engine
 
-STORES = ServerLimits(responses_store_mb=1.0)
+STORES = replace(PATIENT, responses_store_mb=1.0)
 ALICE, BOB = "alice's key", "bob's key"
 NEXT = "And in Rome?"
 

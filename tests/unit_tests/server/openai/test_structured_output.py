@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from megatron_ext.config import ServerLimits
 from megatron_ext.text.grammars import Grammars
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_alive, check_error
-from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engine
+from tests.unit_tests.support.server import PATIENCE, PATIENT, LiveServer, embedded_engine
 
 SCHEMA = {
     "type": "object",
@@ -28,7 +29,7 @@ QUESTION = [{"role": "user", "content": "Who is it?"}]
 
 @pytest.fixture(scope="module")
 def strict(serve) -> LiveServer:
-    return serve(embedded_engine(), "embedded", limits=ServerLimits(max_schema_kb=1.0))
+    return serve(embedded_engine(), "embedded", limits=replace(PATIENT, max_schema_kb=1.0))
 
 
 @pytest.mark.parametrize("form", [{"response_format": OPENAI}, {"structured_outputs": {"json": SCHEMA}}], ids=str)
