@@ -8,7 +8,6 @@ import json
 import re
 from collections import Counter
 
-import httpx
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
@@ -81,10 +80,9 @@ def test_answers(serve):
     server = serve(embedded_engine(explain_prefix_cache=True), "model")
     asked = {"model": "model", "max_tokens": 2, "explain_prefix_cache": True}
     asked |= {"return_token_ids": True, "return_weights_version": True}
-    plain = httpx.post(f"{server.url}/v1/completions", json={**asked, "prompt": "a"}).json()
-    chat = httpx.post(
-        f"{server.url}/v1/chat/completions", json={**asked, "messages": [{"role": "user", "content": "a"}]}
-    ).json()
+    plain = server.http.post("/v1/completions", json={**asked, "prompt": "a"}).json()
+    messages = [{"role": "user", "content": "a"}]
+    chat = server.http.post("/v1/chat/completions", json={**asked, "messages": messages}).json()
     found = beyond(Completion.model_validate(plain)) | beyond(ChatCompletion.model_validate(chat))
     thinking = {"choices[].message.reasoning", "choices[].message.reasoning_content"}
     assert found | thinking == section("Fields of answers beyond OpenAI's")
