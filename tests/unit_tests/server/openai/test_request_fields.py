@@ -144,7 +144,7 @@ class TestTokenIds:
 
 class TestUsage:
     def usages(self, server: LiveServer, options: dict) -> list:
-        body = {"prompt": [[1, 2, 3], [4]], "max_tokens": 4, "stream": True, "stream_options": options}
+        body = {"prompt": [[1, 2, 3], [4]], "max_tokens": 40, "stream": True, "stream_options": options}
         response = server.http.post(COMPLETIONS, json=body)
         return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
 
@@ -152,7 +152,7 @@ class TestUsage:
         parts = self.usages(tiny, {"include_usage": True, "continuous_usage_stats": True})
         counts = [part["usage"]["completion_tokens"] for part in parts]
         assert counts == sorted(counts)
-        assert (counts[-1], parts[-1]["choices"]) == (8, [])
+        assert (counts[-1], parts[-1]["choices"]) == (80, [])
         assert all(part["usage"]["prompt_tokens"] == 4 for part in parts)
         assert all(part["usage"]["total_tokens"] == 4 + count for part, count in zip(parts, counts, strict=True))
         assert len(set(counts)) > 2
