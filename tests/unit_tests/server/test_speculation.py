@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -81,7 +83,8 @@ def test_a_request_can_have_none(drafting):
 
 def test_tokens_that_come_together_share_their_time(monkeypatch):
     clock, now = TokenClock(), iter([0.0, 1.0, 4.0])
-    monkeypatch.setattr("megatron_ext.server.request_manager.time.monotonic", lambda: next(now))
+    own_time = SimpleNamespace(monotonic=lambda: next(now))  # other threads read that of the process
+    monkeypatch.setattr("megatron_ext.server.request_manager.time", own_time)
     assert clock.gaps({0: 1}) == []
     assert clock.gaps({0: 2}) == [1.0]
     assert clock.gaps({0: 5}) == [1.0, 1.0, 1.0]
