@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_ext.config import RequestParams, RunConfig
@@ -51,8 +53,9 @@ def test_suspended_and_resumed_every_so_many_steps(fake_engine):
 def test_some_each_second(fake_engine, monkeypatch):
     """Arrivals follow the clock, also while the engine has nothing to do."""
     clock = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("time.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds + 1e-9))
+    own_time = SimpleNamespace(monotonic=lambda: clock[0])  # other threads use that of the process
+    own_time.sleep = lambda seconds: clock.__setitem__(0, clock[0] + seconds + 1e-9)
+    monkeypatch.setattr("megatron_ext.offline.passes.time", own_time)
     run(fake_engine, incoming_requests_per_sec=2.0)
     assert fake_engine.log == [line for i in range(4) for line in (f"add {i}", "step", "step")]
     assert clock[0] == pytest.approx(1.5)
