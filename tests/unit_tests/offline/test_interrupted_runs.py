@@ -183,6 +183,7 @@ def test_a_second_signal_while_the_cache_is_written(
 
     monkeypatch.setattr(EntryFiles, "write", write_and_signal)
     output, cache = tmp_path / "out.json", ["--prefix-cache-dir", str(tmp_path / "cache")]
+    cache += ["--prefix-cache-drain-seconds", "600"]
     small = ["--inference-dynamic-batching-block-size", "16", "--inference-dynamic-batching-block-count", "80"]
     argv = ["--prompt-file", prompt_file, "--output-path", str(output), "--output-format", "full"]
     assert main([*TINY, *small, *cache, *argv]) == 143

@@ -16,7 +16,7 @@ from megatron_ext.models.load import LoadedModel
 from megatron_ext.server.http.status_page import PAGE
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.driver import make_prompt
-from tests.unit_tests.support.server import LiveServer, tiny_engine
+from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 from tools.pages.reference import metric_families
 
 PROMPT = make_prompt(40, seed=3)
@@ -54,6 +54,7 @@ def started(serve: Callable[..., LiveServer], directory: Path) -> LiveServer:
         explain_prefix_cache=True,
         prefix_cache_dir=str(directory),
         prefix_cache_disk_gb=0.05,
+        prefix_cache_drain_seconds=PATIENCE,
     )
     engine = tiny_engine(cache=cache)
     model = engine.controller.inference_wrapped_model.model

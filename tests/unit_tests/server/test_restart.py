@@ -28,7 +28,8 @@ def serve(directory: Path, log: Path, parent: connection.Connection) -> None:
 
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), sys.stderr.fileno())
     run.announce = parent.send
-    sys.exit(main([*TINY, "--port", "0", "--prefix-cache-dir", str(directory), "--prefix-cache-disk-gb", "0.01"]))
+    cache = ["--prefix-cache-dir", str(directory), "--prefix-cache-disk-gb", "0.01"]
+    sys.exit(main([*TINY, "--port", "0", *cache, "--prefix-cache-drain-seconds", str(PATIENCE)]))
 
 
 @contextmanager
