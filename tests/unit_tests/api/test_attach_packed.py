@@ -139,7 +139,7 @@ def phases(directory: str) -> tuple[list[list[int]], bool]:
         model = models.build("hybrid", seed=9)
         model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), directory), strict=False)
         found = []
-        with attach_engine(model, None, **SETTINGS, distributed_timeout_minutes=0.5) as engine:
+        with attach_engine(model, None, **SETTINGS, distributed_timeout_minutes=2.0) as engine:
             was_packed = are_packed(engine)
             for scale in (-1.25, 0.8):
                 for parameter in model.parameters():

@@ -19,7 +19,7 @@ from tests.unit_tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("upstream")
 
-SETTINGS = ATTACHED | {"distributed_timeout_minutes": 0.5}
+SETTINGS = ATTACHED | {"distributed_timeout_minutes": 2.0}
 COUNT = 6
 PARAMS = RequestParams(num_tokens_to_generate=COUNT, return_log_probs=True, skip_prompt_log_probs=True)
 TOLERANCE = 1e-4  # of log-probs

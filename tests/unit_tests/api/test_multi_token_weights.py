@@ -35,7 +35,7 @@ SETTINGS = {
     "speculative_method": "mtp",
     "num_speculative_tokens": 2,
     "speculative_adaptive": False,
-    "distributed_timeout_minutes": 0.5,
+    "distributed_timeout_minutes": 2.0,
 }
 PROMPTS = [[5, 9, 40] * 20, [7, 8, 9, 10]]
 PARAMS = RequestParams(num_tokens_to_generate=12, return_log_probs=True, ignore_eos=True)

@@ -116,7 +116,7 @@ def program(sizes: dict) -> object:
 def restoring(sizes: dict) -> object:
     """Outcomes on rank 0 with the old weights, and after a failed update that kept them."""
     writer.BUCKET_BYTES = 200_000
-    settings = SETTINGS | sizes | {"distributed_timeout_minutes": 0.5}
+    settings = SETTINGS | sizes | {"distributed_timeout_minutes": 2.0}
     fail_once(1)
     if dist.get_rank():
         lack_memory_once()
@@ -232,7 +232,7 @@ def changed_while_released(folder: str) -> object:
     """Tokens and skipped tokens on rank 0 before and after a change of weights while the other rank is released."""
     platform.initialize(ParallelConfig(tensor_model_parallel_size=2))
     settings = SETTINGS | {"tensor_model_parallel_size": 2, "prefix_cache_dir": folder}
-    settings["distributed_timeout_minutes"] = 0.5
+    settings["distributed_timeout_minutes"] = 2.0
     if dist.get_rank():
         with load_follower(**settings) as follower:
             follower.follow()

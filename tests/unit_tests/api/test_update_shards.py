@@ -33,7 +33,7 @@ from tests.unit_tests.support.weights import writer_of
 
 pytestmark = pytest.mark.usefixtures("upstream")
 
-SETTINGS = ATTACHED | {"distributed_timeout_minutes": 0.5}
+SETTINGS = ATTACHED | {"distributed_timeout_minutes": 2.0}
 COUNT = 6
 PARAMS = RequestParams(num_tokens_to_generate=COUNT, return_log_probs=True, skip_prompt_log_probs=True)
 OLD, NEW = 1, 2  # seeds
