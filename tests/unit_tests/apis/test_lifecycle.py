@@ -199,7 +199,7 @@ class TestServer:
     def test_beside_generate(self, start_async):
         async def ask() -> tuple[list[int], str, str]:
             async with start_async() as llm:
-                await llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
+                await llm.serve(ServeConfig(host="127.0.0.7", port=0), blocking=False)  # no other process is there
                 url = llm._runtime._frontend.url
                 async with httpx.AsyncClient(timeout=PATIENCE) as client:
                     asked = [client.post(f"{url}/v1/completions", json=self.body()) for _ in range(2)]

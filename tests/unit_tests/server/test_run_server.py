@@ -92,7 +92,8 @@ def test_tokens_are_those_of_a_run(both, stream):
 def started(folder: Path, requests: int | None = None) -> Iterator[tuple[HeldServer, str]]:
     """The tool in a process of its own, and its URL; see `held_server`."""
     patient = ["--shutdown-timeout", str(PATIENCE), "--header-timeout", str(PATIENCE)]
-    server = HeldServer(folder, [*TINY, "--port", "0", *patient], requests)
+    place = ["--host", "127.0.0.7", "--port", "0"]  # where no other process takes the port of one that has ended
+    server = HeldServer(folder, [*TINY, *place, *patient], requests)
     try:
         yield server, server.printed(r"\nready: (\S+)\n")[1]
     finally:
