@@ -214,15 +214,18 @@ def test_a_stopped_subscriber_delays_no_other(monkeypatch, make_world):
 
 def test_a_thread_that_stands_still_delays_no_step(monkeypatch, make_world):
     """RP-1: the hand-over is bounded by the cache, and what comes of it afterwards is right."""
-    world, go_on = make_world(), threading.Event()
+    world, begun, go_on = make_world(), threading.Event(), threading.Event()
     apply = Mirror.apply
 
     def wait_and_apply(self, delta):
+        begun.set()
         assert go_on.wait(PATIENCE)
         return apply(self, delta)
 
     monkeypatch.setattr(Mirror, "apply", wait_and_apply)
     world.start()
+    world.request()
+    assert begun.wait(PATIENCE)
     for _ in range(200):
         world.request()
     waiting = world.publisher.changes._delta
