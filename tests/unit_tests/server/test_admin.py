@@ -200,7 +200,7 @@ class TestProfile:
             assert ask(server, "POST", "/stop_profile").json() == {"is_profiling": False, "file": None}
             tokens(server)
             assert list(tmp_path.iterdir()) == []
-            assert ask(server, "POST", "/start_profile?max_seconds=30").json() == {"is_profiling": True}
+            assert ask(server, "POST", "/start_profile?max_seconds=60").json() == {"is_profiling": True}
             assert "is running" in check_error(ask(server, "POST", "/start_profile"), 409)["message"]
             tokens(server)
             name = ask(server, "POST", "/stop_profile").json()["file"]
@@ -208,7 +208,7 @@ class TestProfile:
             traced = {one.get("name") for one in json.loads((tmp_path / name).read_text())["traceEvents"]}
             assert {"plan", "forward", "commit"} <= traced
             monkeypatch.setattr(profiling, "MAX_STEPS", 2)
-            ask(server, "POST", "/start_profile")
+            ask(server, "POST", "/start_profile?max_seconds=60")
             tokens(server)
             assert len(list(tmp_path.iterdir())) == 2, "written after two steps"
             assert "restart it" in check_error(ask(server, "POST", "/start_profile"), 409)["message"]
