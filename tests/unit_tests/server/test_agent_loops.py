@@ -105,7 +105,7 @@ NOTHING_ELSE |= {"skipped_prefill_token_count": 0, "prefill_reasons": {}, "param
 def test_an_answer_cut_anywhere_is_accepted_back(embedded, monkeypatch, name):
     """Arguments that are no JSON are shown as the model wrote them, the same on all routes."""
     tokenizer, vocabulary = embedded.serving.tokenizer, embedded.serving.vocabulary
-    monkeypatch.setattr(tokenizer, "_templates", ChatTemplates.only(BOTH_WAYS, Path()))
+    embedded.use_template(monkeypatch, BOTH_WAYS)
     calls = [("weather", ARGUMENTS["unicode"]), ("time-now", {"a": [{"b": None}]})]
     text = THOUGHT + written(name, calls, "" if name in BARE else "I look.")
     ids = tokenizer.tokenize(text)
@@ -130,7 +130,7 @@ def test_an_answer_cut_anywhere_is_accepted_back(embedded, monkeypatch, name):
 def test_arguments_that_are_no_object_are_shown_as_they_are(embedded, monkeypatch, arguments):
     """A template that writes JSON shows the text itself; one that writes members has one for it."""
     tokenizer = embedded.serving.tokenizer
-    monkeypatch.setattr(tokenizer, "_templates", ChatTemplates.only(BOTH_WAYS, Path()))
+    embedded.use_template(monkeypatch, BOTH_WAYS)
     function = {"name": "f", "arguments": arguments}
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
     items = [{"type": "function_call", "call_id": "c"} | function]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from tokenizers import Regex, decoders, pre_tokenizers
 
-from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support.server import LiveServer
 from tests.unit_tests.text.test_template_rendering import ENDLESS
@@ -43,7 +41,7 @@ def wrapped(embedded):
 )
 def test_templates(embedded, monkeypatch, caplog, template, said):
     with monkeypatch.context() as patch:
-        patch.setattr(embedded.serving.tokenizer, "_templates", ChatTemplates.only(template, Path()))
+        embedded.use_template(patch, template)
         for path in (CHAT, "/tokenize") if template == RECURSIVE else (CHAT,):
             error = check_error(embedded.http.post(path, json={"messages": QUESTION}, timeout=120.0), 400)
             assert said in error["message"]

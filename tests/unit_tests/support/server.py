@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import openai
+import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,6 +27,7 @@ from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
 from megatron_ext.server.run import bind, build_server
 from megatron_ext.server.serving import Serving
+from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.unit_tests.support.holding import PATIENCE, held_steps
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -104,6 +107,11 @@ class LiveServer:
         assert scheduler.running_slots.free_count == scheduler.running_slots.total
         if scheduler.cache.states is not None:
             assert scheduler.cache.states.obtainable_count == scheduler.cache.states.total
+
+    def use_template(self, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+        """Render chats with another template, up to the end of the patch."""
+        assert self.serving.chat_format.end_of_turn, "read from its own template: the server keeps it"
+        monkeypatch.setattr(self.serving.tokenizer, "_templates", ChatTemplates.only(template, Path()))
 
     def reset_cache(self) -> None:
         self.check_idle()

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from megatron_ext.server.openai.chat_prompt import AnsweredChat, AnswerMemory, C
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.chat_template import ChatOptions
-from megatron_ext.text.tokenizer_files import ChatTemplates
 from megatron_ext.text.tool_calls.formats import HERMES, AnswerFormat
 from megatron_ext.text.tool_calls.functions import Function
 from tests.on_request import long_except
@@ -93,7 +91,7 @@ class Chats:
 def chats(roomy, monkeypatch, request) -> Chats:
     """Conversations with the embedded model's template, or with that of a parameter."""
     if (template := getattr(request, "param", None)) is not None:
-        monkeypatch.setattr(roomy.serving.tokenizer, "_templates", ChatTemplates.only(template, Path()))
+        roomy.use_template(monkeypatch, template)
     monkeypatch.setattr(roomy.serving, "answers", AnswerMemory(2**20))
     return Chats(roomy.serving)
 
@@ -165,10 +163,10 @@ class TestSplices:
         chats.options = ChatOptions(tools=TOOLS)
         assert self.continued(chats, known, [FIRST, said("Naïve cats."), MORE])
 
-    def test_no_token_crosses_an_edge(self, chats, monkeypatch):
+    def test_no_token_crosses_an_edge(self, chats, roomy, monkeypatch):
         """An answer that ends with a line break, in a template that continues with one."""
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{{ tools and '' }}assistant: "
-        monkeypatch.setattr(chats.serving.tokenizer, "_templates", ChatTemplates.only(template, Path()))
+        roomy.use_template(monkeypatch, template)
         known = chats.answer("Yes.\n", end="")
         messages = [FIRST, said("Yes.\n"), MORE]
         assert chats.plain(messages)[: len(known)] != known

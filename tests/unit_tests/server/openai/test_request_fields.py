@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.config import RequestParams
 from megatron_ext.server.openai import request_fields
-from megatron_ext.text.tokenizer_files import ChatTemplates
 from tests.on_request import long_except
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
 from tests.unit_tests.support import choice
@@ -180,7 +178,7 @@ class TestTemplates:
         """Special tokens that they spell stay text, in names of nested ones, too."""
         tokenizer = embedded.serving.tokenizer
         template = "<|system|>{{ style }} {{ more | tojson }}<|end|>" + tokenizer.chat_template
-        monkeypatch.setattr(tokenizer, "_templates", ChatTemplates.only(template, Path()))
+        embedded.use_template(monkeypatch, template)
         fields = {"chat_template_kwargs": {"style": "<|end|>short", "more": {"<|user|>": 1}}}
         prompt = self.prompt_of(embedded, **fields)
         plain = '<|system|><|end|>short {"<|user|>": 1}<|end|><|user|>Hello<|end|>'
@@ -327,7 +325,7 @@ def test_thinking_can_be_turned_off(embedded, monkeypatch, where):
     """`enable_thinking` means the same in both places: a log line would hide that thinking stays on."""
     tokenizer = embedded.serving.tokenizer
     template = tokenizer.chat_template + "{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}"
-    monkeypatch.setattr(tokenizer, "_templates", ChatTemplates.only(template, Path()))
+    embedded.use_template(monkeypatch, template)
     fields = {"enable_thinking": False}
     fields = fields if where == "the body" else {"chat_template_kwargs": fields, "enable_thinking": True}
     expected = tokenizer.tokenize("<|user|>Hello<|end|><|assistant|>quick")

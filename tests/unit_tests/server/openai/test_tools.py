@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +19,6 @@ from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.server.openai.structured_output_checks import answer_format_of, constrained_format
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.tokenizer import TextTokenizer
-from megatron_ext.text.tokenizer_files import ChatTemplates
 from megatron_ext.text.tool_calls.formats import HERMES
 from tests.on_request import long_except
 from tests.unit_tests.scheduling.builders import make_limits
@@ -294,7 +292,7 @@ class TestTemplateWithoutTools:
     @pytest.fixture(autouse=True)
     def template(self, embedded, trained, monkeypatch):
         for server in (embedded, trained):
-            monkeypatch.setattr(server.serving.tokenizer, "_templates", ChatTemplates.only(WITHOUT_TOOLS, Path()))
+            server.use_template(monkeypatch, WITHOUT_TOOLS)
 
     def test_calls_are_read(self, says, stream):
         text = f"I look it up.\n{CALL}\n{OTHER}"
