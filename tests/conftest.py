@@ -50,6 +50,7 @@ settings.load_profile("same")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    os.umask(0o022)  # caches are refused in folders that a group may write to, as with the umask 002 of some systems
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in UPSTREAM_WARNINGS:
