@@ -31,7 +31,7 @@ def calls(script: str, folder: Path, *arguments: str, **environment: str) -> lis
 
     Where there is a head, `serve` waits until it has been started, and a socket accepts connections in its place.
     """
-    waiting = f"until grep -qs -- --head {folder}/calls; do sleep 0.05; done" if script != "one_machine" else ":"
+    waiting = f"until grep -qs -- --head '{folder}/calls'; do sleep 0.05; done" if script != "one_machine" else ":"
     for name, body in {
         "ray": f'printf "%s\\n" "ray $*" >> "{folder}/calls"',
         "serve": f'{waiting}; printf "%s\\n" "serve $*" >> "{folder}/calls"',
