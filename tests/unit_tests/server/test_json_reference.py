@@ -46,9 +46,9 @@ def test_results_of_a_run(tmp_path):
     output = tmp_path / "out.json"
     options = "--output-request-events --return-log-probs --top-n-logprobs 2 --explain-prefix-cache"
     options += " --speculative-method ngram --num-speculative-tokens 2 --speculative-draft-cost 0.1"
-    options += f" --prefix-cache-dir {tmp_path / 'cache'}"
-    options += f" --num-tokens-to-generate 2 --prefix-cache-audit 1 --output-path {output}"
-    assert main(["run", "--prompts", "A list is", *options.split()]) == 0
+    options += " --num-tokens-to-generate 2 --prefix-cache-audit 1"
+    places = ["--prefix-cache-dir", str(tmp_path / "cache"), "--output-path", str(output)]
+    assert main(["run", "--prompts", "A list is", *options.split(), *places]) == 0
     entry = json.loads(output.read_text("utf-8"))["0"]
     assert entry.keys() | {"routing_indices"} == section("Results of a request")
     explained = entry["prefix_cache_explanation"].keys() | {"before", "after"}
