@@ -127,7 +127,7 @@ def test_the_cache_is_described_while_a_step_takes_long(serve, monkeypatch):
 
     def slow():
         begun.set()
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(2 * PATIENCE)
         return compute()
 
     server.engine.controller.forward = slow
@@ -135,7 +135,7 @@ def test_the_cache_is_described_while_a_step_takes_long(serve, monkeypatch):
     asking.start()
     assert begun.wait(PATIENCE)
     for _ in range(3):
-        answer = httpx.get(f"{server.url}/prefix_cache", timeout=PATIENCE / 2).json()
+        answer = httpx.get(f"{server.url}/prefix_cache", timeout=PATIENCE).json()
         assert answer["hottest_prefixes"] == before["hottest_prefixes"]
     assert server.serving.requests.living == 1, "the step goes on"
     go_on.set()
