@@ -117,8 +117,8 @@ def test_the_worked_example(tmp_path):
     output = tmp_path / "out.json"
     flags = "--drain-between-batches --batch-boundaries 0,1,2,3 --ignore-eos --num-tokens-to-generate 4"
     pools = f"{BATCHING}-block-count 32 {BATCHING}-prefix-caching-mamba-slots 8 {BATCHING}-max-requests 4"
-    files = f"--prompt-file {tmp_path / 'prompts.jsonl'} --output-path {output} --output-format full"
-    assert main(f"{flags} {pools} {files}".split()) == 0
+    files = ["--prompt-file", str(tmp_path / "prompts.jsonl"), "--output-path", str(output)]
+    assert main([*f"{flags} {pools} --output-format full".split(), *files]) == 0
     results = json.loads(output.read_text("utf-8"))
 
     example = text_of("docs/prefix_caching.md").split("## A miss, a hit")[1].split("\n## ")[0]

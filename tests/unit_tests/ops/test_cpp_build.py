@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,7 @@ class FakeCompiler:
         self.calls, self.path = folder / "calls", folder / "cxx"
         script = f"""#!/bin/sh
 case " $* " in *" --version "*) echo "{version}"; exit 0;; esac
-echo call >> {self.calls}
+echo call >> "{self.calls}"
 {then} || exit 3
 while [ "$1" != -o ]; do shift; done
 echo made > "$2"
@@ -63,7 +64,7 @@ def fake(tmp_path, monkeypatch):
 
     def make(*args: str, **kwargs: str) -> FakeCompiler:
         made = FakeCompiler(tmp_path, *args, **kwargs)
-        monkeypatch.setenv("CXX", str(made.path))
+        monkeypatch.setenv("CXX", shlex.quote(str(made.path)))
         return made
 
     return make
@@ -333,7 +334,7 @@ def is_gone(pid: int) -> bool:
 def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
     """Interrupted while it runs: it and what it has started are ended."""
     script, started = tmp_path / "slow", tmp_path / "started"
-    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $$ > {started}.part\nmv {started}.part {started}\nwait\n")
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $$ > '{started}.part'\nmv '{started}.part' '{started}'\nwait\n")
     script.chmod(0o755)
 
     def interrupted(*_: object, **__: object) -> None:
