@@ -126,8 +126,10 @@ class TestReasons:
 
     @pytest.mark.parametrize(("path", "body"), BODIES)
     def test_never_with_a_text_of_the_body(self, server, reasons, caplog, path, body):
+        caplog.set_level(logging.INFO, access.__name__)
         answer = server.http.post(path, json={"model": "tiny"} | body)
         assert answer.status_code == 400, answer.text
+        server.wait_until(lambda: any(one.name == access.__name__ for one in caplog.records))  # not in the next test
         (line,) = reasons[0]()
         assert line.startswith("400 ")
         assert not any("canary" in record.getMessage() for record in caplog.records)
