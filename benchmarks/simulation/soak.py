@@ -176,7 +176,7 @@ def soak(
     policy: str = "lru",
     mode: str = "kernel",
 ) -> None:
-    """Soak of the engine with a tiny model; tokens with the cache equal those of each request served alone."""
+    """Soak of the engine with a tiny model; each request has the same tokens with the cache as alone."""
     platform.initialize()
     loaded = slow_model()
     cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots, snapshot_mode=mode)

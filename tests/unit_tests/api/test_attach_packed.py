@@ -30,7 +30,7 @@ pytestmark = [
 
 SETTINGS = ATTACHED | {
     "pack_weights": True,
-    "operator_backend": "onednn",  # packs all weights; those of tests are smaller than the table's
+    "operator_backend": "onednn",  # packs all weights; weights of tests are smaller than the table's
 }
 UNCACHED = {"inference_dynamic_batching_enable_prefix_caching": False}
 COUNT = 6
@@ -80,7 +80,7 @@ def test_tokens_are_the_models_own(attach, name: str) -> None:
 
 
 def test_training_between_requests(attach) -> None:
-    """Tokens after a step of training are those of a fresh engine that packs nothing."""
+    """After a step of training tokens equal a fresh engine's that packs nothing."""
     model = models.build("hybrid")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     seen = set()

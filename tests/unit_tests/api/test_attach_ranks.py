@@ -123,7 +123,7 @@ class TestWorlds:
         [*((layout, {}) for layout in LAYOUTS), ("hybrid, tensor", DRAFTING), ("gpt, experts", DRAFTING)],
     )
     def test_phases_equal_those_of_one_rank(self, layout: str, settings: dict[str, object], tmp_path: Path) -> None:
-        """Requests, training and requests again: tokens are those of the whole model's own forward.
+        """Requests, training and requests again: tokens equal the whole model's own forward.
 
         SP-17: with drafts, whose costs all ranks measure before they return from `attach_engine`.
         """

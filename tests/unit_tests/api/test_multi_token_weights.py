@@ -121,7 +121,7 @@ def program(way: str, sizes: dict[str, int], folders: tuple[str, str], given: di
 @pytest.mark.worlds
 @pytest.mark.parametrize("way", ["tensors", "embedding", "disk", "shards"])
 def test_new_weights_of_stages(way, folders):
-    """SP-15, RL-1, RL-7: tokens, counts and the logits of drafts are those of one rank, before and after."""
+    """SP-15, RL-1, RL-7: tokens, counts and the logits of drafts equal one rank's, before and after."""
     given = whole(folders[1])
     if way == "embedding":
         given = {EMBEDDING: given[EMBEDDING]}

@@ -1,4 +1,4 @@
-"""RL-1: new weights on all ranks: tokens and log-probs are those of one rank that was loaded with them."""
+"""RL-1: new weights on all ranks: tokens and log-probs equal one rank's that was loaded with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RL-7: each rank hands over its own shards of new weights; log-probs are those of the new model's own forward."""
+"""RL-7: each rank hands over its own shards of new weights; log-probs equal the new model's own forward."""
 
 from __future__ import annotations
 

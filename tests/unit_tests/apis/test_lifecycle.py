@@ -92,7 +92,7 @@ class TestCoroutines:
     """`submit` and `run_sync`: an event loop beside the engine."""
 
     def test_they_run_in_one_loop(self, start_async):
-        """Requests of several coroutines are served together, whoever waits."""
+        """Requests of several coroutines are served together."""
 
         async def serve(tokens: list[int]) -> tuple[object, list[int]]:
             request = await llm.generate(tokens, GREEDY)

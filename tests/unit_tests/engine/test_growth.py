@@ -55,7 +55,7 @@ ON_DISK, PAGE = 256, 4096  # entries, which take a page each; bytes
 EVICTED, ENDS, TRACED, SAMPLES = 64, 40, 50, 10
 GRAMMAR = ResponseFormat("regex", "[ab]*")
 
-IN_MEMORY, PART = max(BLOCKS * BLOCK, 2 * ENDS), 4  # an entry of a container has at most so many parts
+IN_MEMORY, PART = max(BLOCKS * BLOCK, 2 * ENDS), 4  # an entry of a container has at most that number of parts
 SETTINGS = {
     "BlockIndex": IN_MEMORY,
     "BlockPool": IN_MEMORY,
@@ -438,7 +438,7 @@ def grown(found: Sequence[Counter[str]]) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("name", "requests"),
     [
-        pytest.param("disk", 3_000, marks=pytest.mark.timeout(600)),  # it takes 25 s where others need the cores, too
+        pytest.param("disk", 3_000, marks=pytest.mark.timeout(600)),  # 25 s on a busy machine
         ("drafts", 1_500),
         *(pytest.param(name, 100_000, marks=pytest.mark.soak) for name in ("disk", "drafts")),
     ],

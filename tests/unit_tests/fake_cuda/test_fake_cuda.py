@@ -1,7 +1,7 @@
 """CU-9: engines behave on a fake CUDA device as on the CPU, and wait for it only in the listed places.
 
 The device is C++ that torch takes for a CUDA device (`support/fake_cuda`); it has to be there before torch is
-imported, so what is looked at here has run in one other process.
+imported, so its results come from one other process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.unit_tests.support.source import ROOT
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no fake device: {library.why_not()}")
 
-LONGEST_RUN = 600.0  # seconds; it takes 30 of a core, and ten once to compile the device
+LONGEST_RUN = 600.0  # seconds; 30 of CPU time, and ten once to compile the device
 TO_HOST = "copy to the host that waits"
 SCORED = "log-probs of requests that ask for them"
 DRAFTED = "drafts of a layer of multi-token prediction, before the step is planned"
@@ -95,7 +95,7 @@ def run_pretended(module: str, *arguments: str, **variables: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", lives.LIVES)
 def test_a_life_on_the_device_is_that_on_the_host(child, name):
-    """CU-9, CU-4: tokens, log-probs, what is skipped, how many steps there are, errors."""
+    """CU-9, CU-4: tokens, log-probs, skipped tokens, numbers of steps, errors."""
     assert_same(child["lives"][name], lives.LIVES[name](nullcontext()))
 
 

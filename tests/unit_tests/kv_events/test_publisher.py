@@ -213,7 +213,7 @@ def test_a_stopped_subscriber_delays_no_other(monkeypatch, make_world):
 
 
 def test_a_thread_that_stands_still_delays_no_step(monkeypatch, make_world):
-    """RP-1: the hand-over is bounded by the cache, and what comes of it afterwards is right."""
+    """RP-1: the hand-over is bounded by the cache, and its events are right afterwards."""
     world, begun, go_on = make_world(), threading.Event(), threading.Event()
     apply = Mirror.apply
 

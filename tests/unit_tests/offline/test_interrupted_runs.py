@@ -87,7 +87,7 @@ def interrupt(monkeypatch):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
 def test_the_json_has_everything(prompt_file, tmp_path, capfd, interrupt, number, code):
-    """Several signals of one wish are one. The step that runs is finished, so no token is lost."""
+    """Several signals within `ONE_WISH` count as one. The step that runs is finished, so no token is lost."""
     interrupt(10, number, signal.SIGTERM, signal.SIGINT)
     output = tmp_path / "out.json"
     argv = [
@@ -164,7 +164,7 @@ def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatc
 def test_a_second_signal_while_the_cache_is_written(
     prompt_file, tmp_path, capfd, monkeypatch, count: int, is_cut_short: bool
 ):
-    """DC-1, SE-4: what was not written is counted, and the results are written all the same."""
+    """DC-1, SE-4: entries left out are counted, and the results are written all the same."""
     monkeypatch.setattr(signals, "ONE_WISH", 0.0)
     write, notice, left, handled = EntryFiles.write, Interruption._notice, [count], threading.Semaphore(0)
 

@@ -1,4 +1,4 @@
-"""Submission times of prompts, and the order of records, which is that of submission."""
+"""Submission times of prompts, and the order of records: as submitted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_suspended_and_resumed_every_so_many_steps(fake_engine):
 def test_some_each_second(fake_engine, monkeypatch):
     """Arrivals follow the clock, also while the engine has nothing to do."""
     clock = [0.0]
-    own_time = SimpleNamespace(monotonic=lambda: clock[0])  # other threads use that of the process
+    own_time = SimpleNamespace(monotonic=lambda: clock[0])  # other threads use the module of the process
     own_time.sleep = lambda seconds: clock.__setitem__(0, clock[0] + seconds + 1e-9)
     monkeypatch.setattr("megatron_ext.offline.passes.time", own_time)
     run(fake_engine, incoming_requests_per_sec=2.0)

@@ -80,7 +80,7 @@ class Trouble:
         self._path.write_text(kind)
 
     def end(self) -> None:
-        self._path.write_text("")  # a file that is there is never gone while it is read
+        self._path.write_text("")  # the file stays: another rank may be reading it
 
 
 class Rank0:

@@ -129,7 +129,8 @@ class TestReasons:
         caplog.set_level(logging.INFO, access.__name__)
         answer = server.http.post(path, json={"model": "tiny"} | body)
         assert answer.status_code == 400, answer.text
-        server.wait_until(lambda: any(one.name == access.__name__ for one in caplog.records))  # not in the next test
+        # A line that comes later would be one of the next test.
+        server.wait_until(lambda: any(one.name == access.__name__ for one in caplog.records))
         (line,) = reasons[0]()
         assert line.startswith("400 ")
         assert not any("canary" in record.getMessage() for record in caplog.records)

@@ -83,7 +83,7 @@ def test_a_request_can_have_none(drafting):
 
 def test_tokens_that_come_together_share_their_time(monkeypatch):
     clock, now = TokenClock(), iter([0.0, 1.0, 4.0])
-    own_time = SimpleNamespace(monotonic=lambda: next(now))  # other threads read that of the process
+    own_time = SimpleNamespace(monotonic=lambda: next(now))  # other threads use the module of the process
     monkeypatch.setattr("megatron_ext.server.request_manager.time", own_time)
     assert clock.gaps({0: 1}) == []
     assert clock.gaps({0: 2}) == [1.0]

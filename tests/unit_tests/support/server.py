@@ -109,8 +109,11 @@ class LiveServer:
             assert scheduler.cache.states.obtainable_count == scheduler.cache.states.total
 
     def use_template(self, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
-        """Render chats with another template, up to the end of the patch."""
-        assert self.serving.chat_format.end_of_turn, "read from its own template: the server keeps it"
+        """Render chats with another template, up to the end of the patch.
+
+        The end of a turn is read from the server's own template before, since the server keeps it for later chats.
+        """
+        assert self.serving.chat_format.end_of_turn is not None
         monkeypatch.setattr(self.serving.tokenizer, "_templates", ChatTemplates.only(template, Path()))
 
     def reset_cache(self) -> None:

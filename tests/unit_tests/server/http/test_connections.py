@@ -40,7 +40,7 @@ MOST = 6
 LIMITS = ServerLimits(max_connections=MOST, header_timeout=60.0)
 QUICK = ServerLimits(header_timeout=0.4, body_timeout=0.5, idle_timeout=0.4)
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-BODY_BEGUN = BEGUN + b"Content-Type: application/json\r\nContent-Length: 30000\r\n\r\n{"  # more than anyone sends
+BODY_BEGUN = BEGUN + b"Content-Type: application/json\r\nContent-Length: 30000\r\n\r\n{"  # more than tests send
 
 
 @pytest.fixture(scope="module")
