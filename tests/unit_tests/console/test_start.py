@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,17 +38,21 @@ class TestTools:
 
 
 class TestVariables:
-    @pytest.mark.parametrize("name", OPENMP_WAIT_VARIABLES)
-    def test_each_of_them_decides(self, monkeypatch, name):
-        monkeypatch.delitem(sys.modules, "torch")
-        environment = {name: "1"}
-        monkeypatch.setattr(os, "environ", environment)
-        limit_spinning()
-        assert environment == {name: "1"}
+    @pytest.fixture(params=[{}, {"torch": None}], ids=["before torch", "after torch"])
+    def modules(self, request, monkeypatch) -> dict[str, object]:
+        """Imported modules, for the tested module alone: other threads may import torch meanwhile."""
+        monkeypatch.setattr("megatron_ext.console.start.sys", SimpleNamespace(modules=request.param))
+        return request.param
 
-    def test_none_is_set(self, monkeypatch):
-        monkeypatch.delitem(sys.modules, "torch")
-        environment = {"OMP_NUM_THREADS": "4"}
-        monkeypatch.setattr(os, "environ", environment)
+    def left_by(self, environment: dict[str, str], monkeypatch) -> dict[str, str]:
+        monkeypatch.setattr("megatron_ext.console.start.os", SimpleNamespace(environ=environment))
         limit_spinning()
-        assert environment == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+        return environment
+
+    @pytest.mark.parametrize("name", OPENMP_WAIT_VARIABLES)
+    def test_each_of_them_decides(self, monkeypatch, modules, name):
+        assert self.left_by({name: "1"}, monkeypatch) == {name: "1"}
+
+    def test_none_is_set(self, monkeypatch, modules):
+        added = {} if modules else {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+        assert self.left_by({"OMP_NUM_THREADS": "4"}, monkeypatch) == {"OMP_NUM_THREADS": "4"} | added
